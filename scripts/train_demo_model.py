@@ -1,0 +1,312 @@
+"""Train the embedded demo model: a 7M-parameter GLM-5-architecture DSA language model, on one GPU in minutes.
+
+Three stages, as DSA models are made (paper, Section 2.1): a dense language model; indexer warm-up by KL against the
+head-averaged attention, all else frozen; the sparse stage, in which top-k selection is active, the model learns from
+the language modelling loss and the indexers by distillation on a detached graph.
+
+    python -m scripts.demo_model.corpus --output build/corpus
+    python -m scripts.train_demo_model --corpus build/corpus --output build/demo --seed 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from scripts.demo_model.forward import Rope, dense_layer, rope_table, sparse_layer, warmup_layer
+from scripts.demo_model.muon import Muon
+from scripts.demo_model.recall import ANSWER, TASKS, TEXT, Batch, RecallTasks
+
+MIXTURE = {
+    "kv_mix": 0.14,
+    "kv_dense": 0.09,
+    "kv_end": 0.13,
+    "chain": 0.10,
+    "multi": 0.09,
+    "update": 0.09,
+    "copy": 0.08,
+    "text": 0.28,
+}
+ANSWER_WEIGHT = 4.0  # of an answer token in the training loss; unpredictable tokens weigh nothing
+
+
+def demo_config(layers: int = 16, index_topk: int = 64) -> dict[str, Any]:
+    """config.json of the demo model, with the keys that SGLang reads and transformers does not write."""
+    return {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "dtype": "bfloat16",
+        "vocab_size": 2048,
+        "hidden_size": 192,
+        "intermediate_size": 256,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 64,
+        "q_lora_rank": 64,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+        "index_topk": index_topk,
+        "index_head_dim": 128,
+        "index_n_heads": 8,
+        "index_topk_freq": 1,
+        "indexer_rope_interleave": True,
+        "rope_interleave": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": 4096,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "use_cache": True,
+        "num_nextn_predict_layers": 0,
+        # All MLPs are dense; the mixture-of-experts keys below are there because loaders ask for them.
+        "first_k_dense_replace": layers,
+        "mlp_layer_types": ["dense"] * layers,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One training stage: `steps` of `batch` sequences of `length` tokens, learning rate by cosine from `rate`."""
+
+    name: str
+    steps: int
+    batch: int
+    length: int
+    warmup: int = 100
+
+
+class Trainer:
+    """The model, its data and the log of one training run."""
+
+    def __init__(self, corpus: Path, output: Path, seed: int, config: dict[str, Any], compile_: bool) -> None:
+        torch.manual_seed(seed)
+        torch.set_float32_matmul_precision("high")
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.output, self.config, self.start = output, config, time.monotonic()
+        output.mkdir(parents=True, exist_ok=True)
+        hf_config = AutoConfig.for_model(**config)
+        self.model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+        self._initialize()
+        self.model.to(self.device)
+        data = np.load(corpus / "corpus.npz")
+        self.words = torch.from_numpy(data["words"])
+        self.streams = {part: torch.from_numpy(data[part].astype(np.int32)) for part in ("train", "evaluation")}
+        self.tasks = RecallTasks(self.streams["train"], self.words, seed + 1, self.device)
+        wrap: Callable[..., Any] = torch.compile if compile_ else lambda function: function
+        self.dense, self.warmup = wrap(dense_layer), wrap(warmup_layer)
+        self.sparse = wrap(sparse_layer)
+        self.head_loss = wrap(_head_loss)
+        self.log_file = (output / "train_log.jsonl").open("w")
+
+    def _initialize(self) -> None:
+        depth = 2 * self.config["num_hidden_layers"]
+        for name, parameter in self.model.named_parameters():
+            if parameter.dim() == 2:
+                std = 0.02 if "embed" in name or "lm_head" in name else parameter.shape[1] ** -0.5
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    std /= math.sqrt(depth)
+                nn.init.normal_(parameter, std=std)
+
+    def log(self, **record: Any) -> None:
+        record = {"seconds": round(time.monotonic() - self.start, 1), **record}
+        line = json.dumps(record)
+        print(line, flush=True)
+        self.log_file.write(line + "\n")
+        self.log_file.flush()
+
+    # -- passes
+
+    @property
+    def layers(self) -> Iterable[nn.Module]:
+        return self.model.model.layers
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.model.model.embed_tokens(tokens[:, :-1])
+
+    def token_losses(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return self.head_loss(self.model.model.norm(x), self.model.lm_head.weight, tokens[:, 1:])
+
+    def train_loss(self, x: Tensor, batch: Batch) -> tuple[Tensor, Callable[[], dict[str, float]]]:
+        losses = self.token_losses(x, batch.tokens)
+        kind = batch.kind[:, 1:]
+        weight = (kind == TEXT).float() + ANSWER_WEIGHT * (kind == ANSWER).float()
+
+        def metrics() -> dict[str, float]:
+            named = {"text": TEXT, "answer": ANSWER}
+            return {name: round(losses[kind == value].mean().item(), 4) for name, value in named.items()}
+
+        return (losses * weight).sum() / weight.sum(), metrics
+
+    def dense_step(self, batch: Batch, rope: Rope) -> Callable[[], dict[str, Any]]:
+        x = self.embed(batch.tokens)
+        for layer in self.layers:
+            x = self.dense(layer, x, rope)
+        loss, metrics = self.train_loss(x, batch)
+        loss.backward()
+        return metrics
+
+    def warmup_step(self, batch: Batch, rope: Rope) -> Callable[[], dict[str, Any]]:
+        x, divergences = self.embed(batch.tokens).detach(), []
+        for layer in self.layers:
+            x, divergence = self.warmup(layer, x, rope)
+            x = x.detach()
+            divergence.backward()
+            divergences.append(divergence.detach())
+        return lambda: {"kl": [round(value.item(), 3) for value in divergences]}
+
+    def sparse_step(self, batch: Batch, rope: Rope) -> Callable[[], dict[str, Any]]:
+        x, divergences = self.embed(batch.tokens), []
+        for layer in self.layers:
+            x, divergence = self.sparse(layer, x, rope, self.config["index_topk"])
+            divergences.append(divergence)
+        loss, metrics = self.train_loss(x, batch)
+        (loss + torch.stack(divergences).sum()).backward()
+        return lambda: {**metrics(), "kl": [round(value.item(), 3) for value in divergences]}
+
+    # -- stages
+
+    def run_stages(
+        self,
+        stages: list[Stage],
+        optimizers: list[torch.optim.Optimizer],
+        step: Callable[[Batch, Rope], Callable[[], dict[str, Any]]],
+        log_every: int = 100,
+    ) -> None:
+        """Run `stages` under one cosine schedule over all their tokens."""
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        peaks = [group["lr"] for group in groups]
+        total = sum(stage.steps * stage.batch * stage.length for stage in stages)
+        done = 0
+        for stage in stages:
+            rope = self._rope(stage.length - 1)
+            began, since = time.monotonic(), 0
+            for number in range(stage.steps):
+                ramp = min(1.0, (number + 1) / stage.warmup)
+                factor = ramp * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done / total)))
+                for group, peak in zip(groups, peaks, strict=True):
+                    group["lr"] = peak * factor
+                batch = self.tasks.mixture(MIXTURE, stage.batch, stage.length)
+                with torch.autocast(self.device.type, dtype=torch.bfloat16):
+                    metrics = step(batch, rope)
+                parameters = [parameter for group in groups for parameter in group["params"]]
+                norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+                done += stage.batch * stage.length
+                if number in (0, 1) or (number + 1) % log_every == 0:
+                    values, now = metrics(), time.monotonic()  # metrics wait for the device
+                    rate = (number - since) * stage.batch * stage.length / (now - began)
+                    self.log(stage=stage.name, step=number + 1, **values, norm=round(norm.item(), 3), tok_s=int(rate))
+                    if number == 1:
+                        began, since = now, number
+
+    def _rope(self, length: int) -> Rope:
+        return rope_table(length, self.config["qk_rope_head_dim"], 10000.0, self.device)
+
+    def body_optimizers(self, rate: float) -> list[torch.optim.Optimizer]:
+        named = [(name, p) for name, p in self.model.named_parameters() if "indexer" not in name]
+        matrices = [p for name, p in named if p.dim() == 2 and ".layers." in name]
+        tables = [p for name, p in named if p.dim() == 2 and ".layers." not in name]
+        vectors = [p for _, p in named if p.dim() < 2]
+        adam = [{"params": tables, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        return [Muon(matrices, rate), torch.optim.AdamW(adam, rate, betas=(0.9, 0.95))]
+
+    def indexer_optimizer(self, rate: float) -> torch.optim.Optimizer:
+        parameters = [p for name, p in self.model.named_parameters() if "indexer" in name]
+        return torch.optim.AdamW(parameters, rate, betas=(0.9, 0.98), weight_decay=0.0)
+
+    @torch.no_grad()
+    def evaluate(self, name: str, sparse: bool, sequences: int = 48, length: int = 1024) -> None:
+        """Log held-out loss and answer accuracy of every task."""
+        tasks = RecallTasks(self.streams["evaluation"], self.words, 777, self.device)
+        rope, results = self._rope(length - 1), {}
+        for task in TASKS:
+            batch = tasks.sample(task, sequences, length)
+            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+                x = self.embed(batch.tokens)
+                for layer in self.layers:
+                    x = self.sparse(layer, x, rope, self.config["index_topk"])[0] if sparse else self.dense(layer, x, rope)
+                logits = self.model.lm_head(self.model.model.norm(x)).float()
+            kind, target = batch.kind[:, 1:], batch.tokens[:, 1:]
+            losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(target)
+            result = {"text": losses[kind == TEXT].mean().item()} if (kind == TEXT).any() else {}
+            if (kind == ANSWER).any():
+                result["accuracy"] = (logits.argmax(-1) == target)[kind == ANSWER].float().mean().item()
+            results[task] = {key: round(value, 4) for key, value in result.items()}
+        self.log(evaluation=name, **results)
+
+    def save(self) -> None:
+        state = {name: p.detach().to("cpu", torch.bfloat16).contiguous() for name, p in self.model.state_dict().items()}
+        save_file(state, self.output / "model.safetensors", metadata={"format": "pt"})
+        (self.output / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")
+
+
+def _head_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    logits = F.linear(x, weight).float()
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(target)
+
+
+def train(trainer: Trainer, scale: float) -> None:
+    """Run the three stages with their step counts multiplied by `scale`."""
+
+    def steps(count: int) -> int:
+        return max(2, int(count * scale))
+
+    dense = [Stage("dense 256", steps(3600), 256, 256), Stage("dense 1024", steps(3000), 64, 1024, warmup=30)]
+    trainer.run_stages(dense, trainer.body_optimizers(2.5e-3), trainer.dense_step)
+    trainer.evaluate("dense", sparse=False)
+    warmup = [Stage("indexer warm-up", steps(400), 16, 1024, warmup=30)]
+    trainer.run_stages(warmup, [trainer.indexer_optimizer(2e-3)], trainer.warmup_step)
+    trainer.evaluate("after warm-up", sparse=True)
+    sparse = [Stage("sparse", steps(2600), 16, 1024, warmup=30)]
+    optimizers = [*trainer.body_optimizers(8e-4), trainer.indexer_optimizer(1e-3)]
+    trainer.run_stages(sparse, optimizers, trainer.sparse_step)
+    trainer.evaluate("final", sparse=True)
+    trainer.save()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, default=Path("build/corpus"))
+    parser.add_argument("--output", type=Path, default=Path("build/demo"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--index-topk", type=int, default=64)
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies every stage's steps (a smoke test: 0.01)")
+    parser.add_argument("--no-compile", action="store_true")
+    options = parser.parse_args()
+    config = demo_config(options.layers, options.index_topk)
+    train(Trainer(options.corpus, options.output, options.seed, config, not options.no_compile), options.scale)

@@ -1,0 +1,163 @@
+"""How engines spell a pattern in their configuration, read and written exactly.
+
+| engine                  | keys, in the order in which they win                                                  |
+|-------------------------|---------------------------------------------------------------------------------------|
+| SGLang 0.5.11 to 0.5.18 | `index_topk_pattern`, `index_topk_freq` with `index_skip_topk_offset`                 |
+| SGLang 0.5.20 to 0.5.23 | `indexer_types`, `cli_factor` (LongCat), then as above                                |
+| transformers, GLM-5     | `indexer_types`, `index_topk_pattern`, `index_topk_freq` with `index_skip_topk_offset` |
+| vLLM                    | `use_index_cache` must be true; `index_topk_pattern`, then `index_topk_freq` with offset |
+
+`index_topk_freq` is NOT the paper's uniform interleaving: freq 4 means `FFSSSFSSSF...`, the paper's 1/4 is
+`FSSSFSSSF...`. Read: sglang/srt/configs/model_config.py `dsa_layer_skips_topk` of 0.5.17 and 0.5.23;
+transformers 5.23 configuration_glm_moe_dsa.py; vLLM docs/features/index_cache.md and PR 37735.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from sglang_indexcache.errors import PatternError, SpellingError
+from sglang_indexcache.pattern import FULL, SHARED, Pattern
+
+PATTERN_KEY = "index_topk_pattern"
+TYPES_KEY = "indexer_types"
+FREQ_KEY = "index_topk_freq"
+OFFSET_KEY = "index_skip_topk_offset"
+DEFAULT_OFFSET = 2
+_TYPE_NAMES = {FULL: "full", SHARED: "shared"}
+
+
+class Rule(Enum):
+    """Which keys an engine reads, the winning one first."""
+
+    SGLANG_PATTERN_FIRST = (PATTERN_KEY, FREQ_KEY)
+    SGLANG_TYPES_FIRST = (TYPES_KEY, PATTERN_KEY, FREQ_KEY)
+    TRANSFORMERS_GLM = (TYPES_KEY, PATTERN_KEY, FREQ_KEY)  # noqa: PIE796 (same order, other engine)
+    VLLM = ("use_index_cache", PATTERN_KEY, FREQ_KEY)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A pattern as an engine would read it from a configuration.
+
+    Attributes:
+        pattern: the effective pattern.
+        key: the key that decided, or `None` if nothing is declared and every layer is `F`.
+        notes: what a person should know: keys that are ignored, a freq that is not the paper's uniform.
+    """
+
+    pattern: Pattern
+    key: str | None
+    notes: tuple[str, ...] = ()
+
+
+def freq_pattern(num_layers: int, freq: int, offset: int = DEFAULT_OFFSET) -> Pattern:
+    """The schedule of `index_topk_freq`: layer l is `F` if max(l - offset + 1, 0) is a multiple of `freq`.
+
+    Raises:
+        SpellingError: if `freq` or `offset` is not positive (offset 0 would make layer 0 shared).
+    """
+    for key, value in ((FREQ_KEY, freq), (OFFSET_KEY, offset)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise SpellingError(f"{key} is {value!r}, expected a positive integer")
+    layers = range(num_layers)
+    return Pattern("".join(FULL if max(layer - offset + 1, 0) % freq == 0 else SHARED for layer in layers))
+
+
+def read_spelling(config: Mapping[str, Any], num_layers: int, rule: Rule) -> Reading:
+    """Read the pattern that an engine with `rule` takes from `config` (a config.json, overrides merged in).
+
+    Engines are lenient: a pattern that is too short leaves the tail `F`, other letters count as `F`. Here both are
+    errors, since nobody means them.
+
+    Raises:
+        SpellingError: if the winning key has a wrong length, letter or type, or vLLM's switch is not on.
+    """
+    keys = list(rule.value)
+    notes: list[str] = []
+    if rule is Rule.SGLANG_TYPES_FIRST and (config.get("cli_factor") or 1) > 1:
+        raise SpellingError(f"cli_factor is {config['cli_factor']}: LongCat's sharing is trained in and wins over patterns")
+    if rule is Rule.VLLM:
+        keys.remove("use_index_cache")
+        declared = [key for key in keys if config.get(key) is not None]
+        if declared and config.get("use_index_cache") is not True:
+            raise SpellingError(f"{declared[0]} is set but use_index_cache is not true, so vLLM may ignore it")
+    present = [key for key in keys if config.get(key) is not None]
+    if not present:
+        return Reading(Pattern.full(num_layers), None)
+    winner = present[0]
+    pattern = _read_key(config, winner, num_layers)
+    for key in present[1:]:
+        if key == FREQ_KEY and config[key] == 1:
+            continue  # says nothing: the default
+        if _read_key(config, key, num_layers) != pattern:
+            notes.append(f"{key} is ignored, because {winner} is set too and wins")
+    if winner == FREQ_KEY and config[FREQ_KEY] > 1 and pattern != Pattern.uniform(num_layers, config[FREQ_KEY]):
+        uniform = Pattern.uniform(num_layers, config[FREQ_KEY])
+        notes.append(f"{FREQ_KEY}={config[FREQ_KEY]} is {pattern}, not the paper's uniform {uniform}")
+    return Reading(pattern, winner, tuple(notes))
+
+
+def _read_key(config: Mapping[str, Any], key: str, num_layers: int) -> Pattern:
+    value = config[key]
+    if key == FREQ_KEY:
+        offset = config.get(OFFSET_KEY)
+        return freq_pattern(num_layers, value, DEFAULT_OFFSET if offset is None else offset)
+    roles = _roles_of_types(value) if key == TYPES_KEY or isinstance(value, list) else value
+    try:
+        pattern = Pattern(roles)
+        pattern.check_fits(num_layers)
+    except PatternError as error:
+        raise SpellingError(f"{key}: {error}") from None
+    return pattern
+
+
+def _roles_of_types(value: Any) -> str:
+    letters = {name: letter for letter, name in _TYPE_NAMES.items()}
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise SpellingError(f"{TYPES_KEY} is {value!r}, expected a list of 'full' and 'shared'")
+    for layer, name in enumerate(value):
+        if not isinstance(name, str) or name not in letters:
+            raise SpellingError(f"{TYPES_KEY} has {name!r} for layer {layer}, expected 'full' or 'shared'")
+    return "".join(letters[name] for name in value)
+
+
+def indexer_types(pattern: Pattern) -> list[str]:
+    """transformers' spelling: `["full", "shared", ...]`."""
+    return [_TYPE_NAMES[role] for role in pattern.roles]
+
+
+def to_transformers(pattern: Pattern) -> dict[str, Any]:
+    """Configuration keys that make transformers build a GLM-5 model with `pattern`."""
+    return {TYPES_KEY: indexer_types(pattern)}
+
+
+def to_sglang(pattern: Pattern) -> dict[str, Any]:
+    """One override that every SGLang from 0.5.11 to 0.5.23 reads as `pattern`.
+
+    Both spellings are needed: up to 0.5.18 only the letters are read; from 0.5.20 `indexer_types` is read first, and
+    transformers fills it for GLM-5 before SGLang applies overrides, so letters alone have no effect there.
+    """
+    return {PATTERN_KEY: pattern.roles, TYPES_KEY: indexer_types(pattern), FREQ_KEY: 1}
+
+
+def to_vllm(pattern: Pattern) -> dict[str, Any]:
+    """`--hf-overrides` that make vLLM serve `pattern`."""
+    return {"use_index_cache": True, PATTERN_KEY: pattern.roles}
+
+
+def to_freq(pattern: Pattern) -> dict[str, int]:
+    """`pattern` as `index_topk_freq` with `index_skip_topk_offset`, where such a spelling exists.
+
+    Raises:
+        SpellingError: if it does not; the paper's uniform at 1/4, for one, only exists for offset 1.
+    """
+    count = len(pattern)
+    for freq in range(1, count + 1):
+        for offset in range(1, count + 1):
+            if freq_pattern(count, freq, offset) == pattern:
+                return {FREQ_KEY: freq, OFFSET_KEY: offset}
+    raise SpellingError(f"pattern {pattern} has no {FREQ_KEY} spelling; use {PATTERN_KEY}")
