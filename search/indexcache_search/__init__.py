@@ -1,0 +1,1 @@
+"""Search for a cross-layer index-sharing pattern: engines, strategies, calibration data, report."""

@@ -1,0 +1,29 @@
+"""The demo model that ships with the package, and its calibration and held-out data.
+
+See `model/README.md` in this folder for the model card.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from indexcache_search.errors import DataError
+
+FOLDER = Path(__file__).parent
+MODEL = FOLDER / "model"
+RECALL_TASKS = ("kv_end", "chain", "multi", "update", "copy")
+CALIBRATION = ("demo:calibration-text", "demo:calibration-recall")
+EVALUATION = ("demo:text", *(f"demo:{task}" for task in RECALL_TASKS))
+
+
+def data_file(name: str) -> Path:
+    """The JSONL file of `demo:name`.
+
+    Raises:
+        DataError: if there is none.
+    """
+    path = FOLDER / "data" / f"{name}.jsonl"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in path.parent.glob("*.jsonl")))
+        raise DataError(f"demo:{name}: no such set, expected one of {known}")
+    return path

@@ -1,0 +1,5 @@
+"""Engines that evaluate patterns. `base` holds the protocol; each engine is imported only when it is used."""
+
+from indexcache_search.engines.base import Engine, Evaluation, Objective
+
+__all__ = ["Engine", "Evaluation", "Objective"]

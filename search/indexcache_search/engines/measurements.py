@@ -1,0 +1,104 @@
+"""Cross-layer measurements on transformers' DSA models: index overlap and output similarity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from indexcache_search.engines.roles import apply_roles, dsa_attentions
+from sglang_indexcache import DsaModel
+
+
+@torch.inference_mode()
+def topk_overlap(model: nn.Module, description: DsaModel, batches: Iterable[Tensor], rows: int) -> NDArray[np.float64]:
+    """Mean of |T_i & T_j| / k over layers i and j (paper, Appendix A).
+
+    Args:
+        model: a transformers DSA model.
+        description: its layers; the native pattern runs.
+        batches: token batches `[batch, seq_len]`.
+        rows: queries a sequence, evenly spread over those that see more than k tokens.
+
+    Returns:
+        `[layers, layers]`, symmetric, 1 on the diagonal.
+    """
+    total, count = np.zeros((description.num_layers, description.num_layers)), 0
+    for batch in batches:
+        sampled = _sampled_rows(batch.shape[1], description.index_topk, rows)
+        selected: dict[int, Tensor] = {}
+
+        def keep(layer: int, indices: Tensor, sampled: Tensor = sampled, batch: Tensor = batch) -> None:
+            chosen = indices[:, sampled.to(indices.device)].long()
+            mask = torch.zeros(*chosen.shape[:2], batch.shape[1], device=indices.device)
+            selected[layer] = mask.scatter_(-1, chosen, 1.0).flatten()  # noqa: B023
+
+        with apply_roles(model, description.native, keep):
+            model(input_ids=batch, use_cache=False, logits_to_keep=1)
+        masks = torch.stack([selected[source].cpu() for source in description.native.source_layers])
+        total += (masks @ masks.T).double().numpy() / description.index_topk
+        count += len(sampled) * batch.shape[0]
+    return total / count
+
+
+def _sampled_rows(seq_len: int, index_topk: int, rows: int) -> Tensor:
+    candidates = np.arange(index_topk, seq_len)
+    chosen = np.linspace(0, len(candidates) - 1, min(rows, len(candidates))).round().astype(int)
+    return torch.from_numpy(candidates[chosen])
+
+
+@torch.inference_mode()
+def output_similarity(model: nn.Module, description: DsaModel, batches: Iterable[Tensor]) -> NDArray[np.float64]:
+    """Mean cosine similarity of layer i's attention output with its own and with layer j's indices.
+
+    Args:
+        model: a transformers DSA model.
+        description: its layers; the native pattern runs below layer i.
+        batches: token batches `[1, seq_len]`; the indices of all layers are held for one batch.
+
+    Returns:
+        `[i, j]`, 1 on the diagonal, 0 for j > i. Only queries that see more than k tokens count (paper, Appendix C).
+    """
+    layers = description.num_layers
+    attentions = dsa_attentions(model)
+    total, count = np.zeros((layers, layers)), 0
+    for batch in batches:
+        indices: dict[int, Tensor] = {}
+
+        def compare(attention: Any, args: Any, kwargs: dict[str, Any], output: Any, held: dict[int, Tensor] = indices) -> None:
+            layer = attention.layer_idx
+            own = output[0][:, description.index_topk :].float()
+            for other in range(layer):
+                source = description.native.source_layers[other]
+                reused = _run_with_indices(attention, args, kwargs, held[source])[:, description.index_topk :]
+                total[layer, other] += F.cosine_similarity(own, reused.float(), dim=-1).double().mean().item()
+            total[layer, layer] += 1.0
+
+        hooks = [attention.register_forward_hook(compare, with_kwargs=True) for attention in attentions]
+        try:
+            with apply_roles(model, description.native, indices.__setitem__):
+                model(input_ids=batch, use_cache=False, logits_to_keep=1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        count += 1
+    return total / count
+
+
+def _run_with_indices(attention: Any, args: Any, kwargs: dict[str, Any], indices: Tensor) -> Tensor:
+    """Attention output `[batch, queries, hidden]` of `attention` over given indices."""
+    if attention.indexer is None:
+        output: Tensor = attention.forward(*args, **{**kwargs, "prev_topk_indices": indices})[0]
+        return output
+    indexer, role = attention.indexer, attention.indexer.forward
+    indexer.forward = lambda *_, **__: indices
+    try:
+        output = attention.forward(*args, **kwargs)[0]
+    finally:
+        indexer.forward = role
+    return output

@@ -1,0 +1,88 @@
+"""Run-time F and S roles on transformers' DSA models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from sglang_indexcache import Pattern
+
+Observer = Callable[[int, Tensor], None]
+"""Called with a layer and the `[batch, queries, k]` indices its attention is about to use."""
+
+_MARK = "_indexcache_role"
+
+
+def dsa_attentions(model: nn.Module) -> list[nn.Module]:
+    """The attention modules of a `DeepseekV32ForCausalLM` or `GlmMoeDsaForCausalLM`, by layer."""
+    decoder: Any = model.model
+    return [layer.self_attn for layer in decoder.layers[: decoder.config.num_hidden_layers]]
+
+
+@contextmanager
+def apply_roles(
+    model: nn.Module, pattern: Pattern, observe: Observer | None = None, carried: Tensor | None = None
+) -> Iterator[None]:
+    """Run `model` with `pattern` inside the `with` block; leave it as it was afterwards.
+
+    An `F` layer's indexer runs and its indices are kept; an `S` layer's indexer is not run and gives back the kept
+    ones. Nothing else of the model is touched, so all-F is the untouched model bit for bit. A layer without an indexer
+    (shared in the checkpoint) takes what the layer below passes up, as transformers has it.
+
+    A key/value cache filled under one pattern has no index keys for that pattern's `S` layers: don't go on with it
+    under another.
+
+    Args:
+        model: a transformers DSA model.
+        pattern: must be `S` on layers that have no indexer.
+        observe: sees the indices of every layer that has an indexer, also the reused ones.
+        carried: indices that an `S` layer reuses before any `F` layer ran, for a forward that skips the lower layers.
+
+    Raises:
+        PatternError: if the pattern does not fit the model.
+        RuntimeError: if roles are already applied to the model.
+    """
+    attentions = dsa_attentions(model)
+    pattern.check_fits(len(attentions), [layer for layer, item in enumerate(attentions) if item.indexer is None])
+    kept: list[Tensor] = [] if carried is None else [carried]
+
+    def full(layer: int, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            kept[:] = [run(*args, **kwargs)]
+            if observe is not None:
+                observe(layer, kept[0])
+            return kept[0]
+
+        return forward
+
+    def shared(layer: int) -> Callable[..., Tensor]:
+        def forward(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+            indices = kept[0].to(hidden_states.device)  # layers may lie on several devices
+            if observe is not None:
+                observe(layer, indices)
+            return indices
+
+        return forward
+
+    changed: list[tuple[nn.Module, Callable[..., Tensor] | None]] = []
+    try:
+        for layer, attention in enumerate(attentions):
+            indexer = attention.indexer
+            if indexer is None:
+                continue
+            if hasattr(indexer.forward, _MARK):
+                raise RuntimeError("roles are already applied to this model; leave the first `with` block before")
+            changed.append((indexer, indexer.__dict__.get("forward")))
+            forward = full(layer, indexer.forward) if pattern[layer] == "F" else shared(layer)
+            setattr(forward, _MARK, pattern[layer])
+            indexer.forward = forward
+        yield
+    finally:
+        for indexer, before in changed:
+            if before is None:
+                indexer.__dict__.pop("forward", None)
+            else:
+                indexer.forward = before

@@ -1,0 +1,227 @@
+"""The reference engine: transformers' own DSA models, on CPU or one GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from indexcache_search.engines import measurements
+from indexcache_search.engines.base import Evaluation, Objective
+from indexcache_search.engines.prefix import LayerRun, run_and_record, run_from, trunk_first
+from indexcache_search.engines.roles import apply_roles
+from indexcache_search.errors import SearchError
+from indexcache_search.tokens import TokenSet
+from sglang_indexcache import DsaModel, Pattern
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOGIT_ROWS = 1024  # rows of the [rows, vocabulary] float32 logits that exist at a time: 0.6 GB for GLM-5
+
+
+class TransformersEngine:
+    """Evaluates patterns with transformers.
+
+    transformers builds dense `[queries, keys]` scores and masks, so context length is bounded by memory: an indexer of
+    H heads needs `4 H L^2` bytes a sequence. With more than one sequence a batch it also copies the index keys for
+    every query, which is why `batch_size` 1 is the default and the fastest on CPU.
+
+    Args:
+        model: a DSA model of transformers in evaluation mode.
+        description: what its config.json says.
+        batch_size: sequences a forward.
+        prefix_cache_gb: device memory for layer outputs, so that patterns evaluated together share the layers below
+            their first difference; without room for all sequences every pattern runs in full.
+    """
+
+    def __init__(
+        self, model: nn.Module, description: DsaModel, batch_size: int = 1, prefix_cache_gb: float = 2.0
+    ) -> None:
+        self.torch_model: Any = model
+        self.model = description
+        self.batch_size = batch_size
+        self.prefix_cache_gb = prefix_cache_gb
+        self.name = f"transformers {transformers.__version__}"
+        self.max_seq_len = int(self.torch_model.config.max_position_embeddings)
+        device, dtype = self.torch_model.device, str(self.torch_model.dtype).removeprefix("torch.")
+        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        self.settings: Mapping[str, str] = {"device": kind, "dtype": dtype, "batch_size": str(batch_size)}
+        self._baseline_hidden: tuple[str, list[Tensor]] | None = None
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        device: str = "auto",
+        dtype: str = "float32",
+        batch_size: int = 1,
+        prefix_cache_gb: float = 2.0,
+    ) -> TransformersEngine:
+        """Load `model`, a folder or a hub id.
+
+        Raises:
+            SearchError: if it can't be found or loaded, or the device or dtype is not there.
+            ModelConfigError: if it has no DSA attention.
+        """
+        if dtype not in DTYPES:
+            raise SearchError(f"--dtype is {dtype}, expected one of {', '.join(DTYPES)}")
+        target = _device(device)
+        description = describe_model(model)
+        try:
+            loaded = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
+        except (OSError, ValueError, RuntimeError) as error:
+            raise SearchError(f"{model}: can't be loaded: {_one_line(error)}") from None
+        return cls(loaded.eval().to(target), description, batch_size, prefix_cache_gb)
+
+    def evaluate(self, patterns: Sequence[Pattern], data: TokenSet, objective: Objective) -> Iterator[Evaluation]:
+        """See `Engine.evaluate`; one pattern after the other, the one that helps the others first."""
+        earlier: list[LayerRun] | None = [] if len(patterns) > 1 and self._prefixes_fit(data) else None
+        for pattern in trunk_first(patterns):
+            began = time.monotonic()
+            hidden_states = self._hidden(pattern, data, earlier)
+            rows = [self._score(hidden, index, data, objective) for index, hidden in enumerate(hidden_states)]
+            losses, correct, tokens = zip(*rows, strict=True)
+            yield Evaluation(pattern, losses, correct, tokens, time.monotonic() - began)
+
+    def _prefixes_fit(self, data: TokenSet) -> bool:
+        """Whether hidden states and indices of all layers and sequences fit into the prefix cache."""
+        width = self.torch_model.config.hidden_size * self.torch_model.dtype.itemsize + 4 * self.model.index_topk
+        return bool(data.tokens.size * self.model.num_layers * width <= self.prefix_cache_gb * 1e9)
+
+    def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64]:
+        """See `Engine.topk_overlap`."""
+        return measurements.topk_overlap(self.torch_model, self.model, self._batches(data, 1), rows)
+
+    def output_similarity(self, data: TokenSet) -> NDArray[np.float64]:
+        """See `Engine.output_similarity`."""
+        return measurements.output_similarity(self.torch_model, self.model, self._batches(data, 1))
+
+    def _batches(self, data: TokenSet, size: int) -> list[Tensor]:
+        tokens = torch.from_numpy(data.tokens.astype(np.int64))
+        return [batch.to(self.torch_model.device) for batch in tokens.split(size)]
+
+    @torch.inference_mode()
+    def _hidden(self, pattern: Pattern, data: TokenSet, earlier: list[LayerRun] | None = None) -> Iterator[Tensor]:
+        """Post-norm hidden states `[seq_len, hidden]` of each sequence.
+
+        With an empty `earlier` every layer's output is recorded in it; with a full one the run begins where
+        `pattern` departs from the recorded one.
+        """
+        recording = earlier is not None and not earlier
+        for number, batch in enumerate(self._batches(data, self.batch_size)):
+            if earlier is None:
+                with apply_roles(self.torch_model, pattern):
+                    output = self.torch_model.model(input_ids=batch, use_cache=False).last_hidden_state
+            elif recording:
+                output, run = run_and_record(self.torch_model, batch, pattern)
+                earlier.append(run)
+            else:
+                output = run_from(self.torch_model, batch, pattern, earlier[number])
+            yield from output
+
+    @torch.inference_mode()
+    def _score(self, hidden: Tensor, index: int, data: TokenSet, objective: Objective) -> tuple[float, int, int]:
+        targets = torch.from_numpy(np.flatnonzero(data.scored[index])).to(hidden.device)
+        rows = hidden[targets - 1]  # token t is predicted from what stands before it
+        labels = torch.from_numpy(data.tokens[index].astype(np.int64)).to(hidden.device)[targets]
+        baseline = self._baseline(data)[index].to(hidden.device) if objective == "kl" else None
+        loss, correct = 0.0, 0
+        for start in range(0, len(targets), LOGIT_ROWS):
+            part = slice(start, start + LOGIT_ROWS)
+            logits = self.torch_model.lm_head(rows[part]).float()
+            correct += int((logits.argmax(-1) == labels[part]).sum())
+            if baseline is None:
+                losses = F.cross_entropy(logits, labels[part], reduction="none")
+            else:
+                truth = self.torch_model.lm_head(baseline[part]).float().log_softmax(-1)
+                losses = (truth.exp() * (truth - logits.log_softmax(-1))).sum(-1)
+            loss += losses.double().sum().item()
+        return loss, correct, len(targets)
+
+    def _baseline(self, data: TokenSet) -> list[Tensor]:
+        """Hidden states that predict the scored tokens under the native pattern, kept in host memory.
+
+        They take hidden size x dtype x scored tokens: 0.4 GB for GLM-5 in bf16 and 32K tokens.
+        """
+        if self._baseline_hidden is None or self._baseline_hidden[0] != data.sha256:
+            kept = []
+            for index, hidden in enumerate(self._hidden(self.model.native, data)):
+                targets = torch.from_numpy(np.flatnonzero(data.scored[index]))
+                kept.append(hidden.cpu()[targets - 1])
+            self._baseline_hidden = (data.sha256, kept)
+        return self._baseline_hidden[1]
+
+
+def describe_model(model: str) -> DsaModel:
+    """Read the config.json of a folder or hub id.
+
+    Raises:
+        SearchError: if there is none.
+        ModelConfigError: if it has no DSA attention.
+    """
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(model)
+    except (OSError, ValueError) as error:
+        raise SearchError(f"{model}: no config.json found: {_one_line(error)}") from None
+    config.pop("_commit_hash", None)
+    folder = Path(model)
+    return DsaModel.from_config(config, folder.resolve().name if folder.is_dir() else model)
+
+
+def read_config(model: str) -> PreTrainedConfig:
+    """The configuration transformers makes of a folder or hub id.
+
+    Raises:
+        SearchError: if it refuses it.
+    """
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, TypeError) as error:
+        raise SearchError(f"{model}: config.json is refused: {_one_line(error)}") from None
+    return config
+
+
+def set_quiet() -> None:
+    """Keep transformers' bars and hints out of ours."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub id.
+
+    Raises:
+        SearchError: if there is none.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise SearchError(f"{model}: no tokenizer found, and the data is text: {_one_line(error)}") from None
+    return tokenizer
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise SearchError(f"--device is {name}, expected auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise SearchError(f"--device is {name}, expected auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SearchError(f"--device is {name}, but PyTorch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

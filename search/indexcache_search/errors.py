@@ -1,0 +1,19 @@
+"""Errors of a search, one line each."""
+
+from sglang_indexcache import IndexCacheError
+
+
+class DataError(IndexCacheError):
+    """Calibration or evaluation data that can't be used."""
+
+
+class SearchError(IndexCacheError):
+    """A search that can't be run as asked."""
+
+
+class JournalError(IndexCacheError):
+    """A work directory that belongs to another search, or is in use."""
+
+
+class NonFiniteLossError(Exception):
+    """An evaluation gave NaN or infinity: the run stops, since every comparison after it would be meaningless."""

@@ -1,0 +1,135 @@
+"""The journal: every evaluation on disk the moment it is done, so that a killed search loses at most one."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from indexcache_search.engines.base import Evaluation
+from indexcache_search.errors import JournalError
+from sglang_indexcache import Pattern
+
+FILE_NAME = "journal.jsonl"
+
+
+class Journal:
+    """An append-only JSON-lines file that belongs to one search; use it in a `with` block.
+
+    Its first line says what results depend on; a later run with another model, data or objective is refused. Results
+    do not depend on the strategy, so strategies share them. A line that was cut off by a kill is dropped.
+
+    Args:
+        folder: the work directory; created.
+        identity: what results depend on.
+        facts: remembered from the first run, for instance the date; not compared.
+
+    Raises:
+        JournalError: if the folder holds another search, is damaged, or another process uses it.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / FILE_NAME
+        self._file = open(self.path, "a+b")  # noqa: SIM115 (closed by __exit__)
+        try:
+            self._lock()
+            self.facts: Mapping[str, Any] = dict(facts)
+            self._evaluations: dict[tuple[str, str, int], Evaluation] = {}
+            self._matrices: dict[str, list[list[float]]] = {}
+            self._read(json.loads(json.dumps(identity)))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise JournalError(f"{self.path}: another search is using this work directory") from None
+
+    def _read(self, identity: Mapping[str, Any]) -> None:
+        self._file.seek(0)
+        content = self._file.read()
+        complete = content[: content.rfind(b"\n") + 1]
+        if len(complete) < len(content):
+            self._file.truncate(len(complete))
+        lines = complete.splitlines()
+        if not lines:
+            self._append({"identity": identity, "facts": self.facts})
+            return
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                if number == 1:
+                    self._check_identity(record["identity"], identity)
+                    self.facts = record["facts"]
+                elif "matrix" in record:
+                    self._matrices[record["matrix"]] = record["values"]
+                else:
+                    key, evaluation = _parse(record)
+                    self._evaluations[key] = evaluation
+            except (ValueError, KeyError, TypeError):
+                raise JournalError(f"{self.path}: line {number} is damaged; delete the file to start afresh") from None
+
+    def _check_identity(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        for key in sorted({*found, *wanted}):
+            if found.get(key) != wanted.get(key):
+                raise JournalError(
+                    f"{self.path}: belongs to a search with {key} {found.get(key)}, now it is {wanted.get(key)};"
+                    " choose another --work-dir, or --restart to discard it"
+                )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+
+    def evaluation(self, part: str, pattern: Pattern, repeat: int = 0) -> Evaluation | None:
+        """The recorded evaluation of `pattern` on the set named `part`, if there is one."""
+        return self._evaluations.get((part, pattern.roles, repeat))
+
+    def add_evaluation(self, part: str, evaluation: Evaluation, repeat: int = 0) -> None:
+        """Record an evaluation; it is on disk when this returns."""
+        self._append(
+            {
+                "set": part,
+                "pattern": evaluation.pattern.roles,
+                "repeat": repeat,
+                "losses": evaluation.losses,
+                "correct": evaluation.correct,
+                "tokens": evaluation.tokens,
+                "seconds": round(evaluation.seconds, 3),
+            }
+        )
+        self._evaluations[part, evaluation.pattern.roles, repeat] = evaluation
+
+    def matrix(self, name: str) -> list[list[float]] | None:
+        """A recorded measurement."""
+        return self._matrices.get(name)
+
+    def add_matrix(self, name: str, values: list[list[float]]) -> None:
+        """Record a measurement."""
+        self._append({"matrix": name, "values": values})
+        self._matrices[name] = values
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _parse(record: Mapping[str, Any]) -> tuple[tuple[str, str, int], Evaluation]:
+    evaluation = Evaluation(
+        Pattern(record["pattern"]),
+        tuple(record["losses"]),
+        tuple(record["correct"]),
+        tuple(record["tokens"]),
+        record["seconds"],
+    )
+    return (record["set"], record["pattern"], record["repeat"]), evaluation

@@ -1,0 +1,142 @@
+"""metrics.json: everything the report shows, for scripts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexcache_search import objectives
+from indexcache_search.engines.base import Evaluation
+from indexcache_search.objectives import Estimate
+from indexcache_search.search import BASELINE, Found, Row, Search
+from indexcache_search.tokens import TokenSet
+
+SCHEMA = "indexcache-search/metrics/v1"
+
+
+def collect(
+    search: Search, found: Found, rows: Sequence[Row], overlap: NDArray[np.float64], seconds: dict[str, float]
+) -> dict[str, Any]:
+    """Metrics of a finished search.
+
+    Args:
+        search: the search.
+        found: its outcome.
+        rows: the held-out comparison.
+        overlap: `[layers, layers]`, from `Search.overlap`.
+        seconds: wall time of each phase of this run; resumed runs only count what they did.
+    """
+    similarity = search.journal.matrix("similarity")
+    return {
+        "schema": SCHEMA,
+        "pattern_file": search.pattern_file(found).model_dump(by_alias=True, mode="json"),
+        "engine": {"name": search.engine.name, **search.engine.settings},
+        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+        "steps": _steps(search, found),
+        "held_out": held_out(rows, search.held_out.data),
+        "overlap": overlap.round(4).tolist(),
+        "similarity": None if similarity is None else np.asarray(similarity).round(4).tolist(),
+    }
+
+
+def _steps(search: Search, found: Found) -> list[dict[str, Any]]:
+    data, steps = search.calibration.data, []
+    baseline = search.calibration.recorded(search.model.native)
+    for step in found.steps:
+        evaluation = search.calibration.recorded(step.pattern)
+        steps.append(
+            {
+                "layer": step.layer,
+                "full_layers": len(step.pattern.full_layers),
+                "pattern": step.pattern.roles,
+                "loss": step.loss,
+                "increase": _estimate(objectives.increase(evaluation, baseline, data)),
+                "candidates": {str(layer): value for layer, value in step.losses.items()},
+            }
+        )
+    return steps
+
+
+def held_out(rows: Sequence[Row], data: TokenSet) -> dict[str, Any]:
+    """The held-out comparison: every pattern, and uniform's mean and best over phases."""
+    baseline = next(row.evaluation for row in rows if row.name == BASELINE)
+    table = [
+        {
+            "name": row.name,
+            "retention": str(row.retention),
+            "full_layers": len(row.pattern.full_layers),
+            "pattern": row.pattern.roles,
+            **_measure(row.evaluation, baseline, data),
+        }
+        for row in rows
+    ]
+    summaries = []
+    for retention in dict.fromkeys(row.retention for row in rows):
+        phases = [row for row in rows if row.retention == retention and row.name.startswith("uniform phase")]
+        if phases:
+            summaries += _phase_summaries(phases, retention, baseline, data)
+    return {
+        "sources": list(data.sources),
+        "sequences": data.num_sequences,
+        "scored_tokens": data.scored_tokens,
+        "sha256": data.sha256,
+        "rows": table + summaries,
+    }
+
+
+def _phase_summaries(
+    phases: Sequence[Row], retention: Fraction, baseline: Evaluation, data: TokenSet
+) -> list[dict[str, Any]]:
+    """Mean over phases (its standard error is over sequences: the phases are all there are), and the best phase."""
+    count = len(phases)
+    mean = Evaluation(
+        phases[0].pattern,
+        tuple(math.fsum(column) / count for column in zip(*(row.evaluation.losses for row in phases), strict=True)),
+        phases[0].evaluation.correct,
+        phases[0].evaluation.tokens,
+        0.0,
+    )
+    correct = np.mean([row.evaluation.correct for row in phases], axis=0)
+    best = min(phases, key=lambda row: objectives.loss(row.evaluation, data).mean)
+    shared = {"retention": str(retention), "full_layers": len(phases[0].pattern.full_layers)}
+    return [
+        {
+            "name": f"uniform, mean of {count} phases",
+            **shared,
+            "pattern": None,
+            **_measure(mean, baseline, data, correct),
+        },
+        {
+            "name": "uniform, best phase",
+            **shared,
+            "pattern": best.pattern.roles,
+            **_measure(best.evaluation, baseline, data),
+        },
+    ]
+
+
+def _measure(
+    evaluation: Evaluation, baseline: Evaluation, data: TokenSet, correct: NDArray[np.float64] | None = None
+) -> dict[str, Any]:
+    sources = {}
+    hits = np.asarray(evaluation.correct, np.float64) if correct is None else correct
+    for number, name in enumerate(data.sources):
+        sources[name] = {
+            "loss": _estimate(objectives.loss(evaluation, data, number)),
+            "increase": _estimate(objectives.increase(evaluation, baseline, data, number)),
+            "accuracy": _estimate(objectives.share(hits, evaluation, data, number)),
+        }
+    return {
+        "loss": _estimate(objectives.loss(evaluation, data)),
+        "increase": _estimate(objectives.increase(evaluation, baseline, data)),
+        "by_source": sources,
+    }
+
+
+def _estimate(estimate: Estimate) -> dict[str, float | None]:
+    return {"mean": estimate.mean, "stderr": estimate.stderr}

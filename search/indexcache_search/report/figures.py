@@ -1,0 +1,118 @@
+"""The report's figures, as SVG text."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from indexcache_search import tables
+from sglang_indexcache import Pattern
+from sglang_indexcache.pattern import full_layer_count
+
+_BLUE, _RED, _GREY = "#2563a8", "#c8352b", "#7a7f87"
+
+
+def _svg(figure: Figure) -> Markup:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    return Markup(text[text.index("<svg") :])  # noqa: S704 (matplotlib's own output; labels are escaped by it)
+
+
+def _axes(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height))
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def loss_figure(metrics: Mapping[str, Any]) -> Markup:
+    """Loss after each greedy step, with 1/2, 1/4 and 1/8 marked (the figure of the paper's Section 3.1.2)."""
+    steps, search = metrics["steps"], metrics["pattern_file"]["search"]
+    num_layers = metrics["pattern_file"]["model"]["num_layers"]
+    baseline = search["baseline_loss"]
+    losses = [baseline, *(step["loss"] for step in steps)]
+    errors = [0.0, *(step["increase"]["stderr"] or 0.0 for step in steps)]
+    figure, axes = _axes(8, 3.6)
+    x = np.arange(len(losses))
+    low, high = np.subtract(losses, errors), np.add(losses, errors)
+    axes.fill_between(x, low, high, color=_BLUE, alpha=0.15, linewidth=0, label="± standard error of the increase")
+    axes.plot(x, losses, color=_BLUE, marker="o", markersize=3.5, linewidth=1.4)
+    axes.axhline(baseline, color=_GREY, linewidth=0.8, linestyle="--")
+    counts = [step["full_layers"] for step in steps]
+    for retention in (Fraction(1, 2), Fraction(1, 4), Fraction(1, 8)):
+        count = full_layer_count(num_layers, retention)
+        if count in counts:
+            at = counts.index(count) + 1
+            axes.axvline(at, color=_RED, linewidth=0.8, alpha=0.6)
+            axes.annotate(str(retention), (at, 1.0), xycoords=("data", "axes fraction"), color=_RED, ha="center", va="bottom")
+    axes.set_xticks(x, ["all F", *(str(step["layer"]) for step in steps)], fontsize=8 if len(steps) < 40 else 5)
+    axes.set_xlabel("layer that becomes S at each step")
+    axes.set_ylabel(f"calibration {search['objective']}")
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    return _svg(figure)
+
+
+def comparison_figure(held_out: Mapping[str, Any]) -> Markup:
+    """Held-out loss increase of each pattern at each retention, with standard errors; uniform's phases as dots."""
+    retentions = tables.sequence_of_retentions(held_out)
+    names = [
+        name
+        for name in dict.fromkeys(row["name"] for row in held_out["rows"])
+        if name != "baseline" and not name.startswith("uniform")
+    ]
+    series = [*names, "uniform phase 0"]
+    figure, axes = _axes(8, 3.4)
+    width = 0.8 / len(series)
+    for number, name in enumerate(series):
+        found = {row["retention"]: row for row in held_out["rows"] if row["name"] == name}
+        at = [index for index, item in enumerate(retentions) if item in found]
+        rows = [found[retentions[index]]["increase"] for index in at]
+        label = "uniform (paper's phase)" if name == "uniform phase 0" else name
+        axes.bar(
+            np.asarray(at) + (number - (len(series) - 1) / 2) * width,
+            [row["mean"] for row in rows],
+            width * 0.92,
+            yerr=[row["stderr"] or 0.0 for row in rows],
+            color=[_BLUE, "#d9a13b", _GREY][number % 3],
+            label=label,
+            error_kw={"linewidth": 0.9},
+        )
+    dots = [
+        (retentions.index(row["retention"]), row["increase"]["mean"])
+        for row in held_out["rows"]
+        if row["name"].startswith("uniform phase")
+    ]
+    if dots:
+        place = (len(series) - 1) / 2 * width
+        axes.scatter([x + place for x, _ in dots], [y for _, y in dots], s=10, color="black", zorder=3, label="each phase")
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(retentions)), [f"{item} of the indexers" for item in retentions])
+    axes.set_ylabel("increase of held-out loss")
+    axes.legend(frameon=False, fontsize=8)
+    return _svg(figure)
+
+
+def heat_map_figure(overlap: Sequence[Sequence[float]], pattern: Pattern, title: str) -> Markup:
+    """Index overlap of all layer pairs, with the blocks of layers that share one index set outlined."""
+    figure, axes = _axes(4.2, 3.9)
+    axes.spines[:].set_visible(False)
+    image = axes.imshow(overlap, origin="lower", vmin=0.0, vmax=1.0, cmap="viridis")
+    starts = [*pattern.full_layers, len(pattern)]
+    for start, end in zip(starts, starts[1:], strict=False):
+        size = end - start
+        axes.add_patch(Rectangle((start - 0.5, start - 0.5), size, size, fill=False, edgecolor=_RED, linewidth=1.6))
+    axes.set_title(f"{title}: {pattern}" if len(pattern) <= 32 else title, fontsize=9)
+    axes.set_xlabel("layer", fontsize=8)
+    axes.set_ylabel("layer", fontsize=8)
+    axes.tick_params(labelsize=8)
+    figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03).ax.tick_params(labelsize=8)
+    return _svg(figure)

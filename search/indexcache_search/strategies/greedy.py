@@ -1,0 +1,94 @@
+"""Greedy layer selection: Algorithm 1 of the paper, and its block-wise form (Section 3.1.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from indexcache_search.errors import SearchError
+from sglang_indexcache import Pattern
+
+EvaluateLosses = Callable[[Sequence[Pattern]], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One committed flip: `layer` became `S`, giving `pattern` with `loss`; `losses` are all candidates' by layer."""
+
+    layer: int
+    pattern: Pattern
+    loss: float
+    losses: dict[int, float]
+
+
+def greedy(start: Pattern, stop: int, evaluate: EvaluateLosses, blocks: int = 1) -> Iterator[Step]:
+    """Flip layers from `F` to `S`, each time the one whose flip leaves the lowest loss.
+
+    With `blocks` P the layers are split into P contiguous blocks, whose first layers stay `F`; blocks are searched in
+    turn and the best flip of each is committed before the next is searched, so a round costs about as much as one step
+    of Algorithm 1 and commits up to P layers. Ties go to the lowest layer.
+
+    Args:
+        start: all `F`, but for locked layers.
+        stop: `F` layers to end with.
+        evaluate: losses of patterns, in order.
+        blocks: P.
+
+    Raises:
+        SearchError: if `stop` can't be reached.
+    """
+    spans = split_blocks(len(start), blocks)
+    fixed = fixed_layers(start, blocks)
+    check_reachable(start, stop, blocks)
+    pattern = start
+    while len(pattern.full_layers) > stop:
+        for span in spans:
+            candidates = [layer for layer in span if pattern[layer] == "F" and layer not in fixed]
+            if not candidates or len(pattern.full_layers) <= stop:
+                continue
+            losses = dict(zip(candidates, evaluate([pattern.share(layer) for layer in candidates]), strict=True))
+            best = min(candidates, key=lambda layer: (losses[layer], layer))
+            pattern = pattern.share(best)
+            yield Step(best, pattern, losses[best], losses)
+
+
+def split_blocks(num_layers: int, blocks: int) -> list[range]:
+    """Contiguous blocks of layers, the earlier ones one layer longer where it does not divide."""
+    share, extra = divmod(num_layers, blocks)
+    starts = [block * share + min(block, extra) for block in range(blocks + 1)]
+    return [range(start, end) for start, end in zip(starts, starts[1:], strict=False)]
+
+
+def fixed_layers(start: Pattern, blocks: int) -> set[int]:
+    """The first `F` layer of each block."""
+    firsts = (next((layer for layer in span if start[layer] == "F"), None) for span in split_blocks(len(start), blocks))
+    return {layer for layer in firsts if layer is not None}
+
+
+def check_reachable(start: Pattern, stop: int, blocks: int) -> None:
+    """Check that greedy can end with `stop` `F` layers.
+
+    Raises:
+        SearchError: if it can't.
+    """
+    if not 1 <= blocks <= len(start):
+        raise SearchError(f"--blocks is {blocks}, expected 1 to {len(start)}, the number of layers")
+    if stop > len(start.full_layers):
+        raise SearchError(f"{stop} F layers were asked for, but only {len(start.full_layers)} layers have an indexer")
+    fixed = len(fixed_layers(start, blocks))
+    if stop < fixed:
+        raise SearchError(f"{stop} F layers were asked for, but --blocks {blocks} keeps {fixed}; expected fewer blocks")
+
+
+def count_evaluations(start: Pattern, stop: int, blocks: int = 1) -> int:
+    """Evaluations `greedy` will make; for one block sum over steps s of (F layers - 1 - s) (paper, Section 3.1.2)."""
+    asked = 0
+
+    def evaluate(patterns: Sequence[Pattern]) -> list[float]:
+        nonlocal asked
+        asked += len(patterns)
+        return [0.0] * len(patterns)
+
+    for _ in greedy(start, stop, evaluate, blocks):
+        pass
+    return asked

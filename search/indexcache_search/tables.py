@@ -1,0 +1,86 @@
+"""The held-out comparison as a table for terminals and for Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+Metrics = Mapping[str, Any]
+
+
+def shown_rows(held_out: Metrics) -> list[Metrics]:
+    """Rows for people: single phases other than the paper's are summed up by their mean and best."""
+    shown = [row for row in held_out["rows"] if not _is_other_phase(row)]
+    order = {retention: index for index, retention in enumerate(dict.fromkeys(row["retention"] for row in shown))}
+    return sorted(shown, key=lambda row: (order[row["retention"]], row["increase"]["mean"]))
+
+
+def _is_other_phase(row: Metrics) -> bool:
+    return str(row["name"]).startswith("uniform phase") and row["name"] != "uniform phase 0"
+
+
+def columns(held_out: Metrics) -> list[str]:
+    """Column titles; recall sets, told by their name, show accuracy, others the increase of the loss."""
+    return ["pattern", "kept", "F", "loss", "increase", *(_short(source) for source in held_out["sources"])]
+
+
+def cells(row: Metrics, held_out: Metrics) -> list[str]:
+    """One row's texts, in the order of `columns`."""
+    name = "uniform (paper's phase)" if row["name"] == "uniform phase 0" else str(row["name"])
+    values = [name, row["retention"], str(row["full_layers"]), f"{row['loss']['mean']:.4f}"]
+    values.append("" if row["name"] == "baseline" else _with_error(row["increase"], "+.4f"))
+    for source in held_out["sources"]:
+        measured = row["by_source"][source]
+        if is_recall(source):
+            values.append(_with_error(measured["accuracy"], ".3f"))
+        elif row["name"] == "baseline":
+            values.append(f"{measured['loss']['mean']:.4f}")
+        else:
+            values.append(_with_error(measured["increase"], "+.4f"))
+    return values
+
+
+def is_recall(source: str) -> bool:
+    """Whether a source is a set of questions with answers, for which accuracy says more than loss."""
+    return source.startswith("demo:") and not source.endswith("text")
+
+
+def terminal_table(held_out: Metrics) -> Table:
+    """The comparison for a terminal."""
+    table = Table(title="Held-out comparison: loss, its increase over the baseline; recall sets: accuracy")
+    for index, title in enumerate(columns(held_out)):
+        table.add_column(title, justify="left" if index == 0 else "right", no_wrap=True)
+    previous = None
+    for row in shown_rows(held_out):
+        if previous not in (None, row["retention"]):
+            table.add_section()
+        table.add_row(*cells(row, held_out))
+        previous = row["retention"]
+    return table
+
+
+def markdown_table(held_out: Metrics) -> str:
+    """The comparison for a README."""
+    titles = columns(held_out)
+    lines = ["| " + " | ".join(titles) + " |", "|---" + "|---:" * (len(titles) - 1) + "|"]
+    lines += ["| " + " | ".join(cells(row, held_out)) + " |" for row in shown_rows(held_out)]
+    return "\n".join(lines)
+
+
+def _short(source: str) -> str:
+    return source.removeprefix("demo:").rsplit("/", 1)[-1]
+
+
+def _with_error(estimate: Mapping[str, float | None], form: str) -> str:
+    mean, error = estimate["mean"], estimate["stderr"]
+    if mean is None:
+        return ""
+    digits = form.strip("+")
+    return format(mean, form) + ("" if error is None else f" ±{format(error, digits)}")
+
+
+def sequence_of_retentions(held_out: Metrics) -> Sequence[str]:
+    """Retentions compared, the baseline's left out."""
+    return [item for item in dict.fromkeys(row["retention"] for row in held_out["rows"]) if item != "1"]

@@ -1,0 +1,324 @@
+"""The pattern file: a small YAML file that people review in git and engines are started with."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Hashable, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from sglang_indexcache.errors import IndexCacheError, PatternError, PatternFileError
+from sglang_indexcache.model_config import DsaModel
+from sglang_indexcache.pattern import Pattern, full_layer_count, parse_retention
+
+SCHEMA = "indexcache/v1"
+MAX_BYTES = 1 << 20
+
+_Finite = Annotated[float, AllowInfNan(False)]
+_Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_Count = Annotated[int, Field(ge=0)]
+_Layers = Annotated[tuple[_Count, ...], Field(strict=False)]
+_Names = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelSection(_Section):
+    """Which model the pattern was found for."""
+
+    architecture: str = Field(description="as in config.json, for instance GlmMoeDsaForCausalLM")
+    num_layers: int = Field(ge=1, description="DSA attention layers, NextN/MTP layers not counted")
+    config_sha256: _Sha256 = Field(description="digest of config.json, see sglang_indexcache.model_config")
+    name: str = Field(description="hub id or folder name, for people")
+    locked_layers: _Layers = Field(default=(), description="layers shared in the checkpoint: they can't be F")
+
+
+class TrajectoryStep(_Section):
+    """One layer flipped from F to S."""
+
+    layer: _Count = Field(description="the layer, counted from 0")
+    pattern_loss: _Finite = Field(description="objective after the flip")
+    stderr: _Finite | None = Field(default=None, description="paired standard error of its increase over baseline_loss")
+
+
+class SearchSection(_Section):
+    """How the pattern was found."""
+
+    strategy: str
+    objective: str
+    baseline_loss: _Finite = Field(description="objective with the checkpoint's own pattern")
+    loss: _Finite = Field(description="objective with `pattern`")
+    evaluations: _Count = Field(description="patterns evaluated by the strategy, baseline not counted")
+    seed: int
+    blocks: Annotated[int, Field(ge=1)] = 1
+    noise_floor: _Finite = Field(description="difference of two evaluations of the baseline")
+
+
+class CalibrationSection(_Section):
+    """What the patterns were evaluated on."""
+
+    sources: _Names
+    sha256: _Sha256 = Field(description="digest of the token stream")
+    sequences: _Count
+    seq_len: _Count = Field(description="tokens")
+    scored_tokens: _Count
+
+
+class PatternFile(_Section):
+    """A pattern with what a reviewer needs to trust it. Load with `PatternFile.load("deploy/glm5.yaml@1/4")`."""
+
+    schema_: Literal["indexcache/v1"] = Field(alias="schema")
+    model: ModelSection
+    pattern: str = Field(description="one letter per layer, F runs its indexer, S reuses the last F layer's indices")
+    retention: _Finite = Field(description="share of F layers, as a decimal")
+    patterns: dict[str, str] = Field(default_factory=dict, description="other patterns by retention, e.g. 1/4")
+    trajectory: Annotated[tuple[TrajectoryStep, ...], Field(strict=False)] = Field(
+        default=(), description="layers in the order in which they became S: one file serves any retention"
+    )
+    search: SearchSection | None = None
+    calibration: CalibrationSection | None = None
+    versions: dict[str, str] = Field(default_factory=dict)
+    created: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] | None = None
+
+    @field_validator("pattern")
+    @classmethod
+    def _is_pattern(cls, value: str) -> str:
+        return Pattern(value).roles
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        model = self.model
+        outside = [layer for layer in model.locked_layers if not 1 <= layer < model.num_layers]
+        if outside:
+            raise PatternError(f"model.locked_layers: found {outside[0]}, expected 1 to {model.num_layers - 1}")
+        self.as_pattern().check_fits(model.num_layers, model.locked_layers)
+        share = self.as_pattern().retention
+        if abs(share - self.retention) > 0.0005:
+            raise PatternError(f"retention: found {self.retention}, but pattern keeps {share:.4f} of its layers")
+        known = [pattern.roles for pattern in self.trajectory_patterns()]
+        for name, roles in self.patterns.items():
+            pattern = Pattern(roles)
+            pattern.check_fits(model.num_layers, model.locked_layers)
+            expected = full_layer_count(model.num_layers, parse_retention(name))
+            if len(pattern.full_layers) != expected:
+                found = len(pattern.full_layers)
+                raise PatternError(f"patterns.{name}: found {found} F layers, expected {expected} of {model.num_layers}")
+            known.append(roles)
+        if (self.trajectory or self.patterns) and self.pattern not in known:
+            raise PatternError("pattern: is neither a step of trajectory nor one of patterns, expected one of them")
+        return self
+
+    def as_pattern(self) -> Pattern:
+        """The default pattern."""
+        return Pattern(self.pattern)
+
+    def trajectory_patterns(self) -> list[Pattern]:
+        """The nested patterns of the search, from the checkpoint's own to the last step's.
+
+        Raises:
+            PatternError: if a step flips a layer that is not `F` any more.
+        """
+        patterns = [Pattern.full(self.model.num_layers, self.model.locked_layers)]
+        for number, step in enumerate(self.trajectory):
+            try:
+                patterns.append(patterns[-1].share(step.layer))
+            except PatternError as error:
+                raise PatternError(f"trajectory[{number}]: {error}") from None
+        return patterns
+
+    def pattern_at(self, retention: Fraction) -> Pattern:
+        """The pattern for `retention`: from `patterns`, else the step of the trajectory with as many F layers.
+
+        Raises:
+            PatternError: if the file has none.
+        """
+        for name, roles in self.patterns.items():
+            if parse_retention(name) == retention:
+                return Pattern(roles)
+        wanted = full_layer_count(self.model.num_layers, retention)
+        steps = self.trajectory_patterns() if self.trajectory else [self.as_pattern()]
+        for pattern in steps:
+            if len(pattern.full_layers) == wanted:
+                return pattern
+        counts = sorted({len(pattern.full_layers) for pattern in steps})
+        reach = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+        total = self.model.num_layers
+        raise PatternError(f"retention {retention} keeps {wanted} of {total} layers F, but the file has patterns with {reach}")
+
+    def at(self, retention: Fraction) -> PatternFile:
+        """This file with the pattern for `retention` as its default."""
+        pattern = self.pattern_at(retention)
+        return self.model_copy(update={"pattern": pattern.roles, "retention": pattern.retention})
+
+    def check_model(self, model: DsaModel) -> None:
+        """Check that the file was made for `model`.
+
+        Raises:
+            PatternFileError: if architecture, depth, locked layers or config digest differ.
+        """
+        found, right = self.model, model
+        for field, value, expected in (
+            ("architecture", found.architecture, right.architecture),
+            ("num_layers", found.num_layers, right.num_layers),
+            ("locked_layers", list(found.locked_layers), list(right.locked)),
+            ("config_sha256", found.config_sha256, right.config_sha256),
+        ):
+            if value != expected:
+                raise PatternFileError(f"model.{field}: file has {value}, {right.name} has {expected}")
+
+    # -- reading and writing
+
+    @classmethod
+    def load(cls, spec: str | Path) -> PatternFile:
+        """Read `PATH` or `PATH@RETENTION`, for instance `deploy/glm5.yaml@1/4`.
+
+        Raises:
+            PatternFileError: one line with file, field, what was found and what would be right.
+        """
+        path, retention = _split_spec(str(spec))
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise PatternFileError(f"{path}: {error.strerror or error}") from None
+        file = cls.loads(data, str(path))
+        if retention is None:
+            return file
+        try:
+            return file.at(parse_retention(retention))
+        except PatternError as error:
+            raise PatternFileError(f"{spec}: {error}") from None
+
+    @classmethod
+    def loads(cls, data: bytes | str, source: str = "pattern file") -> PatternFile:
+        """Parse YAML; `source` names it in errors.
+
+        Raises:
+            PatternFileError: as `load`.
+        """
+        try:
+            return cls.model_validate(_parse_yaml(data))
+        except ValidationError as error:
+            raise PatternFileError(f"{source}: {_first_error(error)}") from None
+        except IndexCacheError as error:
+            raise PatternFileError(f"{source}: {error}") from None
+
+    def dumps(self) -> str:
+        """The file's text; `loads` gives back an equal object."""
+        content = self.model_dump(by_alias=True, exclude_defaults=True, mode="json")
+        content = {"schema": SCHEMA, **{key: value for key, value in content.items() if key != "schema"}}
+        if "trajectory" in content:
+            content["trajectory"] = [_Inline(step) for step in content["trajectory"]]
+        return yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=2**20, allow_unicode=True)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file, all of it or nothing."""
+        write_atomically(Path(path), self.dumps())
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` beside `path` and rename: a reader sees the old file or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _split_spec(spec: str) -> tuple[Path, str | None]:
+    head, mark, tail = spec.rpartition("@")
+    if mark and head and not Path(spec).exists():
+        return Path(head), tail
+    return Path(spec), None
+
+
+def _first_error(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    where = re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", where)
+    if first["type"] == "extra_forbidden":
+        return f"{where}: unknown key"
+    if first["type"] == "missing":
+        return f"{where}: missing"
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, IndexCacheError):
+        return f"{where}: {cause}" if where else str(cause)
+    found = " ".join(repr(first["input"]).split())
+    found = found if len(found) <= 60 else found[:57] + "..."
+    return f"{where or 'the file'}: found {found}, expected: {first['msg'].removeprefix('Input should be ')}"
+
+
+class _Inline(dict[str, Any]):
+    """A mapping that is written on one line."""
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_Dumper.add_representer(
+    _Inline, lambda dumper, data: dumper.represent_mapping("tag:yaml.org,2002:map", data, flow_style=True)
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML without what a review would miss: repeated keys, anchors and aliases, dates turned into objects."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise PatternFileError(f"line {event.start_mark.line + 1}: anchors and aliases are not allowed")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            if key is None or key_node.tag != "tag:yaml.org,2002:str":
+                raise PatternFileError(f"line {key_node.start_mark.line + 1}: keys must be words")
+            if key in seen:
+                raise PatternFileError(f"line {key_node.start_mark.line + 1}: key {key!r} stands there twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(("timestamp", "merge"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def _parse_yaml(data: bytes | str) -> Mapping[str, Any]:
+    if len(data) > MAX_BYTES:
+        raise PatternFileError(f"has {len(data)} bytes, expected at most {MAX_BYTES}")
+    try:
+        text = data.decode("utf-8") if isinstance(data, bytes) else data
+        loader = _Loader(text)
+        try:
+            content = loader.get_single_data()
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise PatternFileError(f"{line}not YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise PatternFileError(f"not YAML: {' '.join(str(error).split())[:120]}") from None
+    except RecursionError:
+        raise PatternFileError("not a pattern file: nested too deeply") from None
+    if not isinstance(content, dict):
+        raise PatternFileError(f"found {type(content).__name__}, expected a mapping that begins with schema: {SCHEMA}")
+    return content
