@@ -1,6 +1,6 @@
 """Put a trained demo model and its data where the package ships them.
 
-    python -m scripts.build_demo --corpus build/corpus --model build/demo
+python -m scripts.build_demo --corpus build/corpus --model build/demo
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
 from indexcache_search import demo
+
 from scripts.demo_model.recall import ANSWER, RecallTasks
 
 SEQ_LEN = 512

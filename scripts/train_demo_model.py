@@ -258,7 +258,11 @@ class Trainer:
             with torch.autocast(self.device.type, dtype=torch.bfloat16):
                 x = self.embed(batch.tokens)
                 for layer in self.layers:
-                    x = self.sparse(layer, x, rope, self.config["index_topk"])[0] if sparse else self.dense(layer, x, rope)
+                    x = (
+                        self.sparse(layer, x, rope, self.config["index_topk"])[0]
+                        if sparse
+                        else self.dense(layer, x, rope)
+                    )
                 logits = self.model.lm_head(self.model.model.norm(x)).float()
             kind, target = batch.kind[:, 1:], batch.tokens[:, 1:]
             losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(target)

@@ -1,7 +1,7 @@
 """Errors that are a user's to mend: one line each, naming what was found and what would be right."""
 
 
-class IndexCacheError(Exception):
+class IndexCacheError(ValueError):
     """Base of every error this project raises for bad input; a command line prints it and exits with 2."""
 
 

@@ -62,7 +62,9 @@ class DsaModel:
         known = [item for item in architectures if item in ARCHITECTURES]
         if not known:
             found = ", ".join(map(str, architectures)) or config.get("model_type", "no architecture")
-            raise ModelConfigError(f"{name}: {found} has no DSA attention known here, expected {' or '.join(ARCHITECTURES)}")
+            raise ModelConfigError(
+                f"{name}: {found} has no DSA attention known here, expected {' or '.join(ARCHITECTURES)}"
+            )
         num_layers = _positive(config, "num_hidden_layers", name)
         try:
             native = read_spelling(config, num_layers, Rule.SGLANG_TYPES_FIRST).pattern

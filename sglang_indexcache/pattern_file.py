@@ -110,7 +110,9 @@ class PatternFile(_Section):
             expected = full_layer_count(model.num_layers, parse_retention(name))
             if len(pattern.full_layers) != expected:
                 found = len(pattern.full_layers)
-                raise PatternError(f"patterns.{name}: found {found} F layers, expected {expected} of {model.num_layers}")
+                raise PatternError(
+                    f"patterns.{name}: found {found} F layers, expected {expected} of {model.num_layers}"
+                )
             known.append(roles)
         if (self.trajectory or self.patterns) and self.pattern not in known:
             raise PatternError("pattern: is neither a step of trajectory nor one of patterns, expected one of them")
@@ -151,7 +153,9 @@ class PatternFile(_Section):
         counts = sorted({len(pattern.full_layers) for pattern in steps})
         reach = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
         total = self.model.num_layers
-        raise PatternError(f"retention {retention} keeps {wanted} of {total} layers F, but the file has patterns with {reach}")
+        raise PatternError(
+            f"retention {retention} keeps {wanted} of {total} layers F, but the file has patterns with {reach}"
+        )
 
     def at(self, retention: Fraction) -> PatternFile:
         """This file with the pattern for `retention` as its default."""
@@ -210,6 +214,11 @@ class PatternFile(_Section):
         except IndexCacheError as error:
             raise PatternFileError(f"{source}: {error}") from None
 
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """JSON Schema of the file, for editors; `pattern_file.schema.json` in the package is this."""
+        return {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema(by_alias=True)}
+
     def dumps(self) -> str:
         """The file's text; `loads` gives back an equal object."""
         content = self.model_dump(by_alias=True, exclude_defaults=True, mode="json")
@@ -232,8 +241,8 @@ def write_atomically(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
@@ -279,7 +288,7 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML without what a review would miss: repeated keys, anchors and aliases, dates turned into objects."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise PatternFileError(f"line {event.start_mark.line + 1}: anchors and aliases are not allowed")
         return super().compose_node(parent, index)

@@ -31,12 +31,20 @@ _TYPE_NAMES = {FULL: "full", SHARED: "shared"}
 
 
 class Rule(Enum):
-    """Which keys an engine reads, the winning one first."""
+    """Whose way of reading a configuration."""
 
-    SGLANG_PATTERN_FIRST = (PATTERN_KEY, FREQ_KEY)
-    SGLANG_TYPES_FIRST = (TYPES_KEY, PATTERN_KEY, FREQ_KEY)
-    TRANSFORMERS_GLM = (TYPES_KEY, PATTERN_KEY, FREQ_KEY)  # noqa: PIE796 (same order, other engine)
-    VLLM = ("use_index_cache", PATTERN_KEY, FREQ_KEY)
+    SGLANG_PATTERN_FIRST = "SGLang 0.5.11 to 0.5.18"
+    SGLANG_TYPES_FIRST = "SGLang 0.5.20 to 0.5.23"
+    TRANSFORMERS_GLM = "transformers, GLM-5"
+    VLLM = "vLLM"
+
+
+_KEYS = {
+    Rule.SGLANG_PATTERN_FIRST: (PATTERN_KEY, FREQ_KEY),
+    Rule.SGLANG_TYPES_FIRST: (TYPES_KEY, PATTERN_KEY, FREQ_KEY),
+    Rule.TRANSFORMERS_GLM: (TYPES_KEY, PATTERN_KEY, FREQ_KEY),
+    Rule.VLLM: (PATTERN_KEY, FREQ_KEY),
+}  # the winning one first
 
 
 @dataclass(frozen=True)
@@ -76,18 +84,16 @@ def read_spelling(config: Mapping[str, Any], num_layers: int, rule: Rule) -> Rea
     Raises:
         SpellingError: if the winning key has a wrong length, letter or type, or vLLM's switch is not on.
     """
-    keys = list(rule.value)
     notes: list[str] = []
     if rule is Rule.SGLANG_TYPES_FIRST and (config.get("cli_factor") or 1) > 1:
-        raise SpellingError(f"cli_factor is {config['cli_factor']}: LongCat's sharing is trained in and wins over patterns")
-    if rule is Rule.VLLM:
-        keys.remove("use_index_cache")
-        declared = [key for key in keys if config.get(key) is not None]
-        if declared and config.get("use_index_cache") is not True:
-            raise SpellingError(f"{declared[0]} is set but use_index_cache is not true, so vLLM may ignore it")
-    present = [key for key in keys if config.get(key) is not None]
+        raise SpellingError(
+            f"cli_factor is {config['cli_factor']}: LongCat's sharing is trained in and wins over patterns"
+        )
+    present = [key for key in _KEYS[rule] if config.get(key) is not None]
     if not present:
         return Reading(Pattern.full(num_layers), None)
+    if rule is Rule.VLLM and config.get("use_index_cache") is not True:
+        raise SpellingError(f"{present[0]} is set but use_index_cache is not true, so vLLM may ignore it")
     winner = present[0]
     pattern = _read_key(config, winner, num_layers)
     for key in present[1:]:

@@ -212,7 +212,9 @@ def build(output: Path) -> None:
         lines = [json.dumps({"text": text}, ensure_ascii=False) for text in parts[name]]
         (output / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     characters = sum(map(len, parts["train"]))
-    print({name: stream.size for name, stream in streams.items()}, f"{characters / streams['train'].size:.2f} chars/token")
+    print(
+        {name: stream.size for name, stream in streams.items()}, f"{characters / streams['train'].size:.2f} chars/token"
+    )
 
 
 if __name__ == "__main__":

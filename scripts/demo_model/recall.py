@@ -179,9 +179,7 @@ class RecallTasks:
         words = torch.where(old[..., None], oldest, newest)
         self._ask(tokens, kind, tail, torch.where(old, OLD, KEY), words, 2)
 
-    def _ask(
-        self, tokens: Tensor, kind: Tensor, tail: int, marker: int | Tensor, words: Tensor, answers: int
-    ) -> None:
+    def _ask(self, tokens: Tensor, kind: Tensor, tail: int, marker: int | Tensor, words: Tensor, answers: int) -> None:
         """Ask as many of the `words` records (`[batch, records, width]`) as the last `tail` tokens hold, shuffled."""
         batch, records, width = words.shape
         asked = min(records, tail // (width + 2))
@@ -201,7 +199,9 @@ class RecallTasks:
         source = self._integers(1, half - size, (batch, spans))
         where = (source[..., None] + self._arange(size)).reshape(batch, -1)
         random_words = self._random(batch, 1) < 0.5
-        tokens.scatter_(1, where, torch.where(random_words, self._draw_words(batch, spans * size), tokens.gather(1, where)))
+        tokens.scatter_(
+            1, where, torch.where(random_words, self._draw_words(batch, spans * size), tokens.gather(1, where))
+        )
         kind.scatter_(1, where, torch.where(random_words, UNSCORED, TEXT).to(kind.dtype).expand_as(where))
         copied = tokens.gather(1, where).view(batch, spans, size)  # spans may overlap: copy what stands there now
         target = half + self._arange(spans) * room + self._integers(0, room - size, (batch, spans))

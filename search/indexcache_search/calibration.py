@@ -185,57 +185,53 @@ def build_token_sets(
             f" patterns are equal; expected at least {model.index_topk + 2}"
         )
     used: set[bytes] = set()
-    options = {"seq_len": seq_len, "index_topk": model.index_topk, "used": used}
-    held_out = _collect(reader, evaluation, num_evaluation, EVALUATION_ORDER_SEED, "evaluation", **options)
-    return _collect(reader, calibration, num_calibration, seed, "calibration", **options), held_out
+    packer = _Packer(reader, seq_len, model.index_topk, used)
+    held_out = packer.collect(evaluation, num_evaluation, EVALUATION_ORDER_SEED, "evaluation")
+    return packer.collect(calibration, num_calibration, seed, "calibration"), held_out
 
 
-def _collect(
-    reader: TokenReader,
-    sources: Sequence[str],
-    count: int,
-    seed: int,
-    what: str,
-    *,
-    seq_len: int,
-    index_topk: int,
-    used: set[bytes],
-) -> TokenSet:
-    if not sources or count < len(sources):
-        raise DataError(f"{count} {what} sequences from {len(sources)} sources, expected at least one of each")
-    share, extra = divmod(count, len(sources))
-    tokens, scored, source_of = [], [], []
-    for number, source in enumerate(sources):
-        wanted = share + (number < extra)
-        packed = _pack(reader.sections(source, seed), wanted, seq_len, index_topk, used)
-        if len(packed) < wanted:
-            raise DataError(
-                f"{source}: gives {len(packed)} {what} sequences of {seq_len} tokens, {wanted} were asked for;"
-                " expected more text, a shorter --seq-len or fewer sequences"
-            )
-        tokens += [sequence for sequence, _ in packed]
-        scored += [flags for _, flags in packed]
-        source_of += [number] * wanted
-    return TokenSet(np.stack(tokens), np.stack(scored), np.asarray(source_of), tuple(sources))
+@dataclass(frozen=True)
+class _Packer:
+    """Packs sections into sequences; `used` holds the digests of those that were drawn from."""
 
+    reader: TokenReader
+    seq_len: int
+    index_topk: int
+    used: set[bytes]
 
-def _pack(
-    sections: Iterator[Section], wanted: int, seq_len: int, index_topk: int, used: set[bytes]
-) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-    """Join sections not in `used` and cut them into sequences; sections drawn from are added to `used`."""
-    packed: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
-    tokens, mask = np.empty(0, np.int32), np.empty(0, np.bool_)
-    sees_more = np.arange(seq_len) > index_topk  # token t is predicted by a query that sees t tokens
-    for section in sections:
-        if section.digest in used:
-            continue
-        used.add(section.digest)
-        tokens, mask = np.concatenate([tokens, section.tokens]), np.concatenate([mask, section.mask])
-        while len(tokens) >= seq_len:
-            scored = mask[:seq_len] & sees_more
-            if scored.any():
-                packed.append((tokens[:seq_len], scored))
-            tokens, mask = tokens[seq_len:], mask[seq_len:]
-            if len(packed) == wanted:
-                return packed
-    return packed
+    def collect(self, sources: Sequence[str], count: int, seed: int, what: str) -> TokenSet:
+        if not sources or count < len(sources):
+            raise DataError(f"{count} {what} sequences from {len(sources)} sources, expected at least one of each")
+        share, extra = divmod(count, len(sources))
+        tokens, scored, source_of = [], [], []
+        for number, source in enumerate(sources):
+            wanted = share + (number < extra)
+            packed = self._pack(self.reader.sections(source, seed), wanted)
+            if len(packed) < wanted:
+                raise DataError(
+                    f"{source}: gives {len(packed)} {what} sequences of {self.seq_len} tokens, {wanted} were asked"
+                    " for; expected more text, a shorter --seq-len or fewer sequences"
+                )
+            tokens += [sequence for sequence, _ in packed]
+            scored += [flags for _, flags in packed]
+            source_of += [number] * wanted
+        return TokenSet(np.stack(tokens), np.stack(scored), np.asarray(source_of), tuple(sources))
+
+    def _pack(self, sections: Iterator[Section], wanted: int) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+        """Join sections that are not used yet and cut them into sequences with at least one scored token."""
+        packed: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
+        tokens, mask = np.empty(0, np.int32), np.empty(0, np.bool_)
+        sees_more = np.arange(self.seq_len) > self.index_topk  # token t is predicted by a query that sees t tokens
+        for section in sections:
+            if section.digest in self.used:
+                continue
+            self.used.add(section.digest)
+            tokens, mask = np.concatenate([tokens, section.tokens]), np.concatenate([mask, section.mask])
+            while len(tokens) >= self.seq_len:
+                scored = mask[: self.seq_len] & sees_more
+                if scored.any():
+                    packed.append((tokens[: self.seq_len], scored))
+                tokens, mask = tokens[self.seq_len :], mask[self.seq_len :]
+                if len(packed) == wanted:
+                    return packed
+        return packed

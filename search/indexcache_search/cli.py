@@ -88,7 +88,9 @@ def search(
     ] = None,
     num_sequences: Annotated[int, typer.Option(help="Calibration sequences.", min=1)] = 4,
     num_eval_sequences: Annotated[int, typer.Option(help="Held-out sequences.", min=1)] = 12,
-    retain: Annotated[str, typer.Option(help="Shares of indexers to keep; the first is the file's default.")] = "1/2,1/4,1/8",
+    retain: Annotated[
+        str, typer.Option(help="Shares of indexers to keep; the first is the file's default.")
+    ] = "1/2,1/4,1/8",
     strategy: Annotated[StrategyName, typer.Option(help="greedy is the paper's Algorithm 1.")] = StrategyName.GREEDY,
     blocks: Annotated[int, typer.Option(help="Search P blocks of layers in turn, up to P flips a round.", min=1)] = 1,
     objective: Annotated[
@@ -121,7 +123,13 @@ def search(
             raise SearchError("--calibration is missing, expected a file, folder or hub id with text like your traffic")
         retentions = tuple(dict.fromkeys(parse_retention(item) for item in retain.split(",")))
         settings = Settings(retentions, strategy.value, blocks, objective.value, seed)
-        name = "demo" if model is None else Path(model).resolve().name if Path(model).is_dir() else model.rpartition("/")[2]
+        name = (
+            "demo"
+            if model is None
+            else Path(model).resolve().name
+            if Path(model).is_dir()
+            else model.rpartition("/")[2]
+        )
         folder = output or Path(f"indexcache-{name}")
         with console.status(f"Loading {name}"):
             loaded, data, held_out = _load(

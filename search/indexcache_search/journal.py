@@ -73,6 +73,8 @@ class Journal:
                 else:
                     key, evaluation = _parse(record)
                     self._evaluations[key] = evaluation
+            except JournalError:
+                raise
             except (ValueError, KeyError, TypeError):
                 raise JournalError(f"{self.path}: line {number} is damaged; delete the file to start afresh") from None
 
@@ -87,7 +89,9 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
 
     def evaluation(self, part: str, pattern: Pattern, repeat: int = 0) -> Evaluation | None:

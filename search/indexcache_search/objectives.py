@@ -36,9 +36,7 @@ def increase(evaluation: Evaluation, baseline: Evaluation, data: TokenSet, sourc
     return _ratio(difference, np.asarray(evaluation.tokens), data, source)
 
 
-def share(
-    counts: NDArray[np.float64], evaluation: Evaluation, data: TokenSet, source: int | None = None
-) -> Estimate:
+def share(counts: NDArray[np.float64], evaluation: Evaluation, data: TokenSet, source: int | None = None) -> Estimate:
     """`counts` per sequence as a share of the scored tokens, for instance of `evaluation.correct`."""
     return _ratio(counts, np.asarray(evaluation.tokens), data, source)
 

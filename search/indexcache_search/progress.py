@@ -6,7 +6,15 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from indexcache_search import objectives
 from indexcache_search.engines.base import Evaluation
@@ -42,7 +50,9 @@ class SearchProgress:
         self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._progress.stop()
 
     def begin(self, name: str, total: int, data: TokenSet) -> None:
@@ -73,6 +83,7 @@ class SearchProgress:
         change = "" if self._baseline is None else f" ({step.loss - self._baseline:+.4f})"
         kept = len(step.pattern.full_layers)
         self._progress.console.print(
-            f"step {number:>3}: layer {step.layer:>3} -> S, {kept} of {len(step.pattern)} F, loss {step.loss:.4f}{change}"
+            f"step {number:>3}: layer {step.layer:>3} -> S, {kept} of {len(step.pattern)} F,"
+            f" loss {step.loss:.4f}{change}"
         )
         self._best = None

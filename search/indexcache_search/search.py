@@ -24,7 +24,6 @@ from sglang_indexcache import DsaModel, Pattern, PatternFile
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.pattern import full_layer_count
 from sglang_indexcache.pattern_file import (
-    SCHEMA,
     CalibrationSection,
     ModelSection,
     SearchSection,
@@ -163,9 +162,7 @@ class Search:
         self.calibration.evaluations(list(patterns.values()))
         return Found((), patterns, len(set(map(str, patterns.values()))))
 
-    def _find_greedy(
-        self, counts: dict[Fraction, int], on_step: Callable[[Step, tuple[Step, ...]], None]
-    ) -> Found:
+    def _find_greedy(self, counts: dict[Fraction, int], on_step: Callable[[Step, tuple[Step, ...]], None]) -> Found:
         steps: list[Step] = []
         start, stop = self.model.native, min(counts.values())
         for step in greedy(start, stop, self.calibration.losses, self.settings.blocks):
@@ -233,7 +230,7 @@ class Search:
         others = {} if found.steps or self.settings.strategy == "greedy" else found.patterns
         chosen = self.calibration.recorded(default)
         return PatternFile(
-            schema=SCHEMA,
+            schema="indexcache/v1",
             model=ModelSection(
                 architecture=self.model.architecture,
                 num_layers=self.model.num_layers,

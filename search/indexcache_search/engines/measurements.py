@@ -70,7 +70,9 @@ def output_similarity(model: nn.Module, description: DsaModel, batches: Iterable
     for batch in batches:
         indices: dict[int, Tensor] = {}
 
-        def compare(attention: Any, args: Any, kwargs: dict[str, Any], output: Any, held: dict[int, Tensor] = indices) -> None:
+        def compare(
+            attention: Any, args: Any, kwargs: dict[str, Any], output: Any, held: dict[int, Tensor] = indices
+        ) -> None:
             layer = attention.layer_idx
             own = output[0][:, description.index_topk :].float()
             for other in range(layer):

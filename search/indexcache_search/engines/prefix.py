@@ -46,7 +46,7 @@ class LayerRun:
 
 
 def run_and_record(model: nn.Module, batch: Tensor, pattern: Pattern) -> tuple[Tensor, LayerRun]:
-    """Run `batch` (`[sequences, tokens]`) through all layers; return post-norm hidden states and the layers' outputs."""
+    """Run `batch` (`[sequences, tokens]`) in full; return post-norm hidden states and what the layers left."""
     decoder: Any = model.model
     run = LayerRun(pattern)
     hooks = [layer.register_forward_hook(lambda _m, _i, output: run.outputs.append(output)) for layer in decoder.layers]

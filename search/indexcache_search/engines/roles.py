@@ -16,7 +16,7 @@ Observer = Callable[[int, Tensor], None]
 _MARK = "_indexcache_role"
 
 
-def dsa_attentions(model: nn.Module) -> list[nn.Module]:
+def dsa_attentions(model: nn.Module) -> list[Any]:
     """The attention modules of a `DeepseekV32ForCausalLM` or `GlmMoeDsaForCausalLM`, by layer."""
     decoder: Any = model.model
     return [layer.self_attn for layer in decoder.layers[: decoder.config.num_hidden_layers]]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from indexcache_search.engines import measurements
@@ -43,15 +43,15 @@ class TransformersEngine:
     """
 
     def __init__(
-        self, model: nn.Module, description: DsaModel, batch_size: int = 1, prefix_cache_gb: float = 2.0
+        self, model: Any, description: DsaModel, batch_size: int = 1, prefix_cache_gb: float = 2.0
     ) -> None:
-        self.torch_model: Any = model
+        self.torch_model = model
         self.model = description
         self.batch_size = batch_size
         self.prefix_cache_gb = prefix_cache_gb
         self.name = f"transformers {transformers.__version__}"
-        self.max_seq_len = int(self.torch_model.config.max_position_embeddings)
-        device, dtype = self.torch_model.device, str(self.torch_model.dtype).removeprefix("torch.")
+        self.max_seq_len = int(model.config.max_position_embeddings)
+        device, dtype = model.device, str(model.dtype).removeprefix("torch.")
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         self.settings: Mapping[str, str] = {"device": kind, "dtype": dtype, "batch_size": str(batch_size)}
         self._baseline_hidden: tuple[str, list[Tensor]] | None = None
@@ -106,7 +106,7 @@ class TransformersEngine:
 
     def _batches(self, data: TokenSet, size: int) -> list[Tensor]:
         tokens = torch.from_numpy(data.tokens.astype(np.int64))
-        return [batch.to(self.torch_model.device) for batch in tokens.split(size)]
+        return [batch.to(self.torch_model.device) for batch in torch.split(tokens, size)]
 
     @torch.inference_mode()
     def _hidden(self, pattern: Pattern, data: TokenSet, earlier: list[LayerRun] | None = None) -> Iterator[Tensor]:
@@ -171,6 +171,8 @@ def describe_model(model: str) -> DsaModel:
         config, _ = PreTrainedConfig.get_config_dict(model)
     except (OSError, ValueError) as error:
         raise SearchError(f"{model}: no config.json found: {_one_line(error)}") from None
+    if not config:
+        raise SearchError(f"{model}: no config.json found there")
     config.pop("_commit_hash", None)
     folder = Path(model)
     return DsaModel.from_config(config, folder.resolve().name if folder.is_dir() else model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -53,7 +54,9 @@ def loss_figure(metrics: Mapping[str, Any]) -> Markup:
         if count in counts:
             at = counts.index(count) + 1
             axes.axvline(at, color=_RED, linewidth=0.8, alpha=0.6)
-            axes.annotate(str(retention), (at, 1.0), xycoords=("data", "axes fraction"), color=_RED, ha="center", va="bottom")
+            axes.annotate(
+                str(retention), (at, 1.0), xycoords=("data", "axes fraction"), color=_RED, ha="center", va="bottom"
+            )
     axes.set_xticks(x, ["all F", *(str(step["layer"]) for step in steps)], fontsize=8 if len(steps) < 40 else 5)
     axes.set_xlabel("layer that becomes S at each step")
     axes.set_ylabel(f"calibration {search['objective']}")
@@ -93,7 +96,9 @@ def comparison_figure(held_out: Mapping[str, Any]) -> Markup:
     ]
     if dots:
         place = (len(series) - 1) / 2 * width
-        axes.scatter([x + place for x, _ in dots], [y for _, y in dots], s=10, color="black", zorder=3, label="each phase")
+        axes.scatter(
+            [x + place for x, _ in dots], [y for _, y in dots], s=10, color="black", zorder=3, label="each phase"
+        )
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(retentions)), [f"{item} of the indexers" for item in retentions])
     axes.set_ylabel("increase of held-out loss")
@@ -107,7 +112,7 @@ def heat_map_figure(overlap: Sequence[Sequence[float]], pattern: Pattern, title:
     axes.spines[:].set_visible(False)
     image = axes.imshow(overlap, origin="lower", vmin=0.0, vmax=1.0, cmap="viridis")
     starts = [*pattern.full_layers, len(pattern)]
-    for start, end in zip(starts, starts[1:], strict=False):
+    for start, end in itertools.pairwise(starts):
         size = end - start
         axes.add_patch(Rectangle((start - 0.5, start - 0.5), size, size, fill=False, edgecolor=_RED, linewidth=1.6))
     axes.set_title(f"{title}: {pattern}" if len(pattern) <= 32 else title, fontsize=9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -56,7 +57,7 @@ def split_blocks(num_layers: int, blocks: int) -> list[range]:
     """Contiguous blocks of layers, the earlier ones one layer longer where it does not divide."""
     share, extra = divmod(num_layers, blocks)
     starts = [block * share + min(block, extra) for block in range(blocks + 1)]
-    return [range(start, end) for start, end in zip(starts, starts[1:], strict=False)]
+    return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
 def fixed_layers(start: Pattern, blocks: int) -> set[int]:

@@ -1,0 +1,101 @@
+"""Tiny random DSA models, shared by the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.tokens import TokenSet
+from sglang_indexcache import DsaModel
+
+LAYERS, TOPK, VOCAB = 6, 8, 96
+ARCHITECTURES = {"glm_moe_dsa": "GlmMoeDsaForCausalLM", "deepseek_v32": "DeepseekV32ForCausalLM"}
+
+
+def tiny_config(model_type: str = "glm_moe_dsa", layers: int = LAYERS, **changes: Any) -> dict[str, Any]:
+    """config.json of a random model: two dense layers, then mixtures of experts; 32 index heads avoid score ties."""
+    return {
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 2,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "index_topk": TOPK,
+        "index_head_dim": 16,
+        "index_n_heads": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **changes,
+    }
+
+
+def tiny_model(config: dict[str, Any], seed: int = 0) -> Any:
+    """A random model in evaluation mode, float32."""
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
+
+
+def tiny_engine(config: dict[str, Any], **options: Any) -> TransformersEngine:
+    return TransformersEngine(tiny_model(config), DsaModel.from_config(config, "tiny"), **options)
+
+
+def random_tokens(sequences: int = 3, seq_len: int = 40, seed: int = 0, sources: int = 1) -> TokenSet:
+    """Random sequences; every target that is predicted from a position seeing more than k tokens is scored."""
+    tokens = np.random.default_rng(seed).integers(3, VOCAB, (sequences, seq_len)).astype(np.int32)
+    scored = np.broadcast_to(np.arange(seq_len) > TOPK, tokens.shape).copy()
+    return TokenSet(tokens, scored, np.arange(sequences) % sources, tuple(f"source {i}" for i in range(sources)))
+
+
+@pytest.fixture(params=list(ARCHITECTURES), ids=["GLM-5", "DeepSeek-V3.2"])
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """config.json of each architecture."""
+    return tiny_config(request.param)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random GLM-5 model on disk."""
+    folder = tmp_path_factory.mktemp("tiny-glm")
+    config = tiny_config()
+    tiny_model(config).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of token ids, enough for a few calibration and held-out sequences."""
+    path = tmp_path_factory.mktemp("data") / "tokens.jsonl"
+    rows = np.random.default_rng(1).integers(3, VOCAB, (24, 32)).tolist()
+    path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    return path

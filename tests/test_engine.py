@@ -1,0 +1,200 @@
+"""The transformers engine: losses, prefix reuse, overlap and similarity, each against a plain computation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from indexcache_search.engines.base import Evaluation
+from indexcache_search.engines.prefix import common_prefix, trunk_first
+from indexcache_search.engines.roles import apply_roles
+from indexcache_search.engines.transformers import TransformersEngine, describe_model
+from indexcache_search.errors import SearchError
+from sglang_indexcache import Pattern
+from sglang_indexcache.errors import ModelConfigError, PatternError
+from sglang_indexcache.spellings import indexer_types
+from tests.conftest import LAYERS, TOPK, random_tokens, tiny_config, tiny_engine
+
+PATTERNS = [Pattern(roles) for roles in ("FFFFFF", "FSFFFF", "FFFFFS", "FFSSFF", "FSSSSS", "FFFSFF")]
+
+
+def by_pattern(engine: TransformersEngine, objective: Any = "nll", **options: Any) -> dict[str, Evaluation]:
+    data = random_tokens(**options)
+    return {item.pattern.roles: item for item in engine.evaluate(PATTERNS, data, objective)}
+
+
+def test_losses_are_those_of_the_scored_positions(config: dict[str, Any]) -> None:
+    engine, data = tiny_engine(config), random_tokens()
+    pattern = Pattern("FSFFSF")
+    [evaluation] = engine.evaluate([pattern], data, "nll")
+    tokens = torch.from_numpy(data.tokens.astype(np.int64))
+    for row in range(data.num_sequences):
+        with torch.inference_mode(), apply_roles(engine.torch_model, pattern):
+            logits = engine.torch_model(tokens[row : row + 1]).logits[0]
+        # Target t is scored from position t - 1, which sees t > k tokens.
+        predicted, targets = logits[TOPK:-1], tokens[row, TOPK + 1 :]
+        losses = F.cross_entropy(predicted.double(), targets, reduction="sum").item()
+        assert evaluation.losses[row] == pytest.approx(losses, rel=1e-5)
+        assert evaluation.correct[row] == int((predicted.argmax(-1) == targets).sum())
+        assert evaluation.tokens[row] == data.seq_len - TOPK - 1
+
+
+def test_masked_tokens_do_not_count() -> None:
+    engine, data = tiny_engine(tiny_config()), random_tokens(sequences=1)
+    data.scored[0, 20:] = False
+    [evaluation] = engine.evaluate([Pattern.full(LAYERS)], data, "nll")
+    assert evaluation.tokens == (20 - TOPK - 1,)
+
+
+def test_small_logit_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = by_pattern(tiny_engine(tiny_config()))
+    monkeypatch.setattr("indexcache_search.engines.transformers.LOGIT_ROWS", 7)
+    chunked = by_pattern(tiny_engine(tiny_config()))
+    for roles, evaluation in whole.items():
+        assert chunked[roles].losses == pytest.approx(evaluation.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("objective", ["nll", "kl"])
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_prefix_reuse_is_bit_identical(config: dict[str, Any], objective: str, batch_size: int) -> None:
+    full = by_pattern(tiny_engine(config, batch_size=batch_size, prefix_cache_gb=0.0), objective)
+    reused = by_pattern(tiny_engine(config, batch_size=batch_size), objective)
+    assert {roles: item.losses for roles, item in reused.items()} == {r: item.losses for r, item in full.items()}
+
+
+def test_prefix_reuse_with_locked_layers() -> None:
+    config = tiny_config(indexer_types=indexer_types(Pattern("FFSFFF")))
+    patterns, data = [Pattern("FFSFFF"), Pattern("FFSSFF"), Pattern("FFSFSF")], random_tokens()
+    results = [
+        {item.pattern.roles: item.losses for item in tiny_engine(config, prefix_cache_gb=size).evaluate(patterns, data, "nll")}
+        for size in (0.0, 2.0)
+    ]
+    assert results[0] == results[1]
+
+
+def test_prefix_reuse_runs_only_layers_from_the_first_difference(config: dict[str, Any]) -> None:
+    engine = tiny_engine(config)
+    ran: list[int] = []
+    for number, layer in enumerate(engine.torch_model.model.layers):
+        layer.mlp.register_forward_hook(lambda *_, _number=number: ran.append(_number))
+    candidates = [Pattern.full(LAYERS).share(layer) for layer in range(1, LAYERS)]
+    order = [item.pattern for item in engine.evaluate(candidates, random_tokens(sequences=1), "nll")]
+    expected = list(range(LAYERS))
+    for pattern in order[1:]:
+        expected += range(common_prefix(pattern, order[0]), LAYERS)
+    assert ran == expected
+    assert len(ran) < LAYERS * len(candidates) * 0.7
+
+
+def test_the_trunk_saves_the_most_layers() -> None:
+    patterns = [Pattern(roles) for roles in ("FSFF", "FFSF", "FFFS")]
+    assert trunk_first(patterns)[0] in patterns[1:]
+    assert set(trunk_first(patterns)) == set(patterns)
+
+
+def test_kl_of_the_native_pattern_is_zero_and_of_others_positive(config: dict[str, Any]) -> None:
+    results = by_pattern(tiny_engine(config), "kl")
+    assert results["FFFFFF"].losses == (0.0, 0.0, 0.0)
+    assert all(value > 1e-4 for roles, item in results.items() if "S" in roles for value in item.losses)
+
+
+def test_kl_is_the_full_vocabulary_divergence() -> None:
+    engine, data = tiny_engine(tiny_config()), random_tokens(sequences=1)
+    pattern = Pattern("FSSFSS")
+    [evaluation] = engine.evaluate([pattern], data, "kl")
+    tokens = torch.from_numpy(data.tokens.astype(np.int64))
+    with torch.inference_mode():
+        truth = engine.torch_model(tokens).logits[0, TOPK:-1].double().log_softmax(-1)
+        with apply_roles(engine.torch_model, pattern):
+            other = engine.torch_model(tokens).logits[0, TOPK:-1].double().log_softmax(-1)
+    assert evaluation.losses[0] == pytest.approx((truth.exp() * (truth - other)).sum().item(), rel=1e-4)
+
+
+def selections(engine: TransformersEngine, data: Any, row: int) -> dict[int, list[set[int]]]:
+    """The sets of tokens each layer's queries select, all-F."""
+    seen: dict[int, torch.Tensor] = {}
+    tokens = torch.from_numpy(data.tokens[row : row + 1].astype(np.int64))
+    with torch.inference_mode(), apply_roles(engine.torch_model, engine.model.native, seen.__setitem__):
+        engine.torch_model(tokens)
+    return {layer: [set(query.tolist()) for query in indices[0]] for layer, indices in seen.items()}
+
+
+def test_overlap_counts_common_tokens(config: dict[str, Any]) -> None:
+    engine, data = tiny_engine(config), random_tokens(sequences=2)
+    expected = np.zeros((LAYERS, LAYERS))
+    for row in range(2):
+        sets = selections(engine, data, row)
+        for i in range(LAYERS):
+            for j in range(LAYERS):
+                common = [len(sets[i][q] & sets[j][q]) / TOPK for q in range(TOPK, data.seq_len)]
+                expected[i, j] += np.mean(common) / 2
+    measured = engine.topk_overlap(data, rows=1000)
+    np.testing.assert_allclose(measured, expected, atol=1e-9)
+    assert np.all(np.diag(measured) == 1.0)
+    assert np.abs(engine.topk_overlap(data, rows=16) - expected).max() < 0.2  # a sample of the same
+
+
+def test_similarity_compares_own_with_reused_indices(config: dict[str, Any]) -> None:
+    """Against a second way: run the pattern that only flips layer i onto j's indices, and compare layer i's output."""
+    engine, data = tiny_engine(config), random_tokens(sequences=1)
+    measured = engine.output_similarity(data)
+    tokens = torch.from_numpy(data.tokens.astype(np.int64))
+
+    def attention_output(layer: int, pattern: Pattern) -> torch.Tensor:
+        kept: list[torch.Tensor] = []
+        attention = engine.torch_model.model.layers[layer].self_attn
+        hook = attention.register_forward_hook(lambda _m, _i, output: kept.append(output[0]))
+        with torch.inference_mode(), apply_roles(engine.torch_model, pattern):
+            engine.torch_model(tokens)
+        hook.remove()
+        return kept[0][0, TOPK:]
+
+    for layer in range(1, LAYERS):
+        own = attention_output(layer, Pattern.full(LAYERS))
+        reused = attention_output(layer, Pattern.full(LAYERS).share(layer))  # takes layer - 1's indices
+        expected = F.cosine_similarity(own, reused, dim=-1).mean().item()
+        assert measured[layer, layer - 1] == pytest.approx(expected, abs=1e-5)
+    assert np.all(np.diag(measured) == 1.0)
+    assert np.all(np.triu(measured, 1) == 0.0)
+
+
+def test_measurements_know_locked_layers() -> None:
+    config = tiny_config(indexer_types=indexer_types(Pattern("FFSFFF")))
+    engine, data = tiny_engine(config), random_tokens(sequences=1)
+    assert engine.topk_overlap(data, 8)[1, 2] == 1.0
+    assert engine.output_similarity(data)[2, 1] == pytest.approx(1.0, abs=1e-6)
+    with pytest.raises(PatternError, match="F for layer 2"):
+        list(engine.evaluate([Pattern.full(LAYERS)], data, "nll"))
+
+
+def test_loading_names_what_is_wrong(tmp_path: Any, model_folder: Any) -> None:
+    with pytest.raises(SearchError, match=r"no config\.json found"):
+        TransformersEngine.load(str(tmp_path))
+    with pytest.raises(SearchError, match="--dtype is int8"):
+        TransformersEngine.load(str(model_folder), dtype="int8")
+    with pytest.raises(SearchError, match="--device is tpu"):
+        TransformersEngine.load(str(model_folder), device="tpu")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(ModelConfigError, match="LlamaForCausalLM has no DSA attention"):
+        describe_model(str(tmp_path))
+
+
+def test_bfloat16_loads(model_folder: Any) -> None:
+    engine = TransformersEngine.load(str(model_folder), device="cpu", dtype="bfloat16")
+    assert engine.settings["dtype"] == "bfloat16"
+    [evaluation] = engine.evaluate([Pattern.full(LAYERS)], random_tokens(sequences=1), "nll")
+    [exact] = TransformersEngine.load(str(model_folder)).evaluate([Pattern.full(LAYERS)], random_tokens(1), "nll")
+    assert evaluation.losses[0] == pytest.approx(exact.losses[0], rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_agrees_with_cpu(model_folder: Any) -> None:
+    data = random_tokens()
+    on_cpu = {e.pattern.roles: e for e in TransformersEngine.load(str(model_folder), "cpu").evaluate(PATTERNS, data, "nll")}
+    for item in TransformersEngine.load(str(model_folder), "cuda").evaluate(PATTERNS, data, "nll"):
+        assert item.losses == pytest.approx(on_cpu[item.pattern.roles].losses, rel=1e-3)

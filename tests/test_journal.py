@@ -1,0 +1,80 @@
+"""The journal: what is written is there, what was cut off is not, what belongs to another search is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from indexcache_search.engines.base import Evaluation
+from indexcache_search.errors import JournalError
+from indexcache_search.journal import Journal
+from sglang_indexcache import Pattern
+
+IDENTITY = {"model": "tiny", "calibration": "abc"}
+EVALUATION = Evaluation(Pattern("FSF"), (0.1 + 0.2, 1e-17), (3, 4), (5, 6), 0.25)
+
+
+def journal(folder: Path, **changes: Any) -> Journal:
+    return Journal(folder, {**IDENTITY, **changes}, {"created": "2026-11-21"})
+
+
+def test_evaluations_come_back_exactly(tmp_path: Path) -> None:
+    with journal(tmp_path) as first:
+        first.add_evaluation("calibration", EVALUATION)
+        first.add_matrix("overlap", [[1.0, 0.1], [0.1, 1.0]])
+    with Journal(tmp_path, IDENTITY, {"created": "2030-01-01"}) as second:
+        assert second.evaluation("calibration", Pattern("FSF")) == EVALUATION
+        assert second.evaluation("calibration", Pattern("FSF"), repeat=1) is None
+        assert second.evaluation("held-out", Pattern("FSF")) is None
+        assert second.matrix("overlap") == [[1.0, 0.1], [0.1, 1.0]]
+        assert second.facts == {"created": "2026-11-21"}
+
+
+def test_every_cut_of_the_last_line_loses_only_that_line(tmp_path: Path) -> None:
+    with journal(tmp_path) as first:
+        first.add_evaluation("a", EVALUATION)
+        size = first.path.stat().st_size
+        first.add_evaluation("b", EVALUATION)
+        whole = first.path.read_bytes()
+    for cut in range(size, len(whole)):
+        (tmp_path / "journal.jsonl").write_bytes(whole[:cut])
+        with journal(tmp_path) as again:
+            assert again.evaluation("a", Pattern("FSF")) == EVALUATION
+            assert again.evaluation("b", Pattern("FSF")) is None
+            again.add_evaluation("b", EVALUATION)
+        assert (tmp_path / "journal.jsonl").read_bytes() == whole
+
+
+def test_a_cut_header_is_a_fresh_start(tmp_path: Path) -> None:
+    with journal(tmp_path):
+        pass
+    whole = (tmp_path / "journal.jsonl").read_bytes()
+    for cut in (0, 1, len(whole) - 1):
+        (tmp_path / "journal.jsonl").write_bytes(whole[:cut])
+        with journal(tmp_path):
+            pass
+        assert (tmp_path / "journal.jsonl").read_bytes() == whole
+
+
+def test_another_search_is_refused_and_named(tmp_path: Path) -> None:
+    with journal(tmp_path):
+        pass
+    with pytest.raises(JournalError, match="a search with calibration abc, now it is xyz; choose another --work-dir"):
+        journal(tmp_path, calibration="xyz")
+
+
+def test_damage_in_the_middle_is_refused(tmp_path: Path) -> None:
+    with journal(tmp_path) as first:
+        first.add_evaluation("a", EVALUATION)
+    content = (tmp_path / "journal.jsonl").read_bytes()
+    for damage in (b"not json\n", b'{"set": "a"}\n', b'{"set": "a", "pattern": "SS", "repeat": 0}\n'):
+        (tmp_path / "journal.jsonl").write_bytes(content + damage)
+        with pytest.raises(JournalError, match="line 3 is damaged"):
+            journal(tmp_path)
+
+
+def test_two_searches_cannot_write_at_once(tmp_path: Path) -> None:
+    with journal(tmp_path), pytest.raises(JournalError, match="another search is using"):
+        journal(tmp_path)
