@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from indexcache_search import demo
 
+from indexcache_search import demo
 from scripts.demo_model.recall import ANSWER, RecallTasks
 
 SEQ_LEN = 512

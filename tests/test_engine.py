@@ -70,7 +70,10 @@ def test_prefix_reuse_with_locked_layers() -> None:
     config = tiny_config(indexer_types=indexer_types(Pattern("FFSFFF")))
     patterns, data = [Pattern("FFSFFF"), Pattern("FFSSFF"), Pattern("FFSFSF")], random_tokens()
     results = [
-        {item.pattern.roles: item.losses for item in tiny_engine(config, prefix_cache_gb=size).evaluate(patterns, data, "nll")}
+        {
+            item.pattern.roles: item.losses
+            for item in tiny_engine(config, prefix_cache_gb=size).evaluate(patterns, data, "nll")
+        }
         for size in (0.0, 2.0)
     ]
     assert results[0] == results[1]
@@ -195,6 +198,8 @@ def test_bfloat16_loads(model_folder: Any) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_agrees_with_cpu(model_folder: Any) -> None:
     data = random_tokens()
-    on_cpu = {e.pattern.roles: e for e in TransformersEngine.load(str(model_folder), "cpu").evaluate(PATTERNS, data, "nll")}
+    on_cpu = {
+        e.pattern.roles: e for e in TransformersEngine.load(str(model_folder), "cpu").evaluate(PATTERNS, data, "nll")
+    }
     for item in TransformersEngine.load(str(model_folder), "cuda").evaluate(PATTERNS, data, "nll"):
         assert item.losses == pytest.approx(on_cpu[item.pattern.roles].losses, rel=1e-3)

@@ -216,7 +216,9 @@ def mutate(text: str, draw: random.Random) -> bytes:
         elif kind == 1:
             del data[at : at + draw.randint(1, 30)]
         elif kind == 2:
-            data[at:at] = draw.choice([b"FS", b"\n", b"  ", b": ", b"- ", b"{", b"]", b"'", b"&a ", b"*a", b"!!x ", b"\x00"])
+            data[at:at] = draw.choice(
+                [b"FS", b"\n", b"  ", b": ", b"- ", b"{", b"]", b"'", b"&a ", b"*a", b"!!x ", b"\x00"]
+            )
         elif kind == 3:
             lines = bytes(data).split(b"\n")
             one, other = draw.randrange(len(lines)), draw.randrange(len(lines))

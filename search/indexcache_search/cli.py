@@ -67,6 +67,8 @@ Examples:
       The paper's baselines; evaluations are shared with other strategies in the same --work-dir.
 
 Run the same command again to go on after a kill, a crash or Ctrl-C.
+
+\b
 Exit codes: 0 done, 1 the run failed (a loss was not finite), 2 bad input, 130 interrupted.
 """
 

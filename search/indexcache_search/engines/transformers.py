@@ -42,9 +42,7 @@ class TransformersEngine:
             their first difference; without room for all sequences every pattern runs in full.
     """
 
-    def __init__(
-        self, model: Any, description: DsaModel, batch_size: int = 1, prefix_cache_gb: float = 2.0
-    ) -> None:
+    def __init__(self, model: Any, description: DsaModel, batch_size: int = 1, prefix_cache_gb: float = 2.0) -> None:
         self.torch_model = model
         self.model = description
         self.batch_size = batch_size

@@ -1,0 +1,68 @@
+"""What ships: the demo's files, the wheel, and a base install that needs neither torch nor sglang."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from indexcache_search import demo
+from indexcache_search.engines.transformers import describe_model
+from sglang_indexcache import PatternFile
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_pattern_tools_import_neither_torch_nor_sglang() -> None:
+    code = (
+        "import sys, sglang_indexcache, sglang_indexcache.spellings; print([m for m in sys.modules if m in {banned}])"
+    )
+    banned = {"torch", "sglang", "transformers", "numpy", "datasets"}
+    command = [sys.executable, "-c", code.format(banned=banned)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_help_is_quick_and_teaches_by_example() -> None:
+    code = "import sys; from indexcache_search.cli import app; app(['--help'], standalone_mode=False);"
+    code += "print('torch' in sys.modules, 'datasets' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip().endswith("False False")
+    for text in ("Examples:", "indexcache-search --model zai-org/GLM-5", "Exit codes", "--retain", "--work-dir"):
+        assert text in result.stdout
+
+
+def test_the_demo_fits_into_git() -> None:
+    files = [path for path in demo.FOLDER.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert sum(path.stat().st_size for path in files) < 16_000_000
+    model = describe_model(str(demo.MODEL))
+    assert (model.num_layers, model.index_topk, model.locked) == (16, 64, ())
+    for source in (*demo.CALIBRATION, *demo.EVALUATION):
+        assert demo.data_file(source.removeprefix("demo:")).is_file()
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_the_demo_outside_the_checkout(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True, timeout=600)
+    [wheel] = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if name.startswith(("tests/", "scripts/", "search/", "build/"))]
+    for name in ("sglang_indexcache/py.typed", "sglang_indexcache/pattern_file.schema.json"):
+        assert name in names
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True, timeout=600)
+    command = [sys.executable, "-c", "import indexcache_search.cli as c; print(c.__file__); c.main()"]
+    quick = ["--retain", "15/16", "--num-sequences", "2", "--num-eval-sequences", "6", "--output", "out"]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    result = subprocess.run(
+        [*command, *quick], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(str(site))
+    assert PatternFile.load(tmp_path / "out" / "pattern.yaml").model.num_layers == 16
+    assert (tmp_path / "out" / "report.html").stat().st_size > 50_000

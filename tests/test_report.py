@@ -1,0 +1,171 @@
+"""The HTML report, opened in a real browser."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from indexcache_search.report import render
+from indexcache_search.tables import markdown_table
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    " --disable-component-update --disable-sync --hide-scrollbars --window-size=1100,2600"
+).split()
+
+
+def estimate(mean: float, stderr: float | None = 0.01) -> dict[str, float | None]:
+    return {"mean": mean, "stderr": stderr}
+
+
+def row(name: str, retention: str, full: int, pattern: str | None, increase: float) -> dict[str, Any]:
+    measured = {"loss": estimate(2 + increase), "increase": estimate(increase), "accuracy": estimate(0.9)}
+    sources = {"text.jsonl": measured, "demo:kv_end": measured}
+    return {
+        "name": name,
+        "retention": retention,
+        "full_layers": full,
+        "pattern": pattern,
+        **measured,
+        "by_source": sources,
+    }
+
+
+def sample_metrics(model_name: str = "tiny") -> dict[str, Any]:
+    """Metrics of a made-up search of eight layers."""
+    order, pattern, steps = [3, 5, 7, 2, 6, 1, 4], "F" * 8, []
+    for number, layer in enumerate(order, 1):
+        pattern = pattern[:layer] + "S" + pattern[layer + 1 :]
+        loss = 2 + 0.01 * number**2
+        steps.append(
+            {
+                "layer": layer,
+                "full_layers": 8 - number,
+                "pattern": pattern,
+                "loss": loss,
+                "increase": estimate(loss - 2, None if number == 1 else 0.02),
+                "candidates": {str(layer): loss},
+            }
+        )
+    rows = [row("baseline", "1", 8, "F" * 8, 0.0)]
+    for retention, full, found in (("1/2", 4, "FFSSFSFS"), ("1/4", 2, "FSSSFSSS")):
+        rows += [
+            row("greedy", retention, full, found, 0.05),
+            row("uniform phase 0", retention, full, "FSFSFSFS", 0.2),
+            row("uniform phase 1", retention, full, "FFSFSFSS", -0.01),
+            row("uniform, mean of 2 phases", retention, full, None, 0.1),
+            row("similarity", retention, full, "FFFFSSSS", 0.4),
+        ]
+    return {
+        "pattern_file": {
+            "model": {
+                "name": model_name,
+                "architecture": "GlmMoeDsaForCausalLM",
+                "num_layers": 8,
+                "config_sha256": "a" * 64,
+                "locked_layers": [],
+            },
+            "pattern": "FFSSFSFS",
+            "search": {
+                "strategy": "greedy",
+                "objective": "nll",
+                "evaluations": 28,
+                "seed": 0,
+                "baseline_loss": 2.0,
+                "loss": 2.05,
+                "noise_floor": 0.0,
+            },
+            "calibration": {
+                "sources": ["text.jsonl"],
+                "sequences": 4,
+                "seq_len": 512,
+                "scored_tokens": 1792,
+                "sha256": "b" * 64,
+            },
+            "versions": {"sglang_indexcache": "0.1.0"},
+            "created": "2026-11-21",
+        },
+        "engine": {"name": "transformers 5.23.0", "device": "CPU"},
+        "seconds": {"search": 12.0},
+        "steps": steps,
+        "held_out": {
+            "sources": ["text.jsonl", "demo:kv_end"],
+            "sequences": 12,
+            "scored_tokens": 5376,
+            "sha256": "c" * 64,
+            "rows": rows,
+        },
+        "overlap": np.clip(1 - 0.1 * np.abs(np.subtract.outer(np.arange(8), np.arange(8))), 0, 1).tolist(),
+        "similarity": None,
+    }
+
+
+def test_the_page_stands_alone_and_shows_everything() -> None:
+    page = render(sample_metrics())
+    assert page.count("<svg") == 2 + 2  # comparison, loss, one heat map a retention
+    assert "<script" not in page and "@import" not in page
+    assert not re.search(r'(?:src|href)="(?!#|data:)', page)
+    for text in (
+        "Held-out comparison",
+        "Loss per step",
+        "Index overlap",
+        "FFSSFSFS"[:1],
+        "28 patterns",
+        "+0.0500 ±0.0100",
+    ):
+        assert text in page
+    assert "uniform phase 1" not in page  # single phases are dots in the figure, not rows
+
+
+def test_names_cannot_inject_markup() -> None:
+    page = render(sample_metrics(model_name="<script>alert(1)</script>"))
+    assert "<script>" not in page and "&lt;script&gt;" in page
+
+
+def test_a_strategy_without_steps_has_no_loss_figure() -> None:
+    assert "Loss per step" not in render({**sample_metrics(), "steps": []})
+
+
+def test_markdown_has_a_line_a_row() -> None:
+    lines = markdown_table(sample_metrics()["held_out"]).splitlines()
+    assert len(lines) == 2 + 1 + 2 * 4
+    assert {line.count("|") for line in lines} == {8}
+    assert "uniform (paper's phase)" in lines[-2] or any("paper's phase" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_a_real_browser_draws_it(tmp_path: Path) -> None:
+    """What would break: a figure that does not render, a page wider than the window, a blank page."""
+    if BROWSER is None:
+        assert "INDEXCACHE_REQUIRE_BROWSER" not in os.environ, "no Chromium on this machine"
+        pytest.skip("no Chromium on this machine")
+    page, shot = tmp_path / "report.html", tmp_path / "report.png"
+    probe = "<script>document.title = JSON.stringify({wide: document.documentElement.scrollWidth, figures: \
+Array.from(document.querySelectorAll('svg')).map(s => s.getBoundingClientRect().height)})</script></body>"
+    page.write_text(render(sample_metrics()).replace("</body>", probe))
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    command = [BROWSER, *FLAGS, profile]
+    subprocess.run([*command, f"--screenshot={shot}", page.as_uri()], check=True, capture_output=True, timeout=300)
+    dumped = subprocess.run(
+        [*command, "--dump-dom", page.as_uri()], check=True, capture_output=True, text=True, timeout=300
+    )
+    title = re.search(r"<title>(.*?)</title>", dumped.stdout, re.DOTALL)
+    assert title is not None
+    measured = eval(title.group(1))
+    assert measured["wide"] <= 1100
+    assert len(measured["figures"]) == 4 and min(measured["figures"]) > 150
+    image = matplotlib.image.imread(shot)[..., :3]
+    assert image.shape[:2] == (2600, 1100)
+    # The heat maps' yellow diagonal, the outlines' red and the bars' blue are really on the screen.
+    for colour in ((253, 231, 36), (200, 53, 43), (37, 99, 168)):
+        near = np.abs(image * 255 - np.asarray(colour)).max(axis=-1) < 12
+        assert near.sum() > 50, colour

@@ -1,0 +1,280 @@
+"""indexcache-search from the outside: files, resuming, refusals, exit codes."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import time
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from indexcache_search.cli import app
+from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.strategies.greedy import count_evaluations
+from sglang_indexcache import DsaModel, Pattern, PatternFile
+from sglang_indexcache.spellings import indexer_types
+from tests.conftest import LAYERS, tiny_config, tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def arguments(model: Path, data: Path, output: Path, *more: str) -> list[str]:
+    fixed = ["--model", model, "--calibration", data, "--output", output, "--seq-len", "32", "--device", "cpu"]
+    return [*map(str, fixed), "--num-sequences", "2", "--num-eval-sequences", "3", "--retain", "1/2,1/3", *more]
+
+
+def run(*options: str) -> Any:
+    return CliRunner().invoke(app, list(options))
+
+
+@pytest.fixture(scope="module")
+def finished(model_folder: Path, token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a finished greedy search."""
+    folder = tmp_path_factory.mktemp("finished") / "out"
+    result = run(*arguments(model_folder, token_file, folder))
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def metrics(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "metrics.json").read_text())
+    return content
+
+
+def test_greedy_writes_a_pattern_file_that_fits_the_model(finished: Path) -> None:
+    file = PatternFile.load(finished / "pattern.yaml")
+    file.check_model(DsaModel.from_config(tiny_config(), "tiny"))
+    assert len(file.as_pattern().full_layers) == 3
+    assert len(file.pattern_at(Fraction(1, 3)).full_layers) == 2
+    assert file.search is not None and file.calibration is not None
+    assert file.search.evaluations == count_evaluations(Pattern.full(LAYERS), 2) == 5 + 4 + 3 + 2
+    assert file.search.noise_floor == 0.0
+    assert file.calibration.scored_tokens == 2 * (32 - 8 - 1)
+    assert sorted(path.name for path in finished.iterdir()) == ["metrics.json", "pattern.yaml", "report.html", "work"]
+
+
+def test_metrics_compare_all_patterns_on_held_out_data(finished: Path) -> None:
+    result = metrics(finished)
+    names = [(row["name"], row["retention"]) for row in result["held_out"]["rows"]]
+    for retention, phases in (("1/2", 2), ("1/3", 3)):
+        expected = ["greedy", "similarity", *(f"uniform phase {phase}" for phase in range(phases))]
+        expected += [f"uniform, mean of {phases} phases", "uniform, best phase"]
+        assert sorted(name for name, kept in names if kept == retention) == sorted(expected)
+    by_name = {(row["name"], row["retention"]): row["increase"]["mean"] for row in result["held_out"]["rows"]}
+    phases = [by_name[f"uniform phase {phase}", "1/3"] for phase in range(3)]
+    assert by_name["uniform, mean of 3 phases", "1/3"] == pytest.approx(sum(phases) / 3)
+    assert by_name["uniform, best phase", "1/3"] == min(phases)
+    assert by_name["baseline", "1"] == 0.0
+    assert [step["full_layers"] for step in result["steps"]] == [5, 4, 3, 2]
+    for step in result["steps"]:  # what was committed is the best candidate
+        assert step["candidates"][str(step["layer"])] == min(step["candidates"].values()) == step["loss"]
+    assert len(result["overlap"]) == LAYERS
+
+
+def test_running_again_changes_nothing_and_evaluates_nothing(
+    finished: Path, model_folder: Path, token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (finished / "pattern.yaml").read_bytes()
+    journal = (finished / "work" / "journal.jsonl").read_bytes()
+    monkeypatch.setattr(TransformersEngine, "_hidden", None)
+    assert run(*arguments(model_folder, token_file, finished)).exit_code == 0
+    assert (finished / "pattern.yaml").read_bytes() == before
+    assert (finished / "work" / "journal.jsonl").read_bytes() == journal
+
+
+def test_json_goes_to_stdout_alone(finished: Path, model_folder: Path, token_file: Path) -> None:
+    result = run(*arguments(model_folder, token_file, finished, "--json"))
+    assert json.loads(result.stdout)["pattern_file"]["pattern"] == PatternFile.load(finished / "pattern.yaml").pattern
+
+
+def test_no_report(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    run(*arguments(model_folder, token_file, tmp_path, "--no-report", "--retain", "2/3"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.json", "pattern.yaml", "work"]
+
+
+def test_strategies_share_the_journal(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    work = ("--work-dir", str(tmp_path / "work"))
+    greedy = run(*arguments(model_folder, token_file, tmp_path / "greedy", *work))
+    uniform = run(*arguments(model_folder, token_file, tmp_path / "uniform", *work, "--strategy", "uniform"))
+    similar = run(*arguments(model_folder, token_file, tmp_path / "similar", *work, "--strategy", "similarity"))
+    assert (greedy.exit_code, uniform.exit_code, similar.exit_code) == (0, 0, 0), uniform.output + similar.output
+    file = PatternFile.load(f"{tmp_path / 'uniform' / 'pattern.yaml'}@1/3")
+    assert file.as_pattern() == Pattern.uniform(LAYERS, 3)
+    assert PatternFile.load(tmp_path / "uniform" / "pattern.yaml").as_pattern() == Pattern.uniform(LAYERS, 2)
+    similarity = metrics(tmp_path / "similar")["similarity"]
+    assert len(similarity) == LAYERS and similarity[1][0] > 0.1
+
+
+def test_block_wise_search(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    assert run(*arguments(model_folder, token_file, tmp_path, "--blocks", "2")).exit_code == 0
+    file = PatternFile.load(tmp_path / "pattern.yaml")
+    assert file.search is not None and file.search.blocks == 2
+    assert file.search.evaluations == count_evaluations(Pattern.full(LAYERS), 2, 2)
+    assert all(pattern[0] == pattern[3] == "F" for pattern in file.trajectory_patterns())
+
+
+def test_kl_objective(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    assert run(*arguments(model_folder, token_file, tmp_path, "--objective", "kl")).exit_code == 0
+    file = PatternFile.load(tmp_path / "pattern.yaml")
+    assert file.search is not None
+    assert file.search.baseline_loss == 0.0 < file.search.loss
+
+
+def test_locked_layers_stay_shared(token_file: Path, tmp_path: Path) -> None:
+    config = tiny_config(indexer_types=indexer_types(Pattern("FFSFFF")))
+    tiny_model(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    result = run(*arguments(tmp_path / "model", token_file, tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    file = PatternFile.load(tmp_path / "out" / "pattern.yaml")
+    assert file.model.locked_layers == (2,)
+    assert all(pattern[2] == "S" for pattern in file.trajectory_patterns())
+    names = {row["name"] for row in metrics(tmp_path / "out")["held_out"]["rows"]}
+    assert "uniform phase 0" in names  # FSFSFS needs layer 2, FSSFSS does not
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--retain", "0/4"], "retention is 0/4"),
+        (["--retain", "1/2,x"], "retention is 'x'"),
+        (["--retain", "2/3", "--strategy", "uniform"], "retentions of the form 1/n, found 2/3"),
+        (["--blocks", "3", "--retain", "1/3"], "--blocks 3 keeps 3"),
+        (["--seq-len", "9"], "--seq-len is 9"),
+        (["--seq-len", "300"], "made for 256 tokens"),
+        (["--num-sequences", "99"], "99 were asked for"),
+        (["--dtype", "int4"], "--dtype is int4"),
+        (["--device", "cuda:7"], "--device is cuda:7"),
+        (["--calibration", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+    ],
+)
+def test_mistakes_get_one_line_and_exit_code_2(
+    model_folder: Path, token_file: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
+    result = run(*arguments(model_folder, token_file, tmp_path / "out", *options))
+    assert result.exit_code == 2, result.output
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("indexcache-search: ") and message in lines[0]
+    assert not (tmp_path / "out" / "pattern.yaml").exists()
+
+
+def test_models_and_data_that_are_missing(token_file: Path, tmp_path: Path) -> None:
+    for options, message in (
+        (["--model", str(tmp_path), "--calibration", str(token_file)], "no config.json found"),
+        (["--model", str(tmp_path)], "--calibration is missing"),
+    ):
+        result = run(*options)
+        assert result.exit_code == 2 and message in result.stderr
+    result = run("--strategy", "best")
+    assert result.exit_code == 2 and "Traceback" not in result.output
+
+
+def test_another_search_in_the_same_folder_is_refused(
+    finished: Path, model_folder: Path, token_file: Path, tmp_path: Path
+) -> None:
+    before = (finished / "pattern.yaml").read_bytes()
+    result = run(*arguments(model_folder, token_file, finished, "--seed", "5"))
+    assert result.exit_code == 2 and "belongs to a search with calibration" in result.stderr
+    assert (finished / "pattern.yaml").read_bytes() == before
+    work = ["--work-dir", str(tmp_path / "work")]
+    assert run(*arguments(model_folder, token_file, tmp_path / "a", *work)).exit_code == 0
+    assert run(*arguments(model_folder, token_file, tmp_path / "a", *work, "--seed", "5", "--restart")).exit_code == 0
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(token_file: Path, tmp_path: Path) -> None:
+    config = tiny_config()
+    model = tiny_model(config)
+    with torch.no_grad():
+        model.lm_head.weight[7] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    result = run(*arguments(tmp_path / "model", token_file, tmp_path / "out"))
+    assert result.exit_code == 1
+    assert re.search(r"loss is nan on sequence 0 \(.*\) with pattern FFFFFF; stopped", result.stderr.replace("\n", ""))
+    assert not (tmp_path / "out" / "pattern.yaml").exists()
+
+
+def test_ctrl_c_leaves_a_valid_partial_trajectory(
+    model_folder: Path, token_file: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = TransformersEngine._score, []
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2 * (2 + 5 + 4) + 3:  # two baselines, two whole steps, in the middle of the third
+            raise KeyboardInterrupt
+        return original(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransformersEngine, "_score", interrupted)
+        result = run(*arguments(model_folder, token_file, tmp_path))
+    assert result.exit_code == 130 and "The same command goes on from here" in result.stderr
+    partial = PatternFile.load(tmp_path / "pattern.partial.yaml")
+    whole = PatternFile.load(finished / "pattern.yaml")
+    assert len(partial.trajectory) == 2 and partial.trajectory == whole.trajectory[:2]
+    assert run(*arguments(model_folder, token_file, tmp_path)).exit_code == 0
+    assert PatternFile.load(tmp_path / "pattern.yaml") == whole
+    assert not (tmp_path / "pattern.partial.yaml").exists()
+
+
+def _child(options: list[str]) -> None:
+    torch.set_num_threads(1)
+    os.close(2)
+    os.open(os.devnull, os.O_WRONLY)
+    app(options, standalone_mode=True)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    """Starts child processes that have everything imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.test_search", "datasets", "indexcache_search.report"])
+    yield context
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments_end_in_twenty_identical_files(
+    server: Any, model_folder: Path, token_file: Path, tmp_path: Path
+) -> None:
+    def start(folder: Path) -> Any:
+        process = server.Process(target=_child, args=(arguments(model_folder, token_file, folder, "--no-report"),))
+        process.start()
+        return process
+
+    def finish(folder: Path) -> str:
+        process = start(folder)
+        process.join(600)
+        assert process.exitcode == 0
+        return undated((folder / "pattern.yaml").read_text())
+
+    def kill(folder: Path, lines: int, delay: float) -> None:
+        """Kill a run `delay` seconds after its journal has grown to `lines` lines."""
+        process, journal = start(folder), folder / "work" / "journal.jsonl"
+        while process.exitcode is None and (not journal.exists() or journal.read_bytes().count(b"\n") < lines):
+            time.sleep(0.001)
+        time.sleep(delay)
+        process.kill()
+        process.join()
+
+    reference = finish(tmp_path / "reference")
+    whole = (tmp_path / "reference" / "work" / "journal.jsonl").read_bytes().count(b"\n")
+    draw, interrupted = random.Random(7), 0
+    for number in range(20):
+        folder = tmp_path / str(number)
+        kill(folder, draw.randint(0, whole), draw.uniform(0.0, 0.03))
+        interrupted += not (folder / "pattern.yaml").exists()
+        assert finish(folder) == reference
+    assert interrupted >= 10, "kills came too late to say anything"
+
+
+def undated(text: str) -> str:
+    return re.sub(r"^created: .*\n", "", text, flags=re.MULTILINE)
