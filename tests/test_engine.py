@@ -186,6 +186,17 @@ def test_loading_names_what_is_wrong(tmp_path: Any, model_folder: Any) -> None:
         describe_model(str(tmp_path))
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("can't allocate memory: you tried")])
+def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    engine = tiny_engine(tiny_config())
+    monkeypatch.setattr(engine.torch_model.model, "forward", fail)
+    with pytest.raises(SearchError, match="out of memory with --seq-len 40 and --batch-size 1"):
+        list(engine.evaluate([Pattern.full(LAYERS)], random_tokens(), "nll"))
+
+
 def test_bfloat16_loads(model_folder: Any) -> None:
     engine = TransformersEngine.load(str(model_folder), device="cpu", dtype="bfloat16")
     assert engine.settings["dtype"] == "bfloat16"

@@ -26,6 +26,15 @@ def test_pattern_tools_import_neither_torch_nor_sglang() -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
+def test_a_base_install_says_what_the_search_needs() -> None:
+    code = "import sys; sys.modules['rich'] = None; import indexcache_search.__main__ as m; m.main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == (
+        "indexcache-search: rich is not installed; expected: pip install 'sglang-indexcache[search]'\n"
+    )
+
+
 def test_help_is_quick_and_teaches_by_example() -> None:
     code = "import sys; from indexcache_search.cli import app; app(['--help'], standalone_mode=False);"
     code += "print('torch' in sys.modules, 'datasets' in sys.modules)"
@@ -56,7 +65,7 @@ def test_the_wheel_runs_the_demo_outside_the_checkout(tmp_path: Path) -> None:
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
     subprocess.run(pip, check=True, capture_output=True, timeout=600)
-    command = [sys.executable, "-c", "import indexcache_search.cli as c; print(c.__file__); c.main()"]
+    command = [sys.executable, "-c", "import indexcache_search.__main__ as m; print(m.__file__); m.main()"]
     quick = ["--retain", "15/16", "--num-sequences", "2", "--num-eval-sequences", "6", "--output", "out"]
     environment = {**os.environ, "PYTHONPATH": str(site)}
     result = subprocess.run(

@@ -264,12 +264,3 @@ def _run(
     for retention, pattern in found.patterns.items():
         out.print(f"{retention!s:>4}  {pattern}", soft_wrap=True)
     out.print(f"Wrote {', '.join(str(folder / name) for name in written)}", soft_wrap=True)
-
-
-def main() -> None:
-    """Entry point."""
-    app(prog_name="indexcache-search")
-
-
-if __name__ == "__main__":
-    main()

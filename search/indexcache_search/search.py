@@ -259,7 +259,11 @@ class Search:
                 seq_len=data.seq_len,
                 scored_tokens=data.scored_tokens,
             ),
-            versions={"sglang_indexcache": sglang_indexcache.__version__, "engine": self.engine.name},
+            versions={
+                "sglang_indexcache": sglang_indexcache.__version__,
+                "engine": self.engine.name,
+                "torch": self.engine.settings["torch"],
+            },
             created=self.journal.facts["created"],
         )
 

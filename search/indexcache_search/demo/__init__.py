@@ -1,6 +1,6 @@
 """The demo model that ships with the package, and its calibration and held-out data.
 
-See `model/README.md` in this folder for the model card.
+See `indexcache-demo/README.md` in this folder for the model card.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from indexcache_search.errors import DataError
 
 FOLDER = Path(__file__).parent
-MODEL = FOLDER / "model"
+MODEL = FOLDER / "indexcache-demo"
 RECALL_TASKS = ("kv_end", "chain", "multi", "update", "copy")
 CALIBRATION = ("demo:calibration-text", "demo:calibration-recall")
 EVALUATION = ("demo:text", *(f"demo:{task}" for task in RECALL_TASKS))

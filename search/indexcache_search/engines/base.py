@@ -39,8 +39,8 @@ class Engine(Protocol):
     """Something that runs a DSA model with any pattern, switched without a restart.
 
     Attributes:
-        name: engine and version, for provenance: `transformers 5.23.0`.
-        settings: what else a result depends on (dtype, device, batch size); part of a search's identity.
+        name: engine and version: `transformers 5.23.0`.
+        settings: what else a result depends on (torch, dtype, device, batch size); part of a search's identity.
         model: the model's layers, locked layers and digest.
         max_seq_len: tokens the model was made for.
     """

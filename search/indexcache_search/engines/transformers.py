@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,12 @@ class TransformersEngine:
         self.max_seq_len = int(model.config.max_position_embeddings)
         device, dtype = model.device, str(model.dtype).removeprefix("torch.")
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        self.settings: Mapping[str, str] = {"device": kind, "dtype": dtype, "batch_size": str(batch_size)}
+        self.settings: Mapping[str, str] = {
+            "torch": torch.__version__,
+            "device": kind,
+            "dtype": dtype,
+            "batch_size": str(batch_size),
+        }
         self._baseline_hidden: tuple[str, list[Tensor]] | None = None
 
     @classmethod
@@ -85,7 +91,8 @@ class TransformersEngine:
         for pattern in trunk_first(patterns):
             began = time.monotonic()
             hidden_states = self._hidden(pattern, data, earlier)
-            rows = [self._score(hidden, index, data, objective) for index, hidden in enumerate(hidden_states)]
+            with _memory_error_in_one_line(data.seq_len, self.batch_size):
+                rows = [self._score(hidden, index, data, objective) for index, hidden in enumerate(hidden_states)]
             losses, correct, tokens = zip(*rows, strict=True)
             yield Evaluation(pattern, losses, correct, tokens, time.monotonic() - began)
 
@@ -206,6 +213,19 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError) as error:
         raise SearchError(f"{model}: no tokenizer found, and the data is text: {_one_line(error)}") from None
     return tokenizer
+
+
+@contextmanager
+def _memory_error_in_one_line(seq_len: int, batch_size: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # of which torch.OutOfMemoryError is one; the CPU allocator raises it plain
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise SearchError(
+            f"out of memory with --seq-len {seq_len} and --batch-size {batch_size}; expected shorter sequences,"
+            " a smaller batch, a smaller --prefix-cache-gb or a larger device"
+        ) from None
 
 
 def _device(name: str) -> torch.device:
