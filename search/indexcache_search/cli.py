@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from indexcache_search import demo
 from indexcache_search.errors import NonFiniteLossError, SearchError
-from indexcache_search.journal import Journal
-from indexcache_search.progress import SearchProgress
 from sglang_indexcache import IndexCacheError
 from sglang_indexcache.pattern import parse_retention
-from sglang_indexcache.pattern_file import write_atomically
 
-if TYPE_CHECKING:
-    from indexcache_search.engines.base import Engine
-    from indexcache_search.search import Settings
-    from indexcache_search.strategies.greedy import Step
-    from indexcache_search.tokens import TokenSet
-
-OVERLAP_ROWS = 64  # queries a sequence for the overlap matrix
-DEMO_SEQ_LEN = 512
+# Calibration sequences, held-out sequences, tokens a sequence (None: 4 x index_topk).
+SIZES = (32, 32, None)
+DEMO_SIZES = (8, 12, 512)
 
 
 class EngineName(StrEnum):
@@ -80,16 +71,21 @@ def search(
     model: Annotated[str | None, typer.Option(help="Folder or hub id of a DSA model. Default: the demo model.")] = None,
     engine: Annotated[EngineName, typer.Option(help="What evaluates patterns.")] = EngineName.TRANSFORMERS,
     calibration: Annotated[
-        list[str] | None, typer.Option(help="Calibration source: file, folder, hub id; repeatable.")
+        list[str] | None, typer.Option(help="Calibration source: file, folder, hub id; repeatable.", metavar="SOURCE")
     ] = None,
     evaluation: Annotated[
-        list[str] | None, typer.Option(help="Held-out source; repeatable. Default: the calibration sources.")
+        list[str] | None,
+        typer.Option(help="Held-out source; repeatable. Default: the calibration sources.", metavar="SOURCE"),
     ] = None,
     seq_len: Annotated[
         int | None, typer.Option(help="Tokens a sequence; must exceed index_topk. Default: 4 x index_topk.", min=1)
     ] = None,
-    num_sequences: Annotated[int, typer.Option(help="Calibration sequences.", min=1)] = 4,
-    num_eval_sequences: Annotated[int, typer.Option(help="Held-out sequences.", min=1)] = 12,
+    num_sequences: Annotated[
+        int | None, typer.Option(help="Calibration sequences. Default: 32, for the demo 8.", min=1)
+    ] = None,
+    num_eval_sequences: Annotated[
+        int | None, typer.Option(help="Held-out sequences. Default: 32, for the demo 12.", min=1)
+    ] = None,
     retain: Annotated[
         str, typer.Option(help="Shares of indexers to keep; the first is the file's default.")
     ] = "1/2,1/4,1/8",
@@ -115,6 +111,7 @@ def search(
 
     Writes pattern.yaml, metrics.json and report.html. Without options it searches the demo model.
     """
+    from indexcache_search.run import Data, Files, Runtime, run, show
     from indexcache_search.search import Settings
 
     console = Console(stderr=True, highlight=False)
@@ -125,25 +122,28 @@ def search(
             raise SearchError("--calibration is missing, expected a file, folder or hub id with text like your traffic")
         retentions = tuple(dict.fromkeys(parse_retention(item) for item in retain.split(",")))
         settings = Settings(retentions, strategy.value, blocks, objective.value, seed)
-        name = (
-            "demo"
-            if model is None
-            else Path(model).resolve().name
-            if Path(model).is_dir()
-            else model.rpartition("/")[2]
+        size, eval_size, length = DEMO_SIZES if model is None else SIZES
+        data = Data(
+            tuple(calibration),
+            tuple(evaluation or calibration),
+            seq_len or length,
+            num_sequences or size,
+            num_eval_sequences or eval_size,
         )
-        folder = output or Path(f"indexcache-{name}")
-        with console.status(f"Loading {name}"):
-            loaded, data, held_out = _load(
-                str(model or demo.MODEL),
-                calibration,
-                evaluation or calibration,
-                seq_len=seq_len or (DEMO_SEQ_LEN if model is None else None),
-                counts=(num_sequences, num_eval_sequences),
-                settings=settings,
-                runtime=(device, dtype, batch_size, prefix_cache_gb),
-            )
-        _run(loaded, data, held_out, settings, folder, work_dir or folder / "work", restart, report, json_, console)
+        folder = output or Path(f"indexcache-{_short_name(model)}")
+        files = Files(folder, work_dir or folder / "work", restart, report)
+        runtime = Runtime(device, dtype, batch_size, prefix_cache_gb)
+        result = run(str(model or demo.MODEL), data, runtime, settings, files, console)
+    if json_:
+        sys.stdout.write(json.dumps(result, indent=1) + "\n")
+        return
+    show(result, files)
+
+
+def _short_name(model: str | None) -> str:
+    if model is None:
+        return "demo"
+    return Path(model).resolve().name if Path(model).is_dir() else model.rpartition("/")[2]
 
 
 @contextmanager
@@ -159,108 +159,3 @@ def _errors_in_one_line(console: Console) -> Iterator[None]:
     except KeyboardInterrupt:
         console.print("\nInterrupted. The same command goes on from here.", style="yellow")
         raise typer.Exit(130) from None
-
-
-def _load(
-    model: str,
-    calibration: list[str],
-    evaluation: list[str],
-    *,
-    seq_len: int | None,
-    counts: tuple[int, int],
-    settings: Settings,
-    runtime: tuple[str, str, int, float],
-) -> tuple[Engine, TokenSet, TokenSet]:
-    """Read the data before the weights: mistakes in the first are common, and the second takes long."""
-    from indexcache_search.calibration import TokenReader, build_token_sets
-    from indexcache_search.engines.transformers import (
-        TransformersEngine,
-        describe_model,
-        load_tokenizer,
-        read_config,
-        set_quiet,
-    )
-
-    set_quiet()
-    description = describe_model(model)
-    settings.check(description)
-    config = read_config(model)
-    length = seq_len or 4 * description.index_topk
-    if length > config.max_position_embeddings:
-        raise SearchError(f"--seq-len is {length}, but the model was made for {config.max_position_embeddings} tokens")
-    reader = TokenReader(lambda: load_tokenizer(model), config.vocab_size, length)
-    data, held_out = build_token_sets(
-        reader,
-        description,
-        calibration,
-        evaluation,
-        seq_len=length,
-        num_calibration=counts[0],
-        num_evaluation=counts[1],
-        seed=settings.seed,
-    )
-    return TransformersEngine.load(model, *runtime), data, held_out
-
-
-def _run(
-    engine: Engine,
-    data: TokenSet,
-    held_out: TokenSet,
-    settings: Settings,
-    folder: Path,
-    work_dir: Path,
-    restart: bool,
-    report: bool,
-    as_json: bool,
-    console: Console,
-) -> None:
-    from indexcache_search import metrics, tables
-    from indexcache_search.search import Search, identity, today
-
-    if restart:
-        (work_dir / "journal.jsonl").unlink(missing_ok=True)
-    seconds: dict[str, float] = {}
-    partial = folder / "pattern.partial.yaml"
-    with Journal(work_dir, identity(engine, data, held_out, settings), today()) as journal:
-        search = Search(engine, data, held_out, settings, journal)
-
-        with SearchProgress(console) as progress:
-            search.on_evaluation = progress.evaluated
-
-            def on_step(step: Step, steps: tuple[Step, ...]) -> None:
-                search.partial_file(steps).save(partial)
-                progress.committed(step, len(steps))
-
-            began = time.monotonic()
-            progress.begin(f"{settings.strategy} search", search.planned_evaluations(), data)
-            search.evaluate_baseline()
-            found = search.find(on_step)
-            seconds["search"] = time.monotonic() - began
-            began = time.monotonic()
-            progress.wait("cross-layer overlap and similarity")
-            overlap = search.overlap(OVERLAP_ROWS)
-            patterns = search.comparison_patterns(found)
-            seconds["overlap and similarity"] = time.monotonic() - began
-            began = time.monotonic()
-            progress.begin("held-out comparison", len({str(pattern) for _, _, pattern in patterns}), held_out)
-            rows = search.compare(patterns)
-            seconds["held-out comparison"] = time.monotonic() - began
-        result = metrics.collect(search, found, rows, overlap, seconds)
-        search.pattern_file(found).save(folder / "pattern.yaml")
-        partial.unlink(missing_ok=True)
-    write_atomically(folder / "metrics.json", json.dumps(result, indent=1) + "\n")
-    written = ["pattern.yaml", "metrics.json"]
-    if report:
-        from indexcache_search.report import render
-
-        write_atomically(folder / "report.html", render(result))
-        written.append("report.html")
-    if as_json:
-        json.dump(result, sys.stdout, indent=1)
-        sys.stdout.write("\n")
-        return
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    out.print(tables.terminal_table(result["held_out"]))
-    for retention, pattern in found.patterns.items():
-        out.print(f"{retention!s:>4}  {pattern}", soft_wrap=True)
-    out.print(f"Wrote {', '.join(str(folder / name) for name in written)}", soft_wrap=True)

@@ -81,6 +81,6 @@ def _with_error(estimate: Mapping[str, float | None], form: str) -> str:
     return format(mean, form) + ("" if error is None else f" ±{format(error, digits)}")
 
 
-def sequence_of_retentions(held_out: Metrics) -> Sequence[str]:
+def retentions(held_out: Metrics) -> Sequence[str]:
     """Retentions compared, the baseline's left out."""
     return [item for item in dict.fromkeys(row["retention"] for row in held_out["rows"]) if item != "1"]

@@ -42,13 +42,11 @@ class Engine(Protocol):
         name: engine and version: `transformers 5.23.0`.
         settings: what else a result depends on (torch, dtype, device, batch size); part of a search's identity.
         model: the model's layers, locked layers and digest.
-        max_seq_len: tokens the model was made for.
     """
 
     name: str
     settings: Mapping[str, str]
     model: DsaModel
-    max_seq_len: int
 
     def evaluate(self, patterns: Sequence[Pattern], data: TokenSet, objective: Objective) -> Iterator[Evaluation]:
         """Evaluate `patterns` on `data`; yield each as it is done, in any order."""

@@ -49,7 +49,6 @@ class TransformersEngine:
         self.batch_size = batch_size
         self.prefix_cache_gb = prefix_cache_gb
         self.name = f"transformers {transformers.__version__}"
-        self.max_seq_len = int(model.config.max_position_embeddings)
         device, dtype = model.device, str(model.dtype).removeprefix("torch.")
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         self.settings: Mapping[str, str] = {

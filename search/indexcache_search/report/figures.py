@@ -66,7 +66,7 @@ def loss_figure(metrics: Mapping[str, Any]) -> Markup:
 
 def comparison_figure(held_out: Mapping[str, Any]) -> Markup:
     """Held-out loss increase of each pattern at each retention, with standard errors; uniform's phases as dots."""
-    retentions = tables.sequence_of_retentions(held_out)
+    retentions = tables.retentions(held_out)
     names = [
         name
         for name in dict.fromkeys(row["name"] for row in held_out["rows"])

@@ -1,0 +1,157 @@
+"""A whole run: from a model's name and data sources to the files a person wanted."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from indexcache_search import metrics, tables
+from indexcache_search.calibration import TokenReader, build_token_sets
+from indexcache_search.engines.base import Engine
+from indexcache_search.engines.transformers import (
+    TransformersEngine,
+    describe_model,
+    load_tokenizer,
+    read_config,
+    set_quiet,
+)
+from indexcache_search.errors import SearchError
+from indexcache_search.journal import FILE_NAME, Journal
+from indexcache_search.progress import SearchProgress
+from indexcache_search.search import Search, Settings, identity, today
+from indexcache_search.strategies.greedy import Step
+from indexcache_search.tokens import TokenSet
+from sglang_indexcache.pattern_file import write_atomically
+
+OVERLAP_ROWS = 64  # queries a sequence for the overlap matrix
+
+
+@dataclass(frozen=True)
+class Data:
+    """Sources and sizes of the calibration and the held-out set; `seq_len` None means 4 x index_topk."""
+
+    calibration: tuple[str, ...]
+    evaluation: tuple[str, ...]
+    seq_len: int | None
+    num_sequences: int
+    num_eval_sequences: int
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """How the engine runs, see `TransformersEngine.load`."""
+
+    device: str
+    dtype: str
+    batch_size: int
+    prefix_cache_gb: float
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where results and journal go; `restart` discards the journal first."""
+
+    folder: Path
+    work_dir: Path
+    restart: bool
+    report: bool
+
+
+def run(
+    model: str, data: Data, runtime: Runtime, settings: Settings, files: Files, console: Console
+) -> Mapping[str, Any]:
+    """Search `model`, write pattern.yaml, metrics.json and report.html, and return the metrics.
+
+    Raises:
+        IndexCacheError: if something asked for can't be done.
+        NonFiniteLossError: if a loss is NaN or infinite.
+    """
+    with console.status(f"Loading {model}"):
+        engine, calibration, held_out = _load(model, data, runtime, settings)
+    if files.restart:
+        (files.work_dir / FILE_NAME).unlink(missing_ok=True)
+    with Journal(files.work_dir, identity(engine, calibration, held_out, settings), today()) as journal:
+        result = _search(Search(engine, calibration, held_out, settings, journal), files, console)
+    write_atomically(files.folder / "metrics.json", json.dumps(result, indent=1) + "\n")
+    if files.report:
+        from indexcache_search.report import render  # matplotlib takes a second to import
+
+        write_atomically(files.folder / "report.html", render(result))
+    return result
+
+
+def _load(model: str, data: Data, runtime: Runtime, settings: Settings) -> tuple[Engine, TokenSet, TokenSet]:
+    """Read the data before the weights: mistakes in the first are common, and the second takes long."""
+    set_quiet()
+    description, config = describe_model(model), read_config(model)
+    settings.check(description)
+    seq_len = data.seq_len or 4 * description.index_topk
+    if seq_len > config.max_position_embeddings:
+        raise SearchError(f"--seq-len is {seq_len}, but the model was made for {config.max_position_embeddings} tokens")
+    calibration, held_out = build_token_sets(
+        TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len),
+        description,
+        data.calibration,
+        data.evaluation,
+        seq_len=seq_len,
+        num_calibration=data.num_sequences,
+        num_evaluation=data.num_eval_sequences,
+        seed=settings.seed,
+    )
+    engine = TransformersEngine.load(model, runtime.device, runtime.dtype, runtime.batch_size, runtime.prefix_cache_gb)
+    return engine, calibration, held_out
+
+
+def _search(search: Search, files: Files, console: Console) -> dict[str, Any]:
+    """Run the phases of a search under a progress bar; write the pattern file."""
+    partial = files.folder / "pattern.partial.yaml"
+    seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        seconds[name] = time.monotonic() - began
+
+    with SearchProgress(console) as progress:
+        search.on_evaluation = progress.evaluated
+
+        def on_step(step: Step, steps: tuple[Step, ...]) -> None:
+            search.partial_file(steps).save(partial)
+            progress.committed(step, len(steps))
+
+        with timed("search"):
+            progress.begin(f"{search.settings.strategy} search", search.planned_evaluations(), search.calibration.data)
+            search.evaluate_baseline()
+            found = search.find(on_step)
+        with timed("overlap and similarity"):
+            progress.wait("cross-layer overlap and similarity")
+            overlap = search.overlap(OVERLAP_ROWS)
+            patterns = search.comparison_patterns(found)
+        with timed("held-out comparison"):
+            distinct = len({str(pattern) for _, _, pattern in patterns})
+            progress.begin("held-out comparison", distinct, search.held_out.data)
+            rows = search.compare(patterns)
+    search.pattern_file(found).save(files.folder / "pattern.yaml")
+    partial.unlink(missing_ok=True)
+    return metrics.collect(search, found, rows, overlap, seconds)
+
+
+def show(result: Mapping[str, Any], files: Files) -> None:
+    """Print the comparison, the patterns found and where the files are."""
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    held_out, strategy = result["held_out"], result["pattern_file"]["search"]["strategy"]
+    out.print(tables.terminal_table(held_out))
+    for row in held_out["rows"]:
+        if row["name"] == strategy:
+            out.print(f"{row['retention']:>4}  {row['pattern']}", soft_wrap=True)
+    names = ["pattern.yaml", "metrics.json", *(["report.html"] if files.report else [])]
+    out.print(f"Wrote {', '.join(str(files.folder / name) for name in names)}", soft_wrap=True)
