@@ -20,7 +20,7 @@ from sglang_indexcache.pattern import parse_retention
 
 # Calibration sequences, held-out sequences, tokens a sequence (None: 4 x index_topk).
 SIZES = (32, 32, None)
-DEMO_SIZES = (8, 12, 512)
+DEMO_SIZES = (6, 12, 512)
 
 
 class EngineName(StrEnum):
@@ -81,7 +81,7 @@ def search(
         int | None, typer.Option(help="Tokens a sequence; must exceed index_topk. Default: 4 x index_topk.", min=1)
     ] = None,
     num_sequences: Annotated[
-        int | None, typer.Option(help="Calibration sequences. Default: 32, for the demo 8.", min=1)
+        int | None, typer.Option(help="Calibration sequences. Default: 32, for the demo 6.", min=1)
     ] = None,
     num_eval_sequences: Annotated[
         int | None, typer.Option(help="Held-out sequences. Default: 32, for the demo 12.", min=1)
