@@ -99,6 +99,7 @@ def sample_metrics(model_name: str = "tiny") -> dict[str, Any]:
         "steps": steps,
         "held_out": {
             "sources": ["text.jsonl", "demo:kv_end"],
+            "answer_sources": ["demo:kv_end"],
             "sequences": 12,
             "scored_tokens": 5376,
             "sha256": "c" * 64,

@@ -80,6 +80,17 @@ def test_metrics_compare_all_patterns_on_held_out_data(finished: Path) -> None:
     assert len(result["overlap"]) == LAYERS
 
 
+def test_sources_with_a_loss_mask_show_accuracy(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in token_file.read_text().splitlines()]
+    masked = tmp_path / "answers.jsonl"
+    masked.write_text("".join(json.dumps({**row, "loss_mask": [0] * 28 + [1] * 4}) + "\n" for row in reversed(rows)))
+    options = ["--evaluation", str(token_file), "--evaluation", str(masked), "--retain", "5/6"]
+    result = run(*arguments(model_folder, token_file, tmp_path / "out", *options))
+    assert result.exit_code == 0, result.output
+    assert metrics(tmp_path / "out")["held_out"]["answer_sources"] == [str(masked)]
+    assert re.search(r"│ +0\.\d{3} ", result.stdout)  # three digits: an accuracy
+
+
 def test_running_again_changes_nothing_and_evaluates_nothing(
     finished: Path, model_folder: Path, token_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ def collect(
         "engine": {"name": search.engine.name, **search.engine.settings},
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
         "steps": _steps(search, found),
-        "held_out": held_out(rows, search.held_out.data),
+        "held_out": held_out(rows, search.held_out.data, search.model.index_topk),
         "overlap": overlap.round(4).tolist(),
         "similarity": None if similarity is None else np.asarray(similarity).round(4).tolist(),
     }
@@ -62,7 +62,7 @@ def _steps(search: Search, found: Found) -> list[dict[str, Any]]:
     return steps
 
 
-def held_out(rows: Sequence[Row], data: TokenSet) -> dict[str, Any]:
+def held_out(rows: Sequence[Row], data: TokenSet, index_topk: int) -> dict[str, Any]:
     """The held-out comparison: every pattern, and uniform's mean and best over phases."""
     baseline = next(row.evaluation for row in rows if row.name == BASELINE)
     table = [
@@ -82,11 +82,18 @@ def held_out(rows: Sequence[Row], data: TokenSet) -> dict[str, Any]:
             summaries += _phase_summaries(phases, retention, baseline, data)
     return {
         "sources": list(data.sources),
+        "answer_sources": _answer_sources(data, index_topk),
         "sequences": data.num_sequences,
         "scored_tokens": data.scored_tokens,
         "sha256": data.sha256,
         "rows": table + summaries,
     }
+
+
+def _answer_sources(data: TokenSet, index_topk: int) -> list[str]:
+    """Sources of which a loss mask picks the tokens that count: questions with answers, rather than running text."""
+    all_counted = np.asarray(data.scored[:, index_topk + 1 :].all(axis=1))
+    return [name for number, name in enumerate(data.sources) if not all_counted[data.source_of == number].all()]
 
 
 def _phase_summaries(

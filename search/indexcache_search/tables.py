@@ -22,7 +22,7 @@ def _is_other_phase(row: Metrics) -> bool:
 
 
 def columns(held_out: Metrics) -> list[str]:
-    """Column titles; recall sets, told by their name, show accuracy, others the increase of the loss."""
+    """Column titles; sources with a loss mask show accuracy, which says more of answers, others the loss's increase."""
     return ["pattern", "kept", "F", "loss", "increase", *(_short(source) for source in held_out["sources"])]
 
 
@@ -33,7 +33,7 @@ def cells(row: Metrics, held_out: Metrics) -> list[str]:
     values.append("" if row["name"] == "baseline" else _with_error(row["increase"], "+.4f"))
     for source in held_out["sources"]:
         measured = row["by_source"][source]
-        if is_recall(source):
+        if source in held_out["answer_sources"]:
             values.append(_with_error(measured["accuracy"], ".3f"))
         elif row["name"] == "baseline":
             values.append(f"{measured['loss']['mean']:.4f}")
@@ -42,14 +42,9 @@ def cells(row: Metrics, held_out: Metrics) -> list[str]:
     return values
 
 
-def is_recall(source: str) -> bool:
-    """Whether a source is a set of questions with answers, for which accuracy says more than loss."""
-    return source.startswith("demo:") and not source.endswith("text")
-
-
 def terminal_table(held_out: Metrics) -> Table:
     """The comparison for a terminal."""
-    table = Table(title="Held-out comparison: loss, its increase over the baseline; recall sets: accuracy")
+    table = Table(title="Held-out comparison: loss, its increase over the baseline; sources with a loss mask: accuracy")
     for index, title in enumerate(columns(held_out)):
         table.add_column(title, justify="left" if index == 0 else "right", no_wrap=True)
     previous = None
