@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.errors import IndexCacheError, PatternError, PatternFileError
+from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.installed import InstalledSglang, SglangError
 from sglang_indexcache.overrides import FLAG, merge_overrides, parse_overrides
 from sglang_indexcache.pattern import Pattern
@@ -67,7 +67,7 @@ def check(file: PatternFile, model: str, user_overrides: str = "{}", allow_confi
         IndexCacheError: if the model or the overrides can't be read.
     """
     checkpoint, pattern = Checkpoint.read(model), file.as_pattern()
-    problems, notes = _fit_problems(file, checkpoint, allow_config_mismatch), []
+    problems, notes = [str(error) for error in checkpoint.misfits(file, allow_config_mismatch)], []
     if checkpoint.indexer_layers is None:
         notes.append("no safetensors files at hand: indexer weights were not checked")
     override: dict[str, Any] = {}
@@ -98,20 +98,6 @@ def check(file: PatternFile, model: str, user_overrides: str = "{}", allow_confi
         tuple(problems),
         tuple(notes),
     )
-
-
-def _fit_problems(file: PatternFile, checkpoint: Checkpoint, allow_config_mismatch: bool) -> list[str]:
-    problems = []
-    try:
-        file.as_pattern().check_fits(checkpoint.model.num_layers, checkpoint.locked)
-    except PatternError as error:
-        problems.append(str(error))
-    try:
-        if not allow_config_mismatch:
-            file.check_model(checkpoint.model)
-    except PatternFileError as error:
-        problems.append(str(error))
-    return problems
 
 
 def as_text(report: Report) -> str:

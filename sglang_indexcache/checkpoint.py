@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.errors import ModelConfigError
+from sglang_indexcache.errors import IndexCacheError, ModelConfigError
 from sglang_indexcache.model_config import DsaModel
+from sglang_indexcache.pattern_file import PatternFile
 
 _INDEX_FILE = "model.safetensors.index.json"
 _INDEXER_WEIGHT = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.indexer\.")
 _MAX_HEADER_BYTES = 100 << 20
+
+
+class HubFileError(ModelConfigError):
+    """A file that the hub does not have, or that can't be reached."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +28,10 @@ class Checkpoint:
 
     Attributes:
         model: layers, native sharing, digest.
-        config: config.json as it is on disk.
         indexer_layers: layers with indexer weights, NextN/MTP layers left out; `None` if no weights are at hand.
     """
 
     model: DsaModel
-    config: Mapping[str, Any]
     indexer_layers: frozenset[int] | None
 
     @property
@@ -53,17 +56,38 @@ class Checkpoint:
             name = folder.resolve().name
         else:
             config = _read_json(_from_hub(model, "config.json"))
-            index = _from_hub(model, _INDEX_FILE, optional=True)
-            names = None if index is None else _index_names(index)
+            try:
+                names = _index_names(_from_hub(model, _INDEX_FILE))
+            except HubFileError:
+                names = None
             name = model
         description = DsaModel.from_config(config, name)
         layers = None if names is None else _indexer_layers(names, description.num_layers)
-        return cls(description, config, layers)
+        return cls(description, layers)
+
+    def misfits(self, file: PatternFile, allow_config_mismatch: bool = False) -> list[IndexCacheError]:
+        """Everything that speaks against running `file` on this checkpoint; empty if it fits.
+
+        The pattern's length and locked layers come first, then, unless a mismatch is allowed, what the file says of
+        the model it was made for.
+        """
+        checks: list[Callable[[], None]] = [
+            lambda: file.as_pattern().check_fits(self.model.num_layers, self.locked),
+        ]
+        if not allow_config_mismatch:
+            checks.append(lambda: file.check_model(self.model))
+        found = []
+        for check in checks:
+            try:
+                check()
+            except IndexCacheError as error:
+                found.append(error)
+        return found
 
 
-def _read_json(path: Path | None) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path is not None else None
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelConfigError(f"{path}: {error.strerror or error}") from None
     except ValueError:
@@ -73,7 +97,7 @@ def _read_json(path: Path | None) -> dict[str, Any]:
     return content
 
 
-def _from_hub(model: str, name: str, optional: bool = False) -> Path | None:
+def _from_hub(model: str, name: str) -> Path:
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise ModelConfigError(f"{model}: no such folder, and not a hub id like owner/name")
     try:
@@ -83,10 +107,8 @@ def _from_hub(model: str, name: str, optional: bool = False) -> Path | None:
     try:
         return Path(hf_hub_download(model, name))
     except Exception as error:  # the client has many, and a proxy more
-        if optional:
-            return None
         reason = " ".join(str(error).split())[:160]
-        raise ModelConfigError(f"{model}: {name} can't be had: {reason}") from None
+        raise HubFileError(f"{model}: {name} can't be had: {reason}") from None
 
 
 def _tensor_names(folder: Path) -> set[str] | None:

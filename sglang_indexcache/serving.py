@@ -55,10 +55,8 @@ class Serving:
         Raises:
             IndexCacheError: one line.
         """
-        checkpoint = Checkpoint.read(model_path)
-        self.pattern.check_fits(checkpoint.model.num_layers, checkpoint.locked)
-        if not self.allow_config_mismatch:
-            self.file.check_model(checkpoint.model)
+        for error in Checkpoint.read(model_path).misfits(self.file, self.allow_config_mismatch):
+            raise error
 
     def merged(self, overrides: str) -> str:
         """`--json-model-override-args` with the pattern in it."""

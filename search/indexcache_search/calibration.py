@@ -114,8 +114,6 @@ def _rows(source: str, seed: int) -> Iterator[Mapping[str, Any]]:
     try:
         rows = load_dataset(*arguments, **options, split="train", streaming=True)
         yield from rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-    except DataError:
-        raise
     except Exception as error:  # datasets, pyarrow and the hub client each have their own
         line = " ".join(str(error).split())[:200]
         raise DataError(f"{source}: can't be read: {line or type(error).__name__}") from None

@@ -15,18 +15,25 @@ from indexcache_search.engines.base import Evaluation
 from indexcache_search.objectives import Estimate
 from indexcache_search.search import BASELINE, Found, Row, Search
 from indexcache_search.tokens import TokenSet
+from sglang_indexcache import PatternFile
 
 SCHEMA = "indexcache-search/metrics/v1"
 
 
 def collect(
-    search: Search, found: Found, rows: Sequence[Row], overlap: NDArray[np.float64], seconds: dict[str, float]
+    search: Search,
+    found: Found,
+    file: PatternFile,
+    rows: Sequence[Row],
+    overlap: NDArray[np.float64],
+    seconds: dict[str, float],
 ) -> dict[str, Any]:
     """Metrics of a finished search.
 
     Args:
         search: the search.
         found: its outcome.
+        file: the pattern file made of it.
         rows: the held-out comparison.
         overlap: `[layers, layers]`, from `Search.overlap`.
         seconds: wall time of each phase of this run; resumed runs only count what they did.
@@ -34,7 +41,7 @@ def collect(
     similarity = search.journal.matrix("similarity")
     return {
         "schema": SCHEMA,
-        "pattern_file": search.pattern_file(found).model_dump(by_alias=True, mode="json"),
+        "pattern_file": file.model_dump(by_alias=True, mode="json"),
         "engine": {"name": search.engine.name, **search.engine.settings},
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
         "steps": _steps(search, found),
@@ -45,21 +52,17 @@ def collect(
 
 
 def _steps(search: Search, found: Found) -> list[dict[str, Any]]:
-    data, steps = search.calibration.data, []
-    baseline = search.calibration.recorded(search.model.native)
-    for step in found.steps:
-        evaluation = search.calibration.recorded(step.pattern)
-        steps.append(
-            {
-                "layer": step.layer,
-                "full_layers": len(step.pattern.full_layers),
-                "pattern": step.pattern.roles,
-                "loss": step.loss,
-                "increase": _estimate(objectives.increase(evaluation, baseline, data)),
-                "candidates": {str(layer): value for layer, value in step.losses.items()},
-            }
-        )
-    return steps
+    return [
+        {
+            "layer": step.layer,
+            "full_layers": len(step.pattern.full_layers),
+            "pattern": step.pattern.roles,
+            "loss": step.loss,
+            "increase": _estimate(search.increase(step.pattern)),
+            "candidates": {str(layer): value for layer, value in step.losses.items()},
+        }
+        for step in found.steps
+    ]
 
 
 def held_out(rows: Sequence[Row], data: TokenSet, index_topk: int) -> dict[str, Any]:

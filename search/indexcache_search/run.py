@@ -140,9 +140,10 @@ def _search(search: Search, files: Files, console: Console) -> dict[str, Any]:
             distinct = len({str(pattern) for _, _, pattern in patterns})
             progress.begin("held-out comparison", distinct, search.held_out.data)
             rows = search.compare(patterns)
-    search.pattern_file(found).save(files.folder / "pattern.yaml")
+    file = search.pattern_file(found)
+    file.save(files.folder / "pattern.yaml")
     partial.unlink(missing_ok=True)
-    return metrics.collect(search, found, rows, overlap, seconds)
+    return metrics.collect(search, found, file, rows, overlap, seconds)
 
 
 def show(result: Mapping[str, Any], files: Files) -> None:

@@ -17,6 +17,7 @@ from indexcache_search.engines.base import Engine, Evaluation, Objective
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluator import Evaluator
 from indexcache_search.journal import Journal
+from indexcache_search.objectives import Estimate
 from indexcache_search.strategies.greedy import Step, check_reachable, count_evaluations, greedy
 from indexcache_search.strategies.similarity import similarity_pattern
 from indexcache_search.tokens import TokenSet
@@ -169,9 +170,8 @@ class Search:
             steps.append(step)
             on_step(step, tuple(steps))
         nested = [self.model.native, *(step.pattern for step in steps)]
-        asked = sum(len(step.losses) for step in steps)
         by_count = {len(pattern.full_layers): pattern for pattern in nested}
-        return Found(tuple(steps), {retention: by_count[count] for retention, count in counts.items()}, asked)
+        return Found(tuple(steps), {retention: by_count[count] for retention, count in counts.items()}, _asked(steps))
 
     # -- held-out comparison
 
@@ -241,7 +241,10 @@ class Search:
             pattern=default.roles,
             retention=default.retention,
             patterns={str(retention): pattern.roles for retention, pattern in others.items()},
-            trajectory=tuple(self._trajectory_step(step, baseline) for step in found.steps),
+            trajectory=tuple(
+                TrajectoryStep(layer=step.layer, pattern_loss=step.loss, stderr=self.increase(step.pattern).stderr)
+                for step in found.steps
+            ),
             search=SearchSection(
                 strategy=self.settings.strategy,
                 objective=self.settings.objective,
@@ -269,14 +272,17 @@ class Search:
 
     def partial_file(self, steps: tuple[Step, ...]) -> PatternFile:
         """The pattern file of an unfinished greedy search; its default is the last step's pattern."""
-        return self.pattern_file(
-            Found(steps, {self.settings.retain[0]: steps[-1].pattern}, sum(len(step.losses) for step in steps))
-        )
+        return self.pattern_file(Found(steps, {self.settings.retain[0]: steps[-1].pattern}, _asked(steps)))
 
-    def _trajectory_step(self, step: Step, baseline: Evaluation) -> TrajectoryStep:
-        evaluation = self.calibration.recorded(step.pattern)
-        estimate = objectives.increase(evaluation, baseline, self.calibration.data)
-        return TrajectoryStep(layer=step.layer, pattern_loss=step.loss, stderr=estimate.stderr)
+    def increase(self, pattern: Pattern) -> Estimate:
+        """How much an evaluated pattern raises the calibration loss over the native pattern's."""
+        baseline, evaluation = (self.calibration.recorded(item) for item in (self.model.native, pattern))
+        return objectives.increase(evaluation, baseline, self.calibration.data)
+
+
+def _asked(steps: Sequence[Step]) -> int:
+    """Evaluations that greedy's `steps` asked for."""
+    return sum(len(step.losses) for step in steps)
 
 
 def identity(engine: Engine, calibration: TokenSet, held_out: TokenSet, settings: Settings) -> dict[str, Any]:
