@@ -1,4 +1,4 @@
-"""indexcache-check: does this pattern fit this model, and would the installed SGLang really run it?"""
+"""indexcache-check: does this pattern fit this model, would the installed SGLang run it, do these servers serve it?"""
 
 from __future__ import annotations
 
@@ -7,25 +7,32 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.environment import Environment
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.installed import InstalledSglang, SglangError
+from sglang_indexcache.installed import effective_pattern
 from sglang_indexcache.overrides import FLAG, merge_overrides, parse_overrides
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file import PatternFile
+from sglang_indexcache.probes import SglangError, SglangSource
+from sglang_indexcache.servers import differences
 
 DESCRIPTION = """\
-Check a pattern file against a model, without starting a server.
+Check a pattern file, without starting a server.
 
-Reads the model's config.json and the names of its weights, and asks the installed SGLang's own code which layers
-would run their indexer. Exit codes: 0 all is well, 1 problems were found, 2 something could not be read."""
+With --model: read the model's config.json and the names of its weights, and ask the installed SGLang's own code which
+layers would run their indexer. With --server: compare with what running servers report, so that prefill and decode
+servers, replicas and nodes are known to serve one pattern. With --environment: what the plugin can do with the
+installed SGLang. Exit codes: 0 all is well, 1 problems were found, 2 something could not be read."""
 
 EXAMPLES = """\
 examples:
   indexcache-check deploy/glm5.yaml@1/4 --model zai-org/GLM-5-FP8
-  indexcache-check deploy/glm5.yaml --model /models/glm5 --json
+  indexcache-check deploy/glm5.yaml@1/4 --server http://prefill:30000 --server http://decode:30000
+  indexcache-check --environment
 """
 
 
@@ -75,12 +82,12 @@ def check(file: PatternFile, model: str, user_overrides: str = "{}", allow_confi
         override = merge_overrides(parse_overrides(user_overrides), pattern)
     except IndexCacheError as error:
         problems.append(str(error))
-    installed, effective = InstalledSglang.find(), None
+    installed, effective = SglangSource.installed(), None
     if installed is None:
         notes.append("SGLang is not installed here: what it would run was not checked")
     elif override and len(pattern) == checkpoint.model.num_layers:
         try:
-            effective = installed.effective_pattern(model, override, len(pattern))
+            effective = effective_pattern(installed, model, override, len(pattern))
         except SglangError as error:
             problems.append(str(error))
         if effective is not None and effective != pattern:
@@ -129,22 +136,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("pattern", help="pattern file, PATH or PATH@RETENTION")
-    parser.add_argument("--model", required=True, help="folder or hub id")
+    parser.add_argument("pattern", nargs="?", help="pattern file, PATH or PATH@RETENTION")
+    parser.add_argument("--model", help="folder or hub id")
+    parser.add_argument("--server", action="append", default=[], metavar="URL", help="a running server; repeatable")
     parser.add_argument(FLAG, default="{}", metavar="JSON", help="overrides that the server is started with, too")
     parser.add_argument(
         "--allow-config-mismatch", action="store_true", help="accept a file made for another config.json"
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--environment", action="store_true", help="show what this SGLang offers, feature by feature")
+    parser.add_argument("--sglang", type=Path, metavar="FOLDER", help="an unpacked wheel instead of the installed one")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = parser.parse_args(arguments)
+    if options.environment == (options.pattern is not None):
+        parser.error("expected either a pattern file or --environment")
+    if options.pattern is not None and options.model is None and not options.server:
+        parser.error("expected --model or --server to check the pattern against")
     try:
-        file = PatternFile.load(options.pattern)
-        report = check(file, options.model, options.json_model_override_args, options.allow_config_mismatch)
+        return _environment(options) if options.environment else _pattern(options)
     except IndexCacheError as error:
         sys.stderr.write(f"indexcache-check: {error}\n")
         return 2
-    sys.stdout.write((json.dumps(asdict(report), indent=1) if options.json else as_text(report)) + "\n")
-    return 1 if report.problems else 0
+
+
+def _environment(options: argparse.Namespace) -> int:
+    source = SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
+    if source is None:
+        raise SglangError("SGLang is not installed here; expected it, or --sglang with an unpacked wheel")
+    environment = Environment.of(source)
+    sys.stdout.write((json.dumps(asdict(environment), indent=1) if options.json else environment.as_text()) + "\n")
+    return 0 if environment.can_serve else 1
+
+
+def _pattern(options: argparse.Namespace) -> int:
+    file = PatternFile.load(options.pattern)
+    result: dict[str, Any] = {}
+    text, problems = [], []
+    if options.model is not None:
+        report = check(file, options.model, options.json_model_override_args, options.allow_config_mismatch)
+        result, text, problems = asdict(report), [as_text(report)], list(report.problems)
+    if options.server:
+        pattern = file.as_pattern()
+        found = [line for url in options.server for line in differences(url, pattern)]
+        result = {**result, "servers": options.server, "fingerprint": pattern.fingerprint}
+        result["problems"] = problems = problems + found
+        text.append(
+            "\n".join(f"problem: {line}" for line in found)
+            or f"{len(options.server)} server(s) serve fingerprint {pattern.fingerprint[:16]}"
+        )
+    sys.stdout.write((json.dumps(result, indent=1) if options.json else "\n\n".join(text)) + "\n")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

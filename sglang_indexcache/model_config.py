@@ -14,6 +14,11 @@ from sglang_indexcache.spellings import Rule, read_spelling
 
 ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
+_REFUSED = {
+    "LongcatFlashForCausalLM": "LongCat's sharing (cli_factor) is trained in and wins over any pattern",
+    "DeepseekV4ForCausalLM": "DeepSeek-V4 shares indices through a buffer of its own, which patterns don't reach",
+}
+
 # Not part of what the model computes: the same checkpoint quantised, converted or re-saved keeps its digest.
 _INCIDENTAL_KEYS = {
     "_name_or_path",
@@ -61,6 +66,9 @@ class DsaModel:
         architectures = config.get("architectures") or []
         known = [item for item in architectures if item in ARCHITECTURES]
         if not known:
+            reason = next((_REFUSED[item] for item in architectures if item in _REFUSED), None)
+            if reason is not None:
+                raise ModelConfigError(f"{name}: {reason}; expected {' or '.join(ARCHITECTURES)}")
             found = ", ".join(map(str, architectures)) or config.get("model_type", "no architecture")
             raise ModelConfigError(
                 f"{name}: {found} has no DSA attention known here, expected {' or '.join(ARCHITECTURES)}"

@@ -16,9 +16,10 @@ from sglang_indexcache import DsaModel, Pattern, PatternFile
 from sglang_indexcache.check import main
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import ModelConfigError, SpellingError
-from sglang_indexcache.installed import InstalledSglang
+from sglang_indexcache.installed import effective_pattern
 from sglang_indexcache.overrides import merge_overrides, parse_overrides
 from sglang_indexcache.pattern_file import ModelSection
+from sglang_indexcache.probes import SglangSource
 from sglang_indexcache.spellings import indexer_types
 from tests.conftest import tiny_config
 
@@ -165,6 +166,13 @@ def test_bad_overrides_are_refused(given: str, message: str) -> None:
         merge_overrides(parse_overrides(given), PATTERN)
 
 
+@pytest.mark.parametrize("arguments", [[], ["p.yaml"], ["p.yaml", "--environment"]])
+def test_what_to_check_must_be_said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2 and "expected" in capsys.readouterr().err
+
+
 def test_unreadable_input_exits_with_2(
     model: Path, write_file: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,19 +204,19 @@ def test_damaged_checkpoints_are_refused(model: Path) -> None:
 @pytest.mark.parametrize("model_type", ["glm_moe_dsa", "deepseek_v32"])
 def test_the_installed_sglang_would_run_exactly_the_pattern(model: Path, model_type: str) -> None:
     (model / "config.json").write_text(json.dumps(tiny_config(model_type)))
-    installed = InstalledSglang.find()
+    installed = SglangSource.installed()
     assert installed is not None
     for roles in ("FFFFFF", "FSSFSS", "FSFFSF"):
         override = merge_overrides({}, Pattern(roles))
-        assert installed.effective_pattern(str(model), override, 6) == Pattern(roles)
+        assert effective_pattern(installed, str(model), override, 6) == Pattern(roles)
 
 
 @pytest.mark.sglang
 @pytest.mark.skipif(not HAS_SGLANG, reason="SGLang is not installed")
 def test_the_documented_override_alone_is_ignored_on_glm5(model: Path) -> None:
     """Why both spellings are sent: from 0.5.20 on, letters alone leave GLM-5 at all F, silently."""
-    installed = InstalledSglang.find()
+    installed = SglangSource.installed()
     assert installed is not None
-    effective = installed.effective_pattern(str(model), {"index_topk_pattern": "FSSFSS"}, 6)
+    effective = effective_pattern(installed, str(model), {"index_topk_pattern": "FSSFSS"}, 6)
     newer = tuple(map(int, installed.version.split(".")[:3])) >= (0, 5, 20)
     assert effective == Pattern("FFFFFF" if newer else "FSSFSS")

@@ -1,12 +1,11 @@
-"""The SGLang plugin: inert without a pattern, exact with one, and no server where it can't be proven.
+"""The SGLang plugin on stand-ins: inert without a pattern, one line and an exit where it can't be exact.
 
-What needs a running SGLang is marked `sglang`; the rest runs on stand-ins.
+The same against real SGLang is in tests/live.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,45 +14,28 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
-from sglang_indexcache import DsaModel, Pattern, PatternFile, plugin, serving
-from sglang_indexcache.errors import PatternError, PatternFileError, SpellingError
-from sglang_indexcache.launch_server import split_arguments
-from sglang_indexcache.pattern_file import ModelSection
-from sglang_indexcache.serving import Serving, effective_roles, mismatch
+from sglang_indexcache import Pattern, plugin, serving
+from sglang_indexcache.launch_server import LaunchError, check_plugin_is_found, split_arguments
+from sglang_indexcache.serving import identity, proof
+from sglang_indexcache.serving.proof import RankReport, disagreement, effective_roles, mark_unloaded, mismatch
+from sglang_indexcache.serving.request import Request, refusing
 from tests.conftest import tiny_config
+from tests.patterns import pattern_file
 
 PATTERN = Pattern("FSSFSS")
+REQUEST = Request("deploy.yaml@1/3", pattern_file(PATTERN, tiny_config()))
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
-needs_sglang = pytest.mark.skipif(not HAS_SGLANG, reason="SGLang is not installed")
 
 
-def pattern_file(pattern: Pattern = PATTERN, **changes: Any) -> PatternFile:
-    model = DsaModel.from_config(tiny_config(**changes), "glm")
-    section = ModelSection(
-        architecture=model.architecture, num_layers=len(pattern), config_sha256=model.config_sha256, name="glm"
-    )
-    return PatternFile(schema="indexcache/v1", model=section, pattern=pattern.roles, retention=pattern.retention)
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
-    names = [f"model.layers.{layer}.self_attn.indexer.wk.weight" for layer in range(6)]
-    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
-    return tmp_path
-
-
-def test_without_a_pattern_the_plugin_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in (None, ""):
-        monkeypatch.setattr(serving, "install", lambda *_, **__: pytest.fail("installed"))
-        if value is None:
-            monkeypatch.delenv(plugin.PATTERN_VARIABLE, raising=False)
-        else:
-            monkeypatch.setenv(plugin.PATTERN_VARIABLE, value)
-        plugin.register()
+@pytest.mark.parametrize("value", [None, ""])
+def test_without_a_pattern_the_plugin_does_nothing(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "install", lambda *_, **__: pytest.fail("installed"))
+    monkeypatch.delenv(plugin.PATTERN_VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(plugin.PATTERN_VARIABLE, value)
+    plugin.register()
 
 
 def test_an_unusable_pattern_ends_the_process(
@@ -72,6 +54,9 @@ def test_the_entry_point_is_declared() -> None:
 
     [entry] = [item for item in entry_points(group="sglang.srt.plugins") if item.name == "indexcache"]
     assert entry.load() is plugin.register
+
+
+# -- the launcher
 
 
 @pytest.mark.parametrize(
@@ -97,7 +82,7 @@ def test_our_flags_are_split_off(arguments: list[str], expected: Any) -> None:
     ],
 )
 def test_a_pattern_flag_without_value_or_twice_is_refused(arguments: list[str]) -> None:
-    with pytest.raises(ValueError, match="--indexcache-pattern"):
+    with pytest.raises(LaunchError, match="--indexcache-pattern"):
         split_arguments(arguments)
 
 
@@ -109,23 +94,20 @@ def test_the_launcher_needs_sglang_and_a_pattern() -> None:
     assert result.stderr.startswith(f"indexcache: {expected}") and result.stderr.count("\n") == 1
 
 
-def test_preflight_checks_length_weights_and_digest(model: Path) -> None:
-    Serving(pattern_file(), False).check_model(str(model))
-    with pytest.raises(PatternError, match="pattern has 5 letters, model has 6"):
-        Serving(pattern_file(Pattern("FSSFS")), True).check_model(str(model))
-    with pytest.raises(PatternFileError, match=r"model\.config_sha256"):
-        Serving(pattern_file(index_topk=16), False).check_model(str(model))
-    Serving(pattern_file(index_topk=16), True).check_model(str(model))
-    save_file({"model.layers.0.self_attn.indexer.wk.weight": torch.zeros(1)}, model / "model.safetensors")
-    with pytest.raises(PatternError, match="F for layer 3, but the checkpoint has no indexer"):
-        Serving(pattern_file(), False).check_model(str(model))
+def test_a_server_without_the_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_indexcache.launch_server.find_spec", lambda _: object())
+    check_plugin_is_found()
+    monkeypatch.setenv("SGLANG_PLUGINS", "other, more")
+    with pytest.raises(LaunchError, match="SGLANG_PLUGINS leaves the plugin out"):
+        check_plugin_is_found()
+    monkeypatch.setenv("SGLANG_PLUGINS", "other,indexcache")
+    check_plugin_is_found()
+    monkeypatch.setattr("sglang_indexcache.launch_server.entry_points", lambda group: [])
+    with pytest.raises(LaunchError, match="sglang-indexcache is not installed"):
+        check_plugin_is_found()
 
 
-def test_the_pattern_is_merged_into_the_users_overrides() -> None:
-    merged = json.loads(Serving(pattern_file(), False).merged('{"rope_theta": 5}'))
-    assert merged["rope_theta"] == 5 and merged["index_topk_pattern"] == "FSSFSS"
-    with pytest.raises(SpellingError, match="means FFFFFF"):
-        Serving(pattern_file(), False).merged('{"index_topk_pattern": "FFFFFF"}')
+# -- the proof
 
 
 class Attention(nn.Module):
@@ -134,7 +116,7 @@ class Attention(nn.Module):
     def __init__(self, layer_id: int, role: str, indexer: bool = True, is_nextn: bool = False) -> None:
         super().__init__()
         self.layer_id, self.skip_topk, self.next_skip_topk = layer_id, role == "S", False
-        self.indexer, self.is_nextn = (nn.Identity() if indexer else None), is_nextn
+        self.indexer, self.is_nextn = (nn.Linear(2, 2) if indexer else None), is_nextn
 
 
 def loaded(roles: str, first: int = 0, **options: Any) -> nn.Module:
@@ -164,47 +146,91 @@ def test_any_difference_is_one_line(model: nn.Module, message: str) -> None:
     assert line is not None and message in line
 
 
-def test_a_mismatch_ends_the_scheduler(capsys: pytest.CaptureFixture[str]) -> None:
-    prove = serving._prove(Serving(pattern_file(), False))
+def test_indexers_of_f_layers_that_nothing_was_loaded_into_are_found() -> None:
+    model = loaded("FSSFSS")
+    mark_unloaded(model)
+    attentions = [item for item in model.modules() if isinstance(item, Attention)]
+    assert all(attention.indexer.weight.isnan().all() == (attention.layer_id in (0, 3)) for attention in attentions)
+    for attention in attentions[:3]:
+        nn.init.zeros_(attention.indexer.weight)
+        nn.init.zeros_(attention.indexer.bias)
+    nn.init.zeros_(attentions[3].indexer.weight)
+    line = mismatch(PATTERN, effective_roles(model))
+    assert line == "layer 3 is F, but no weights were loaded into its indexer's bias"
+    nn.init.zeros_(attentions[3].indexer.bias)
+    assert mismatch(PATTERN, effective_roles(model)) is None
+
+
+def test_ranks_must_agree_and_hold_all_layers() -> None:
+    mine, other = PATTERN.fingerprint, Pattern("FFSFSS").fingerprint
+    stages = [RankReport(mine, (0, 1, 2), None), RankReport(mine, (3, 4, 5), None)]
+    assert disagreement(PATTERN, stages) is None
+    assert disagreement(PATTERN, stages[:1]) == "layer 3 is on no rank, so its role can't be proven"
+    line = disagreement(PATTERN, [stages[0], RankReport(other, (3, 4, 5), None)])
+    assert line == (
+        f"rank 1 serves a pattern with fingerprint {other[:16]}, rank 0 one with {mine[:16]}; "
+        "expected the same file on every node"
+    )
+    assert disagreement(PATTERN, [stages[0], RankReport(mine, (3, 4, 5), "bad")]) == "rank 1: bad"
+
+
+def test_a_mismatch_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(proof, "_all_ranks", lambda report: [report])
+    prove = refusing(proof.prover(REQUEST))
     prove(None, SimpleNamespace(model=loaded("FSSFSS"), is_draft_worker=False))
-    prove(None, SimpleNamespace(model=loaded("FFFFFF"), is_draft_worker=True))
+    prove(None, SimpleNamespace(model=loaded("FFFFFF"), is_draft_worker=True))  # a draft model has no pattern
     with pytest.raises(SystemExit) as caught:
         prove(None, SimpleNamespace(model=loaded("FFFFFF"), is_draft_worker=False))
     assert caught.value.code == 2
     assert capsys.readouterr().err == "indexcache: layer 1 would run as F, the pattern says S\n"
 
 
-def test_what_the_hook_passes_on() -> None:
-    def init(self: Any, model_path: str, model_override_args: str = "{}", is_draft_model: bool = False) -> None: ...
+# -- status and identity
 
-    import inspect
 
-    class Checked(Serving):
-        def check_model(self, model_path: str) -> None:
-            checked.append(model_path)
+def test_the_status_is_added_to_the_internal_state() -> None:
+    reply = SimpleNamespace(internal_state={"tp_size": 1})
+    serving.status(REQUEST)(reply, None)
+    assert reply.internal_state["indexcache"] == {
+        "pattern": "FSSFSS",
+        "fingerprint": PATTERN.fingerprint,
+        "retention": 2 / 6,
+        "full_layers": 2,
+        "shared_layers": 4,
+        "source": "deploy.yaml@1/3",
+    }
 
-    checked: list[str] = []
-    before = serving._merge_pattern(Checked(pattern_file(), False), inspect.signature(init))
+
+def test_cache_keys_and_handshake_carry_the_pattern() -> None:
+    tag = f"indexcache-{PATTERN.fingerprint[:16]}"
+    for name, expected in (("glm", f"glm-{tag}"), (None, f"-{tag}")):
+        config = SimpleNamespace(model_name=name)
+        identity.cache_keys(REQUEST)(config)
+        assert config.model_name == expected
+    arguments = SimpleNamespace(kv_cache_dtype_str="bfloat16")
     for _ in range(2):
-        args, kwargs = before(None, "glm", '{"a": 1}')
-        assert json.loads(args[2]) == json.loads(Serving(pattern_file(), False).merged('{"a": 1}')) and not kwargs
-    assert checked == ["glm"]  # read once, however many configurations SGLang builds
-    args, _ = before(None, "glm", is_draft_model=True)
-    assert args[2] == "{}"
+        identity.handshake(REQUEST)(None, arguments)
+    assert arguments.kv_cache_dtype_str == f"bfloat16+{tag}"
 
 
-@pytest.mark.sglang
-@needs_sglang
-@pytest.mark.parametrize("target", list(serving._PARAMETERS))
-def test_each_missing_hook_target_is_refused(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module_name, class_name, method = target.rsplit(".", 2)
-    owner = getattr(importlib.import_module(module_name), class_name)
-    serving._probe(target, serving._PARAMETERS[target])
-    with pytest.raises(serving.HookError, match="no parameter sharing"):
-        serving._probe(target, {"sharing"})
-    if method == "__init__":
-        monkeypatch.delattr(f"{module_name}.{class_name}")
-    else:
-        monkeypatch.delattr(owner, method)
-    with pytest.raises(serving.HookError, match=f"this SGLang has no {target}"):
-        serving._probe(target, set())
+def test_tensors_that_cannot_hold_nan_are_left_alone() -> None:
+    model = loaded("FSSFSS")
+    first = next(item for item in model.modules() if isinstance(item, Attention))
+    first.indexer.packed = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
+    mark_unloaded(model)
+    assert first.indexer.packed.eq(0).all()
+
+
+def test_the_launcher_says_a_mistake_in_the_file_at_once(tmp_path: Path) -> None:
+    if not HAS_SGLANG:
+        pytest.skip("SGLang is not installed")
+    (tmp_path / "p.yaml").write_text("schema: indexcache/v1\n")
+    command = [
+        sys.executable,
+        "-m",
+        "sglang_indexcache.launch_server",
+        "--indexcache-pattern",
+        str(tmp_path / "p.yaml"),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "model" in result.stderr

@@ -1,0 +1,215 @@
+"""What an SGLang offers, read from its source without importing it: one line for each thing that is missing.
+
+Every feature lists what it needs. Nothing here compares versions, so a fork or a nightly is judged by what it has.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from sglang_indexcache.errors import IndexCacheError
+
+
+class SglangError(IndexCacheError):
+    """An SGLang that is not there, lacks what a feature needs, or refuses a model."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """One place in SGLang's source.
+
+    Attributes:
+        module: dotted name below `sglang.`
+        name: function, `Class`, `Class.method` or `Class.field`.
+        parameters: that the function must have.
+        mentions: attributes or string keys that must occur in the body.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] = ()
+    mentions: tuple[str, ...] = ()
+
+    @property
+    def target(self) -> str:
+        """The dotted path that a hook is registered on."""
+        return f"sglang.{self.module}.{self.name}"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something this plugin does.
+
+    Attributes:
+        name: short, as in the table.
+        does: what a user has from it.
+        needs: all of them, or the feature is refused.
+        otherwise: what happens without it.
+    """
+
+    name: str
+    does: str
+    needs: tuple[Need, ...]
+    otherwise: str
+
+
+MODEL_CONFIG = Need(
+    "srt.configs.model_config", "ModelConfig.__init__", ("model_path", "model_override_args", "is_draft_model")
+)
+SERVER_ARGS = Need("srt.configs.model_config", "ModelConfig.from_server_args", ("server_args", "is_draft_model"))
+RULE = Need("srt.configs.model_config", "dsa_layer_skips_topk", ("config", "layer_id"))
+CONFIG_READER = Need(
+    "srt.utils.hf_transformers.config", "get_config", ("model", "trust_remote_code", "model_override_args")
+)
+ATTENTION = Need(
+    "srt.models.deepseek_v2", "DeepseekV2AttentionMLA.__init__", ("layer_id",), ("skip_topk", "next_skip_topk")
+)
+NEW_MODEL = Need("srt.model_loader.loader", "_initialize_model", ("model_config", "load_config"))
+LOAD_MODEL = Need("srt.model_executor.model_runner", "ModelRunner.load_model")
+WORLD = Need("srt.distributed.parallel_state", "get_world_group")
+GATHER = Need("srt.distributed.parallel_state", "GroupCoordinator.all_gather_object", ("obj",))
+SCHEDULER = Need("srt.managers.scheduler", "Scheduler.__init__", ("server_args",))
+STATE = Need("srt.managers.scheduler", "Scheduler.get_internal_state", ("recv_req",))
+STATE_REPLY = Need("srt.managers.io_struct", "GetInternalStateReqOutput.internal_state")
+FORWARD = Need("srt.model_executor.model_runner", "ModelRunner.forward", ("forward_batch",))
+METRICS = Need(
+    "srt.observability.metrics_collector", "SchedulerMetricsCollectorContext.current_scheduler_metrics_enabled"
+)
+COLLECTOR = Need("srt.managers.scheduler", "Scheduler", mentions=("metrics_collector_context",))
+STORAGE = Need("srt.managers.cache_controller", "HiCacheController._generate_storage_config", ("model_name",))
+STORAGE_CONFIG = Need("srt.mem_cache.hicache_storage", "HiCacheStorageConfig.model_name")
+PEER = Need("srt.disaggregation.common.conn", "CommonKVManager.__init__", ("args",), ("kv_cache_dtype_str",))
+STAGES = Need("srt.models.deepseek_v2", "DeepseekV2Model.forward", ("pp_proxy_tensors",), ("topk_indices",))
+
+SERVE = Feature(
+    "serve",
+    "hand the pattern over through SGLang's own configuration",
+    (MODEL_CONFIG, SERVER_ARGS, ATTENTION, SCHEDULER),
+    "no server",
+)
+PROVE = Feature(
+    "prove",
+    "compare every attention module with the pattern, on every rank",
+    (LOAD_MODEL, ATTENTION, WORLD, GATHER),
+    "no server",
+)
+WEIGHTS = Feature("weights", "see that the indexers of F layers were loaded", (NEW_MODEL, LOAD_MODEL), "no server")
+STATUS = Feature("status", "pattern and fingerprint in /server_info", (STATE, STATE_REPLY), "a warning in the log")
+PROMETHEUS = Feature(
+    "metrics", "sglang:indexcache_* in /metrics", (METRICS, COLLECTOR, FORWARD, SCHEDULER), "a warning in the log"
+)
+CACHE_KEYS = Feature(
+    "L3 keys", "the fingerprint in the keys of HiCache storage", (STORAGE, STORAGE_CONFIG), "no server with HiCache L3"
+)
+PEERS = Feature(
+    "P/D peers", "prefill and decode servers with different patterns refuse each other", (PEER,), "a warning in the log"
+)
+PIPELINE = Feature(
+    "pipeline", "pipeline stages that begin with an S layer", (STAGES,), "no server with pipeline parallelism"
+)
+CHECK = Feature("check", "ask SGLang's own rule which layers would run", (RULE, CONFIG_READER), "not checked")
+FEATURES = (SERVE, PROVE, WEIGHTS, STATUS, PROMETHEUS, CACHE_KEYS, PEERS, PIPELINE, CHECK)
+REQUIRED = (SERVE, PROVE, WEIGHTS)
+
+
+@dataclass(frozen=True)
+class SglangSource:
+    """The source tree of an SGLang.
+
+    Attributes:
+        root: the folder `sglang`.
+        version: as its metadata says.
+    """
+
+    root: Path
+    version: str
+    _trees: dict[str, ast.Module | None] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def installed(cls) -> SglangSource | None:
+        """The one that `import sglang` would take, or `None`; imports nothing."""
+        spec = find_spec("sglang")
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        try:
+            number = version("sglang")
+        except PackageNotFoundError:
+            number = "unknown"
+        return cls(Path(next(iter(spec.submodule_search_locations))), number)
+
+    @classmethod
+    def at(cls, folder: Path) -> SglangSource:
+        """An unpacked wheel, or a checkout's `python` folder.
+
+        Raises:
+            SglangError: if there is none.
+        """
+        root = folder if folder.name == "sglang" else folder / "sglang"
+        if not (root / "srt").is_dir():
+            raise SglangError(f"{folder}: found no sglang/srt, expected an unpacked wheel")
+        metadata = sorted(root.parent.glob("sglang-*.dist-info"))
+        return cls(root, metadata[0].name.removeprefix("sglang-").removesuffix(".dist-info") if metadata else "unknown")
+
+    def missing(self, need: Need) -> str | None:
+        """One line if this SGLang does not have it, or `None`."""
+        tree = self._tree(need.module)
+        if tree is None:
+            return f"needs sglang.{need.module}, which is not in SGLang {self.version}"
+        node: ast.AST = tree
+        for part in need.name.split("."):
+            found = next((child for child in _definitions(node) if _name(child) == part), None)
+            if found is None:
+                return f"needs {need.target}, which is not in SGLang {self.version}"
+            node = found
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = node.args
+            names = [item.arg for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+            lacking = [name for name in need.parameters if name not in names]
+            if lacking:
+                return f"needs {need.target}({lacking[0]}), found ({', '.join(names)}) in SGLang {self.version}"
+        lacking = [name for name in need.mentions if name not in _mentioned(node)]
+        if lacking:
+            return f"needs {lacking[0]} in {need.target}, which SGLang {self.version} does not have there"
+        return None
+
+    def refusal(self, feature: Feature) -> str | None:
+        """Why this SGLang does not have `feature`: its first missing need, or `None`."""
+        return next((reason for reason in map(self.missing, feature.needs) if reason is not None), None)
+
+    def _tree(self, module: str) -> ast.Module | None:
+        if module not in self._trees:
+            path = self.root.joinpath(*module.split("."))
+            files = (path.with_suffix(".py"), path / "__init__.py")
+            source = next((file for file in files if file.is_file()), None)
+            self._trees[module] = None if source is None else ast.parse(source.read_text(encoding="utf-8"))
+        return self._trees[module]
+
+
+def _definitions(node: ast.AST) -> Iterator[ast.AST]:
+    """What a module or class defines, also below `if` and `try`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.AnnAssign):
+            yield child
+        elif isinstance(child, ast.If | ast.Try):
+            yield from _definitions(child)
+
+
+def _name(node: ast.AST) -> str | None:
+    if isinstance(node, ast.AnnAssign):
+        return node.target.id if isinstance(node.target, ast.Name) else None
+    return getattr(node, "name", None)
+
+
+def _mentioned(node: ast.AST) -> set[str]:
+    found: set[str] = set()
+    for child in ast.walk(node):
+        if isinstance(child, ast.Attribute):
+            found.add(child.attr)
+        elif isinstance(child, ast.Constant) and isinstance(child.value, str):
+            found.add(child.value)
+    return found

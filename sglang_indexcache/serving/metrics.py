@@ -1,0 +1,83 @@
+"""sglang:indexcache_* in `/metrics`, with SGLang's own labels; nothing is made where metrics are off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_indexcache import probes
+from sglang_indexcache.pattern import FULL
+from sglang_indexcache.serving.proof import effective_roles
+from sglang_indexcache.serving.request import Request
+
+
+def reporter(request: Request) -> Callable[..., None]:
+    """Hook after `Scheduler.__init__`: make the metrics if this scheduler reports any, and count forward passes."""
+
+    def after(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        context = scheduler.metrics_collector_context
+        if not context.current_scheduler_metrics_enabled:
+            return
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        runner = scheduler.tp_worker.model_runner
+        roles = [layer.role for layer in effective_roles(runner.model).values()]
+        count = make_metrics(request, dict(context.collector.labels), roles.count(FULL), len(roles) - roles.count(FULL))
+        HookRegistry.register(probes.FORWARD.target, count_passes(runner, count), HookType.AFTER)
+        HookRegistry.apply_hooks()
+
+    return after
+
+
+def make_metrics(request: Request, labels: dict[str, Any], full: int, shared: int) -> Callable[[], None]:
+    """Create gauges and counters for this rank's layers.
+
+    Args:
+        labels: of SGLang's own metrics on this rank.
+        full: F layers on this rank; a pipeline stage has some of the layers only.
+        shared: S layers on this rank.
+
+    Returns:
+        What to call after each forward pass.
+    """
+    from prometheus_client import Counter, Gauge  # not before SGLang has set up its multiprocess folder
+
+    info = Gauge(
+        "sglang:indexcache_info",
+        "The pattern that is served, always 1.",
+        [*labels, "fingerprint", "retention", "source"],
+        multiprocess_mode="mostrecent",
+    )
+    retention = f"{request.pattern.retention:.4f}"
+    info.labels(**labels, fingerprint=request.pattern.fingerprint[:16], retention=retention, source=request.source).set(
+        1
+    )
+    layers = Gauge(
+        "sglang:indexcache_layers",
+        "DSA layers of this rank by role: F runs its indexer, S reuses indices.",
+        [*labels, "role"],
+        multiprocess_mode="mostrecent",
+    )
+    layers.labels(**labels, role="F").set(full)
+    layers.labels(**labels, role="S").set(shared)
+    runs = Counter("sglang:indexcache_indexer_runs", "Indexer runs: F layers times forward passes.", [*labels])
+    skips = Counter(
+        "sglang:indexcache_indexer_skips", "Indexer runs that were saved: S layers times forward passes.", [*labels]
+    )
+    add_runs, add_skips = runs.labels(**labels).inc, skips.labels(**labels).inc
+
+    def count() -> None:
+        add_runs(full)
+        add_skips(shared)
+
+    return count
+
+
+def count_passes(runner: Any, count: Callable[[], None]) -> Callable[..., None]:
+    """Hook after `ModelRunner.forward`, which replays of CUDA graphs go through too; idle passes have no tokens."""
+
+    def after(result: Any, this: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+        if this is runner and not forward_batch.forward_mode.is_idle():
+            count()
+
+    return after

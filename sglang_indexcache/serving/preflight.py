@@ -1,0 +1,79 @@
+"""Before a model is built: the command line allows a pattern, the model takes this one, and it gets it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pkgutil import resolve_name
+from typing import Any
+
+from sglang_indexcache import probes
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.overrides import merge_overrides, parse_overrides
+from sglang_indexcache.probes import Need, SglangSource
+from sglang_indexcache.serving.request import Request
+
+
+class PreflightError(IndexCacheError):
+    """A command line that can't be combined with a pattern."""
+
+
+class Preflight:
+    """Hooks before SGLang builds its model configurations."""
+
+    def __init__(self, request: Request, source: SglangSource) -> None:
+        self._request, self._source = request, source
+        self._checked: set[str] = set()
+
+    def server_args(self, *args: Any, **kwargs: Any) -> None:
+        """Before `ModelConfig.from_server_args`: flags that S layers can't be combined with.
+
+        Raises:
+            PreflightError: naming the flag.
+        """
+        arguments = _bind(probes.SERVER_ARGS, args, kwargs).arguments["server_args"]
+        if not self._request.pattern.shared_layers:
+            return
+        if getattr(arguments, "enable_two_batch_overlap", False):
+            raise PreflightError(
+                "--enable-two-batch-overlap can't be combined with a pattern: its path through the layers does not "
+                "carry the indices to S layers; expected one of the two"
+            )
+        if getattr(arguments, "pp_size", 1) > 1:
+            self._require(probes.PIPELINE, f"--pp-size {arguments.pp_size}")
+        if getattr(arguments, "hicache_storage_backend", None):
+            self._require(probes.CACHE_KEYS, f"--hicache-storage-backend {arguments.hicache_storage_backend}")
+
+    def model_config(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before `ModelConfig.__init__`: check the model, and merge the pattern into its overrides.
+
+        Raises:
+            IndexCacheError: if the pattern does not fit the model, or the overrides say something else.
+        """
+        bound = _bind(probes.MODEL_CONFIG, args, kwargs)
+        if bound.arguments["is_draft_model"]:  # a NextN layer always runs its own indexer
+            return None
+        self._check_model(bound.arguments["model_path"])
+        merged = merge_overrides(parse_overrides(bound.arguments["model_override_args"]), self._request.pattern)
+        bound.arguments["model_override_args"] = json.dumps(merged)
+        return bound.args, bound.kwargs
+
+    def _check_model(self, model: str) -> None:
+        """Once for each model, however many configurations SGLang builds of it."""
+        if model not in self._checked:
+            for error in Checkpoint.read(model).misfits(self._request.file, self._request.allow_config_mismatch):
+                raise error
+            self._checked.add(model)
+
+    def _require(self, feature: probes.Feature, flag: str) -> None:
+        reason = self._source.refusal(feature)
+        if reason is not None:
+            raise PreflightError(f"{flag} can't be combined with a pattern on this SGLang: {reason}")
+
+
+def _bind(need: Need, args: Any, kwargs: Any) -> inspect.BoundArguments:
+    """The arguments of a hooked call by name; a hook's wrapper has its target's signature."""
+    bound = inspect.signature(resolve_name(f"sglang.{need.module}:{need.name}")).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound

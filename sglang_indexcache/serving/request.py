@@ -1,0 +1,56 @@
+"""What was asked for, and how a process that can't give it ends."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern_file import PatternFile
+from sglang_indexcache.plugin import refuse
+
+
+@dataclass(frozen=True)
+class Request:
+    """The pattern to serve.
+
+    Attributes:
+        source: the file and retention, as the user wrote it.
+        file: its content.
+        allow_config_mismatch: whether the file may be made for another config.json.
+    """
+
+    source: str
+    file: PatternFile
+    allow_config_mismatch: bool = False
+
+    @property
+    def pattern(self) -> Pattern:
+        return self.file.as_pattern()
+
+    def status(self) -> dict[str, str | int | float]:
+        """What `/server_info` shows; plain types only."""
+        return {
+            "pattern": self.pattern.roles,
+            "fingerprint": self.pattern.fingerprint,
+            "retention": self.pattern.retention,
+            "full_layers": len(self.pattern.full_layers),
+            "shared_layers": len(self.pattern.shared_layers),
+            "source": self.source,
+        }
+
+
+def refusing(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """`hook`, ending the process with one line on an `IndexCacheError`: SGLang logs any other exception and serves."""
+
+    @functools.wraps(hook)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(*args, **kwargs)
+        except IndexCacheError as error:
+            refuse(str(error))
+
+    return guarded

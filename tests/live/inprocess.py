@@ -1,0 +1,171 @@
+"""Real SGLang's model runner in one process, without scheduler and tokenizer: seconds a case instead of half a minute.
+
+A fork server imports SGLang once; every case is a fork of it with its own distributed state.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+TIMEOUT = 600
+ENVIRONMENT = {
+    "TORCH_COMPILE_DISABLE": "1",
+    "SGLANG_DSA_FUSE_TOPK": "0",  # request-relative indices instead of slots
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+ARGUMENTS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "dsa",
+    "dsa_prefill_backend": "tilelang",
+    "dsa_decode_backend": "tilelang",
+    "dsa_topk_backend": "torch",
+    "dtype": "float32",
+    "disable_cuda_graph": True,
+    "max_total_tokens": 4096,
+    "max_running_requests": 8,
+    "mem_fraction_static": 0.3,
+    "random_seed": 0,
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """What SGLang made of one sequence.
+
+    Attributes:
+        ids: prompt and generated tokens.
+        prompt: length of the prompt.
+        logprobs: of tokens 1, 2, ... of `ids`.
+    """
+
+    ids: tuple[int, ...]
+    prompt: int
+    logprobs: tuple[float, ...]
+
+
+def generate(model: Path, pattern: str | None, prompts: Sequence[Sequence[int]], steps: int, record: Path) -> Any:
+    """Load `model` with the plugin and `pattern`, prefill all prompts as one batch, decode greedily.
+
+    Returns:
+        A `Served` for each prompt, in the order given.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.live.preload"])
+    parent, child = context.Pipe()
+    environment = {**ENVIRONMENT, "DSA_CPU_RECORD": str(record)}
+    if pattern is not None:
+        environment["SGLANG_INDEXCACHE_PATTERN"] = pattern
+    process = context.Process(target=_child, args=(child, environment, str(model), prompts, steps))
+    process.start()
+    child.close()
+    try:
+        if not parent.poll(TIMEOUT):
+            raise TimeoutError("the model runner gave no answer")
+        answer = parent.recv()
+    except EOFError:
+        process.join(TIMEOUT)
+        raise RuntimeError(f"the model runner ended with exit code {process.exitcode}") from None
+    finally:
+        process.join(60)
+        process.kill()
+    if isinstance(answer, str):
+        raise RuntimeError(answer)
+    return answer
+
+
+def _child(pipe: Connection, environment: dict[str, str], model: str, prompts: Any, steps: int) -> None:
+    os.environ.update(environment)
+    try:
+        answer: Any = _generate(model, prompts, steps)
+    except Exception:
+        answer = traceback.format_exc()
+    pipe.send(answer)
+    pipe.close()
+    os._exit(0)  # no SGLang clean-up hooks
+
+
+def _generate(model: str, prompts: Sequence[Sequence[int]], steps: int) -> list[Served]:
+    from array import array
+
+    import torch
+    from sglang.benchmark import one_batch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.server_args import PortArgs, ServerArgs
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    load_plugins()
+    arguments = ServerArgs(model_path=model, skip_tokenizer_init=True, **ARGUMENTS)
+    arguments.resolve_once()
+    one_batch._set_envs_and_config(arguments)
+    rank = one_batch.SpawnRanks(world_rank=one_batch.spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0)
+    one_batch.publish(arguments, role="scheduler", ranks=rank)
+    one_batch._init_process_global_configs()
+    one_batch.get_tokenizer = lambda *_, **__: None
+    wrapper, _ = one_batch.load_model(arguments, PortArgs.init_new(arguments), 0, 0)
+    runner = wrapper.torch_runner
+
+    requests = []
+    for index, ids in enumerate(prompts):
+        request = Req(
+            rid=str(index),
+            origin_input_text="",
+            origin_input_ids=array("q", ids),
+            sampling_params=SamplingParams(temperature=0, max_new_tokens=steps),
+            return_logprob=True,
+        )
+        request.full_untruncated_fill_ids = request.origin_input_ids
+        request.logprob_start_len = 0
+        request.extend_end = len(ids)
+        requests.append(request)
+    tree = one_batch.TreeCacheNamespace(
+        page_size=arguments.page_size,
+        device=runner.device,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+    )
+    with torch.no_grad():
+        batch = ScheduleBatch.init_new(
+            reqs=requests,
+            req_to_token_pool=runner.req_to_token_pool,
+            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+            tree_cache=tree,
+            model_config=runner.model_config,
+            enable_overlap=False,
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+        )
+        batch.prepare_for_extend()
+        if batch.input_ids is None:
+            batch.input_ids = batch.prefill_input_ids_cpu
+            batch.prefill_input_ids_cpu = None
+        forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+        output = runner.forward(forward_batch).logits_output
+        flat = output.input_token_logprobs.tolist()
+        ids, logprobs, start = [list(prompt) for prompt in prompts], [], 0
+        for prompt in prompts:  # each prompt has a last row of its own, for the token to come
+            logprobs.append(flat[start : start + len(prompt) - 1])
+            start += len(prompt)
+        for step in range(steps):
+            distribution = output.next_token_logits.float().log_softmax(dim=-1)
+            chosen = distribution.argmax(dim=-1)
+            for row, token in enumerate(chosen.tolist()):
+                ids[row].append(token)
+                logprobs[row].append(distribution[row, token].item())
+            if step + 1 < steps:
+                batch.input_ids = chosen
+                batch.prepare_for_decode()
+                forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+                output = runner.forward(forward_batch).logits_output
+    return [
+        Served(tuple(row), len(prompt), tuple(values))
+        for row, prompt, values in zip(ids, prompts, logprobs, strict=True)
+    ]

@@ -1,0 +1,114 @@
+"""transformers with the same roles, made to attend to what SGLang selected, and asked what it would have selected.
+
+Two implementations of one model differ by rounding, and rounding decides ties at the k-th score. Following SGLang's
+selections keeps both on one path, so that logprobs can be compared on every row, and each differing selection can be
+judged where it happened: by the scores that transformers itself gave to the tokens in dispute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from dsa_cpu_platform.recorder import Run
+from indexcache_search.engines.roles import apply_roles, dsa_attentions
+from sglang_indexcache import Pattern
+
+Selections = dict[int, dict[int, frozenset[int]]]
+"""Layer, position, the positions it attends to."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What transformers says of a sequence that SGLang served.
+
+    Attributes:
+        logprobs: of tokens 1, 2, ...
+        rows: selections compared.
+        disputed: for each selection that differs, the distance of the farthest disputed token's score to the k-th.
+    """
+
+    logprobs: Tensor
+    rows: int
+    disputed: tuple[float, ...]
+
+
+def load_reference(model: Path) -> Any:
+    """The transformers model in float32, one thread, so that it matches from run to run."""
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def selections(runs: Sequence[Run], requests: Sequence[str]) -> Selections:
+    """What the indexers chose for a sequence that was computed by `requests`, one after the other (prefix hits)."""
+    chosen: Selections = {}
+    for run in runs:
+        if run.selected is None:
+            continue
+        for rid, position, row in zip(run.requests, run.positions, run.selected, strict=True):
+            if rid in requests:
+                picked = frozenset(index for index in row.tolist() if index >= 0)
+                known = chosen.setdefault(run.layer, {}).setdefault(position, picked)
+                assert known == picked, f"ranks or repeats chose differently: layer {run.layer}, position {position}"
+    return chosen
+
+
+def replay(model: Any, pattern: Pattern, ids: Sequence[int], chosen: Selections) -> Replay:
+    """Run `ids` through `model` with `pattern`, every indexer answering what SGLang's did."""
+    disputed: list[float] = []
+    rows = 0
+
+    def follow(layer: int, run: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            nonlocal rows
+            own, scores = _selection_and_scores(run, args, kwargs)
+            answer = own.clone()
+            for position in range(own.shape[1]):
+                visible = position + 1
+                theirs = chosen[layer][position]
+                if visible <= own.shape[2]:  # everything is visible, nothing to choose
+                    assert theirs == frozenset(range(visible)), f"layer {layer}, position {position}: not all tokens"
+                    continue
+                rows += 1
+                ours = frozenset(own[0, position].tolist())
+                if theirs != ours:
+                    threshold = min(scores[0, position, list(ours)].tolist())
+                    gaps = [abs(scores[0, position, token].item() - threshold) for token in theirs ^ ours]
+                    disputed.append(max(gaps))
+                    answer[0, position] = torch.tensor(sorted(theirs))
+            return answer
+
+        return forward
+
+    with ExitStack() as stack:
+        for layer, attention in enumerate(dsa_attentions(model)):
+            if pattern[layer] == "F":
+                attention.indexer.forward = follow(layer, attention.indexer.forward)
+                stack.callback(attention.indexer.__dict__.pop, "forward")
+        with torch.inference_mode(), apply_roles(model, pattern):
+            logits = model(torch.tensor([list(ids[:-1])]), use_cache=False).logits[0]
+    logprobs = logits.log_softmax(dim=-1).gather(1, torch.tensor(list(ids[1:]))[:, None])[:, 0]
+    return Replay(logprobs, rows, tuple(disputed))
+
+
+def _selection_and_scores(run: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
+    """An indexer's `[1, queries, k]` choice and the `[1, queries, tokens]` scores that it called `topk` on."""
+    seen: list[Tensor] = []
+    original = Tensor.topk
+
+    def topk(self: Tensor, *a: Any, **k: Any) -> Any:
+        seen.append(self)
+        return original(self, *a, **k)
+
+    Tensor.topk = topk  # type: ignore[method-assign]
+    try:
+        own = run(*args, **kwargs)
+    finally:
+        Tensor.topk = original  # type: ignore[method-assign]
+    return own, seen[-1]

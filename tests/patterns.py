@@ -1,0 +1,29 @@
+"""Pattern files for tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache import DsaModel, Pattern, PatternFile
+from sglang_indexcache.pattern_file import ModelSection
+
+
+def pattern_file(pattern: Pattern, config: dict[str, Any], name: str = "glm") -> PatternFile:
+    """A file that says `pattern` and was made for the model with this config.json."""
+    model = DsaModel.from_config(config, name)
+    section = ModelSection(
+        architecture=model.architecture,
+        num_layers=len(pattern),
+        config_sha256=model.config_sha256,
+        name=name,
+        locked_layers=list(model.locked),
+    )
+    return PatternFile(schema="indexcache/v1", model=section, pattern=pattern.roles, retention=pattern.retention)
+
+
+def write_pattern(pattern: Pattern, model: Path, path: Path) -> str:
+    """Save a file for the model in the folder `model`; returns its path."""
+    pattern_file(pattern, json.loads((model / "config.json").read_text())).save(path)
+    return str(path)

@@ -1,0 +1,36 @@
+"""What is replaced in SGLang 0.5.23, and by what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from dsa_cpu_platform.attention import gather_decode, gather_prefill, sparse_attention
+from dsa_cpu_platform.indexer import indexer_forward
+
+_GATHER = "sglang.kernels.ops.attention.dsa.transform_index."
+
+
+def register_hooks() -> None:
+    """Register the replacements; SGLang applies them before it builds anything."""
+    torch.cuda.get_device_capability = lambda *_, **__: (8, 0)  # asked for DSA models without a look at the device
+    replacements = {
+        # bf16 or fp8 KV is DSA's default; float32 runs keep the model's dtype
+        "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default": lambda _: {},
+        _GATHER + "transform_index_page_table_decode": gather_decode,
+        _GATHER + "transform_index_page_table_prefill": gather_prefill,
+        "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_tilelang": sparse_attention,
+        "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_native": indexer_forward,
+    }
+    for target, replacement in replacements.items():
+        HookRegistry.register(target, replacement, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", _rope, HookType.AROUND)
+
+
+def _rope(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang's CPU rope only knows yarn; the plain one serves the rest. Argument 5 is the scaling."""
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+    return original(*args, **kwargs) if args[5] else get_rope(*args[:8])

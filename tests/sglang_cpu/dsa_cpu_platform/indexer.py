@@ -1,0 +1,75 @@
+"""The lightning indexer in float32: no fp8, no Hadamard rotation; index keys in a side buffer of the KV pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dsa_cpu_platform import recorder
+
+
+def indexer_forward(
+    indexer: Any,
+    x: Tensor,
+    q_lora: Tensor,
+    positions: Tensor,
+    forward_batch: Any,
+    layer_id: int,
+    return_indices: bool = True,
+) -> Tensor | None:
+    """Replaces `Indexer.forward_native`.
+
+    Args:
+        x: `[tokens, hidden]`.
+        q_lora: `[tokens, q_lora_rank]`.
+        positions: `[tokens]`.
+        return_indices: `False` where only the index keys are wanted.
+
+    Returns:
+        `[tokens, index_topk]` int32 positions within each request, -1 for none.
+    """
+    from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
+    from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
+
+    queries, keys, weights = _project(indexer, x, q_lora, positions)
+    cache = _index_keys(get_token_to_kv_pool(), layer_id, indexer.head_dim)
+    cache[forward_batch.out_cache_loc] = keys
+    if not return_indices:
+        recorder.record(layer_id, forward_batch, positions, None)
+        return None
+    metadata = get_attn_backend().get_indexer_metadata(layer_id, forward_batch)
+    table = metadata.get_page_table_1()
+    request_of_row = torch.repeat_interleave(
+        torch.arange(table.shape[0]), torch.tensor(metadata.get_dsa_extend_len_cpu())
+    )
+    scores = torch.full((len(request_of_row), table.shape[1]), float("-inf"))
+    for request in range(table.shape[0]):
+        rows = (request_of_row == request).nonzero().squeeze(1)
+        heads = torch.relu(torch.einsum("thd,kd->thk", queries[rows], cache[table[request].long()]))
+        scores[rows] = torch.einsum("thk,th->tk", heads * indexer.softmax_scale, weights[rows])
+    selected = torch.full((x.shape[0], indexer.index_topk), -1, dtype=torch.int32)
+    selected[: len(request_of_row)] = metadata.topk_transform(scores, indexer.index_topk)
+    recorder.record(layer_id, forward_batch, positions, selected[: len(request_of_row)])
+    return maybe_capture_indexer_topk(layer_id, selected)
+
+
+def _project(indexer: Any, x: Tensor, q_lora: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries `[tokens, heads, dim]`, keys `[tokens, dim]`, head weights `[tokens, heads]`, all float32."""
+    heads, rope = indexer.n_heads, indexer.rope_head_dim
+    q = indexer.wq_b(q_lora)[0].view(-1, heads, indexer.head_dim)
+    k = indexer.k_norm(indexer.wk(x)[0])
+    q_rope, k_rope = indexer.rotary_emb(positions, q[..., :rope].contiguous(), k[..., :rope].unsqueeze(1).contiguous())
+    q = torch.cat([q_rope.reshape(-1, heads, rope), q[..., rope:]], dim=-1)
+    k = torch.cat([k_rope.reshape(-1, rope), k[..., rope:]], dim=-1)
+    weights = F.linear(x.float(), indexer.weights_proj.weight.float()) * heads**-0.5
+    return q.float(), k.float(), weights
+
+
+def _index_keys(pool: Any, layer_id: int, head_dim: int) -> Tensor:
+    buffers: dict[int, Tensor] = pool.__dict__.setdefault("_dsa_cpu_index_keys", {})
+    if layer_id not in buffers:
+        buffers[layer_id] = torch.zeros(pool.size + pool.page_size, head_dim)
+    return buffers[layer_id]

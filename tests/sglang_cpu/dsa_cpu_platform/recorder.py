@@ -1,0 +1,68 @@
+"""What the indexers of all processes did, for tests to look at."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+VARIABLE = "DSA_CPU_RECORD"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of one indexer.
+
+    Attributes:
+        process: its process id; each rank has its own.
+        mode: SGLang's forward mode, `EXTEND` or `DECODE`.
+        requests: for each token the id of its request.
+        positions: for each token its position.
+        selected: `[tokens, k]` positions, -1 for none; `None` where only index keys were written.
+    """
+
+    process: int
+    layer: int
+    mode: str
+    requests: tuple[str, ...]
+    positions: tuple[int, ...]
+    selected: Any
+
+
+def record(layer: int, forward_batch: Any, positions: Tensor, selected: Tensor | None) -> None:
+    """Append a run to this process's file, if recording is asked for."""
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        return
+    mode = forward_batch.forward_mode
+    lengths = forward_batch.extend_seq_lens_cpu if mode.is_extend() else [1] * forward_batch.batch_size
+    requests = [str(rid) for rid, length in zip(forward_batch.rids, lengths, strict=True) for _ in range(length)]
+    run = Run(
+        os.getpid(),
+        layer,
+        mode.name,
+        tuple(requests),
+        tuple(positions[: len(requests)].tolist()),
+        None if selected is None else selected.numpy().copy(),
+    )
+    with (Path(folder) / f"{os.getpid()}.pickle").open("ab") as file:
+        pickle.dump(run, file)
+
+
+def read(folder: Path) -> list[Run]:
+    """All runs, by process in the order they happened."""
+    return [run for path in sorted(folder.glob("*.pickle")) for run in _read(path)]
+
+
+def _read(path: Path) -> Iterator[Run]:
+    with path.open("rb") as file:
+        while True:
+            try:
+                yield pickle.load(file)
+            except EOFError:
+                return
