@@ -49,9 +49,7 @@ def make_metrics(request: Request, labels: dict[str, Any], full: int, shared: in
         multiprocess_mode="mostrecent",
     )
     retention = f"{request.pattern.retention:.4f}"
-    info.labels(**labels, fingerprint=request.pattern.fingerprint[:16], retention=retention, source=request.source).set(
-        1
-    )
+    info.labels(**labels, fingerprint=request.pattern.fingerprint, retention=retention, source=request.source).set(1)
     layers = Gauge(
         "sglang:indexcache_layers",
         "DSA layers of this rank by role: F runs its indexer, S reuses indices.",

@@ -46,16 +46,23 @@ def load_reference(model: Path) -> Any:
 
 
 def selections(runs: Sequence[Run], requests: Sequence[str]) -> Selections:
-    """What the indexers chose for a sequence that was computed by `requests`, one after the other (prefix hits)."""
+    """What the indexers chose for a sequence that was computed by `requests`, the last of which has the last word.
+
+    With a prefix hit, the cached part was computed by an earlier request. All ranks must have chosen alike.
+    """
     chosen: Selections = {}
-    for run in runs:
-        if run.selected is None:
-            continue
-        for rid, position, row in zip(run.requests, run.positions, run.selected, strict=True):
-            if rid in requests:
-                picked = frozenset(index for index in row.tolist() if index >= 0)
-                known = chosen.setdefault(run.layer, {}).setdefault(position, picked)
-                assert known == picked, f"ranks or repeats chose differently: layer {run.layer}, position {position}"
+    for request in requests:
+        own: Selections = {}
+        for run in runs:
+            if run.selected is None:
+                continue
+            for rid, position, row in zip(run.requests, run.positions, run.selected, strict=True):
+                if rid == request:
+                    picked = frozenset(index for index in row.tolist() if index >= 0)
+                    known = own.setdefault(run.layer, {}).setdefault(position, picked)
+                    assert known == picked, f"two ranks chose differently: layer {run.layer}, position {position}"
+        for layer, rows in own.items():
+            chosen.setdefault(layer, {}).update(rows)
     return chosen
 
 

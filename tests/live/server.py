@@ -1,0 +1,135 @@
+"""SGLang's HTTP server as a user starts it, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.live.inprocess import ENVIRONMENT, Served
+
+START_TIMEOUT, REQUEST_TIMEOUT = 600, 300
+FLAGS = (
+    *("--device", "cpu", "--attention-backend", "dsa", "--dsa-prefill-backend", "tilelang"),
+    *("--dsa-decode-backend", "tilelang", "--dsa-topk-backend", "torch", "--dtype", "float32"),
+    *("--disable-cuda-graph", "--max-total-tokens", "4096", "--max-running-requests", "8"),
+    *("--mem-fraction-static", "0.3", "--random-seed", "0"),
+)
+LAUNCHER = ("sglang_indexcache.launch_server",)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server."""
+
+    url: str
+    log: Path
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=REQUEST_TIMEOUT) as answer:
+            return str(answer.read().decode())
+
+    def post(self, path: str, **body: Any) -> Any:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT) as answer:
+            return json.load(answer)
+
+    def generate(self, prompts: Sequence[Sequence[int]], names: Sequence[str], steps: int, inputs: bool = True) -> Any:
+        """`(served, cached tokens)` of each prompt; with `inputs` the logprobs of the prompt too, else only of the
+        tokens that are generated (SGLang takes nothing from its prefix cache where input logprobs are asked for)."""
+        answers = self.post(
+            "/generate",
+            input_ids=[list(prompt) for prompt in prompts],
+            rid=list(names),
+            sampling_params={"temperature": 0, "max_new_tokens": steps, "ignore_eos": True},
+            return_logprob=True,
+            logprob_start_len=0 if inputs else -1,
+        )
+        found = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            meta = answer["meta_info"]
+            logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+            if inputs:
+                logprobs = [entry[0] for entry in meta["input_token_logprobs"][1:]] + logprobs
+            served = Served((*prompt, *answer["output_ids"]), len(prompt), tuple(logprobs))
+            found.append((served, meta["cached_tokens"]))
+        return found
+
+
+def command(model: Path, *flags: str, module: Sequence[str] = LAUNCHER) -> list[str]:
+    """The command line that starts a server for `model`."""
+    return [sys.executable, "-m", *module, "--model-path", str(model), *FLAGS, *flags]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **changes}
+
+
+@contextmanager
+def running(model: Path, log: Path, *flags: str, module: Sequence[str] = LAUNCHER, **changes: str) -> Iterator[Server]:
+    """A server that has answered /health; all its processes are ended afterwards."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command(model, *flags, "--port", str(port), module=module),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(**changes),
+            start_new_session=True,
+        )
+        try:
+            server = Server(f"http://127.0.0.1:{port}", log)
+            _wait(process, server)
+            yield server
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], server: Server) -> None:
+    deadline = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        try:
+            server.get("/health")
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise RuntimeError(f"the server did not start:\n{server.log.read_text()[-4000:]}")
+
+
+def ended(arguments: Sequence[str], **changes: str) -> tuple[int, list[str]]:
+    """Run a server that should end by itself; its exit code and the lines that begin with `indexcache: `."""
+    process = subprocess.Popen(
+        list(arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(**changes),
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=START_TIMEOUT)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    lines = [line for line in output.splitlines() if line.startswith("indexcache: ")]
+    assert lines, output[-4000:]
+    return process.returncode, lines

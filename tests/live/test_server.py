@@ -1,0 +1,188 @@
+"""The HTTP server with a pattern: parity, prefix hits, chunks, batches, ranks and stages; status and metrics."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from dsa_cpu_platform import recorder
+from indexcache_search import demo
+from sglang_indexcache import Pattern
+from sglang_indexcache.check import main as check_main
+from tests.live import models
+from tests.live.reference import load_reference
+from tests.live.server import Server, running
+from tests.live.test_parity import check_parity
+from tests.patterns import write_pattern
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+CHUNK = 128  # a multiple of SGLang's page of 64
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    folder = tmp_path / "record"
+    folder.mkdir()
+    return folder
+
+
+def states(server: Server) -> list[dict[str, Any]]:
+    return [state.get("indexcache") for state in json.loads(server.get("/server_info"))["internal_states"]]
+
+
+def metric(text: str, name: str) -> dict[str, float]:
+    """Values of a metric by its labels."""
+    lines = re.findall(rf"^{name}(\{{.*\}})? (\S+)$", text, re.MULTILINE)
+    return {labels: float(value) for labels, value in lines}
+
+
+def check_modes(server: Server, model: Any, pattern: Pattern, record: Path, prompts: list[list[int]]) -> None:
+    """Prefill in chunks, decode, a batch, and a prefix hit: logprobs, and which layers ran."""
+    for path in record.glob("*"):
+        path.unlink()  # what warm-up requests left
+    names = [f"batch-{index}" for index in range(len(prompts))]
+    batch = server.generate(prompts, names, steps=6)
+    runs = recorder.read(record)
+    check_parity(model, pattern, [(served, [name]) for (served, _), name in zip(batch, names, strict=True)], runs)
+    for mode in ("EXTEND", "DECODE"):
+        assert {run.layer for run in runs if run.mode == mode} == set(pattern.full_layers), mode
+    starts = {positions_of(run, "batch-0")[0] for run in runs if run.mode == "EXTEND" and "batch-0" in run.requests}
+    assert len(starts) > 1, "the prompt was not computed in chunks"
+    assert any(len(set(run.requests)) > 1 for run in runs if run.mode == "DECODE"), "no batch in decode"
+
+    [(first, _)] = server.generate(prompts[:1], ["first"], steps=2, inputs=False)
+    [(again, cached)] = server.generate(prompts[:1], ["again"], steps=2, inputs=False)
+    assert cached >= CHUNK and again.ids == first.ids
+    runs = recorder.read(record)
+    assert {run.layer for run in runs if "again" in run.requests} == set(pattern.full_layers)
+    computed = [position for run in runs for position in positions_of(run, "again")]
+    assert min(computed) == cached, "the prefix was computed again"
+    check_parity(model, pattern, [(again, ["batch-0", "first", "again"])], runs)
+
+
+def positions_of(run: recorder.Run, request: str) -> list[int]:
+    return [position for rid, position in zip(run.requests, run.positions, strict=True) if rid == request]
+
+
+def random_prompts() -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(2, models.VOCAB) for _ in range(length)] for length in (300, 90, 40)]
+
+
+def test_the_readmes_server(tmp_path: Path, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The demo with its tokenizer: completions, parity, status, metrics, and a check against the running server."""
+    pattern = Pattern("FSSFSSFSFSSSSSSS")
+    file = write_pattern(pattern, demo.MODEL, tmp_path / "pattern.yaml")
+    flags = ("--indexcache-pattern", file, "--chunked-prefill-size", str(CHUNK), "--enable-metrics")
+    with running(demo.MODEL, tmp_path / "log", *flags, DSA_CPU_RECORD=str(record)) as server:
+        answer = server.post("/v1/completions", model="demo", prompt="The quick brown fox", max_tokens=8, temperature=0)
+        assert answer["usage"]["completion_tokens"] == 8 and answer["choices"][0]["text"].strip()
+
+        [state] = states(server)
+        assert state["pattern"] == pattern.roles and state["fingerprint"] == pattern.fingerprint
+        assert state["retention"] == 0.25 and state["source"] == file
+        assert check_main([file, "--server", server.url]) == 0
+        other = write_pattern(Pattern.full(16), demo.MODEL, tmp_path / "other.yaml")
+        assert check_main([other, "--server", server.url]) == 1
+        assert f"serves fingerprint {pattern.fingerprint[:16]}" in capsys.readouterr().out
+
+        rows = [json.loads(line)["input_ids"] for line in demo.data_file("multi").open()]
+        check_modes(server, load_reference(demo.MODEL), pattern, record, [rows[0][:400], rows[1][:150], rows[2][:90]])
+
+        before = server.get("/metrics")
+        [(labels, one)] = metric(before, "sglang:indexcache_info").items()
+        assert one == 1 and pattern.fingerprint in labels and 'retention="0.2500"' in labels and 'tp_rank="0"' in labels
+        assert sorted(metric(before, "sglang:indexcache_layers").values()) == [4, 12]
+        server.generate([[5] * 100], ["counted"], steps=4)
+        after = server.get("/metrics")
+        grown = {}
+        for name in ("sglang:indexcache_indexer_runs_total", "sglang:indexcache_indexer_skips_total"):
+            [(_, old)], [(_, new)] = metric(before, name).items(), metric(after, name).items()
+            grown[name] = new - old
+        passes = 1 + 3  # one prefill gives the first token, three decode steps the rest
+        assert list(grown.values()) == [4 * passes, 12 * passes]
+        runs = [run for run in recorder.read(record) if "counted" in run.requests]
+        assert len(runs) == 4 * passes, "the counter says what the indexers did"
+
+
+def test_tensor_parallel_ranks(tmp_path: Path, record: Path) -> None:
+    """Two ranks choose the same tokens; without --enable-metrics nothing of ours is in /metrics."""
+    model = models.build("glm-moe", tmp_path / "glm")
+    pattern = Pattern("FSFSSF")
+    file = write_pattern(pattern, model, tmp_path / "pattern.yaml")
+    flags = (
+        "--indexcache-pattern",
+        file,
+        "--chunked-prefill-size",
+        str(CHUNK),
+        "--tp-size",
+        "2",
+        "--skip-tokenizer-init",
+    )
+    changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with running(model, tmp_path / "log", *flags, **changes) as server:
+        check_modes(server, load_reference(model), pattern, record, random_prompts())
+        assert len({run.process for run in recorder.read(record)}) == 2
+        assert "on 6 attention modules here and 2 rank(s)" in server.log.read_text()
+        with pytest.raises(HTTPError, match="404"):  # metrics are off
+            server.get("/metrics")
+
+
+def test_pipeline_stages_that_begin_with_a_shared_layer(tmp_path: Path, record: Path) -> None:
+    """Layers 0 to 2 and 3 to 5; layer 3 is S and gets layer 2's indices from the stage before, which is S as well."""
+    model = models.build("deepseek-v3.2", tmp_path / "deepseek")
+    pattern = Pattern("FFSSFS")
+    file = write_pattern(pattern, model, tmp_path / "pattern.yaml")
+    flags = (
+        "--indexcache-pattern",
+        file,
+        "--chunked-prefill-size",
+        str(CHUNK),
+        "--pp-size",
+        "2",
+        "--skip-tokenizer-init",
+    )
+    changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with running(model, tmp_path / "log", *flags, "--enable-metrics", **changes) as server:
+        check_modes(server, load_reference(model), pattern, record, random_prompts())
+        layers = {run.process: set[int]() for run in recorder.read(record)}
+        for run in recorder.read(record):
+            layers[run.process].add(run.layer)
+        assert sorted(layers.values(), key=min) == [{0, 1}, {4}]
+        found = metric(server.get("/metrics"), "sglang:indexcache_layers")
+        roles = {re.search(r'pp_rank="(\d)".*role="(.)"', labels).groups(): count for labels, count in found.items()}
+        assert roles == {("0", "F"): 2, ("0", "S"): 1, ("1", "F"): 1, ("1", "S"): 2}
+
+
+def test_data_parallel_replicas(tmp_path: Path) -> None:
+    """Each replica reports for itself."""
+    model = models.build("glm-dense", tmp_path / "glm")
+    pattern = Pattern("FSFSSF")
+    file = write_pattern(pattern, model, tmp_path / "pattern.yaml")
+    flags = ("--indexcache-pattern", file, "--dp-size", "2", "--skip-tokenizer-init", "--enable-metrics")
+    with running(model, tmp_path / "log", *flags, SGLANG_CPU_OMP_THREADS_BIND="0|1") as server:
+        assert [state["fingerprint"] for state in states(server)] == [pattern.fingerprint] * 2
+        assert check_main([file, "--server", server.url]) == 0
+        labels = metric(server.get("/metrics"), "sglang:indexcache_info")
+        assert sorted(re.findall(r'dp_rank="(\d)"', " ".join(labels))) == ["0", "1"]
+
+
+def test_the_environment_alone_is_enough_and_nothing_happens_without_it(tmp_path: Path) -> None:
+    """`python -m sglang.launch_server` and other launchers find the plugin by its entry point."""
+    model = models.build("glm-dense", tmp_path / "glm")
+    pattern = Pattern("FSSSSF")
+    file = write_pattern(pattern, model, tmp_path / "pattern.yaml")
+    plain = {"module": ("sglang.launch_server",)}
+    with running(model, tmp_path / "log", "--skip-tokenizer-init", **plain, SGLANG_INDEXCACHE_PATTERN=file) as server:
+        assert [state["pattern"] for state in states(server)] == [pattern.roles]
+    with running(model, tmp_path / "log", "--skip-tokenizer-init", **plain) as server:
+        assert states(server) == [None]
+        assert check_main([file, "--server", server.url]) == 1
