@@ -7,7 +7,8 @@ def activate() -> str:
 
 
 def register() -> None:
-    """Entry point of `sglang.srt.plugins`: replace what needs a GPU."""
-    from dsa_cpu_platform.hooks import register_hooks
+    """Entry point of `sglang.srt.plugins`: replace what needs a GPU, and break what a test asks for."""
+    from dsa_cpu_platform import hooks, sabotage
 
-    register_hooks()
+    hooks.register_hooks()
+    sabotage.apply()

@@ -1,0 +1,238 @@
+"""Every refusal, from the real server: its exit code, and its one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from safetensors.torch import load_file, save_file
+
+from sglang_indexcache import Pattern, probes
+from sglang_indexcache.spellings import indexer_types
+from tests.live import models
+from tests.live.server import command, ended, environment
+from tests.patterns import pattern_file, write_pattern
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+PATTERN = Pattern("FSSFSS")
+OVERRIDES = "--json-model-override-args"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.build("glm-dense", tmp_path_factory.mktemp("glm"))
+
+
+@pytest.fixture
+def file(model: Path, tmp_path: Path) -> str:
+    return write_pattern(PATTERN, model, tmp_path / "pattern.yaml")
+
+
+def refused(model: Path, file: str, *flags: str, **changes: str) -> str:
+    """The line of a launch that the main process refuses."""
+    code, lines = ended(command(model, "--indexcache-pattern", file, "--skip-tokenizer-init", *flags), **changes)
+    assert code == 2 and len(lines) == 1, (code, lines)
+    return lines[0].removeprefix("indexcache: ")
+
+
+def copy_with(model: Path, folder: Path, **changes: Any) -> Path:
+    """The model with another config.json."""
+    shutil.copytree(model, folder)
+    config = {**json.loads((model / "config.json").read_text()), **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+# -- the file and the command line
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("pattern: FSSFSS", "pattern: FSSFSX", "pattern has 'X' for layer 5, expected F or S"),
+        ("pattern: FSSFSS", "pattern: SFSFSS", "begins with S, but layer 0 has no earlier layer"),
+        ("pattern: FSSFSS", "pattern: FSSFS", "5 letters"),
+        ("pattern: FSSFSS", "pattern: FSSFSS\nretentoin: 1", "retentoin"),
+    ],
+)
+def test_bad_files(model: Path, file: str, old: str, new: str, message: str) -> None:
+    text = Path(file).read_text()
+    assert old in text
+    Path(file).write_text(text.replace(old, new))
+    assert message in refused(model, file)
+
+
+def test_a_file_that_is_not_there(model: Path) -> None:
+    assert refused(model, "nothing.yaml") == "nothing.yaml: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            (OVERRIDES, '{"index_topk_pattern": "FFFFFF"}'),
+            f"{OVERRIDES}: index_topk_pattern means FFFFFF, the pattern file FSSFSS; expected one of them",
+        ),
+        ((OVERRIDES, json.dumps({"indexer_types": indexer_types(Pattern("FSFFSS"))})), "indexer_types means FSFFSS"),
+        ((OVERRIDES, '{"cli_factor": 2}'), "cli_factor is 2, which wins over any pattern"),
+        (("--enable-two-batch-overlap",), "--enable-two-batch-overlap can't be combined with a pattern"),
+    ],
+)
+def test_command_lines_that_contradict(model: Path, file: str, flags: tuple[str, ...], message: str) -> None:
+    assert message in refused(model, file, *flags)
+
+
+def test_a_plugin_that_sglang_is_told_to_leave_out(model: Path, file: str) -> None:
+    assert "SGLANG_PLUGINS leaves the plugin out" in refused(model, file, SGLANG_PLUGINS="dsa_cpu")
+
+
+# -- the model
+
+
+def test_another_length(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    longer = {**config, "num_hidden_layers": 7, "indexer_types": ["full"] * 7}
+    pattern_file(Pattern("FSSFSSS"), longer).save(tmp_path / "p.yaml")
+    assert "pattern has 7 letters, model has 6 DSA layers" in refused(model, str(tmp_path / "p.yaml"))
+
+
+def test_another_config(model: Path, file: str, tmp_path: Path) -> None:
+    other = copy_with(model, tmp_path / "other", index_topk=32)
+    assert "model.config_sha256: file has" in refused(other, file)
+
+
+def test_layers_without_indexer_weights(model: Path, file: str, tmp_path: Path) -> None:
+    other = copy_with(model, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if ".layers.3.self_attn.indexer." not in name}
+    save_file(kept, other / "model.safetensors", metadata={"format": "pt"})
+    assert refused(other, file) == "pattern has F for layer 3, but the checkpoint has no indexer there; expected S"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LongcatFlashForCausalLM"]}, "LongCat's sharing (cli_factor) is trained in"),
+        ({"architectures": ["DeepseekV4ForCausalLM"]}, "DeepSeek-V4 shares indices through a buffer of its own"),
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM has no DSA attention known here"),
+        ({"cli_factor": 2}, "cli_factor is 2: LongCat's sharing is trained in and wins over patterns"),
+    ],
+)
+def test_models_that_take_no_pattern(
+    model: Path, file: str, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    assert message in refused(copy_with(model, tmp_path / "other", **changes), file)
+
+
+# -- what only shows on the loaded model
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("roles", "layer 1 would run as F, the pattern says S"),
+        ("weights", "layer 3 is F, but no weights were loaded into its indexer's wq_b.weight"),
+    ],
+)
+def test_a_model_that_does_not_run_the_pattern(model: Path, file: str, broken: str, message: str) -> None:
+    arguments = command(model, "--indexcache-pattern", file, "--skip-tokenizer-init")
+    code, lines = ended(arguments, DSA_CPU_BREAK=broken)
+    assert code != 0 and lines == [f"indexcache: {message}"]
+
+
+def test_two_nodes_with_different_files(model: Path, file: str, tmp_path: Path) -> None:
+    """Each node reads its own copy of the file; all ranks compare what they serve before the first request."""
+    other = write_pattern(Pattern("FSFFSS"), model, tmp_path / "other.yaml")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    shared = ("--skip-tokenizer-init", "--tp-size", "2", "--nnodes", "2", "--dist-init-addr", address)
+    nodes = [
+        command(model, "--indexcache-pattern", path, *shared, "--node-rank", str(rank))
+        for rank, path in enumerate((file, other))
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda node: ended(node, SGLANG_CPU_OMP_THREADS_BIND="0|1"), nodes))
+    line = (
+        f"indexcache: rank 1 serves a pattern with fingerprint {Pattern('FSFFSS').fingerprint[:16]}, rank 0 one with "
+        f"{PATTERN.fingerprint[:16]}; expected the same file on every node"
+    )
+    assert [lines for _, lines in results] == [[line], [line]]
+    assert all(code != 0 for code, _ in results)
+
+
+# -- an SGLang that has changed
+
+REQUIRED = list(dict.fromkeys(need for feature in probes.REQUIRED for need in feature.needs))
+
+
+def without(need: probes.Need, folder: Path) -> dict[str, str]:
+    """The environment of a server whose SGLang has another name for `need`: links to the installed one, one file
+    changed."""
+    source = probes.SglangSource.installed()
+    assert source is not None
+    subprocess.run(["cp", "-rs", source.root, folder / "sglang"], check=True)
+    path = folder.joinpath("sglang", *need.module.split(".")).with_suffix(".py")
+    text = path.read_text()
+    owner, _, name = need.name.rpartition(".")
+    start = text.index(f"class {owner}") if owner else 0
+    changed = text[:start] + re.sub(rf"\bdef {name}\(", f"def renamed_{name}(", text[start:], count=1)
+    assert changed != text
+    path.unlink()
+    path.write_text(changed)
+    return {"PYTHONPATH": f"{folder}:{environment()['PYTHONPATH']}"}
+
+
+@pytest.mark.parametrize("need", REQUIRED, ids=lambda need: need.name)
+def test_each_place_that_serving_needs_and_this_sglang_lacks(
+    model: Path, file: str, tmp_path: Path, need: probes.Need
+) -> None:
+    line = refused(model, file, **without(need, tmp_path))
+    assert line == f"needs {need.target}, which is not in SGLang 0.5.23"
+
+
+@pytest.mark.parametrize(
+    ("need", "flags"),
+    [
+        (probes.STORAGE, ("--enable-hierarchical-cache", "--hicache-storage-backend", "file")),
+        (probes.STAGES, ("--pp-size", "2")),
+    ],
+    ids=lambda item: getattr(item, "name", None),
+)
+def test_flags_that_need_what_this_sglang_lacks(
+    model: Path, file: str, tmp_path: Path, need: probes.Need, flags: tuple[str, ...]
+) -> None:
+    line = refused(model, file, *flags, **without(need, tmp_path))
+    assert line.startswith(
+        f"{flags[-2]} {flags[-1]} can't be combined with a pattern on this SGLang: needs {need.target}"
+    )
+
+
+@pytest.mark.parametrize(
+    "removed", ["managers.scheduler.Scheduler", "model_executor.model_runner.ModelRunner.load_model"]
+)
+def test_a_hook_that_the_registry_could_not_apply(model: Path, file: str, removed: str) -> None:
+    """SGLang's registry logs that and goes on; here something deletes the target after it was probed."""
+    arguments = command(model, "--indexcache-pattern", file, "--skip-tokenizer-init")
+    code, lines = ended(arguments, DSA_CPU_REMOVE=f"sglang.srt.{removed}")
+    assert code != 0 and len(set(lines)) == 1
+    assert lines[0].startswith(f"indexcache: SGLang did not apply the hook on sglang.srt.{removed}")
+
+
+def test_the_installed_sglang_enables_everything() -> None:
+    arguments = [sys.executable, "-m", "sglang_indexcache.check", "--environment", "--json"]
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    features = json.loads(result.stdout)["features"]
+    assert result.returncode == 0 and [row["refused"] for row in features] == [None] * len(probes.FEATURES)

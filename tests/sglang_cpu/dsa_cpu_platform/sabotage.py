@@ -1,0 +1,39 @@
+"""Breaks SGLang on purpose, as asked by the environment, so that tests see whether a server still comes up.
+
+`DSA_CPU_REMOVE=dotted.path` deletes that function or class before hooks are applied, as a newer SGLang might have.
+`DSA_CPU_BREAK=roles` makes every layer F whatever the configuration says; `DSA_CPU_BREAK=weights` keeps the loader from
+loading one indexer tensor of layer 3.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+LOST = ".layers.3.self_attn.indexer.wq_b."
+
+
+def apply() -> None:
+    """Do what the environment asks for; nothing without it."""
+    target = os.environ.get("DSA_CPU_REMOVE")
+    if target:
+        owner, _, name = target.rpartition(".")
+        delattr(pkgutil.resolve_name(owner), name)
+    broken = os.environ.get("DSA_CPU_BREAK")
+    if broken == "roles":
+        rule = "sglang.srt.configs.model_config.dsa_layer_skips_topk"
+        HookRegistry.register(rule, lambda config, layer_id: False, HookType.REPLACE)
+    elif broken == "weights":
+        loader = "sglang.srt.models.deepseek_v2.DeepseekV2ForCausalLM.load_weights"
+        HookRegistry.register(loader, _lose_weights, HookType.AROUND)
+
+
+def _lose_weights(original: Any, model: Any, weights: Iterable[tuple[str, Any]], *args: Any, **kwargs: Any) -> Any:
+    def kept() -> Iterator[tuple[str, Any]]:
+        return (item for item in weights if LOST not in item[0])
+
+    return original(model, kept(), *args, **kwargs)
