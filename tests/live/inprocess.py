@@ -8,7 +8,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -51,61 +52,52 @@ class Served:
     logprobs: tuple[float, ...]
 
 
-def generate(model: Path, pattern: str | None, prompts: Sequence[Sequence[int]], steps: int, record: Path) -> Any:
-    """Load `model` with the plugin and `pattern`, prefill all prompts as one batch, decode greedily.
+def call(function: Callable[..., Any], *args: Any, **environment: str) -> Any:
+    """`function(*args)` in a fork of its own, with SGLang imported and these environment variables.
 
-    Returns:
-        A `Served` for each prompt, in the order given.
+    Raises:
+        RuntimeError: with the traceback from there.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.live.preload"])
     parent, child = context.Pipe()
-    environment = {**ENVIRONMENT, "DSA_CPU_RECORD": str(record)}
-    if pattern is not None:
-        environment["SGLANG_INDEXCACHE_PATTERN"] = pattern
-    process = context.Process(target=_child, args=(child, environment, str(model), prompts, steps))
+    process = context.Process(target=_child, args=(child, {**ENVIRONMENT, **environment}, function, args))
     process.start()
     child.close()
     try:
         if not parent.poll(TIMEOUT):
-            raise TimeoutError("the model runner gave no answer")
-        answer = parent.recv()
+            raise TimeoutError(f"{function.__name__} gave no answer")
+        failed, answer = parent.recv()
     except EOFError:
         process.join(TIMEOUT)
-        raise RuntimeError(f"the model runner ended with exit code {process.exitcode}") from None
+        raise RuntimeError(f"{function.__name__} ended with exit code {process.exitcode}") from None
     finally:
         process.join(60)
         process.kill()
-    if isinstance(answer, str):
+    if failed:
         raise RuntimeError(answer)
     return answer
 
 
-def _child(pipe: Connection, environment: dict[str, str], model: str, prompts: Any, steps: int) -> None:
+def _child(pipe: Connection, environment: dict[str, str], function: Callable[..., Any], args: Any) -> None:
     os.environ.update(environment)
     try:
-        answer: Any = _generate(model, prompts, steps)
+        answer: Any = (False, function(*args))
     except Exception:
-        answer = traceback.format_exc()
+        answer = (True, traceback.format_exc())
     pipe.send(answer)
     pipe.close()
     os._exit(0)  # no SGLang clean-up hooks
 
 
-def _generate(model: str, prompts: Sequence[Sequence[int]], steps: int) -> list[Served]:
-    from array import array
-
-    import torch
+def load_runner(model: Path) -> Any:
+    """SGLang's model runner for `model` with all plugins; only once in a process."""
     from sglang.benchmark import one_batch
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import PortArgs, ServerArgs
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     load_plugins()
-    arguments = ServerArgs(model_path=model, skip_tokenizer_init=True, **ARGUMENTS)
+    arguments = ServerArgs(model_path=str(model), skip_tokenizer_init=True, **ARGUMENTS)
     arguments.resolve_once()
     one_batch._set_envs_and_config(arguments)
     rank = one_batch.SpawnRanks(world_rank=one_batch.spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0)
@@ -113,8 +105,29 @@ def _generate(model: str, prompts: Sequence[Sequence[int]], steps: int) -> list[
     one_batch._init_process_global_configs()
     one_batch.get_tokenizer = lambda *_, **__: None
     wrapper, _ = one_batch.load_model(arguments, PortArgs.init_new(arguments), 0, 0)
-    runner = wrapper.torch_runner
+    return wrapper.torch_runner
 
+
+def generate(model: Path, pattern: str, prompts: Sequence[Sequence[int]], steps: int, record: Path) -> list[Served]:
+    """Load `model` with the plugin and `pattern`, prefill all prompts as one batch, decode greedily.
+
+    Returns:
+        A `Served` for each prompt, in the order given.
+    """
+    environment = {"DSA_CPU_RECORD": str(record), "SGLANG_INDEXCACHE_PATTERN": pattern}
+    answer: list[Served] = call(_generate, model, prompts, steps, **environment)
+    return answer
+
+
+def _generate(model: Path, prompts: Sequence[Sequence[int]], steps: int) -> list[Served]:
+    import torch
+    from sglang.benchmark.one_batch import TreeCacheNamespace
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    runner = load_runner(model)
     requests = []
     for index, ids in enumerate(prompts):
         request = Req(
@@ -128,8 +141,8 @@ def _generate(model: str, prompts: Sequence[Sequence[int]], steps: int) -> list[
         request.logprob_start_len = 0
         request.extend_end = len(ids)
         requests.append(request)
-    tree = one_batch.TreeCacheNamespace(
-        page_size=arguments.page_size,
+    tree = TreeCacheNamespace(
+        page_size=64,
         device=runner.device,
         token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
     )
