@@ -116,7 +116,7 @@ class Attention(nn.Module):
     def __init__(self, layer_id: int, role: str, indexer: bool = True, is_nextn: bool = False) -> None:
         super().__init__()
         self.layer_id, self.skip_topk, self.next_skip_topk = layer_id, role == "S", False
-        self.indexer, self.is_nextn = (nn.Linear(2, 2) if indexer else None), is_nextn
+        self.indexer, self.is_nextn = (nn.ModuleDict({"wk": nn.Linear(2, 2)}) if indexer else None), is_nextn
 
 
 def loaded(roles: str, first: int = 0, **options: Any) -> nn.Module:
@@ -150,14 +150,14 @@ def test_indexers_of_f_layers_that_nothing_was_loaded_into_are_found() -> None:
     model = loaded("FSSFSS")
     mark_unloaded(model)
     attentions = [item for item in model.modules() if isinstance(item, Attention)]
-    assert all(attention.indexer.weight.isnan().all() == (attention.layer_id in (0, 3)) for attention in attentions)
+    assert all(attention.indexer.wk.weight.isnan().all() == (attention.layer_id in (0, 3)) for attention in attentions)
     for attention in attentions[:3]:
-        nn.init.zeros_(attention.indexer.weight)
-        nn.init.zeros_(attention.indexer.bias)
-    nn.init.zeros_(attentions[3].indexer.weight)
+        nn.init.zeros_(attention.indexer.wk.weight)
+        nn.init.zeros_(attention.indexer.wk.bias)
+    nn.init.zeros_(attentions[3].indexer.wk.weight)
     line = mismatch(PATTERN, effective_roles(model))
-    assert line == "layer 3 is F, but no weights were loaded into its indexer's bias"
-    nn.init.zeros_(attentions[3].indexer.bias)
+    assert line == "layer 3 is F, but no weights were loaded into its indexer's wk.bias"
+    nn.init.zeros_(attentions[3].indexer.wk.bias)
     assert mismatch(PATTERN, effective_roles(model)) is None
 
 
@@ -213,12 +213,13 @@ def test_cache_keys_and_handshake_carry_the_pattern() -> None:
     assert arguments.kv_cache_dtype_str == f"bfloat16+{tag}"
 
 
-def test_tensors_that_cannot_hold_nan_are_left_alone() -> None:
+def test_tensors_that_are_not_the_checkpoints_are_left_alone() -> None:
     model = loaded("FSSFSS")
     first = next(item for item in model.modules() if isinstance(item, Attention))
-    first.indexer.packed = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
+    first.indexer.wk.packed_weight = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
+    first.indexer.wk.input_scale = nn.Parameter(torch.ones(()))
     mark_unloaded(model)
-    assert first.indexer.packed.eq(0).all()
+    assert first.indexer.wk.packed_weight.eq(0).all() and first.indexer.wk.input_scale == 1
 
 
 def test_the_launcher_says_a_mistake_in_the_file_at_once(tmp_path: Path) -> None:

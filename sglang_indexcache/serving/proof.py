@@ -13,6 +13,8 @@ from sglang_indexcache.serving.request import Request
 
 logger = logging.getLogger(__name__)
 
+_CHECKPOINT_NAMES = (".weight", ".bias", ".weight_scale_inv")
+
 
 class ProofError(IndexCacheError):
     """A loaded model that would not run the pattern."""
@@ -48,7 +50,7 @@ def mark_unloaded(model: Any, *args: Any, **kwargs: Any) -> None:
     """
     for module in attention_modules(model):
         if not module.skip_topk and getattr(module, "indexer", None) is not None:
-            for _, parameter in _floating(module.indexer):
+            for _, parameter in _checkpoint_tensors(module.indexer):
                 parameter.data.fill_(float("nan"))
 
 
@@ -59,7 +61,9 @@ def effective_roles(model: Any) -> dict[int, Effective]:
         indexer = getattr(module, "indexer", None)
         unloaded = None
         if indexer is not None and not module.skip_topk:
-            names = (name for name, parameter in _floating(indexer) if parameter.data.float().isnan().any().item())
+            names = (
+                name for name, parameter in _checkpoint_tensors(indexer) if parameter.data.float().isnan().any().item()
+            )
             unloaded = next(names, None)
         found[module.layer_id] = Effective(SHARED if module.skip_topk else FULL, indexer is not None, unloaded)
     return found
@@ -145,8 +149,8 @@ def _all_ranks(report: RankReport) -> list[RankReport]:
     return group.all_gather_object(report) if group.world_size > 1 else [report]
 
 
-def _floating(indexer: Any) -> Iterator[tuple[str, Any]]:
-    """Parameters that can hold NaN."""
+def _checkpoint_tensors(indexer: Any) -> Iterator[tuple[str, Any]]:
+    """Parameters that every checkpoint has and that can hold NaN; quantisation adds some that have defaults."""
     for name, parameter in indexer.named_parameters():
-        if parameter.data.is_floating_point():
+        if name.endswith(_CHECKPOINT_NAMES) and parameter.data.is_floating_point():
             yield name, parameter
