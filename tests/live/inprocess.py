@@ -17,8 +17,6 @@ from typing import Any
 
 TIMEOUT = 600
 ENVIRONMENT = {
-    "TORCH_COMPILE_DISABLE": "1",
-    "SGLANG_DSA_FUSE_TOPK": "0",  # request-relative indices instead of slots
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }

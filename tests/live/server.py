@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ FLAGS = (
     *("--disable-cuda-graph", "--max-total-tokens", "4096", "--max-running-requests", "8"),
     *("--mem-fraction-static", "0.3", "--random-seed", "0"),
 )
-LAUNCHER = ("sglang_indexcache.launch_server",)
+LAUNCHER = (sys.executable, "-m", "sglang_indexcache.launch_server")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -70,9 +70,9 @@ class Server:
         return found
 
 
-def command(model: Path, *flags: str, module: Sequence[str] = LAUNCHER) -> list[str]:
+def command(model: Path, *flags: str, launcher: Sequence[str] = LAUNCHER) -> list[str]:
     """The command line that starts a server for `model`."""
-    return [sys.executable, "-m", *module, "--model-path", str(model), *FLAGS, *flags]
+    return [*launcher, "--model-path", str(model), *FLAGS, *flags]
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -80,14 +80,16 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 @contextmanager
-def running(model: Path, log: Path, *flags: str, module: Sequence[str] = LAUNCHER, **changes: str) -> Iterator[Server]:
+def running(
+    model: Path, log: Path, *flags: str, launcher: Sequence[str] = LAUNCHER, **changes: str
+) -> Iterator[Server]:
     """A server that has answered /health; all its processes are ended afterwards."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with log.open("w") as output:
         process = subprocess.Popen(
-            command(model, *flags, "--port", str(port), module=module),
+            command(model, *flags, "--port", str(port), launcher=launcher),
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment(**changes),
@@ -98,8 +100,7 @@ def running(model: Path, log: Path, *flags: str, module: Sequence[str] = LAUNCHE
             _wait(process, server)
             yield server
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _kill_group(process)
 
 
 def _wait(process: subprocess.Popen[bytes], server: Server) -> None:
@@ -113,6 +114,12 @@ def _wait(process: subprocess.Popen[bytes], server: Server) -> None:
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
     raise RuntimeError(f"the server did not start:\n{server.log.read_text()[-4000:]}")
+
+
+def _kill_group(process: subprocess.Popen[Any]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def ended(arguments: Sequence[str], **changes: str) -> tuple[int, list[str]]:
@@ -129,7 +136,7 @@ def ended(arguments: Sequence[str], **changes: str) -> tuple[int, list[str]]:
         output, _ = process.communicate(timeout=START_TIMEOUT)
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            _kill_group(process)
     lines = [line for line in output.splitlines() if line.startswith("indexcache: ")]
     assert lines, output[-4000:]
     return process.returncode, lines

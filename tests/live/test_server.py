@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -18,8 +20,9 @@ from indexcache_search import demo
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
 from tests.live import models
+from tests.live.inprocess import ARGUMENTS
 from tests.live.reference import load_reference
-from tests.live.server import Server, running
+from tests.live.server import Server, environment, running
 from tests.live.test_parity import check_parity
 from tests.patterns import write_pattern
 
@@ -175,14 +178,45 @@ def test_data_parallel_replicas(tmp_path: Path) -> None:
         assert sorted(re.findall(r'dp_rank="(\d)"', " ".join(labels))) == ["0", "1"]
 
 
-def test_the_environment_alone_is_enough_and_nothing_happens_without_it(tmp_path: Path) -> None:
-    """`python -m sglang.launch_server` and other launchers find the plugin by its entry point."""
+PLAIN = (sys.executable, "-m", "sglang.launch_server")
+SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
+
+
+@pytest.mark.parametrize("launcher", [PLAIN, SERVE], ids=["launch_server", "sglang serve"])
+def test_the_environment_alone_is_enough(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    """Other launchers find the plugin by its entry point."""
     model = models.build("glm-dense", tmp_path / "glm")
     pattern = Pattern("FSSSSF")
-    file = write_pattern(pattern, model, tmp_path / "pattern.yaml")
-    plain = {"module": ("sglang.launch_server",)}
-    with running(model, tmp_path / "log", "--skip-tokenizer-init", **plain, SGLANG_INDEXCACHE_PATTERN=file) as server:
+    changes = {"SGLANG_INDEXCACHE_PATTERN": write_pattern(pattern, model, tmp_path / "pattern.yaml")}
+    with running(model, tmp_path / "log", "--skip-tokenizer-init", launcher=launcher, **changes) as server:
         assert [state["pattern"] for state in states(server)] == [pattern.roles]
-    with running(model, tmp_path / "log", "--skip-tokenizer-init", **plain) as server:
+
+
+def test_nothing_happens_without_the_environment(tmp_path: Path) -> None:
+    model = models.build("glm-dense", tmp_path / "glm")
+    file = write_pattern(Pattern("FSSSSF"), model, tmp_path / "pattern.yaml")
+    with running(model, tmp_path / "log", "--skip-tokenizer-init", launcher=PLAIN) as server:
         assert states(server) == [None]
         assert check_main([file, "--server", server.url]) == 1
+
+
+ENGINE = """
+import json, sys, sglang
+if __name__ == "__main__":
+    engine = sglang.Engine(model_path=sys.argv[1], skip_tokenizer_init=True, **json.loads(sys.argv[2]))
+    states = engine.get_server_info()["internal_states"]
+    print("STATE " + json.dumps([state.get("indexcache") for state in states]))
+    engine.shutdown()
+"""
+
+
+def test_the_engine_of_a_python_program(tmp_path: Path) -> None:
+    model = models.build("glm-dense", tmp_path / "glm")
+    pattern = Pattern("FSSSSF")
+    changes = environment(SGLANG_INDEXCACHE_PATTERN=write_pattern(pattern, model, tmp_path / "pattern.yaml"))
+    (tmp_path / "program.py").write_text(ENGINE)
+    arguments = [sys.executable, str(tmp_path / "program.py"), str(model), json.dumps(ARGUMENTS)]
+    result = subprocess.run(arguments, env=changes, capture_output=True, text=True, timeout=600)
+    [line] = [line for line in result.stdout.splitlines() if line.startswith("STATE ")]
+    [state] = json.loads(line.removeprefix("STATE "))
+    assert state["fingerprint"] == pattern.fingerprint

@@ -1,5 +1,11 @@
 """Test only: real SGLang runs DSA models on a CPU. Imports nothing heavy before SGLang asks for it."""
 
+import os
+
+# Compiling small CPU functions takes longer than running them; fused top-k hands out slots instead of positions.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+os.environ.setdefault("SGLANG_DSA_FUSE_TOPK", "0")
+
 
 def activate() -> str:
     """Entry point of `sglang.srt.platforms`: where the platform class is."""
