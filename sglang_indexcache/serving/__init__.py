@@ -63,7 +63,7 @@ def install(spec: str, allow_config_mismatch: bool = False) -> None:
     hook(probes.SERVER_ARGS, refusing(check.server_args), HookType.BEFORE)
     hook(probes.MODEL_CONFIG, refusing(all_hooks_are_in), HookType.BEFORE)
     hook(probes.MODEL_CONFIG, refusing(check.model_config), HookType.BEFORE)
-    hook(probes.NEW_MODEL, refusing(proof.mark_unloaded), HookType.AFTER)
+    hook(probes.NEW_MODEL, refusing(proof.prepare), HookType.AFTER)
     hook(probes.LOAD_MODEL, refusing(all_hooks_are_in), HookType.AFTER)
     hook(probes.LOAD_MODEL, refusing(proof.prover(request)), HookType.AFTER)
     hook(probes.SCHEDULER, refusing(all_hooks_are_in), HookType.BEFORE)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
+from sglang_indexcache.plugin import PATTERN_VARIABLE
 from sglang_indexcache.serving.request import Request
 
 logger = logging.getLogger(__name__)
 
+MEET_VARIABLE = "SGLANG_INDEXCACHE_MEET_SECONDS"
 _CHECKPOINT_NAMES = (".weight", ".bias", ".weight_scale_inv")
 
 
@@ -43,8 +47,15 @@ def attention_modules(model: Any) -> Iterator[Any]:
             yield module
 
 
-def mark_unloaded(model: Any, *args: Any, **kwargs: Any) -> None:
-    """Hook after `_initialize_model`: fill the indexers of F layers with NaN, which loading replaces.
+def prepare(model: Any, *args: Any, **kwargs: Any) -> None:
+    """Hook after `_initialize_model`, before weights are loaded: meet the other ranks, mark what must be loaded."""
+    if next(attention_modules(model), None) is not None:  # draft models have none
+        _meet_all_ranks()
+        mark_unloaded(model)
+
+
+def mark_unloaded(model: Any) -> None:
+    """Fill the indexers of F layers with NaN, which loading replaces.
 
     SGLang does not notice parameters that no weight was loaded into, and runs them as they are.
     """
@@ -139,6 +150,29 @@ def prover(request: Request) -> Callable[..., None]:
         )
 
     return after
+
+
+def _meet_all_ranks() -> None:
+    """Wait for every rank to get here: a node that was started without the pattern never does.
+
+    Raises:
+        ProofError: naming the ranks that did not come.
+    """
+    import torch.distributed
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return
+    seconds = float(os.environ.get(MEET_VARIABLE, "300"))
+    try:
+        torch.distributed.monitored_barrier(group.cpu_group, timedelta(seconds=seconds), wait_all_ranks=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ProofError(
+            f"not every rank serves a pattern after {seconds:.0f} s ({reason}); "
+            f"expected {PATTERN_VARIABLE} on every node"
+        ) from None
 
 
 def _all_ranks(report: RankReport) -> list[RankReport]:

@@ -138,5 +138,4 @@ def ended(arguments: Sequence[str], **changes: str) -> tuple[int, list[str]]:
         if process.poll() is None:
             _kill_group(process)
     lines = [line for line in output.splitlines() if line.startswith("indexcache: ")]
-    assert lines, output[-4000:]
     return process.returncode, lines

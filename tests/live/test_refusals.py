@@ -152,25 +152,39 @@ def test_a_model_that_does_not_run_the_pattern(model: Path, file: str, broken: s
     assert code != 0 and lines == [f"indexcache: {message}"]
 
 
-def test_two_nodes_with_different_files(model: Path, file: str, tmp_path: Path) -> None:
-    """Each node reads its own copy of the file; all ranks compare what they serve before the first request."""
-    other = write_pattern(Pattern("FSFFSS"), model, tmp_path / "other.yaml")
+def two_nodes(model: Path, first: dict[str, str], second: dict[str, str]) -> list[tuple[int, list[str]]]:
+    """Exit codes and lines of two nodes with one rank each and these environments."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     shared = ("--skip-tokenizer-init", "--tp-size", "2", "--nnodes", "2", "--dist-init-addr", address)
-    nodes = [
-        command(model, "--indexcache-pattern", path, *shared, "--node-rank", str(rank))
-        for rank, path in enumerate((file, other))
-    ]
+    launcher = (sys.executable, "-m", "sglang.launch_server")
+
+    def run(rank: int, changes: dict[str, str]) -> tuple[int, list[str]]:
+        arguments = command(model, *shared, "--node-rank", str(rank), launcher=launcher)
+        return ended(arguments, SGLANG_CPU_OMP_THREADS_BIND="0|1", SGLANG_INDEXCACHE_MEET_SECONDS="20", **changes)
+
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda node: ended(node, SGLANG_CPU_OMP_THREADS_BIND="0|1"), nodes))
+        return list(pool.map(run, (0, 1), (first, second)))
+
+
+def test_two_nodes_with_different_files(model: Path, file: str, tmp_path: Path) -> None:
+    """Each node reads its own copy of the file; all ranks compare what they serve before the first request."""
+    other = write_pattern(Pattern("FSFFSS"), model, tmp_path / "other.yaml")
+    results = two_nodes(model, {"SGLANG_INDEXCACHE_PATTERN": file}, {"SGLANG_INDEXCACHE_PATTERN": other})
     line = (
         f"indexcache: rank 1 serves a pattern with fingerprint {Pattern('FSFFSS').fingerprint[:16]}, rank 0 one with "
         f"{PATTERN.fingerprint[:16]}; expected the same file on every node"
     )
     assert [lines for _, lines in results] == [[line], [line]]
     assert all(code != 0 for code, _ in results)
+
+
+def test_a_node_that_was_started_without_the_pattern(model: Path, file: str) -> None:
+    [(code, lines), (other, _)] = two_nodes(model, {"SGLANG_INDEXCACHE_PATTERN": file}, {})
+    assert code != 0 and other != 0 and len(lines) == 1
+    assert lines[0].startswith("indexcache: not every rank serves a pattern after 20 s")
+    assert lines[0].endswith("expected SGLANG_INDEXCACHE_PATTERN on every node")
 
 
 # -- an SGLang that has changed
