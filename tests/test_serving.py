@@ -19,7 +19,8 @@ from torch import nn
 from sglang_indexcache import Pattern, plugin, serving
 from sglang_indexcache.launch_server import LaunchError, check_plugin_is_found, split_arguments
 from sglang_indexcache.serving import identity, proof
-from sglang_indexcache.serving.proof import RankReport, disagreement, effective_roles, mark_unloaded, mismatch
+from sglang_indexcache.serving.proof import effective_roles, mark_unloaded, mismatch
+from sglang_indexcache.serving.ranks import MEET_VARIABLE, ProofError, RankReport, _meet_seconds, disagreement
 from sglang_indexcache.serving.request import Request, refusing
 from tests.conftest import tiny_config
 from tests.patterns import pattern_file
@@ -174,8 +175,16 @@ def test_ranks_must_agree_and_hold_all_layers() -> None:
     assert disagreement(PATTERN, [stages[0], RankReport(mine, (3, 4, 5), "bad")]) == "rank 1: bad"
 
 
+@pytest.mark.parametrize("text", ["", "0", "-1", "soon"])
+def test_how_long_ranks_wait_for_each_other_is_a_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _meet_seconds() == 300
+    monkeypatch.setenv(MEET_VARIABLE, text)
+    with pytest.raises(ProofError, match=f"{MEET_VARIABLE} is '{text}', expected a number of seconds"):
+        _meet_seconds()
+
+
 def test_a_mismatch_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(proof, "_all_ranks", lambda report: [report])
+    monkeypatch.setattr(proof, "all_ranks", lambda report: [report])
     prove = refusing(proof.prover(REQUEST))
     prove(None, SimpleNamespace(model=loaded("FSSFSS"), is_draft_worker=False))
     prove(None, SimpleNamespace(model=loaded("FFFFFF"), is_draft_worker=True))  # a draft model has no pattern

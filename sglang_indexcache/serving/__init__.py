@@ -6,12 +6,13 @@ What is hooked, and when each runs:
 |---|---|---|
 | before `ModelConfig.from_server_args` | `preflight` | what the command line must not ask for |
 | before `ModelConfig.__init__` | `preflight` | the model fits; the pattern is merged into its overrides |
-| after `_initialize_model`, `ModelRunner.load_model` | `proof` | roles and weights of each rank, all ranks alike |
-| before and after `Scheduler.__init__` | here, `metrics` | all hooks are in; metrics, if they are on |
+| after `_initialize_model`, `ModelRunner.load_model` | `proof`, `ranks` | roles and weights of each rank, all alike |
+| after `Scheduler.__init__` | `metrics` | metrics, if they are on |
 | after `Scheduler.get_internal_state` | here | `/server_info` |
 | after `HiCacheController._generate_storage_config` | `identity` | keys of HiCache storage |
 | before `CommonKVManager.__init__` | `identity` | the handshake of prefill and decode servers |
 
+Before the two on `ModelConfig`, `load_model` and `Scheduler.__init__`, it is looked whether SGLang applied all of them.
 Nothing runs in the forward pass; with metrics on, two counters are added to after it.
 """
 
@@ -51,7 +52,7 @@ def install(spec: str, allow_config_mismatch: bool = False) -> None:
 
     def hook(need: Need, function: Callable[..., Any], kind: HookType) -> None:
         wanted.add(need.target)
-        HookRegistry.register(need.target, function, kind)
+        HookRegistry.register(need.target, refusing(function), kind)
 
     def all_hooks_are_in(*args: Any, **kwargs: Any) -> None:
         missing = wanted - HookRegistry._patched
@@ -59,28 +60,24 @@ def install(spec: str, allow_config_mismatch: bool = False) -> None:
             raise SglangError(f"SGLang did not apply the hook on {min(missing)}, so the pattern would not be proven")
 
     check = preflight.Preflight(request, source)
-    hook(probes.SERVER_ARGS, refusing(all_hooks_are_in), HookType.BEFORE)
-    hook(probes.SERVER_ARGS, refusing(check.server_args), HookType.BEFORE)
-    hook(probes.MODEL_CONFIG, refusing(all_hooks_are_in), HookType.BEFORE)
-    hook(probes.MODEL_CONFIG, refusing(check.model_config), HookType.BEFORE)
-    hook(probes.NEW_MODEL, refusing(proof.prepare), HookType.AFTER)
-    hook(probes.LOAD_MODEL, refusing(all_hooks_are_in), HookType.AFTER)
-    hook(probes.LOAD_MODEL, refusing(proof.prover(request)), HookType.AFTER)
-    hook(probes.SCHEDULER, refusing(all_hooks_are_in), HookType.BEFORE)
+    for need in (probes.SERVER_ARGS, probes.MODEL_CONFIG, probes.LOAD_MODEL, probes.SCHEDULER):
+        hook(need, all_hooks_are_in, HookType.BEFORE)
+    hook(probes.SERVER_ARGS, check.server_args, HookType.BEFORE)
+    hook(probes.MODEL_CONFIG, check.model_config, HookType.BEFORE)
+    hook(probes.NEW_MODEL, proof.prepare, HookType.AFTER)
+    hook(probes.LOAD_MODEL, proof.prover(request), HookType.AFTER)
 
-    optional = {
-        probes.STATUS: [(probes.STATE, status(request), HookType.AFTER)],
-        probes.CACHE_KEYS: [(probes.STORAGE, identity.cache_keys(request), HookType.AFTER)],
-        probes.PEERS: [(probes.PEER, identity.handshake(request), HookType.BEFORE)],
-        probes.PROMETHEUS: [(probes.SCHEDULER, metrics.reporter(request), HookType.AFTER)],
-    }
-    for feature, hooks in optional.items():
+    for feature, need, function, kind in (
+        (probes.STATUS, probes.STATE, status(request), HookType.AFTER),
+        (probes.PROMETHEUS, probes.SCHEDULER, metrics.reporter(request), HookType.AFTER),
+        (probes.CACHE_KEYS, probes.STORAGE, identity.cache_keys(request), HookType.AFTER),
+        (probes.PEERS, probes.PEER, identity.handshake(request), HookType.BEFORE),
+    ):
         reason = source.refusal(feature)
-        if reason is not None:
-            logger.warning("indexcache: no %s: %s", feature.name, reason)
-            continue
-        for need, function, kind in hooks:
+        if reason is None:
             hook(need, function, kind)
+        else:
+            logger.warning("indexcache: no %s: %s", feature.name, reason)
 
 
 def status(request: Request) -> Callable[..., None]:

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
-from sglang_indexcache.plugin import PATTERN_VARIABLE
+from sglang_indexcache.serving.ranks import ProofError, RankReport, all_ranks, disagreement, meet_all_ranks
 from sglang_indexcache.serving.request import Request
 
 logger = logging.getLogger(__name__)
 
-MEET_VARIABLE = "SGLANG_INDEXCACHE_MEET_SECONDS"
 _CHECKPOINT_NAMES = (".weight", ".bias", ".weight_scale_inv")
-
-
-class ProofError(IndexCacheError):
-    """A loaded model that would not run the pattern."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +42,7 @@ def attention_modules(model: Any) -> Iterator[Any]:
 def prepare(model: Any, *args: Any, **kwargs: Any) -> None:
     """Hook after `_initialize_model`, before weights are loaded: meet the other ranks, mark what must be loaded."""
     if next(attention_modules(model), None) is not None:  # draft models have none
-        _meet_all_ranks()
+        meet_all_ranks()
         mark_unloaded(model)
 
 
@@ -96,32 +88,6 @@ def mismatch(pattern: Pattern, effective: dict[int, Effective]) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """What one rank found."""
-
-    fingerprint: str
-    layers: tuple[int, ...]
-    problem: str | None
-
-
-def disagreement(pattern: Pattern, reports: list[RankReport]) -> str | None:
-    """One line if a rank has a problem, another pattern, or a layer is on no rank."""
-    for rank, report in enumerate(reports):
-        prefix = f"rank {rank}: " if len(reports) > 1 else ""
-        if report.problem is not None:
-            return prefix + report.problem
-        if report.fingerprint != reports[0].fingerprint:
-            return (
-                f"rank {rank} serves a pattern with fingerprint {report.fingerprint[:16]}, rank 0 one with "
-                f"{reports[0].fingerprint[:16]}; expected the same file on every node"
-            )
-    missing = set(range(len(pattern))) - {layer for report in reports for layer in report.layers}
-    if missing:
-        return f"layer {min(missing)} is on no rank, so its role can't be proven"
-    return None
-
-
 def prover(request: Request) -> Callable[..., None]:
     """Hook after `ModelRunner.load_model`: compare this rank with the pattern, and all ranks with each other.
 
@@ -137,7 +103,7 @@ def prover(request: Request) -> Callable[..., None]:
         effective = effective_roles(runner.model)
         problem = mismatch(request.pattern, effective)
         report = RankReport(request.pattern.fingerprint, tuple(sorted(effective)), problem)
-        reports = _all_ranks(report)
+        reports = all_ranks(report)
         problem = disagreement(request.pattern, reports)
         if problem is not None:
             raise ProofError(problem)
@@ -150,37 +116,6 @@ def prover(request: Request) -> Callable[..., None]:
         )
 
     return after
-
-
-def _meet_all_ranks() -> None:
-    """Wait for every rank to get here: a node that was started without the pattern never does.
-
-    Raises:
-        ProofError: naming the ranks that did not come.
-    """
-    import torch.distributed
-    from sglang.srt.distributed.parallel_state import get_world_group
-
-    group = get_world_group()
-    if group.world_size == 1:
-        return
-    seconds = float(os.environ.get(MEET_VARIABLE, "300"))
-    try:
-        torch.distributed.monitored_barrier(group.cpu_group, timedelta(seconds=seconds), wait_all_ranks=True)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:120]
-        raise ProofError(
-            f"not every rank serves a pattern after {seconds:.0f} s ({reason}); "
-            f"expected {PATTERN_VARIABLE} on every node"
-        ) from None
-
-
-def _all_ranks(report: RankReport) -> list[RankReport]:
-    """The reports of all tensor and pipeline ranks, those of data-parallel attention among them."""
-    from sglang.srt.distributed.parallel_state import get_world_group
-
-    group = get_world_group()
-    return group.all_gather_object(report) if group.world_size > 1 else [report]
 
 
 def _checkpoint_tensors(indexer: Any) -> Iterator[tuple[str, Any]]:
