@@ -14,6 +14,8 @@ from sglang_indexcache.overrides import merge_overrides, parse_overrides
 from sglang_indexcache.probes import Need, SglangSource
 from sglang_indexcache.serving.request import Request
 
+_FOREIGN_CACHES = ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
+
 
 class PreflightError(IndexCacheError):
     """A command line that can't be combined with a pattern."""
@@ -40,6 +42,12 @@ class Preflight:
                 "--enable-two-batch-overlap can't be combined with a pattern: its path through the layers does not "
                 "carry the indices to S layers; expected one of the two"
             )
+        for name in _FOREIGN_CACHES:
+            if getattr(arguments, name, False):
+                raise PreflightError(
+                    f"--{name.replace('_', '-')} can't be combined with a pattern: its cache keys don't carry the "
+                    "pattern, so KV of another one would be restored; expected --hicache-storage-backend"
+                )
         if getattr(arguments, "pp_size", 1) > 1:
             self._require(probes.PIPELINE, f"--pp-size {arguments.pp_size}")
         if getattr(arguments, "hicache_storage_backend", None):

@@ -88,6 +88,9 @@ def test_a_file_that_is_not_there(model: Path) -> None:
         ((OVERRIDES, json.dumps({"indexer_types": indexer_types(Pattern("FSFFSS"))})), "indexer_types means FSFFSS"),
         ((OVERRIDES, '{"cli_factor": 2}'), "cli_factor is 2, which wins over any pattern"),
         (("--enable-two-batch-overlap",), "--enable-two-batch-overlap can't be combined with a pattern"),
+        (("--enable-lmcache",), "--enable-lmcache can't be combined with a pattern: its cache keys don't carry"),
+        (("--enable-flexkv",), "--enable-flexkv can't be combined with a pattern"),
+        (("--enable-unified-cache-external-linker",), "--enable-unified-cache-external-linker can't be combined"),
     ],
 )
 def test_command_lines_that_contradict(model: Path, file: str, flags: tuple[str, ...], message: str) -> None:
