@@ -1,9 +1,10 @@
 """python -m sglang_indexcache.launch_server: SGLang's server with a pattern, or no server.
 
-All flags of `sglang.launch_server`, and two of ours:
+All flags of `sglang.launch_server`, and three of ours:
 
     --indexcache-pattern FILE[@RETENTION]   the pattern to serve, for instance deploy/glm5.yaml@1/4
     --indexcache-allow-config-mismatch      accept a file made for another config.json
+    --indexcache-calibrate                  instead of a pattern: a server on which indexcache-search switches patterns
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
+from sglang_indexcache.calibration.preflight import LAUNCH_FLAGS
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.pattern_file import PatternFile
-from sglang_indexcache.plugin import ALLOW_MISMATCH_VARIABLE, PATTERN_VARIABLE, refuse
+from sglang_indexcache.plugin import ALLOW_MISMATCH_VARIABLE, CALIBRATE_VARIABLE, PATTERN_VARIABLE, refuse
 
 PATTERN_FLAG = "--indexcache-pattern"
 ALLOW_FLAG = "--indexcache-allow-config-mismatch"
+CALIBRATE_FLAG = "--indexcache-calibrate"
 GROUP, ENTRY = "sglang.srt.plugins", "indexcache"
 ALLOWED_PLUGINS_VARIABLE = "SGLANG_PLUGINS"
 
@@ -29,13 +33,34 @@ class LaunchError(IndexCacheError):
     """A command line or environment in which the pattern would not be served."""
 
 
-def split_arguments(arguments: Sequence[str]) -> tuple[str | None, bool, list[str]]:
-    """Split off our flags: the pattern, whether a mismatch is allowed, and what is SGLang's.
+@dataclass(frozen=True)
+class Arguments:
+    """A command line, ours and SGLang's part.
+
+    Attributes:
+        pattern: the pattern to serve, if any.
+        allow_mismatch: whether its file may be made for another config.json.
+        calibrate: whether to start in calibration mode.
+        rest: what is SGLang's.
+    """
+
+    pattern: str | None
+    allow_mismatch: bool
+    calibrate: bool
+    rest: tuple[str, ...]
+
+    @property
+    def wants_help(self) -> bool:
+        return any(word in ("-h", "--help") for word in self.rest)
+
+
+def split_arguments(arguments: Sequence[str]) -> Arguments:
+    """Split off our flags.
 
     Raises:
-        LaunchError: if the pattern flag has no value or stands there twice.
+        LaunchError: if the pattern flag has no value or stands there twice, or beside the calibration flag.
     """
-    pattern, allowed, rest = None, False, []
+    pattern, switches, rest = None, set(), []
     words = iter(arguments)
     for word in words:
         name, equals, value = word.partition("=")
@@ -46,11 +71,13 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str | None, bool, list[st
             if pattern is not None:
                 raise LaunchError(f"{PATTERN_FLAG} is given twice")
             pattern = value
-        elif word == ALLOW_FLAG:
-            allowed = True
+        elif word in (ALLOW_FLAG, CALIBRATE_FLAG):
+            switches.add(word)
         else:
             rest.append(word)
-    return pattern, allowed, rest
+    if pattern is not None and CALIBRATE_FLAG in switches:
+        raise LaunchError(f"{PATTERN_FLAG} and {CALIBRATE_FLAG} are given, expected one of them")
+    return Arguments(pattern, ALLOW_FLAG in switches, CALIBRATE_FLAG in switches, tuple(rest))
 
 
 def check_plugin_is_found() -> None:
@@ -68,21 +95,36 @@ def check_plugin_is_found() -> None:
         raise LaunchError(f"{ALLOWED_PLUGINS_VARIABLE} leaves the plugin out; expected {ENTRY} in it")
 
 
+def prepare(arguments: Sequence[str]) -> Sequence[str]:
+    """Check what can be checked before SGLang takes its seconds to import, and set the environment.
+
+    Returns:
+        The arguments for SGLang.
+
+    Raises:
+        IndexCacheError: one line.
+    """
+    split = split_arguments(arguments)
+    check_plugin_is_found()
+    if split.wants_help:
+        sys.stdout.write(f"{__doc__}\n")  # SGLang's own help follows
+        return split.rest
+    if split.calibrate:
+        os.environ[CALIBRATE_VARIABLE] = "1"
+        os.environ["SGLANG_DSA_TOPK_BROADCAST"] = "1"  # all tensor-parallel ranks attend to what rank 0 selected
+        return (*split.rest, *(flag for flag in LAUNCH_FLAGS if flag not in split.rest))
+    if split.pattern is None:
+        raise LaunchError(f"{PATTERN_FLAG} is missing, expected a pattern file; without one use sglang.launch_server")
+    PatternFile.load(split.pattern)
+    os.environ[PATTERN_VARIABLE] = split.pattern
+    os.environ[ALLOW_MISMATCH_VARIABLE] = "1" if split.allow_mismatch else "0"
+    return split.rest
+
+
 def main(arguments: Sequence[str]) -> None:
     """Start the server; the plugin does the rest in every process."""
     try:
-        pattern, allowed, rest = split_arguments(arguments)
-        check_plugin_is_found()
-        if any(word in ("-h", "--help") for word in rest):
-            sys.stdout.write(f"{__doc__}\n")  # SGLang's own help follows
-        elif pattern is None:
-            raise LaunchError(
-                f"{PATTERN_FLAG} is missing, expected a pattern file; without one use sglang.launch_server"
-            )
-        else:
-            PatternFile.load(pattern)  # a mistake is said before SGLang takes its seconds to import
-            os.environ[PATTERN_VARIABLE] = pattern
-            os.environ[ALLOW_MISMATCH_VARIABLE] = "1" if allowed else "0"
+        rest = prepare(arguments)
     except IndexCacheError as error:
         refuse(str(error))
     sys.argv = ["sglang.launch_server", *rest]

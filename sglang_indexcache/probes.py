@@ -85,6 +85,13 @@ STORAGE = Need("srt.managers.cache_controller", "HiCacheController._generate_sto
 STORAGE_CONFIG = Need("srt.mem_cache.hicache_storage", "HiCacheStorageConfig.model_name")
 PEER = Need("srt.disaggregation.common.conn", "CommonKVManager.__init__", ("args",), ("kv_cache_dtype_str",))
 STAGES = Need("srt.models.deepseek_v2", "DeepseekV2Model.forward", ("pp_proxy_tensors",), ("topk_indices",))
+CONTROL = Need("srt.managers.scheduler", "Scheduler.handle_dumper_control", ("recv_req",))
+CONTROL_REPLY = Need("srt.managers.io_struct", "DumperControlReqOutput.response")
+CONTROL_REQUEST = Need("srt.managers.io_struct", "DumperControlReqInput.body")
+CONTROL_FAN_OUT = Need("srt.managers.tokenizer_control_mixin", "TokenizerControlMixin.dumper_control", ("obj",))
+IDLE = Need("srt.managers.scheduler", "Scheduler.is_fully_idle")
+FLUSH = Need("srt.managers.scheduler", "Scheduler.flush_cache")
+HTTP = Need("srt.entrypoints.http_server", "_setup_and_run_http_server", ("server_args", "tokenizer_manager"))
 
 SERVE = Feature(
     "serve",
@@ -113,7 +120,13 @@ PIPELINE = Feature(
     "pipeline", "pipeline stages that begin with an S layer", (STAGES,), "no server with pipeline parallelism"
 )
 CHECK = Feature("check", "ask SGLang's own rule which layers would run", (RULE, CONFIG_READER), "not checked")
-FEATURES = (SERVE, PROVE, WEIGHTS, STATUS, PROMETHEUS, CACHE_KEYS, PEERS, PIPELINE, CHECK)
+CALIBRATE = Feature(
+    "calibrate",
+    "switch patterns between evaluations on a live server",
+    (*SERVE.needs, *PROVE.needs, CONTROL, CONTROL_REPLY, CONTROL_REQUEST, CONTROL_FAN_OUT, IDLE, FLUSH, HTTP),
+    "no calibration server",
+)
+FEATURES = (SERVE, PROVE, WEIGHTS, STATUS, PROMETHEUS, CACHE_KEYS, PEERS, PIPELINE, CHECK, CALIBRATE)
 REQUIRED = (SERVE, PROVE, WEIGHTS)
 
 

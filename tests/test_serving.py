@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from sglang_indexcache import Pattern, plugin, serving
-from sglang_indexcache.launch_server import LaunchError, check_plugin_is_found, split_arguments
+from sglang_indexcache.hooks import refusing
+from sglang_indexcache.launch_server import Arguments, LaunchError, check_plugin_is_found, split_arguments
 from sglang_indexcache.serving import identity, proof
 from sglang_indexcache.serving.proof import effective_roles, mark_unloaded, mismatch
 from sglang_indexcache.serving.ranks import MEET_VARIABLE, ProofError, RankReport, _meet_seconds, disagreement
-from sglang_indexcache.serving.request import Request, refusing
+from sglang_indexcache.serving.request import Request
 from tests.conftest import tiny_config
 from tests.patterns import pattern_file
 
@@ -63,14 +64,15 @@ def test_the_entry_point_is_declared() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--tp", "8"], (None, False, ["--tp", "8"])),
-        (["--indexcache-pattern", "a@1/4", "--tp", "8"], ("a@1/4", False, ["--tp", "8"])),
-        (["--tp=8", "--indexcache-pattern=a"], ("a", False, ["--tp=8"])),
-        (["--indexcache-allow-config-mismatch", "--indexcache-pattern", "a"], ("a", True, [])),
+        (["--tp", "8"], (None, False, False, ("--tp", "8"))),
+        (["--indexcache-pattern", "a@1/4", "--tp", "8"], ("a@1/4", False, False, ("--tp", "8"))),
+        (["--tp=8", "--indexcache-pattern=a"], ("a", False, False, ("--tp=8",))),
+        (["--indexcache-allow-config-mismatch", "--indexcache-pattern", "a"], ("a", True, False, ())),
+        (["--indexcache-calibrate", "--tp", "8"], (None, False, True, ("--tp", "8"))),
     ],
 )
 def test_our_flags_are_split_off(arguments: list[str], expected: Any) -> None:
-    assert split_arguments(arguments) == expected
+    assert split_arguments(arguments) == Arguments(*expected)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,7 @@ def test_our_flags_are_split_off(arguments: list[str], expected: Any) -> None:
         ["--indexcache-pattern", "--tp"],
         ["--indexcache-pattern="],
         ["--indexcache-pattern=a"] * 2,
+        ["--indexcache-pattern=a", "--indexcache-calibrate"],
     ],
 )
 def test_a_pattern_flag_without_value_or_twice_is_refused(arguments: list[str]) -> None:

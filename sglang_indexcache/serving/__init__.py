@@ -23,10 +23,10 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_indexcache import probes
+from sglang_indexcache.hooks import Hooks, installed_source
 from sglang_indexcache.pattern_file import PatternFile
-from sglang_indexcache.probes import Need, SglangError, SglangSource
 from sglang_indexcache.serving import identity, metrics, preflight, proof
-from sglang_indexcache.serving.request import Request, refusing
+from sglang_indexcache.serving.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -38,44 +38,22 @@ def install(spec: str, allow_config_mismatch: bool = False) -> None:
         IndexCacheError: if the file can't be used, or this SGLang lacks what serving needs.
     """
     request = Request(spec, PatternFile.load(spec), allow_config_mismatch)
-    source = SglangSource.installed()
-    if source is None:
-        raise SglangError("SGLang is not installed")
-    for feature in probes.REQUIRED:
-        reason = source.refusal(feature)
-        if reason is not None:
-            raise SglangError(reason)
-
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    wanted: set[str] = set()
-
-    def hook(need: Need, function: Callable[..., Any], kind: HookType) -> None:
-        wanted.add(need.target)
-        HookRegistry.register(need.target, refusing(function), kind)
-
-    def all_hooks_are_in(*args: Any, **kwargs: Any) -> None:
-        missing = wanted - HookRegistry._patched
-        if missing:
-            raise SglangError(f"SGLang did not apply the hook on {min(missing)}, so the pattern would not be proven")
-
-    check = preflight.Preflight(request, source)
-    for need in (probes.SERVER_ARGS, probes.MODEL_CONFIG, probes.LOAD_MODEL, probes.SCHEDULER):
-        hook(need, all_hooks_are_in, HookType.BEFORE)
-    hook(probes.SERVER_ARGS, check.server_args, HookType.BEFORE)
-    hook(probes.MODEL_CONFIG, check.model_config, HookType.BEFORE)
-    hook(probes.NEW_MODEL, proof.prepare, HookType.AFTER)
-    hook(probes.LOAD_MODEL, proof.prover(request), HookType.AFTER)
-
-    for feature, need, function, kind in (
-        (probes.STATUS, probes.STATE, status(request), HookType.AFTER),
-        (probes.PROMETHEUS, probes.SCHEDULER, metrics.reporter(request), HookType.AFTER),
-        (probes.CACHE_KEYS, probes.STORAGE, identity.cache_keys(request), HookType.AFTER),
-        (probes.PEERS, probes.PEER, identity.handshake(request), HookType.BEFORE),
+    source = installed_source(probes.REQUIRED)
+    hooks, check = Hooks(), preflight.Preflight(request, source)
+    hooks.guard(probes.SERVER_ARGS, probes.MODEL_CONFIG, probes.LOAD_MODEL, probes.SCHEDULER)
+    hooks.before(probes.SERVER_ARGS, check.server_args)
+    hooks.before(probes.MODEL_CONFIG, check.model_config)
+    hooks.after(probes.NEW_MODEL, proof.prepare)
+    hooks.after(probes.LOAD_MODEL, proof.prover(request))
+    for feature, register, need, function in (
+        (probes.STATUS, hooks.after, probes.STATE, status(request)),
+        (probes.PROMETHEUS, hooks.after, probes.SCHEDULER, metrics.reporter(request)),
+        (probes.CACHE_KEYS, hooks.after, probes.STORAGE, identity.cache_keys(request)),
+        (probes.PEERS, hooks.before, probes.PEER, identity.handshake(request)),
     ):
         reason = source.refusal(feature)
         if reason is None:
-            hook(need, function, kind)
+            register(need, function)
         else:
             logger.warning("indexcache: no %s: %s", feature.name, reason)
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from pkgutil import resolve_name
 from typing import Any
 
 from sglang_indexcache import probes
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.hooks import bound_arguments
 from sglang_indexcache.overrides import merge_overrides, parse_overrides
-from sglang_indexcache.probes import Need, SglangSource
+from sglang_indexcache.probes import SglangSource
 from sglang_indexcache.serving.request import Request
 
 _FOREIGN_CACHES = ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
@@ -34,7 +33,7 @@ class Preflight:
         Raises:
             PreflightError: naming the flag.
         """
-        arguments = _bind(probes.SERVER_ARGS, args, kwargs).arguments["server_args"]
+        arguments = bound_arguments(probes.SERVER_ARGS, args, kwargs).arguments["server_args"]
         if not self._request.pattern.shared_layers:
             return
         if getattr(arguments, "enable_two_batch_overlap", False):
@@ -59,7 +58,7 @@ class Preflight:
         Raises:
             IndexCacheError: if the pattern does not fit the model, or the overrides say something else.
         """
-        bound = _bind(probes.MODEL_CONFIG, args, kwargs)
+        bound = bound_arguments(probes.MODEL_CONFIG, args, kwargs)
         if bound.arguments["is_draft_model"]:  # a NextN layer always runs its own indexer
             return None
         self._check_model(bound.arguments["model_path"])
@@ -78,10 +77,3 @@ class Preflight:
         reason = self._source.refusal(feature)
         if reason is not None:
             raise PreflightError(f"{flag} can't be combined with a pattern on this SGLang: {reason}")
-
-
-def _bind(need: Need, args: Any, kwargs: Any) -> inspect.BoundArguments:
-    """The arguments of a hooked call by name; a hook's wrapper has its target's signature."""
-    bound = inspect.signature(resolve_name(f"sglang.{need.module}:{need.name}")).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound

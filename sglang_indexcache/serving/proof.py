@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.serving.ranks import ProofError, RankReport, all_ranks, disagreement, meet_all_ranks
-from sglang_indexcache.serving.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,14 @@ def mismatch(pattern: Pattern, effective: dict[int, Effective]) -> str | None:
     return None
 
 
-def prover(request: Request) -> Callable[..., None]:
+class Asked(Protocol):
+    """Whoever knows which pattern must run."""
+
+    @property
+    def pattern(self) -> Pattern: ...
+
+
+def prover(request: Asked) -> Callable[..., None]:
     """Hook after `ModelRunner.load_model`: compare this rank with the pattern, and all ranks with each other.
 
     Every rank hears of every other's problem and ends with the same line.

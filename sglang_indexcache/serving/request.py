@@ -1,16 +1,11 @@
-"""What was asked for, and how a process that can't give it ends."""
+"""What was asked for."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file import PatternFile
-from sglang_indexcache.plugin import refuse
 
 
 @dataclass(frozen=True)
@@ -41,16 +36,3 @@ class Request:
             "shared_layers": len(self.pattern.shared_layers),
             "source": self.source,
         }
-
-
-def refusing(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """`hook`, ending the process with one line on an `IndexCacheError`: SGLang logs any other exception and serves."""
-
-    @functools.wraps(hook)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return hook(*args, **kwargs)
-        except IndexCacheError as error:
-            refuse(str(error))
-
-    return guarded

@@ -1,0 +1,32 @@
+"""Calibration mode: a server on which a search switches the pattern between evaluations.
+
+It starts with every layer F (the checkpoint's own schedule where layers are locked), without what would remember an
+earlier pattern: prefix caches and CUDA graphs. Switching is two attribute writes a layer, on all ranks, through a
+control request that SGLang already fans out. A server in serving mode has none of this.
+"""
+
+from __future__ import annotations
+
+from sglang_indexcache import probes
+from sglang_indexcache.calibration.control import controller
+from sglang_indexcache.calibration.preflight import Calibration
+from sglang_indexcache.calibration.route import add_route
+from sglang_indexcache.hooks import Hooks, installed_source
+from sglang_indexcache.serving import proof
+
+
+def install() -> None:
+    """Register the hooks of calibration mode.
+
+    Raises:
+        SglangError: if this SGLang lacks what it needs.
+    """
+    installed_source((*probes.REQUIRED, probes.CALIBRATE))
+    hooks, calibration = Hooks(), Calibration()
+    hooks.guard(probes.SERVER_ARGS, probes.MODEL_CONFIG, probes.LOAD_MODEL, probes.SCHEDULER)
+    hooks.before(probes.SERVER_ARGS, calibration.server_args)
+    hooks.before(probes.MODEL_CONFIG, calibration.model_config)
+    hooks.after(probes.NEW_MODEL, proof.prepare)
+    hooks.after(probes.LOAD_MODEL, proof.prover(calibration))
+    hooks.around(probes.CONTROL, controller(calibration))
+    hooks.before(probes.HTTP, add_route)

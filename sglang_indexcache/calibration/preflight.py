@@ -1,0 +1,98 @@
+"""Before a calibration server is built: nothing that remembers an earlier pattern, and all layers F."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from typing import Any
+
+from sglang_indexcache import probes
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.hooks import bound_arguments
+from sglang_indexcache.overrides import merge_overrides, parse_overrides
+from sglang_indexcache.pattern import Pattern
+
+LAUNCH_FLAGS = ("--disable-radix-cache", "--disable-cuda-graph", "--enable-fp32-lm-head")
+_WANTED = {
+    "disable_radix_cache": "without it, later chunks of a prompt read KV of an earlier pattern",
+    "enable_fp32_lm_head": "without it, losses are rounded to bfloat16",
+}
+_REFUSED = {
+    "speculative_algorithm": "drafts would change what is evaluated",
+    "enable_two_batch_overlap": "its path through the layers does not carry the indices to S layers",
+    "enable_hierarchical_cache": "it keeps KV of earlier patterns",
+    "enable_lmcache": "it keeps KV of earlier patterns",
+    "enable_flexkv": "it keeps KV of earlier patterns",
+    "enable_unified_cache_external_linker": "it keeps KV of earlier patterns",
+    "enable_hisparse": "it plans its prefetches for one pattern",
+}
+
+
+class CalibrationError(IndexCacheError):
+    """A command line or request that calibration mode can't take."""
+
+
+class Calibration:
+    """Hooks before SGLang builds its model configurations, and the schedule that the server starts with."""
+
+    def __init__(self) -> None:
+        self._pattern: Pattern | None = None
+
+    @property
+    def pattern(self) -> Pattern:
+        """The checkpoint's own schedule: all F, unless layers are locked."""
+        if self._pattern is None:
+            raise CalibrationError("the model is not known yet")
+        return self._pattern
+
+    def server_args(self, *args: Any, **kwargs: Any) -> None:
+        """Before `ModelConfig.from_server_args`.
+
+        Raises:
+            CalibrationError: naming the flag that is missing or too many.
+        """
+        found = bound_arguments(probes.SERVER_ARGS, args, kwargs).arguments["server_args"]
+        for name, reason in _WANTED.items():
+            if not getattr(found, name, False):
+                raise CalibrationError(f"calibration needs {_flag(name)}: {reason}")
+        for name, reason in _REFUSED.items():
+            if getattr(found, name, None):
+                raise CalibrationError(f"{_flag(name)} can't be combined with calibration: {reason}")
+        if getattr(found, "disaggregation_mode", "null") != "null":
+            raise CalibrationError("--disaggregation-mode can't be combined with calibration: switch one whole server")
+        if getattr(found, "tokenizer_worker_num", 1) > 1:
+            raise CalibrationError("calibration needs --tokenizer-worker-num 1: other workers don't load plugins")
+        if getattr(found, "enable_dp_attention", False) and not getattr(found, "enable_dp_lm_head", False):
+            raise CalibrationError("calibration needs --enable-dp-lm-head with --enable-dp-attention: logits are huge")
+        if not _is_loopback(found.host) and not getattr(found, "admin_api_key", None):
+            raise CalibrationError(
+                f"calibration on --host {found.host} needs --admin-api-key: whoever reaches it can switch the pattern"
+            )
+
+    def model_config(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before `ModelConfig.__init__`: the checkpoint's own schedule, spelled out.
+
+        Raises:
+            IndexCacheError: if the model has no DSA attention, or the overrides give a pattern.
+        """
+        bound = bound_arguments(probes.MODEL_CONFIG, args, kwargs)
+        if bound.arguments["is_draft_model"]:
+            return None
+        if self._pattern is None:
+            checkpoint = Checkpoint.read(bound.arguments["model_path"])
+            self._pattern = Pattern.full(checkpoint.model.num_layers, checkpoint.locked)
+        merged = merge_overrides(parse_overrides(bound.arguments["model_override_args"]), self._pattern)
+        bound.arguments["model_override_args"] = json.dumps(merged)
+        return bound.args, bound.kwargs
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,44 @@
+"""`POST /indexcache/{status,check,switch}` of a calibration server; an admin's, by SGLang's own levels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_indexcache import probes
+from sglang_indexcache.calibration.control import BUSY, CHECK, METHOD, SWITCH
+from sglang_indexcache.hooks import bound_arguments
+
+PATH = "/indexcache/{action}"
+BAD_REQUEST, CONFLICT, DIVERGED = 400, 409, 500
+
+
+def add_route(*args: Any, **kwargs: Any) -> None:
+    """Hook before `_setup_and_run_http_server`."""
+    from fastapi import Body
+    from fastapi.responses import JSONResponse
+    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.managers.io_struct import DumperControlReqInput
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    tokenizer_manager = bound_arguments(probes.HTTP, args, kwargs).arguments["tokenizer_manager"]
+
+    async def send(action: str, body: dict[str, Any]) -> list[Any]:
+        request = DumperControlReqInput(method=METHOD, body={**body, "action": action})
+        replies: list[Any] = await tokenizer_manager.dumper_control(request)
+        return replies
+
+    async def control(action: str, body: dict[str, Any] = Body(default={})) -> Any:  # noqa: B008
+        # two phases: what one data-parallel rank can't do, none does
+        phases = (CHECK, SWITCH) if action == SWITCH else (action,)
+        for phase in phases:
+            replies = await send(phase, body)
+            errors = [reply.error for reply in replies if not reply.success]
+            if errors:
+                code = CONFLICT if errors[0].startswith(BUSY) else BAD_REQUEST
+                return JSONResponse({"error": errors[0]}, status_code=code)
+        ranks = [rank for reply in replies for rank in reply.response]
+        if len({rank["fingerprint"] for rank in ranks}) != 1:
+            return JSONResponse({"error": "ranks run different patterns", "ranks": ranks}, status_code=DIVERGED)
+        return JSONResponse({"pattern": ranks[0]["pattern"], "fingerprint": ranks[0]["fingerprint"], "ranks": ranks})
+
+    app.add_api_route(PATH, auth_level(AuthLevel.ADMIN_OPTIONAL)(control), methods=["POST"])

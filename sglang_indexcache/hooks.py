@@ -1,0 +1,83 @@
+"""Hooks on SGLang that are all in, or end the process."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from pkgutil import resolve_name
+from typing import Any
+
+from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.plugin import refuse
+from sglang_indexcache.probes import Feature, Need, SglangError, SglangSource
+
+
+def refusing(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """`hook`, ending the process with one line on an `IndexCacheError`: SGLang logs any other exception and serves."""
+
+    @functools.wraps(hook)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(*args, **kwargs)
+        except IndexCacheError as error:
+            refuse(str(error))
+
+    return guarded
+
+
+def bound_arguments(need: Need, args: Any, kwargs: Any) -> inspect.BoundArguments:
+    """The arguments of a hooked call by name; a hook's wrapper has its target's signature."""
+    bound = inspect.signature(resolve_name(f"sglang.{need.module}:{need.name}")).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound
+
+
+def installed_source(features: Iterable[Feature]) -> SglangSource:
+    """The installed SGLang, with all that `features` need.
+
+    Raises:
+        SglangError: if it is not there, or lacks something.
+    """
+    source = SglangSource.installed()
+    if source is None:
+        raise SglangError("SGLang is not installed")
+    for feature in features:
+        reason = source.refusal(feature)
+        if reason is not None:
+            raise SglangError(reason)
+    return source
+
+
+class Hooks:
+    """Registers hooks with SGLang, whose registry applies them later, and only logs what it could not apply."""
+
+    def __init__(self) -> None:
+        self._wanted: set[str] = set()
+
+    def before(self, need: Need, function: Callable[..., Any]) -> None:
+        self._register(need, function, "BEFORE")
+
+    def after(self, need: Need, function: Callable[..., Any]) -> None:
+        self._register(need, function, "AFTER")
+
+    def around(self, need: Need, function: Callable[..., Any]) -> None:
+        self._register(need, function, "AROUND")
+
+    def guard(self, *needs: Need) -> None:
+        """Before each of `needs`, check that all hooks were applied, also those registered later."""
+        for need in needs:
+            self.before(need, self._all_are_in)
+
+    def _register(self, need: Need, function: Callable[..., Any], kind: str) -> None:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        self._wanted.add(need.target)
+        HookRegistry.register(need.target, refusing(function), HookType[kind])
+
+    def _all_are_in(self, *args: Any, **kwargs: Any) -> None:
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        missing = self._wanted - HookRegistry._patched
+        if missing:
+            raise SglangError(f"SGLang did not apply the hook on {min(missing)}, so the pattern would not be proven")
