@@ -25,6 +25,7 @@ DEMO_SIZES = (6, 12, 512)
 
 class EngineName(StrEnum):
     TRANSFORMERS = "transformers"
+    SGLANG = "sglang"
 
 
 class StrategyName(StrEnum):
@@ -66,10 +67,25 @@ Exit codes: 0 done, 1 the run failed (a loss was not finite), 2 bad input, 130 i
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@app.command(
+    epilog=EPILOG,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+    },
+)
 def search(
+    context: typer.Context,
     model: Annotated[str | None, typer.Option(help="Folder or hub id of a DSA model. Default: the demo model.")] = None,
-    engine: Annotated[EngineName, typer.Option(help="What evaluates patterns.")] = EngineName.TRANSFORMERS,
+    engine: Annotated[
+        EngineName, typer.Option(help="What evaluates patterns. sglang: unknown options go to its server (--tp 8).")
+    ] = EngineName.TRANSFORMERS,
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(help="sglang: a server in calibration mode instead of one's own; repeatable.", metavar="URL"),
+    ] = None,
     calibration: Annotated[
         list[str] | None, typer.Option(help="Calibration source: file, folder, hub id; repeatable.", metavar="SOURCE")
     ] = None,
@@ -98,7 +114,9 @@ def search(
     work_dir: Annotated[Path | None, typer.Option(help="Folder of the journal. Default: OUTPUT/work.")] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the journal and start afresh.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16. Default: float32; with sglang, the model's own.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences a forward.", min=1)] = 1,
     prefix_cache_gb: Annotated[
         float, typer.Option(help="Device memory for layer outputs that candidates share; 0 turns it off.", min=0)
@@ -116,6 +134,10 @@ def search(
 
     console = Console(stderr=True, highlight=False)
     with _errors_in_one_line(console):
+        if context.args and (engine is not EngineName.SGLANG or endpoint):
+            raise SearchError(f"no such option: {context.args[0]}; see indexcache-search --help")
+        if endpoint and engine is not EngineName.SGLANG:
+            raise SearchError("--endpoint needs --engine sglang")
         if model is None and calibration is None:
             calibration, evaluation = list(demo.CALIBRATION), evaluation or list(demo.EVALUATION)
         if not calibration:
@@ -132,7 +154,9 @@ def search(
         )
         folder = output or Path(f"indexcache-{_short_name(model)}")
         files = Files(folder, work_dir or folder / "work", restart, report)
-        runtime = Runtime(device, dtype, batch_size, prefix_cache_gb)
+        runtime = Runtime(
+            engine.value, device, dtype, batch_size, prefix_cache_gb, tuple(endpoint or ()), tuple(context.args)
+        )
         result = run(str(model or demo.MODEL), data, runtime, settings, files, console)
     if json_:
         sys.stdout.write(json.dumps(result, indent=1) + "\n")

@@ -25,7 +25,7 @@ def collect(
     found: Found,
     file: PatternFile,
     rows: Sequence[Row],
-    overlap: NDArray[np.float64],
+    overlap: NDArray[np.float64] | None,
     seconds: dict[str, float],
 ) -> dict[str, Any]:
     """Metrics of a finished search.
@@ -35,7 +35,7 @@ def collect(
         found: its outcome.
         file: the pattern file made of it.
         rows: the held-out comparison.
-        overlap: `[layers, layers]`, from `Search.overlap`.
+        overlap: `[layers, layers]`, from `Search.overlap`; `None` if it was not measured.
         seconds: wall time of each phase of this run; resumed runs only count what they did.
     """
     similarity = search.journal.matrix("similarity")
@@ -46,7 +46,7 @@ def collect(
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
         "steps": _steps(search, found),
         "held_out": held_out(rows, search.held_out.data, search.model.index_topk),
-        "overlap": overlap.round(4).tolist(),
+        "overlap": None if overlap is None else overlap.round(4).tolist(),
         "similarity": None if similarity is None else np.asarray(similarity).round(4).tolist(),
     }
 

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from rich.console import Console
 from indexcache_search import metrics, tables
 from indexcache_search.calibration import TokenReader, build_token_sets
 from indexcache_search.engines.base import Engine
+from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.own_server import own_server
+from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import (
     TransformersEngine,
     describe_model,
@@ -47,12 +50,28 @@ class Data:
 
 @dataclass(frozen=True)
 class Runtime:
-    """How the engine runs, see `TransformersEngine.load`."""
+    """How the engine runs, see `TransformersEngine.load` and `SglangEngine`.
 
+    Attributes:
+        engine: `transformers` or `sglang`.
+        endpoints: SGLang servers in calibration mode; without any, one is started.
+        server_arguments: SGLang's own flags for that one.
+    """
+
+    engine: str
     device: str
-    dtype: str
+    dtype: str | None
     batch_size: int
     prefix_cache_gb: float
+    endpoints: tuple[str, ...] = ()
+    server_arguments: tuple[str, ...] = ()
+
+    @property
+    def server_flags(self) -> tuple[str, ...]:
+        """What one's own server is started with, `device` and `dtype` included."""
+        device = () if self.device == "auto" else ("--device", self.device)
+        dtype = () if self.dtype is None else ("--dtype", self.dtype)
+        return (*device, *dtype, *self.server_arguments)
 
 
 @dataclass(frozen=True)
@@ -74,11 +93,15 @@ def run(
         IndexCacheError: if something asked for can't be done.
         NonFiniteLossError: if a loss is NaN or infinite.
     """
-    with console.status(f"Loading {model}"):
-        engine, calibration, held_out = _load(model, data, runtime, settings)
     if files.restart:
         (files.work_dir / FILE_NAME).unlink(missing_ok=True)
-    with Journal(files.work_dir, identity(engine, calibration, held_out, settings), today()) as journal:
+    with ExitStack() as stack:
+        with console.status(f"Loading {model}"):
+            calibration, held_out = _load_data(model, data, settings)
+            engine = _load_engine(model, runtime, files, stack)
+        journal = stack.enter_context(
+            Journal(files.work_dir, identity(engine, calibration, held_out, settings), today())
+        )
         result = _search(Search(engine, calibration, held_out, settings, journal), files, console)
     write_atomically(files.folder / "metrics.json", json.dumps(result, indent=1) + "\n")
     if files.report:
@@ -88,7 +111,7 @@ def run(
     return result
 
 
-def _load(model: str, data: Data, runtime: Runtime, settings: Settings) -> tuple[Engine, TokenSet, TokenSet]:
+def _load_data(model: str, data: Data, settings: Settings) -> tuple[TokenSet, TokenSet]:
     """Read the data before the weights: mistakes in the first are common, and the second takes long."""
     set_quiet()
     description, config = describe_model(model), read_config(model)
@@ -96,7 +119,7 @@ def _load(model: str, data: Data, runtime: Runtime, settings: Settings) -> tuple
     seq_len = data.seq_len or 4 * description.index_topk
     if seq_len > config.max_position_embeddings:
         raise SearchError(f"--seq-len is {seq_len}, but the model was made for {config.max_position_embeddings} tokens")
-    calibration, held_out = build_token_sets(
+    return build_token_sets(
         TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len),
         description,
         data.calibration,
@@ -106,8 +129,19 @@ def _load(model: str, data: Data, runtime: Runtime, settings: Settings) -> tuple
         num_evaluation=data.num_eval_sequences,
         seed=settings.seed,
     )
-    engine = TransformersEngine.load(model, runtime.device, runtime.dtype, runtime.batch_size, runtime.prefix_cache_gb)
-    return engine, calibration, held_out
+
+
+def _load_engine(model: str, runtime: Runtime, files: Files, stack: ExitStack) -> Engine:
+    """Load weights here, or find or start servers that have; `stack` ends what was started."""
+    if runtime.engine == "transformers":
+        return TransformersEngine.load(
+            model, runtime.device, runtime.dtype or "float32", runtime.batch_size, runtime.prefix_cache_gb
+        )
+    servers = [CalibrationServer(url) for url in runtime.endpoints]
+    if not servers:
+        log = files.work_dir / "server.log"
+        servers = [stack.enter_context(own_server(model, runtime.server_flags, log))]
+    return SglangEngine(servers, describe_model(model), runtime.batch_size)
 
 
 def _search(search: Search, files: Files, console: Console) -> dict[str, Any]:

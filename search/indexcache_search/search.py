@@ -157,6 +157,10 @@ class Search:
             patterns = {retention: uniform_pattern(self.model, retention) for retention in counts}
         else:
             matrix = self.similarity()
+            if matrix is None:
+                raise SearchError(
+                    f"--strategy similarity can't be had with {self.engine.name}, expected greedy or uniform"
+                )
             patterns = {
                 retention: similarity_pattern(matrix, count, self.model.locked) for retention, count in counts.items()
             }
@@ -176,15 +180,19 @@ class Search:
     # -- held-out comparison
 
     def comparison_patterns(self, found: Found) -> list[tuple[str, Fraction, Pattern]]:
-        """Names, retentions and patterns that `compare` evaluates: found, uniform at every phase, similarity."""
+        """Names, retentions and patterns that `compare` evaluates: found, uniform at every phase, similarity.
+
+        Without similarity, if the engine can't measure it.
+        """
+        matrix = self.similarity()
         rows: list[tuple[str, Fraction, Pattern]] = [(BASELINE, Fraction(1), self.model.native)]
         for retention, pattern in found.patterns.items():
             rows.append((self.settings.strategy, retention, pattern))
             if self.settings.strategy != "uniform" and retention.numerator == 1:
                 rows += self._uniform_rows(retention)
-            if self.settings.strategy != "similarity":
+            if self.settings.strategy != "similarity" and matrix is not None:
                 count = self.settings.full_layers(self.model)[retention]
-                rows.append(("similarity", retention, similarity_pattern(self.similarity(), count, self.model.locked)))
+                rows.append(("similarity", retention, similarity_pattern(matrix, count, self.model.locked)))
         return rows
 
     def _uniform_rows(self, retention: Fraction) -> list[tuple[str, Fraction, Pattern]]:
@@ -205,18 +213,21 @@ class Search:
             for (name, retention, pattern), evaluation in zip(patterns, evaluations, strict=True)
         ]
 
-    def similarity(self) -> NDArray[np.float64]:
+    def similarity(self) -> NDArray[np.float64] | None:
         """Cross-layer output similarity on the calibration set, journalled."""
         return self._matrix("similarity", lambda: self.engine.output_similarity(self.calibration.data))
 
-    def overlap(self, rows: int) -> NDArray[np.float64]:
+    def overlap(self, rows: int) -> NDArray[np.float64] | None:
         """Cross-layer index overlap on the calibration set, journalled."""
         return self._matrix(f"overlap-{rows}", lambda: self.engine.topk_overlap(self.calibration.data, rows))
 
-    def _matrix(self, name: str, measure: Callable[[], NDArray[np.float64]]) -> NDArray[np.float64]:
+    def _matrix(self, name: str, measure: Callable[[], NDArray[np.float64] | None]) -> NDArray[np.float64] | None:
         recorded = self.journal.matrix(name)
         if recorded is None:
-            recorded = measure().tolist()
+            measured = measure()
+            if measured is None:
+                return None
+            recorded = measured.tolist()
             self.journal.add_matrix(name, recorded)
         return np.asarray(recorded)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
@@ -28,7 +29,7 @@ def controller(calibration: Calibration) -> Callable[..., Any]:
         from sglang.srt.managers.io_struct import DumperControlReqOutput
 
         try:
-            answer = execute(scheduler, recv_req.body, calibration.pattern)
+            answer = execute(scheduler, recv_req.body, calibration)
         except IndexCacheError as error:
             return DumperControlReqOutput(success=False, response=[], error=str(error))
         return DumperControlReqOutput(success=True, response=[answer])
@@ -36,12 +37,12 @@ def controller(calibration: Calibration) -> Callable[..., Any]:
     return around
 
 
-def execute(scheduler: Any, body: Mapping[str, Any], native: Pattern) -> dict[str, Any]:
+def execute(scheduler: Any, body: Mapping[str, Any], calibration: Calibration) -> dict[str, Any]:
     """Carry out one request on this rank.
 
     Args:
         body: `{"action": "status" | "check" | "switch", "pattern": "FS..."}`.
-        native: the schedule that the server started with; its S layers have no indexer.
+        calibration: knows the schedule that the server started with; its S layers have no indexer.
 
     Returns:
         The pattern that this rank runs now.
@@ -49,7 +50,7 @@ def execute(scheduler: Any, body: Mapping[str, Any], native: Pattern) -> dict[st
     Raises:
         IndexCacheError: if it can't be done; nothing has changed then.
     """
-    runner = scheduler.tp_worker.model_runner
+    runner, native = scheduler.tp_worker.model_runner, calibration.pattern
     action = body.get("action")
     if action not in (STATUS, CHECK, SWITCH):
         raise CalibrationError(f"action is {action!r}, expected {STATUS}, {CHECK} or {SWITCH}")
@@ -60,7 +61,7 @@ def execute(scheduler: Any, body: Mapping[str, Any], native: Pattern) -> dict[st
         if action == SWITCH:
             apply(runner, pattern)
             scheduler.flush_cache()
-    return _status(runner, len(native))
+    return {**_status(runner, len(native)), "config_sha256": calibration.config_sha256, "versions": _versions(runner)}
 
 
 def _check_switchable(scheduler: Any, runner: Any) -> None:
@@ -85,6 +86,22 @@ def apply(runner: Any, pattern: Pattern) -> None:
                 setattr(config, key, value)
     except Exception as error:
         refuse(f"switching failed half-way: {error}")
+
+
+def _versions(runner: Any) -> dict[str, str]:
+    """What losses depend on beside the pattern."""
+    import torch
+
+    parameter = next(runner.model.parameters())
+    device = torch.cuda.get_device_name(parameter.device) if parameter.is_cuda else "CPU"
+    return {
+        "sglang": version("sglang"),
+        "torch": torch.__version__,
+        "device": device,
+        "dtype": str(runner.dtype).removeprefix("torch."),
+        "ranks": str(torch.distributed.get_world_size()),
+        "chunk": str(runner.server_args.chunked_prefill_size),
+    }
 
 
 def _status(runner: Any, num_layers: int) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Calibration:
 
     def __init__(self) -> None:
         self._pattern: Pattern | None = None
+        self.config_sha256 = ""
 
     @property
     def pattern(self) -> Pattern:
@@ -82,6 +83,7 @@ class Calibration:
         if self._pattern is None:
             checkpoint = Checkpoint.read(bound.arguments["model_path"])
             self._pattern = Pattern.full(checkpoint.model.num_layers, checkpoint.locked)
+            self.config_sha256 = checkpoint.model.config_sha256
         merged = merge_overrides(parse_overrides(bound.arguments["model_override_args"]), self._pattern)
         bound.arguments["model_override_args"] = json.dumps(merged)
         return bound.args, bound.kwargs

@@ -39,6 +39,6 @@ def add_route(*args: Any, **kwargs: Any) -> None:
         ranks = [rank for reply in replies for rank in reply.response]
         if len({rank["fingerprint"] for rank in ranks}) != 1:
             return JSONResponse({"error": "ranks run different patterns", "ranks": ranks}, status_code=DIVERGED)
-        return JSONResponse({"pattern": ranks[0]["pattern"], "fingerprint": ranks[0]["fingerprint"], "ranks": ranks})
+        return JSONResponse(ranks[0])
 
     app.add_api_route(PATH, auth_level(AuthLevel.ADMIN_OPTIONAL)(control), methods=["POST"])

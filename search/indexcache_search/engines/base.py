@@ -52,13 +52,17 @@ class Engine(Protocol):
         """Evaluate `patterns` on `data`; yield each as it is done, in any order."""
         ...
 
-    def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64]:
-        """Mean of |T_i & T_j| / k over `rows` sampled queries a sequence, `[layers, layers]` (paper, Appendix A)."""
+    def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64] | None:
+        """Mean of |T_i & T_j| / k over `rows` sampled queries a sequence, `[layers, layers]` (paper, Appendix A).
+
+        `None` if the engine can't measure it.
+        """
         ...
 
-    def output_similarity(self, data: TokenSet) -> NDArray[np.float64]:
+    def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
         """Mean cosine of layer i's attention output with its own and with layer j's indices, `[i, j]`, j <= i.
 
-        All layers below i run with the checkpoint's own pattern (paper, Appendix C).
+        All layers below i run with the checkpoint's own pattern (paper, Appendix C). `None` if the engine can't measure
+        it.
         """
         ...

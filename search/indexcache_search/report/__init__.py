@@ -25,7 +25,11 @@ def render(metrics: Mapping[str, Any]) -> str:
     }
     figures = {
         "comparison": comparison_figure(held_out),
-        "heat_maps": [heat_map_figure(metrics["overlap"], Pattern(roles), kept) for kept, roles in chosen.items()],
+        "heat_maps": [
+            heat_map_figure(metrics["overlap"], Pattern(roles), kept)
+            for kept, roles in chosen.items()
+            if metrics["overlap"] is not None
+        ],
         "loss": loss_figure(metrics) if metrics["steps"] else None,
     }
     return template.render(

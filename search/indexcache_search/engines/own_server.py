@@ -1,0 +1,72 @@
+"""A calibration server of one's own, for as long as the search runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
+from indexcache_search.errors import SearchError
+
+START_SECONDS = 3600  # hundreds of gigabytes from a slow disk
+_OURS = "indexcache: "
+
+
+@contextmanager
+def own_server(model: str, arguments: Sequence[str], log: Path) -> Iterator[CalibrationServer]:
+    """Start SGLang in calibration mode on a free port of this machine; end it with the block.
+
+    Args:
+        arguments: more flags of `sglang.launch_server`, such as `--tp 8`.
+        log: where its output goes.
+
+    Raises:
+        SearchError: if SGLang is not here, or the server ends before it answers.
+    """
+    if find_spec("sglang") is None:
+        raise SearchError("SGLang is not installed here; expected it, or --endpoint with servers that run elsewhere")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "sglang_indexcache.launch_server", "--indexcache-calibrate"]
+    command += ["--model-path", model, "--host", "127.0.0.1", "--port", str(port), *arguments]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        server = CalibrationServer(f"http://127.0.0.1:{port}")
+        _wait(process, server, log)
+        yield server
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], server: CalibrationServer, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            lines = log.read_text(errors="replace").splitlines()
+            ours = [line.removeprefix(_OURS) for line in lines if line.startswith(_OURS)]
+            reason = ours[-1] if ours else (lines[-1] if lines else "no output")
+            raise SearchError(f"SGLang ended with exit code {process.returncode}: {reason} (all of it: {log})")
+        try:
+            server.status()
+        except (ServerLostError, SearchError):
+            time.sleep(0.5)
+        else:
+            return
+    raise SearchError(f"SGLang gave no answer within {START_SECONDS} s; see {log}")
