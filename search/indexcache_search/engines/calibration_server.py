@@ -7,7 +7,7 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http.client import HTTPException
 from typing import Any
 
@@ -79,12 +79,13 @@ class CalibrationServer:
             "logprob_start_len": start - 1,  # the first one comes without a logprob
             "top_logprobs_num": 1,
         }
-        found = []
-        for answer in self._post("/generate", body):
-            meta = answer["meta_info"]
-            pairs = zip(meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:], strict=True)
-            found.append([(_number(own[0]), own[1] == best[0][1]) for own, best in pairs])
-        return found
+        answers = self._post("/generate", body)
+        try:
+            if len(answers) != len(sequences):
+                raise ValueError
+            return [_pairs(answer["meta_info"]) for answer in answers]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise SearchError(f"{self.url}: /generate answers without input logprobs for each sequence") from None
 
     def _post(self, path: str, body: dict[str, Any], allow_busy: bool = False) -> Any:
         request = urllib.request.Request(  # noqa: S310  (the scheme was checked)
@@ -118,5 +119,7 @@ class CalibrationServer:
         raise SearchError(f"{self.url}: {' '.join(str(reason).split())[:200]}") from None
 
 
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
+def _pairs(meta: Mapping[str, Any]) -> list[tuple[float, bool]]:
+    """Logprob, NaN for null, and whether it is the likeliest, of each token but the first."""
+    pairs = zip(meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:], strict=True)
+    return [(float("nan") if own[0] is None else own[0], own[1] == best[0][1]) for own, best in pairs]
