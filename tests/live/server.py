@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from indexcache_search.engines.own_server import die_with_parent
 from tests.live.inprocess import ENVIRONMENT, Served
 
 START_TIMEOUT, REQUEST_TIMEOUT = 600, 300
@@ -94,6 +95,7 @@ def running(
             stderr=subprocess.STDOUT,
             env=environment(**changes),
             start_new_session=True,
+            preexec_fn=die_with_parent,
         )
         try:
             server = Server(f"http://127.0.0.1:{port}", log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from indexcache_search.errors import SearchError
 
 START_SECONDS = 3600  # hundreds of gigabytes from a slow disk
 _OURS = "indexcache: "
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @contextmanager
@@ -40,7 +42,9 @@ def own_server(model: str, arguments: Sequence[str], log: Path) -> Iterator[Cali
     command += ["--model-path", model, "--host", "127.0.0.1", "--port", str(port), *arguments]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent
+        )
     try:
         server = CalibrationServer(f"http://127.0.0.1:{port}")
         _wait(process, server, log)
@@ -53,6 +57,12 @@ def own_server(model: str, arguments: Sequence[str], log: Path) -> Iterator[Cali
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def die_with_parent() -> None:
+    """Ask Linux to end this process with its parent, however that ends; SGLang's own processes do the same."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait(process: subprocess.Popen[bytes], server: CalibrationServer, log: Path) -> None:
