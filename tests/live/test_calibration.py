@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,15 +22,15 @@ from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.strategies.greedy import greedy
 from indexcache_search.tokens import TokenSet
-from sglang_indexcache import Pattern
+from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.checkpoint import Checkpoint
 from tests.live import models
-from tests.live.server import Server, command, ended, running
+from tests.live.server import FLAGS, Server, command, ended, environment, running
 from tests.patterns import write_pattern
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-CALIBRATE = ("--indexcache-calibrate", "--skip-tokenizer-init")
+CALIBRATE = ("--indexcache-calibrate", "--skip-tokenizer-init", "--sleep-on-idle")  # two cores, several servers
 PLAIN = (sys.executable, "-m", "sglang.launch_server")
 ENGINES_DIFFER = 1e-4  # nats a token; 3e-6 is seen
 LENGTHS = 48
@@ -126,6 +128,31 @@ def test_two_servers_and_one_that_dies(model: Path, server: Server, data: TokenS
             if len(found) == 3:
                 os.kill(scheduler, signal.SIGKILL)  # SGLang ends the whole server then
     assert found == expected
+
+
+def test_the_command_line_with_a_server_of_its_own(model: Path, tmp_path: Path) -> None:
+    """Unknown options go to the server; what can't be measured there is left out of the report."""
+    rows = np.random.default_rng(1).integers(2, models.VOCAB, (8, LENGTHS)).tolist()
+    (tmp_path / "tokens.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    arguments = [sys.executable, "-m", "indexcache_search", "--engine", "sglang", "--model", str(model)]
+    arguments += ["--calibration", str(tmp_path / "tokens.jsonl"), "--seq-len", str(LENGTHS), "--num-sequences", "2"]
+    arguments += ["--num-eval-sequences", "2", "--retain", "1/2", "--output", str(tmp_path / "out"), *FLAGS]
+    result = subprocess.run(
+        [*arguments, "--skip-tokenizer-init"], env=environment(), capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    file = PatternFile.load(tmp_path / "out" / "pattern.yaml")
+    assert file.as_pattern().retention == 0.5 and file.versions["engine"] == "sglang 0.5.23"
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert "Patterns found" in report and "Index overlap" not in report
+    log = (tmp_path / "out" / "work" / "server.log").read_text()
+    assert "indexcache: serving FFFFFF" in log
+
+    result = subprocess.run(
+        [*arguments, "--tp-size", "none", "--restart"], env=environment(), capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 2 and "SGLang ended with exit code 2" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_an_admin_key_is_asked_for(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
