@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sglang_indexcache import DsaModel, Pattern, PatternFile
+from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import ModelConfigError, SpellingError
 from sglang_indexcache.installed import effective_pattern
 from sglang_indexcache.overrides import merge_overrides, parse_overrides
-from sglang_indexcache.pattern_file import ModelSection
 from sglang_indexcache.probes import SglangSource
 from sglang_indexcache.spellings import indexer_types
 from tests.conftest import tiny_config
+from tests.patterns import pattern_file
 
 PATTERN = Pattern("FSSFSS")
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
@@ -45,15 +45,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def write_file(tmp_path: Path) -> Callable[..., str]:
     def writer(pattern: Pattern = PATTERN, config: dict[str, Any] | None = None) -> str:
-        description = DsaModel.from_config(config or tiny_config(), "glm")
-        section = ModelSection(
-            architecture=description.architecture,
-            num_layers=len(pattern),
-            config_sha256=description.config_sha256,
-            name="glm",
-        )
-        file = PatternFile(schema="indexcache/v1", model=section, pattern=pattern.roles, retention=pattern.retention)
-        file.save(tmp_path / "p.yaml")
+        pattern_file(pattern, config or tiny_config()).save(tmp_path / "p.yaml")
         return str(tmp_path / "p.yaml")
 
     return writer

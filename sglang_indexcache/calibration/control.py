@@ -9,9 +9,9 @@ from typing import Any
 
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.pattern import FULL, SHARED, Pattern
+from sglang_indexcache.pattern import SHARED, Pattern
 from sglang_indexcache.plugin import refuse
-from sglang_indexcache.serving.proof import attention_modules
+from sglang_indexcache.serving.proof import attention_modules, current_roles
 from sglang_indexcache.spellings import FREQ_KEY, PATTERN_KEY, TYPES_KEY, to_sglang
 
 METHOD = "indexcache"
@@ -107,7 +107,7 @@ def _versions(runner: Any) -> dict[str, str]:
 def _status(runner: Any, num_layers: int) -> dict[str, Any]:
     config = runner.model_config.hf_config
     roles = getattr(config, PATTERN_KEY)
-    layers = {module.layer_id: SHARED if module.skip_topk else FULL for module in attention_modules(runner.model)}
+    layers = current_roles(runner.model)
     wrong = [layer for layer, role in layers.items() if roles[layer] != role]
     if wrong or len(roles) != num_layers or getattr(config, FREQ_KEY) != 1:
         refuse(f"layer {min(wrong, default=0)} does not run what the configuration says")

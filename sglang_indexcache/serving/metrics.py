@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_indexcache import probes
 from sglang_indexcache.pattern import FULL
-from sglang_indexcache.serving.proof import effective_roles
+from sglang_indexcache.serving.proof import current_roles
 from sglang_indexcache.serving.request import Request
 
 
@@ -21,7 +21,7 @@ def reporter(request: Request) -> Callable[..., None]:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         runner = scheduler.tp_worker.model_runner
-        roles = [layer.role for layer in effective_roles(runner.model).values()]
+        roles = list(current_roles(runner.model).values())
         count = make_metrics(request, dict(context.collector.labels), roles.count(FULL), len(roles) - roles.count(FULL))
         HookRegistry.register(probes.FORWARD.target, count_passes(runner, count), HookType.AFTER)
         HookRegistry.apply_hooks()

@@ -56,6 +56,11 @@ def mark_unloaded(model: Any) -> None:
                 parameter.data.fill_(float("nan"))
 
 
+def current_roles(model: Any) -> dict[int, str]:
+    """The role of each layer of this rank, `F` or `S`."""
+    return {module.layer_id: SHARED if module.skip_topk else FULL for module in attention_modules(model)}
+
+
 def effective_roles(model: Any) -> dict[int, Effective]:
     """What the loaded layers of this rank will do, by layer."""
     found = {}

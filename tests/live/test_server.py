@@ -116,21 +116,26 @@ def test_the_readmes_server(tmp_path: Path, record: Path, capsys: pytest.Capture
         assert len(runs) == 4 * passes, "the counter says what the indexers did"
 
 
-def test_tensor_parallel_ranks(tmp_path: Path, record: Path) -> None:
-    """Two ranks choose the same tokens; without --enable-metrics nothing of ours is in /metrics."""
-    model = models.build("glm-moe", tmp_path / "glm")
-    pattern = Pattern("FSFSSF")
-    file = write_pattern(pattern, model, tmp_path / "pattern.yaml")
+def two_ranks(size_flag: str, file: str, record: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Flags and environment of a server whose `size_flag` is 2, a core for each rank."""
     flags = (
         "--indexcache-pattern",
         file,
         "--chunked-prefill-size",
         str(CHUNK),
-        "--tp-size",
+        size_flag,
         "2",
         "--skip-tokenizer-init",
     )
-    changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    return flags, {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+def test_tensor_parallel_ranks(tmp_path: Path, record: Path) -> None:
+    """Two ranks choose the same tokens; without --enable-metrics nothing of ours is in /metrics."""
+    model = models.build("glm-moe", tmp_path / "glm")
+    pattern = Pattern("FSFSSF")
+    file = write_pattern(pattern, model, tmp_path / "pattern.yaml")
+    flags, changes = two_ranks("--tp-size", file, record)
     with running(model, tmp_path / "log", *flags, **changes) as server:
         check_modes(server, load_reference(model), pattern, record, random_prompts())
         assert len({run.process for run in recorder.read(record)}) == 2
@@ -144,16 +149,7 @@ def test_pipeline_stages_that_begin_with_a_shared_layer(tmp_path: Path, record: 
     model = models.build("deepseek-v3.2", tmp_path / "deepseek")
     pattern = Pattern("FFSSFS")
     file = write_pattern(pattern, model, tmp_path / "pattern.yaml")
-    flags = (
-        "--indexcache-pattern",
-        file,
-        "--chunked-prefill-size",
-        str(CHUNK),
-        "--pp-size",
-        "2",
-        "--skip-tokenizer-init",
-    )
-    changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    flags, changes = two_ranks("--pp-size", file, record)
     with running(model, tmp_path / "log", *flags, "--enable-metrics", **changes) as server:
         check_modes(server, load_reference(model), pattern, record, random_prompts())
         layers = {run.process: set[int]() for run in recorder.read(record)}
