@@ -91,6 +91,12 @@ CONTROL_REQUEST = Need("srt.managers.io_struct", "DumperControlReqInput.body")
 CONTROL_FAN_OUT = Need("srt.managers.tokenizer_control_mixin", "TokenizerControlMixin.dumper_control", ("obj",))
 IDLE = Need("srt.managers.scheduler", "Scheduler.is_fully_idle")
 FLUSH = Need("srt.managers.scheduler", "Scheduler.flush_cache")
+LOGITS = Need("srt.layers.logits_processor", "LogitsProcessor.forward", ("logits_metadata",))
+LOGPROBS = Need("srt.layers.logprob_processor", "InputLogprobProcessor.forward", ("pruned_states", "get_logits_fn"))
+REQUEST_IDS = Need("srt.model_executor.forward_batch_info", "ForwardBatch.rids")
+CAPTURER = Need("srt.state_capturer.indexer_topk", "set_global_indexer_capturer", ("capturer",))
+CAPTURE = Need("srt.state_capturer.indexer_topk", "maybe_capture_indexer_topk", ("layer_id", "topk_indices"))
+ROUTING = Need("srt.managers.io_struct", "GenerateReqInput.routed_dp_rank")
 HTTP = Need("srt.entrypoints.http_server", "_setup_and_run_http_server", ("server_args", "tokenizer_manager"))
 
 SERVE = Feature(
@@ -123,10 +129,17 @@ CHECK = Feature("check", "ask SGLang's own rule which layers would run", (RULE, 
 CALIBRATE = Feature(
     "calibrate",
     "switch patterns between evaluations on a live server",
-    (*SERVE.needs, *PROVE.needs, CONTROL, CONTROL_REPLY, CONTROL_REQUEST, CONTROL_FAN_OUT, IDLE, FLUSH, HTTP),
+    (*SERVE.needs, *PROVE.needs, CONTROL, CONTROL_REPLY, CONTROL_REQUEST, CONTROL_FAN_OUT, ROUTING, IDLE, FLUSH, HTTP),
     "no calibration server",
 )
-FEATURES = (SERVE, PROVE, WEIGHTS, STATUS, PROMETHEUS, CACHE_KEYS, PEERS, PIPELINE, CHECK, CALIBRATE)
+DIVERGENCE = Feature("kl", "KL to the baseline, computed in the engine", (LOGITS, LOGPROBS, REQUEST_IDS), "only nll")
+SAMPLING = Feature(
+    "overlap", "index overlap of the layers on a live server", (FORWARD, REQUEST_IDS, CAPTURER, CAPTURE), "not measured"
+)
+FEATURES = (
+    *(SERVE, PROVE, WEIGHTS, STATUS, PROMETHEUS, CACHE_KEYS, PEERS, PIPELINE, CHECK),
+    *(CALIBRATE, DIVERGENCE, SAMPLING),
+)
 REQUIRED = (SERVE, PROVE, WEIGHTS)
 
 

@@ -47,3 +47,9 @@ class TokenSet:
         digest.update(np.packbits(self.scored).tobytes())
         digest.update(np.ascontiguousarray(self.source_of, dtype="<i4").tobytes())
         return digest.hexdigest()
+
+
+def sampled_queries(seq_len: int, index_topk: int, rows: int) -> NDArray[np.int64]:
+    """Positions of up to `rows` queries, evenly spread over those that see more than `index_topk` tokens."""
+    number = min(rows, seq_len - index_topk)
+    return np.linspace(index_topk, seq_len - 1, number).round().astype(np.int64)

@@ -8,7 +8,9 @@ control request that SGLang already fans out. A server in serving mode has none 
 from __future__ import annotations
 
 from sglang_indexcache import probes
-from sglang_indexcache.calibration.control import controller
+from sglang_indexcache.calibration.control import Controller
+from sglang_indexcache.calibration.divergence import Divergence, limit_gb
+from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration
 from sglang_indexcache.calibration.route import add_route
 from sglang_indexcache.hooks import Hooks, installed_source
@@ -16,17 +18,25 @@ from sglang_indexcache.serving import proof
 
 
 def install() -> None:
-    """Register the hooks of calibration mode.
+    """Register the hooks of calibration mode; what this SGLang can't measure is refused when it is asked for.
 
     Raises:
-        SglangError: if this SGLang lacks what it needs.
+        SglangError: if this SGLang lacks what switching needs.
     """
-    installed_source((*probes.REQUIRED, probes.CALIBRATE))
+    source = installed_source((*probes.REQUIRED, probes.CALIBRATE))
     hooks, calibration = Hooks(), Calibration()
     hooks.guard(probes.SERVER_ARGS, probes.MODEL_CONFIG, probes.LOAD_MODEL, probes.SCHEDULER)
     hooks.before(probes.SERVER_ARGS, calibration.server_args)
     hooks.before(probes.MODEL_CONFIG, calibration.model_config)
     hooks.after(probes.NEW_MODEL, proof.prepare)
     hooks.after(probes.LOAD_MODEL, proof.prover(calibration))
-    hooks.around(probes.CONTROL, controller(calibration))
+    divergence = overlap = None
+    if source.refusal(probes.DIVERGENCE) is None:
+        divergence = Divergence(limit_gb())
+        hooks.around(probes.LOGITS, divergence.around_logits)
+        hooks.around(probes.LOGPROBS, divergence.around_logprobs)
+    if source.refusal(probes.SAMPLING) is None:
+        overlap = Overlap()
+        hooks.before(probes.FORWARD, overlap.before_forward)
+    hooks.around(probes.CONTROL, Controller(calibration, divergence, overlap).handle)
     hooks.before(probes.HTTP, add_route)

@@ -1,4 +1,4 @@
-"""Switching the pattern of a running server: checked first, then applied, on every rank alike."""
+"""Control requests on a rank: switch its pattern, checked first and then applied, and hand over what was measured."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
+from sglang_indexcache.calibration.divergence import Divergence
+from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.pattern import SHARED, Pattern
@@ -15,62 +17,138 @@ from sglang_indexcache.serving.proof import attention_modules, current_roles
 from sglang_indexcache.spellings import FREQ_KEY, PATTERN_KEY, TYPES_KEY, to_sglang
 
 METHOD = "indexcache"
-STATUS, CHECK, SWITCH = "status", "check", "switch"
+STATUS, CHECK, SWITCH, BASELINE, KL, SAMPLE, OVERLAP = (
+    "status",
+    "check",
+    "switch",
+    "baseline",
+    "kl",
+    "sample",
+    "overlap",
+)
 BUSY = "busy"
+_UNMEASURED = "with pipeline stages, nor by an SGLang without the places for it (indexcache-check --environment)"
 _GRAPH_RUNNERS = ("prefill_cuda_graph_runner", "decode_cuda_graph_runner", "graph_runner")
 
 
-def controller(calibration: Calibration) -> Callable[..., Any]:
-    """Hook around `Scheduler.handle_dumper_control`: answer requests of method `indexcache`, leave all others alone."""
+class Controller:
+    """Answers control requests on one rank.
 
-    def around(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    Args:
+        calibration: knows the schedule that the server started with; its S layers have no indexer.
+        divergence: measures KL, or `None` where this SGLang has no place for it.
+        overlap: samples indices, or `None` likewise.
+    """
+
+    def __init__(self, calibration: Calibration, divergence: Divergence | None, overlap: Overlap | None) -> None:
+        self._calibration, self._divergence, self._overlap = calibration, divergence, overlap
+        self._actions: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {
+            STATUS: lambda scheduler, body: {},
+            CHECK: self._check,
+            SWITCH: self._switch,
+            BASELINE: self._announce_baseline,
+            KL: self._sums,
+            SAMPLE: self._sample,
+            OVERLAP: self._end_sampling,
+        }
+
+    def handle(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+        """Hook around `Scheduler.handle_dumper_control`: requests of method `indexcache` are ours, no others."""
         if recv_req.method != METHOD:
             return original(scheduler, recv_req)
         from sglang.srt.managers.io_struct import DumperControlReqOutput
 
         try:
-            answer = execute(scheduler, recv_req.body, calibration)
+            answer = self.execute(scheduler, recv_req.body)
         except IndexCacheError as error:
             return DumperControlReqOutput(success=False, response=[], error=str(error))
         return DumperControlReqOutput(success=True, response=[answer])
 
-    return around
+    def execute(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Carry out one request on this rank.
 
+        Args:
+            body: `action`, what it takes, and `dp_rank` if it is meant for one data-parallel rank; others only answer.
 
-def execute(scheduler: Any, body: Mapping[str, Any], calibration: Calibration) -> dict[str, Any]:
-    """Carry out one request on this rank.
+        Returns:
+            The pattern that this rank runs now, and what was asked for.
 
-    Args:
-        body: `{"action": "status" | "check" | "switch", "pattern": "FS..."}`.
-        calibration: knows the schedule that the server started with; its S layers have no indexer.
+        Raises:
+            IndexCacheError: if it can't be done; nothing has changed then.
+        """
+        action = self._actions.get(str(body.get("action")))
+        if action is None:
+            raise CalibrationError(f"action is {body.get('action')!r}, expected {', '.join(self._actions)}")
+        rank, wanted = _dp_rank(scheduler), body.get("dp_rank")
+        runner, native = scheduler.tp_worker.model_runner, self._calibration.pattern
+        answer = action(scheduler, body) if wanted in (None, rank) else {}
+        return {
+            **_status(runner, len(native)),
+            "dp_rank": rank,
+            "config_sha256": self._calibration.config_sha256,
+            "versions": _versions(runner),
+            "measures": self._measures(runner),
+            **answer,
+        }
 
-    Returns:
-        The pattern that this rank runs now.
+    def _check(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+        native, runner = self._calibration.pattern, scheduler.tp_worker.model_runner
+        Pattern(body.get("pattern")).check_fits(len(native), native.shared_layers)  # type: ignore[arg-type]
+        for name in _GRAPH_RUNNERS:
+            graphs = getattr(runner, name, None)
+            if graphs is not None and graphs is not getattr(runner, "eager_runner", None):
+                raise CalibrationError("CUDA graphs are on, and they keep the pattern they were captured with")
+        if not scheduler.is_fully_idle():
+            raise CalibrationError(f"{BUSY}: requests are running")
+        return {}
 
-    Raises:
-        IndexCacheError: if it can't be done; nothing has changed then.
-    """
-    runner, native = scheduler.tp_worker.model_runner, calibration.pattern
-    action = body.get("action")
-    if action not in (STATUS, CHECK, SWITCH):
-        raise CalibrationError(f"action is {action!r}, expected {STATUS}, {CHECK} or {SWITCH}")
-    if action != STATUS:
-        pattern = Pattern(body.get("pattern"))  # type: ignore[arg-type]  # anything may come over HTTP
-        pattern.check_fits(len(native), native.shared_layers)
-        _check_switchable(scheduler, runner)
-        if action == SWITCH:
-            apply(runner, pattern)
-            scheduler.flush_cache()
-    return {**_status(runner, len(native)), "config_sha256": calibration.config_sha256, "versions": _versions(runner)}
+    def _switch(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+        self._check(scheduler, body)
+        pattern = Pattern(body["pattern"])
+        apply(scheduler.tp_worker.model_runner, pattern)
+        scheduler.flush_cache()
+        if self._divergence is not None:
+            self._divergence.switched(pattern == self._calibration.pattern)
+        return {}
 
+    def _announce_baseline(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+        runner = scheduler.tp_worker.model_runner
+        row_bytes = runner.model_config.hidden_size * runner.dtype.itemsize
+        missing = self._measured_kl(runner).announce(str(body.get("data")), _ranges(body.get("ranges")), row_bytes)
+        return {"missing": missing}
 
-def _check_switchable(scheduler: Any, runner: Any) -> None:
-    for name in _GRAPH_RUNNERS:
-        graphs = getattr(runner, name, None)
-        if graphs is not None and graphs is not getattr(runner, "eager_runner", None):
-            raise CalibrationError("CUDA graphs are on, and they keep the pattern they were captured with")
-    if not scheduler.is_fully_idle():
-        raise CalibrationError(f"{BUSY}: requests are running")
+    def _sums(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+        requests = body.get("requests")
+        if not isinstance(requests, Mapping):
+            raise CalibrationError("requests is missing, expected ranges of positions for each request id")
+        wanted = {str(rid): _ranges(ranges) for rid, ranges in requests.items()}
+        return {"sums": self._measured_kl(scheduler.tp_worker.model_runner).sums(wanted)}
+
+    def _sample(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+        runner, positions = scheduler.tp_worker.model_runner, body.get("positions")
+        if not isinstance(positions, list) or not all(isinstance(position, int) for position in positions):
+            raise CalibrationError("positions is missing, expected a list of positions")
+        self._sampled(runner).begin(positions, len(current_roles(runner.model)))
+        return {}
+
+    def _end_sampling(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self._sampled(scheduler.tp_worker.model_runner).end()
+
+    def _measures(self, runner: Any) -> list[str]:
+        """What can be measured beside logprobs; not with pipeline stages, whose first one answers alone."""
+        whole = len(current_roles(runner.model)) == len(self._calibration.pattern)
+        places = {KL: self._divergence, OVERLAP: self._overlap}
+        return [name for name, place in places.items() if whole and place is not None]
+
+    def _measured_kl(self, runner: Any) -> Divergence:
+        if self._divergence is None or KL not in self._measures(runner):
+            raise CalibrationError(f"kl is not measured {_UNMEASURED}; expected --objective nll")
+        return self._divergence
+
+    def _sampled(self, runner: Any) -> Overlap:
+        if self._overlap is None or OVERLAP not in self._measures(runner):
+            raise CalibrationError(f"index overlap is not measured {_UNMEASURED}")
+        return self._overlap
 
 
 def apply(runner: Any, pattern: Pattern) -> None:
@@ -86,6 +164,27 @@ def apply(runner: Any, pattern: Pattern) -> None:
                 setattr(config, key, value)
     except Exception as error:
         refuse(f"switching failed half-way: {error}")
+
+
+def _dp_rank(scheduler: Any) -> int:
+    """Of this rank's data-parallel group, as requests are routed to; 0 without any."""
+    ranks = getattr(scheduler, "ps", scheduler)  # `ps` from 0.5.13 to 0.5.20
+    if not hasattr(ranks, "dp_rank"):
+        from sglang.srt.runtime_context import get_parallel  # 0.5.22 and newer
+
+        ranks = get_parallel()
+    return int(ranks.dp_rank or 0)
+
+
+def _ranges(given: Any) -> list[tuple[int, int]]:
+    """`[[first, last], ...]` from a request."""
+    try:
+        found = [(int(first), int(last)) for first, last in given]
+    except (TypeError, ValueError):
+        raise CalibrationError(f"ranges are {str(given)[:50]}, expected [first, last] pairs") from None
+    if any(not 0 <= first < last for first, last in found):
+        raise CalibrationError("a range is empty, expected first < last")
+    return found
 
 
 def _versions(runner: Any) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`POST /indexcache/{status,check,switch}` of a calibration server; an admin's, by SGLang's own levels."""
+"""`POST /indexcache/{action}` of a calibration server; an admin's, by SGLang's own levels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang_indexcache.calibration.control import BUSY, CHECK, METHOD, SWITCH
 from sglang_indexcache.hooks import bound_arguments
 
 PATH = "/indexcache/{action}"
-BAD_REQUEST, CONFLICT, DIVERGED = 400, 409, 500
+BAD_REQUEST, CONFLICT = 400, 409
 
 
 def add_route(*args: Any, **kwargs: Any) -> None:
@@ -22,23 +22,15 @@ def add_route(*args: Any, **kwargs: Any) -> None:
 
     tokenizer_manager = bound_arguments(probes.HTTP, args, kwargs).arguments["tokenizer_manager"]
 
-    async def send(action: str, body: dict[str, Any]) -> list[Any]:
-        request = DumperControlReqInput(method=METHOD, body={**body, "action": action})
-        replies: list[Any] = await tokenizer_manager.dumper_control(request)
-        return replies
-
     async def control(action: str, body: dict[str, Any] = Body(default={})) -> Any:  # noqa: B008
         # two phases: what one data-parallel rank can't do, none does
-        phases = (CHECK, SWITCH) if action == SWITCH else (action,)
-        for phase in phases:
-            replies = await send(phase, body)
+        for phase in (CHECK, SWITCH) if action == SWITCH else (action,):
+            request = DumperControlReqInput(method=METHOD, body={**body, "action": phase})
+            replies: list[Any] = await tokenizer_manager.dumper_control(request)
             errors = [reply.error for reply in replies if not reply.success]
             if errors:
                 code = CONFLICT if errors[0].startswith(BUSY) else BAD_REQUEST
                 return JSONResponse({"error": errors[0]}, status_code=code)
-        ranks = [rank for reply in replies for rank in reply.response]
-        if len({rank["fingerprint"] for rank in ranks}) != 1:
-            return JSONResponse({"error": "ranks run different patterns", "ranks": ranks}, status_code=DIVERGED)
-        return JSONResponse(ranks[0])
+        return JSONResponse({"ranks": [rank for reply in replies for rank in reply.response]})
 
     app.add_api_route(PATH, auth_level(AuthLevel.ADMIN_OPTIONAL)(control), methods=["POST"])

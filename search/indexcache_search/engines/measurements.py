@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from indexcache_search.engines.roles import apply_roles, dsa_attentions
+from indexcache_search.tokens import sampled_queries
 from sglang_indexcache import DsaModel
 
 
@@ -30,7 +31,7 @@ def topk_overlap(model: nn.Module, description: DsaModel, batches: Iterable[Tens
     """
     total, count = np.zeros((description.num_layers, description.num_layers)), 0
     for batch in batches:
-        sampled = _sampled_rows(batch.shape[1], description.index_topk, rows)
+        sampled = torch.from_numpy(sampled_queries(batch.shape[1], description.index_topk, rows))
         selected: dict[int, Tensor] = {}
 
         def keep(layer: int, indices: Tensor, sampled: Tensor = sampled, batch: Tensor = batch) -> None:
@@ -44,12 +45,6 @@ def topk_overlap(model: nn.Module, description: DsaModel, batches: Iterable[Tens
         total += (masks @ masks.T).double().numpy() / description.index_topk
         count += len(sampled) * batch.shape[0]
     return total / count
-
-
-def _sampled_rows(seq_len: int, index_topk: int, rows: int) -> Tensor:
-    candidates = np.arange(index_topk, seq_len)
-    chosen = np.linspace(0, len(candidates) - 1, min(rows, len(candidates))).round().astype(int)
-    return torch.from_numpy(candidates[chosen])
 
 
 @torch.inference_mode()

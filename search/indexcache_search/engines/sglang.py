@@ -1,4 +1,4 @@
-"""The live engine: SGLang servers in calibration mode, one or several, each evaluating a pattern at a time."""
+"""The live engine: SGLang servers in calibration mode, whose data-parallel ranks each evaluate a pattern at a time."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.engines.base import Evaluation, Objective
-from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
+from indexcache_search.engines.calibration_server import CalibrationServer, Range, ServerLostError
 from indexcache_search.errors import SearchError
-from indexcache_search.tokens import TokenSet
+from indexcache_search.tokens import TokenSet, sampled_queries
 from sglang_indexcache import DsaModel, Pattern
+from sglang_indexcache.calibration.requests import KEEP, KL, OVERLAP, Measured
 
 LONGEST_PAUSE = 30.0
 
@@ -22,8 +24,9 @@ LONGEST_PAUSE = 30.0
 class SglangEngine:
     """Evaluates patterns on SGLang.
 
-    Losses are sums of the engine's own input logprobs, in float64. Sequences are sent `batch_size` at a time, one
-    request after the other, so that what runs together never depends on timing.
+    `nll` is the sum of the server's own input logprobs, in float64; `kl` is summed there. Sequences are sent
+    `batch_size` at a time, one request after the other, so that what runs together never depends on timing. A lane is
+    a server, or a data-parallel rank of one.
 
     Args:
         servers: in calibration mode, with the same model.
@@ -32,7 +35,8 @@ class SglangEngine:
         patience: seconds to wait for lost servers, once none is left.
 
     Raises:
-        SearchError: if a server is not in calibration mode, has another model or other versions than the first.
+        SearchError: if a server does not answer, is not in calibration mode, has another model or other versions than
+            the first.
     """
 
     def __init__(
@@ -43,27 +47,29 @@ class SglangEngine:
         patience: float = 600.0,
     ) -> None:
         self.model, self.batch_size = description, batch_size
-        self._servers, self._patience = tuple(servers), patience
-        self.name, self.settings = self._describe()
+        self._patience = patience
+        try:
+            self._lanes = [lane for server in servers for lane in server.lanes()]
+            self.name, self.settings = self._describe()
+        except ServerLostError as error:
+            raise SearchError(str(error)) from None
 
     def evaluate(self, patterns: Sequence[Pattern], data: TokenSet, objective: Objective) -> Iterator[Evaluation]:
-        """See `Engine.evaluate`; each server takes the next pattern when it is free.
+        """See `Engine.evaluate`; each lane takes the next pattern when it is free.
 
         What a lost server was working on goes to another one, or to itself when it is back.
 
         Raises:
             SearchError: if a server refuses, or all stay away for longer than `patience`.
         """
-        if objective != "nll":
-            raise SearchError("--objective kl is not there yet with --engine sglang; expected nll")
         work: queue.Queue[Pattern] = queue.Queue()
         done: queue.Queue[Evaluation | Exception] = queue.Queue()
         stop = threading.Event()
         for pattern in patterns:
             work.put(pattern)
         threads = [
-            threading.Thread(target=self._serve, args=(server, work, done, data, stop), daemon=True)
-            for server in self._servers
+            threading.Thread(target=self._serve, args=(lane, work, done, data, objective, stop), daemon=True)
+            for lane in self._lanes
         ]
         for thread in threads:
             thread.start()
@@ -86,8 +92,23 @@ class SglangEngine:
                 thread.join(1)  # one that is inside a request ends with it
 
     def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64] | None:
-        """See `Engine.topk_overlap`; not measured here."""
-        return None
+        """See `Engine.topk_overlap`.
+
+        Raises:
+            SearchError: if no server came back within `patience`.
+        """
+        if "overlap" not in self._measures:
+            return None
+        reason = ""
+        for lane in self._lanes:
+            while True:
+                try:
+                    return self._overlap(lane, data, rows)
+                except ServerLostError as error:
+                    reason = str(error)
+                if not self._came_back(lane, threading.Event()):
+                    break
+        raise SearchError(f"no server came back within {self._patience:.0f} s: {reason}")
 
     def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
         """See `Engine.output_similarity`; not measured here."""
@@ -95,28 +116,25 @@ class SglangEngine:
 
     def _describe(self) -> tuple[str, Mapping[str, str]]:
         found: list[tuple[str, Mapping[str, str]]] = []
-        for server in self._servers:
-            try:
-                status = server.status()
-            except ServerLostError as error:
-                raise SearchError(str(error)) from None
+        for lane in self._lanes:
+            status = lane.status()
             if status["config_sha256"] != self.model.config_sha256:
-                raise SearchError(f"{server.url}: serves another model than --model {self.model.name}")
+                raise SearchError(f"{lane.url}: serves another model than --model {self.model.name}")
+            self._measures = frozenset(status["measures"])
             versions = dict(status["versions"])
             name = f"sglang {versions.pop('sglang')}"
             found.append((name, {**versions, "batch_size": str(self.batch_size)}))
             if found[-1] != found[0]:
-                raise SearchError(
-                    f"{server.url}: is {found[-1]}, {self._servers[0].url} is {found[0]}; expected the same"
-                )
+                raise SearchError(f"{lane.url}: is {found[-1]}, {self._lanes[0].url} is {found[0]}; expected the same")
         return found[0]
 
     def _serve(
         self,
-        server: CalibrationServer,
+        lane: CalibrationServer,
         work: queue.Queue[Pattern],
         done: queue.Queue[Evaluation | Exception],
         data: TokenSet,
+        objective: Objective,
         stop: threading.Event,
     ) -> None:
         """Take patterns until there are none; on a loss put the pattern back, and wait for the server."""
@@ -126,42 +144,85 @@ class SglangEngine:
             except queue.Empty:
                 continue  # another server may yet give one back
             try:
-                done.put(self._evaluate(server, pattern, data))
+                done.put(self._evaluate(lane, pattern, data, objective))
             except ServerLostError as error:
                 work.put(pattern)
-                if not self._came_back(server, stop):
+                if not self._came_back(lane, stop):
                     done.put(error)
                     return
             except Exception as error:
                 done.put(error)
                 return
 
-    def _came_back(self, server: CalibrationServer, stop: threading.Event) -> bool:
+    def _came_back(self, lane: CalibrationServer, stop: threading.Event) -> bool:
         deadline, pause = time.monotonic() + self._patience, 0.5
         while time.monotonic() < deadline and not stop.wait(pause):
             try:
-                server.status()
+                lane.status()
             except (ServerLostError, SearchError):  # a server that is starting has no route yet
                 pause = min(2 * pause, LONGEST_PAUSE)
             else:
                 return True
         return False
 
-    def _evaluate(self, server: CalibrationServer, pattern: Pattern, data: TokenSet) -> Evaluation:
+    def _evaluate(self, lane: CalibrationServer, pattern: Pattern, data: TokenSet, objective: Objective) -> Evaluation:
         began = time.monotonic()
-        server.switch(pattern)
+        ranges = [_ranges(scored) for scored in data.scored]
+        if objective == "kl":
+            self._run_baselines(lane, data, ranges)
+        lane.switch(pattern)
         losses, correct = [], []
         for first in range(0, data.num_sequences, self.batch_size):
             rows = range(first, min(first + self.batch_size, data.num_sequences))
-            start = min(int(np.flatnonzero(data.scored[row])[0]) for row in rows)
-            answers = server.logprobs([data.tokens[row].tolist() for row in rows], start)
-            for row, answer in zip(rows, answers, strict=True):
+            start = min(_first_scored(data, row) for row in rows)
+            ids = [_request_id(KL, row) for row in rows] if objective == "kl" else None
+            answers = lane.logprobs([data.tokens[row].tolist() for row in rows], start, ids)
+            sums = lane.divergences({rid: ranges[row] for rid, row in zip(ids, rows, strict=True)}) if ids else {}
+            for index, (row, answer) in enumerate(zip(rows, answers, strict=True)):
                 values = np.asarray([logprob for logprob, _ in answer], dtype=np.float64)
                 hits = np.asarray([hit for _, hit in answer])
                 scored = data.scored[row][start:]
                 if len(values) != len(scored):
-                    raise SearchError(f"{server.url}: {len(values)} logprobs for {len(scored)} tokens")
-                losses.append(-float(values[scored].sum()))
+                    raise SearchError(f"{lane.url}: {len(values)} logprobs for {len(scored)} tokens")
+                losses.append(sums[ids[index]][0] if ids else -float(values[scored].sum()))
                 correct.append(int(hits[scored].sum()))
         tokens = tuple(int(count) for count in data.scored.sum(axis=1))
         return Evaluation(pattern, tuple(losses), tuple(correct), tokens, time.monotonic() - began)
+
+    def _run_baselines(self, lane: CalibrationServer, data: TokenSet, ranges: list[list[Range]]) -> None:
+        """Make the lane keep the hidden states of the native pattern, where it has not yet."""
+        whole = [(each[0][0], each[-1][1]) for each in ranges]
+        missing = lane.missing_baselines(data.sha256, whole)
+        if not missing:
+            return
+        lane.switch(self.model.native)
+        for row in missing:
+            lane.logprobs([data.tokens[row].tolist()], _first_scored(data, row), [_request_id(KEEP, row)])
+        missing = lane.missing_baselines(data.sha256, whole)
+        if missing:
+            raise SearchError(f"{lane.url}: kept no baseline of sequence {missing[0]}")
+
+    def _overlap(self, lane: CalibrationServer, data: TokenSet, rows: int) -> NDArray[np.float64]:
+        positions = sampled_queries(data.seq_len, self.model.index_topk, rows)
+        lane.switch(self.model.native)
+        lane.sample_indices(positions.tolist())
+        for row in range(data.num_sequences):
+            lane.logprobs([data.tokens[row].tolist()], data.seq_len - 1, [_request_id(OVERLAP, row)])
+        overlap, queries = lane.index_overlap()
+        if queries != len(positions) * data.num_sequences:
+            raise SearchError(f"{lane.url}: sampled {queries} queries, expected {len(positions) * data.num_sequences}")
+        return np.asarray(overlap)
+
+
+def _request_id(what: str, row: int) -> str:
+    return Measured(what, row, uuid4().hex).rid
+
+
+def _first_scored(data: TokenSet, row: int) -> int:
+    return int(np.flatnonzero(data.scored[row])[0])
+
+
+def _ranges(scored: NDArray[np.bool_]) -> list[Range]:
+    """Runs of positions whose next token is scored, `(first, last)` with the last one excluded."""
+    edges = np.flatnonzero(np.diff(np.concatenate([scored[1:], [False]]).astype(int), prepend=0))
+    return [(int(first), int(last)) for first, last in edges.reshape(-1, 2)]

@@ -1,0 +1,230 @@
+"""KL(baseline || pattern) over the whole vocabulary, computed in the engine; only sums leave it.
+
+The baseline run keeps the hidden states that go into the LM head: hidden size x 2 bytes a token in bf16 (12 KB for
+GLM-5) where its logits would be 300 times that. Later runs send kept and new states through the LM head side by side,
+a chunk at a time: one more matrix product, no forward pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang_indexcache.calibration.preflight import CalibrationError
+from sglang_indexcache.calibration.requests import KEEP, KL, Part, parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LIMIT_VARIABLE = "SGLANG_INDEXCACHE_KL_GB"
+_BLOCK = 256  # rows whose distributions are held at once, in float32: 0.16 GB each for 155K tokens of vocabulary
+
+Range = tuple[int, int]  # positions, the last one excluded
+
+
+class Rows:
+    """One value for each position of a sequence, in the pieces that forward passes gave, in order."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[int, Tensor]] = []
+
+    def add(self, first: int, values: Tensor) -> None:
+        """Add `[n, ...]` for positions from `first` on; a position that was there before starts the sequence afresh."""
+        if self._pieces and first < self._pieces[-1][0] + len(self._pieces[-1][1]):
+            self._pieces.clear()
+        self._pieces.append((first, values))
+
+    def take(self, first: int, last: int) -> list[Tensor] | None:
+        """Pieces of `[first, last)`; `None` if a position is missing."""
+        found, position = [], first
+        for start, values in self._pieces:
+            stop = start + len(values)
+            if start <= position < min(stop, last):
+                found.append(values[position - start : last - start])
+                position = min(stop, last)
+        return found if position >= last else None
+
+
+class Divergence:
+    """Hooks around SGLang's logits, and what they gathered.
+
+    Args:
+        limit_gb: host memory of one rank for hidden states of the baseline.
+    """
+
+    def __init__(self, limit_gb: float) -> None:
+        self.keeping = True  # while the baseline's pattern runs
+        self._limit_gb = limit_gb
+        self._data, self._ranges = "", tuple[Range, ...]()
+        self._kept: dict[int, Rows] = {}
+        self._found: dict[str, Rows] = {}
+        self._parts: tuple[Part, ...] = ()
+
+    def announce(self, data: str, ranges: Sequence[Range], row_bytes: int) -> list[int]:
+        """Make room for a data set, forgetting any other.
+
+        Args:
+            data: its digest.
+            ranges: of each sequence, the positions whose next token is scored.
+            row_bytes: of one hidden state.
+
+        Returns:
+            Sequences whose baseline is not here yet.
+
+        Raises:
+            CalibrationError: if it would take more memory than allowed.
+        """
+        needed = sum(last - first for first, last in ranges) * row_bytes / 1e9
+        if needed > self._limit_gb:
+            raise CalibrationError(
+                f"the baseline's hidden states take {needed:.1f} GB of host memory on each rank, allowed are"
+                f" {self._limit_gb:g}; expected fewer or shorter sequences, or {LIMIT_VARIABLE}={needed:.0f} or more"
+            )
+        if (data, tuple(ranges)) != (self._data, self._ranges):
+            self._kept.clear()
+            self._data, self._ranges = data, tuple(ranges)
+        return [number for number in range(len(ranges)) if self._baseline(number) is None]
+
+    def sums(self, requests: Mapping[str, Sequence[Range]]) -> dict[str, tuple[float, float, int]]:
+        """Sum, sum of squares and count of the divergence over positions, for requests by id; forgets them.
+
+        Raises:
+            CalibrationError: if a position was not measured.
+        """
+        import torch
+
+        answer = {}
+        for rid, ranges in requests.items():
+            rows, values = self._found.pop(rid, Rows()), []
+            for first, last in ranges:
+                found = rows.take(first, last)
+                if found is None:
+                    raise CalibrationError(f"no divergence for {rid}: it was not run, or without a baseline")
+                values += found
+            every = torch.cat(values).double() if values else torch.zeros(0, dtype=torch.float64)
+            answer[rid] = (every.sum().item(), every.square().sum().item(), len(every))
+        return answer
+
+    def switched(self, is_baseline: bool) -> None:
+        """Another pattern runs now; what was not asked for is forgotten."""
+        self.keeping = is_baseline
+        self._found.clear()
+
+    def around_logits(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Hook around `LogitsProcessor.forward`, the last place that knows the requests."""
+        metadata = inspect.signature(original).bind(*args, **kwargs).arguments["logits_metadata"]
+        self._parts = tuple(parts(metadata)) if hasattr(metadata, "rids") else ()  # inside a draft it has none
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._parts = ()
+
+    def around_logprobs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Hook around `InputLogprobProcessor.forward`, which takes hidden states to logits in chunks."""
+        if not any(part.measured is not None and part.measured.what in (KEEP, KL) for part in self._parts):
+            return original(*args, **kwargs)
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        states, get_logits = bound.arguments["pruned_states"], bound.arguments["get_logits_fn"]
+        if len(states) != sum(part.scored for part in self._parts):
+            return original(*args, **kwargs)  # nothing is measured then, and asking for it says so
+        self._keep(states)
+        bound.arguments["get_logits_fn"] = self._measuring(get_logits)
+        return original(*bound.args, **bound.kwargs)
+
+    def _keep(self, states: Tensor) -> None:
+        row = 0
+        for part in self._parts:
+            if part.measured is not None and part.measured.what == KEEP and self.keeping:
+                number, first = part.measured.sequence, part.first + part.tokens - part.scored
+                start, stop = self._overlap(number, first, first + part.scored)
+                if start < stop:
+                    kept = _to_host(states[row + start - first : row + stop - first])
+                    self._kept.setdefault(number, Rows()).add(start, kept)
+            row += part.scored
+
+    def _measuring(self, get_logits: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`get_logits`, called for all rows in chunks one after the other, measuring on the way."""
+        done = 0
+
+        def measured(states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            nonlocal done
+            begin, done = done, done + len(states)
+            logits = get_logits(states, *args, **kwargs)
+            row = 0
+            for part in self._parts:
+                if part.measured is not None and part.measured.what == KL:
+                    shift = part.first + part.tokens - part.scored - row  # from row to position
+                    rows = max(row, begin), min(row + part.scored, done)
+                    start, stop = self._overlap(part.measured.sequence, rows[0] + shift, rows[1] + shift)
+                    kept = self._kept[part.measured.sequence].take(start, stop) if start < stop else None
+                    if kept is not None:
+                        truth = _to_device(kept, states)
+                        own = logits[start - shift - begin : stop - shift - begin]
+                        expected = get_logits(truth, *args, **{**kwargs, "use_logits_buffer": False})
+                        self._found.setdefault(part.measured.rid, Rows()).add(start, kl_rows(expected, own))
+                row += part.scored
+            return logits
+
+        return measured
+
+    def _overlap(self, sequence: int, first: int, last: int) -> Range:
+        """The part of `[first, last)` that is wanted of a sequence; empty if it was not announced."""
+        if sequence >= len(self._ranges):
+            return 0, 0
+        start, stop = self._ranges[sequence]
+        return max(first, start), min(last, stop)
+
+    def _baseline(self, sequence: int) -> list[Tensor] | None:
+        return self._kept[sequence].take(*self._ranges[sequence]) if sequence in self._kept else None
+
+
+def limit_gb() -> float:
+    """Host memory that one rank may use, from the environment.
+
+    Raises:
+        CalibrationError: if that is no positive number.
+    """
+    text = os.environ.get(LIMIT_VARIABLE, "32")
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if not 0 < limit < math.inf:
+        raise CalibrationError(f"{LIMIT_VARIABLE} is {text!r}, expected a number of gigabytes")
+    return limit
+
+
+def kl_rows(expected: Tensor, logits: Tensor) -> Tensor:
+    """KL(softmax(expected) || softmax(logits)) of each row, in float32.
+
+    Args:
+        expected: `[rows, vocabulary]`.
+        logits: `[rows, vocabulary]`.
+
+    Returns:
+        `[rows]` float32, in nats.
+    """
+    import torch
+
+    found = []
+    for start in range(0, len(logits), _BLOCK):
+        rows = slice(start, start + _BLOCK)
+        truth, own = expected[rows].float().log_softmax(-1), logits[rows].float().log_softmax(-1)
+        found.append((truth.exp() * (truth - own)).sum(-1))
+    return torch.cat(found)
+
+
+def _to_host(states: Tensor) -> Tensor:
+    import torch
+
+    host = torch.empty(states.shape, dtype=states.dtype, pin_memory=states.is_cuda)
+    return host.copy_(states, non_blocking=True)  # copied back on the same stream
+
+
+def _to_device(kept: Sequence[Tensor], like: Tensor) -> Tensor:
+    import torch
+
+    return torch.cat([piece.to(like.device, non_blocking=True) for piece in kept])
