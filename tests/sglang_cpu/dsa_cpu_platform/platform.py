@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import psutil
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -31,6 +33,25 @@ class DsaCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         """The indexer's `weights_proj` is bf16 whatever the model's dtype; float32 runs need float32."""
+        _let_data_parallel_attention_run()
         for module in model.modules():
             if hasattr(module, "weights_proj") and hasattr(module, "wq_b"):
                 module.weights_proj.weight.data = module.weights_proj.weight.data.to(module.wq_b.weight.dtype)
+
+
+def _let_data_parallel_attention_run() -> None:
+    """It pins memory, copies with Triton and gathers with CUDA operators unless SGLang's own CPU engine is on, which has no DSA."""
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers import dp_attention
+    from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+    from sglang.srt.model_executor import forward_batch_info
+
+    def direct(output: torch.Tensor, input: torch.Tensor, group_name: str, gather: bool) -> None:
+        group = parallel_state._groups[group_name]()
+        (group._all_gather_into_tensor if gather else group._reduce_scatter_tensor)(output, input)
+
+    parallel_state.reg_all_gather_into_tensor = functools.partial(direct, gather=True)
+    parallel_state.reg_reduce_scatter_tensor = functools.partial(direct, gather=False)
+    forward_batch_info._is_cpu = True
+    dp_attention.memcpy_func = dp_attention.memcpy_cpu
+    DeepseekSparseAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
