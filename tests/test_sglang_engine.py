@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
 import pytest
 
 from indexcache_search.engines import calibration_server
@@ -15,6 +17,7 @@ from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
 from sglang_indexcache import DsaModel, Pattern
+from sglang_indexcache.calibration.requests import Measured
 from tests.conftest import LAYERS, random_tokens, tiny_config
 
 MODEL = DsaModel.from_config(tiny_config(), "tiny")
@@ -28,12 +31,26 @@ def logprob(pattern: str, token: int, position: int) -> float:
     return -1.0 - (hash((pattern, token, position)) % 1000) / 1000
 
 
-class Stub:
-    """A calibration server of threads; `fail` decides what a request is answered with instead."""
+def divergence(pattern: str, ranges: list[list[int]]) -> tuple[float, float, int]:
+    """Made up, and different for every pattern and set of positions."""
+    rows = [row for first, last in ranges for row in range(first, last)]
+    values = [(hash((pattern, row)) % 1000) / 1000 for row in rows]
+    return sum(values), sum(value * value for value in values), len(values)
 
-    def __init__(self) -> None:
-        self.pattern, self.requests = "F" * LAYERS, 0
-        self.config_sha256, self.versions = MODEL.config_sha256, VERSIONS
+
+class Stub:
+    """A calibration server of threads; `fail` decides what a request is answered with instead.
+
+    Every data-parallel rank has a pattern of its own, and keeps baselines and divergences of its own.
+    """
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.patterns, self.requests = ["F" * LAYERS] * ranks, 0
+        self.config_sha256, self.versions, self.measures = MODEL.config_sha256, VERSIONS, ["kl", "overlap"]
+        self.kept: list[set[int]] = [set() for _ in range(ranks)]
+        self.found: dict[str, str] = {}
+        self.positions: list[int] = []
+        self.sampled = 0
         self.fail: Callable[[str], tuple[int, Any] | None] = lambda path: None
         stub = self
 
@@ -59,22 +76,55 @@ class Stub:
 
     def answer(self, path: str, body: Any) -> Any:
         if path == "/generate":
-            start = body["logprob_start_len"]
-            return [{"meta_info": self.scores(tokens, start)} for tokens in body["input_ids"]]
-        if path == "/indexcache/switch":
-            self.pattern = body["pattern"]
+            return self.generate(body)
+        answers = []
+        for rank in range(len(self.patterns)):
+            meant = body["dp_rank"] in (None, rank)
+            answers.append({"dp_rank": rank, **(self.control(path, body, rank) if meant else {}), **self.status(rank)})
+        return {"ranks": answers}
+
+    def status(self, rank: int) -> dict[str, Any]:
         return {
-            "pattern": self.pattern,
-            "fingerprint": Pattern(self.pattern).fingerprint,
+            "pattern": self.patterns[rank],
+            "fingerprint": Pattern(self.patterns[rank]).fingerprint,
             "config_sha256": self.config_sha256,
             "versions": self.versions,
+            "measures": self.measures,
         }
 
-    def scores(self, tokens: list[int], start: int) -> dict[str, Any]:
+    def control(self, path: str, body: Any, rank: int) -> dict[str, Any]:
+        match path.rpartition("/")[2]:
+            case "switch":
+                self.patterns[rank] = body["pattern"]
+            case "baseline":
+                return {"missing": sorted(set(range(len(body["ranges"]))) - self.kept[rank])}
+            case "kl":
+                return {"sums": {rid: divergence(self.found.pop(rid), r) for rid, r in body["requests"].items()}}
+            case "sample":
+                self.positions, self.sampled = body["positions"], 0
+            case "overlap":
+                return {"overlap": np.eye(LAYERS).tolist(), "queries": self.sampled * len(self.positions)}
+        return {}
+
+    def generate(self, body: Any) -> Any:
+        rank, start = body.get("routed_dp_rank") or 0, body["logprob_start_len"]
+        for rid in body.get("rid", []):
+            measured = Measured.parse(rid)
+            assert measured is not None
+            if measured.what == "keep":
+                assert self.patterns[rank] == MODEL.native.roles
+                self.kept[rank].add(measured.sequence)
+            elif measured.what == "overlap":
+                self.sampled += 1
+            elif measured.sequence in self.kept[rank]:
+                self.found[rid] = self.patterns[rank]
+        return [{"meta_info": self.scores(self.patterns[rank], tokens, start)} for tokens in body["input_ids"]]
+
+    def scores(self, pattern: str, tokens: list[int], start: int) -> dict[str, Any]:
         own: list[Any] = [[None, tokens[start], None]]
         best: list[Any] = [None]
         for position in range(start + 1, len(tokens)):
-            value = logprob(self.pattern, tokens[position], position)
+            value = logprob(pattern, tokens[position], position)
             own.append([value, tokens[position], None])
             best.append([[value, tokens[position] if position % 2 else 0, None]])
         return {"input_token_logprobs": own, "input_top_logprobs": best}
@@ -112,6 +162,61 @@ def test_losses_are_sums_over_the_scored_tokens(stubs: list[Stub]) -> None:
             assert list(item.losses) == pytest.approx(expected(item.pattern), abs=1e-12)
             assert item.tokens == tuple(DATA.scored.sum(axis=1))
             assert item.correct == tuple(int(DATA.scored[row][1::2].sum()) for row in range(DATA.num_sequences))
+
+
+def test_kl_is_summed_over_the_rows_that_predict_scored_tokens(stubs: list[Stub]) -> None:
+    scored = DATA.scored.copy()
+    scored[0, 20:23] = False
+    data = dataclasses.replace(DATA, scored=scored)
+    for batch_size in (1, 2):
+        found = list(engine(stubs[0], batch_size=batch_size).evaluate(PATTERNS[:2], data, "kl"))
+        for item in found:
+            for row, loss in enumerate(item.losses):
+                rows = [[int(token) - 1, int(token)] for token in np.flatnonzero(scored[row])]
+                assert loss == pytest.approx(divergence(item.pattern.roles, rows)[0], abs=1e-9)
+
+
+def test_the_baseline_is_run_once_and_again_after_a_restart(stubs: list[Stub]) -> None:
+    live = engine(stubs[0])
+    kept: list[int] = []
+    generate = stubs[0].generate
+    stubs[0].generate = lambda body: kept.append("keep" in body["rid"][0]) or generate(body)  # type: ignore
+    list(live.evaluate(PATTERNS[:3], DATA, "kl"))
+    assert sum(kept) == DATA.num_sequences
+    stubs[0].kept = [set()]
+    list(live.evaluate(PATTERNS[:1], DATA, "kl"))
+    assert sum(kept) == 2 * DATA.num_sequences
+    generate, stubs[0].kept = (lambda body: [{"meta_info": stubs[0].scores("F", body["input_ids"][0], 1)}]), [set()]
+    with pytest.raises(SearchError, match="kept no baseline of sequence 0"):
+        list(live.evaluate(PATTERNS[:1], DATA, "kl"))
+
+
+def test_data_parallel_ranks_run_patterns_side_by_side() -> None:
+    stub = Stub(ranks=2)
+    for objective in ("nll", "kl"):
+        found = {item.pattern: item for item in engine(stub).evaluate(PATTERNS, DATA, objective)}
+        assert set(found) == set(PATTERNS)
+        if objective == "nll":
+            assert all(list(item.losses) == pytest.approx(expected(pattern)) for pattern, item in found.items())
+    assert len(set(stub.patterns)) == 2
+    CalibrationServer(stub.url).switch(PATTERNS[0])  # as a whole
+    assert stub.patterns == [PATTERNS[0].roles] * 2
+
+
+def test_overlap(stubs: list[Stub]) -> None:
+    assert (engine(stubs[0]).topk_overlap(DATA, 5) == np.eye(LAYERS)).all()
+    assert len(stubs[0].positions) == 5
+    stubs[0].measures = []
+    assert engine(stubs[0]).topk_overlap(DATA, 5) is None
+
+
+def test_overlap_moves_to_another_server(stubs: list[Stub]) -> None:
+    live = engine(*stubs, patience=0.5)
+    stubs[0].fail = lambda path: (0, None)
+    assert (live.topk_overlap(DATA, 5) == np.eye(LAYERS)).all() and stubs[1].sampled == DATA.num_sequences
+    stubs[1].fail = lambda path: (0, None)
+    with pytest.raises(SearchError, match="no server came back"):
+        live.topk_overlap(DATA, 5)
 
 
 def test_what_a_result_depends_on(stubs: list[Stub]) -> None:
@@ -175,7 +280,12 @@ def test_a_busy_server_is_waited_for(stubs: list[Stub], monkeypatch: pytest.Monk
         ("/indexcache/status", (404, {"detail": "Not Found"}), "is not in calibration mode"),
         ("/indexcache/status", (401, {"error": "Unauthorized"}), "refuses the key; expected the admin key"),
         ("/indexcache/switch", (400, {"error": "CUDA graphs are on"}), "CUDA graphs are on"),
-        ("/indexcache/switch", (200, {"pattern": "FFFFFF", "fingerprint": "x"}), "runs FFFFFF after a switch to"),
+        (
+            "/indexcache/switch",
+            (200, {"ranks": [{"dp_rank": 1, "pattern": "FFFFFF", "fingerprint": "x"}]}),
+            "rank 1 runs FFFFFF, expected FS",
+        ),
+        ("/indexcache/switch", (200, {"ranks": []}), "has no data-parallel rank None"),
         ("/generate", (400, {"error": {"message": "too long"}}), "too long"),
         ("/generate", (200, []), "answers without input logprobs"),
         ("/generate", (200, [{"meta_info": {}}]), "answers without input logprobs"),
@@ -202,8 +312,8 @@ def test_losses_that_are_not_numbers_stay_so(stubs: list[Stub]) -> None:
     """SGLang writes NaN as null; the search stops at it, with its own line."""
     scores = stubs[0].scores
 
-    def poisoned(tokens: list[int], start: int) -> dict[str, Any]:
-        found = scores(tokens, start)
+    def poisoned(pattern: str, tokens: list[int], start: int) -> dict[str, Any]:
+        found = scores(pattern, tokens, start)
         found["input_token_logprobs"][-1][0] = None
         return found
 

@@ -88,8 +88,10 @@ class Divergence:
             self._data, self._ranges = data, tuple(ranges)
         return [number for number in range(len(ranges)) if self._baseline(number) is None]
 
-    def sums(self, requests: Mapping[str, Sequence[Range]]) -> dict[str, tuple[float, float, int]]:
+    def sums(self, requests: Mapping[str, Sequence[Range]]) -> dict[str, tuple[float | None, float | None, int]]:
         """Sum, sum of squares and count of the divergence over positions, for requests by id; forgets them.
+
+        What is not finite is `None`, since JSON has no number for it.
 
         Raises:
             CalibrationError: if a position was not measured.
@@ -105,7 +107,7 @@ class Divergence:
                     raise CalibrationError(f"no divergence for {rid}: it was not run, or without a baseline")
                 values += found
             every = torch.cat(values).double() if values else torch.zeros(0, dtype=torch.float64)
-            answer[rid] = (every.sum().item(), every.square().sum().item(), len(every))
+            answer[rid] = (_or_none(every.sum().item()), _or_none(every.square().sum().item()), len(every))
         return answer
 
     def switched(self, is_baseline: bool) -> None:
@@ -159,8 +161,8 @@ class Divergence:
                     shift = part.first + part.tokens - part.scored - row  # from row to position
                     rows = max(row, begin), min(row + part.scored, done)
                     start, stop = self._overlap(part.measured.sequence, rows[0] + shift, rows[1] + shift)
-                    kept = self._kept[part.measured.sequence].take(start, stop) if start < stop else None
-                    if kept is not None:
+                    kept = self._kept.get(part.measured.sequence, Rows()).take(start, stop)
+                    if kept:
                         truth = _to_device(kept, states)
                         own = logits[start - shift - begin : stop - shift - begin]
                         expected = get_logits(truth, *args, **{**kwargs, "use_logits_buffer": False})
@@ -215,6 +217,10 @@ def kl_rows(expected: Tensor, logits: Tensor) -> Tensor:
         truth, own = expected[rows].float().log_softmax(-1), logits[rows].float().log_softmax(-1)
         found.append((truth.exp() * (truth - own)).sum(-1))
     return torch.cat(found)
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _to_host(states: Tensor) -> Tensor:

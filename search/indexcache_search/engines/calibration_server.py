@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import urllib.error
@@ -141,7 +142,7 @@ class CalibrationServer:
             SearchError: if it was not measured there.
         """
         sums = self._control("kl", requests=requests)[0]["sums"]
-        return {rid: tuple(values) for rid, values in sums.items()}
+        return {rid: (_number(total), _number(squares), count) for rid, (total, squares, count) in sums.items()}
 
     def sample_indices(self, positions: Sequence[int]) -> None:
         """Begin to sample the queries at `positions` of requests that ask for it.
@@ -202,7 +203,12 @@ class CalibrationServer:
         raise SearchError(reason) from None
 
 
+def _number(value: float | None) -> float:
+    """JSON has null where a number is not finite."""
+    return math.nan if value is None else value
+
+
 def _pairs(meta: Mapping[str, Any]) -> list[tuple[float, bool]]:
     """Logprob, NaN for null, and whether it is the likeliest, of each token but the first."""
     pairs = zip(meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:], strict=True)
-    return [(float("nan") if own[0] is None else own[0], own[1] == best[0][1]) for own, best in pairs]
+    return [(_number(own[0]), own[1] == best[0][1]) for own, best in pairs]

@@ -40,7 +40,7 @@ class DsaCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def _let_data_parallel_attention_run() -> None:
-    """It pins memory, copies with Triton and gathers with CUDA operators unless SGLang's own CPU engine is on, which has no DSA."""
+    """It pins memory, copies with Triton and gathers with CUDA operators, unless SGLang's CPU engine is on: no DSA."""
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers import dp_attention
     from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
