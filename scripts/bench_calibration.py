@@ -25,10 +25,13 @@ from uuid import uuid4
 
 import numpy as np
 
+from indexcache_search.engines.base import Objective
 from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.own_server import own_server
+from indexcache_search.engines.sglang import SglangEngine
+from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel, Pattern
-from sglang_indexcache.calibration.requests import KEEP, KL, Measured
+from sglang_indexcache.calibration.requests import KL, Measured
 
 CLOCK_FILE = "BENCH_FORWARD_CLOCK"
 ENTRY_POINTS = "[sglang.srt.plugins]\nbench_forward_clock = scripts.bench_calibration:register_clock\n"
@@ -50,29 +53,36 @@ def main() -> None:
     rng = random.Random(0)  # noqa: S311
     sequences = read_tokens(options, config["vocab_size"], rng)
     patterns = [random_pattern(model, rng) for _ in range(options.evaluations)]
-    result: dict[str, Any] = {"context": options.context, "sequences": options.sequences, "patterns": {}}
+    result: dict[str, Any] = {"context": options.context, "sequences": options.sequences}
+    data = token_set(sequences, model.index_topk)
+    log = options.output.with_suffix(".log")
     with tempfile.TemporaryDirectory() as name, forward_clock(Path(name)) as clock:
         began = time.perf_counter()
-        with own_server(str(options.model), options.server, options.output.with_suffix(".log")) as server:
+        with own_server(str(options.model), options.server, log) as server:
             result["start_s"] = time.perf_counter() - began
             result["versions"] = server.status()["versions"]
-            bench = Bench(server, model, sequences, clock)
-            bench.evaluate(model.native, KEEP)  # warms up
-            bench.evaluate(model.native, None)
-            result["first"], result["again"] = (bench.evaluate(model.native, KL) for _ in range(2))
-            for pattern in patterns:
-                result["patterns"][pattern.roles] = bench.evaluate(pattern, KL)
-            result["last"] = bench.evaluate(model.native, KL)
-            result["nll_only"] = [bench.evaluate(pattern, None) for pattern in (model.native, *patterns)]
+            bench = Bench(server, model, data, clock)
+            bench.evaluate(model.native, "kl")  # warms up, and runs the baseline
+            for objective in ("nll", "kl"):
+                result[objective] = [bench.evaluate(pattern, objective) for pattern in (model.native, *patterns)]
+            result["first"], result["again"] = bench.tokens(model.native), bench.tokens(model.native)
+            result["patterns"] = {pattern.roles: bench.tokens(pattern) for pattern in patterns}
+            result["last"] = bench.tokens(model.native)
         result["restarts"] = []
         for pattern in patterns[: options.restarts]:
             began = time.perf_counter()
-            with own_server(str(options.model), options.server, options.output.with_suffix(".log")) as server:
-                found = Bench(server, model, sequences, clock).evaluate(pattern, None)
-                result["restarts"].append({**found, "with_start_s": time.perf_counter() - began})
-    options.output.write_text(json.dumps(result, default=list))
+            with own_server(str(options.model), options.server, log) as server:
+                Bench(server, model, data, clock).evaluate(pattern, "nll")
+                result["restarts"].append(time.perf_counter() - began)
+    options.output.write_text(json.dumps(result))
     for line in table(result):
         print(line)
+
+
+def token_set(sequences: list[list[int]], index_topk: int) -> TokenSet:
+    tokens = np.asarray(sequences, dtype=np.int32)
+    scored = np.broadcast_to(np.arange(tokens.shape[1]) > index_topk, tokens.shape).copy()
+    return TokenSet(tokens, scored, np.zeros(len(tokens), dtype=np.int64), ("bench",))
 
 
 def read_tokens(options: argparse.Namespace, vocabulary: int, rng: random.Random) -> list[list[int]]:
@@ -88,47 +98,49 @@ def random_pattern(model: DsaModel, rng: random.Random) -> Pattern:
 
 
 class Bench:
-    """Evaluates one pattern after the other on one server, token by token."""
+    """Evaluates one pattern after the other on one server: as a search does it, and token by token."""
 
-    def __init__(self, server: CalibrationServer, model: DsaModel, sequences: list[list[int]], clock: Path) -> None:
-        self.server, self.sequences, self.clock = server, sequences, clock
-        self.start = model.index_topk + 1
-        self.ranges = [(self.start - 1, len(tokens) - 1) for tokens in sequences]
+    def __init__(self, server: CalibrationServer, model: DsaModel, data: TokenSet, clock: Path) -> None:
+        self.server, self.data, self.clock = server, data, clock
+        self.engine = SglangEngine([server], model)
 
-    def evaluate(self, pattern: Pattern, what: str | None) -> dict[str, Any]:
-        """Seconds of all and of the forward passes, `nll` of each token, sums of `kl`."""
-        if what is not None:
-            self.server.missing_baselines("bench", self.ranges)
-        self.server.switch(pattern)  # what others left on the clock
-        before, began = read_clock(self.clock), time.perf_counter()
-        self.server.switch(pattern)
-        logprobs, sums = [], []
-        for row, tokens in enumerate(self.sequences):
-            rid = None if what is None else Measured(what, row, uuid4().hex).rid
-            answer = self.server.logprobs([tokens], self.start, None if rid is None else [rid])
-            logprobs += [logprob for logprob, _ in answer[0]]
-            if what == KL and rid is not None:
-                sums.append(self.server.divergences({rid: [self.ranges[row]]})[rid])
+    def evaluate(self, pattern: Pattern, objective: Objective) -> dict[str, float]:
+        """Seconds of an evaluation and of its forward passes."""
+        self.server.switch(pattern)  # what earlier ones left on the clock
+        before = len(read_clock(self.clock))
+        began = time.perf_counter()
+        next(iter(self.engine.evaluate([pattern], self.data, objective)))
         seconds = time.perf_counter() - began
         self.server.switch(pattern)  # writes the clock
-        passes = read_clock(self.clock)[len(before) :]
-        return {"s": seconds, "forward_s": sum(passes), "passes": len(passes), "nll": logprobs, "kl": sums}
+        return {"s": seconds, "forward_s": sum(read_clock(self.clock)[before:])}
+
+    def tokens(self, pattern: Pattern) -> dict[str, Any]:
+        """`nll` of each token; sum, sum of squares and count of `kl`, for each sequence."""
+        self.server.switch(pattern)
+        logprobs, sums = [], []
+        start = int(np.flatnonzero(self.data.scored[0])[0])
+        for row, sequence in enumerate(self.data.tokens.tolist()):
+            rid = Measured(KL, row, uuid4().hex).rid
+            [answer] = self.server.logprobs([sequence], start, [rid])
+            logprobs += [logprob for logprob, _ in answer]
+            sums.append(self.server.divergences({rid: [(start - 1, len(sequence) - 1)]})[rid])
+        return {"nll": logprobs, "kl": sums}
 
 
 def table(result: dict[str, Any]) -> Iterator[str]:
     """What the numbers say, one line each."""
     yield f"{result['versions']}, {result['sequences']} x {result['context']} tokens, start {result['start_s']:.1f} s"
-    runs = [result["first"], result["again"], *result["patterns"].values(), result["last"]]
-    for name, items in (("nll", result["nll_only"]), ("nll and kl", runs)):
-        seconds = np.asarray([item["s"] for item in items])
-        outside = np.asarray([1 - item["forward_s"] / item["s"] for item in items])
+    for objective in ("nll", "kl"):
+        seconds = np.asarray([item["s"] for item in result[objective]])
+        outside = 1 - np.asarray([item["forward_s"] for item in result[objective]]) / seconds
         yield (
-            f"{name}: {seconds.mean():.2f} s an evaluation by switching ({seconds.min():.2f} to {seconds.max():.2f}), "
-            f"{outside.mean():.1%} outside the forward ({outside.min():.1%} to {outside.max():.1%})"
+            f"{objective}: {seconds.mean():.2f} s an evaluation by switching ({seconds.min():.2f} to"
+            f" {seconds.max():.2f}), {outside.mean():.1%} outside the forward ({outside.min():.1%} to"
+            f" {outside.max():.1%})"
         )
     if result["restarts"]:
-        seconds = np.asarray([item["with_start_s"] for item in result["restarts"]])
-        yield f"{seconds.mean():.2f} s an evaluation with a restart ({seconds.min():.2f} to {seconds.max():.2f})"
+        cells = ", ".join(f"{seconds:.2f}" for seconds in result["restarts"])
+        yield f"nll with a restart for each evaluation: {cells} s"
     truth = np.asarray(result["first"]["nll"], dtype=np.float64)
     for name in ("again", "last"):
         own = np.asarray(result[name]["nll"], dtype=np.float64)

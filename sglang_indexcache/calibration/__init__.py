@@ -8,6 +8,7 @@ control request that SGLang already fans out. A server in serving mode has none 
 from __future__ import annotations
 
 from sglang_indexcache import probes
+from sglang_indexcache.calibration import lm_head
 from sglang_indexcache.calibration.control import Controller
 from sglang_indexcache.calibration.divergence import Divergence, limit_gb
 from sglang_indexcache.calibration.overlap import Overlap
@@ -30,6 +31,8 @@ def install() -> None:
     hooks.before(probes.MODEL_CONFIG, calibration.model_config)
     hooks.after(probes.NEW_MODEL, proof.prepare)
     hooks.after(probes.LOAD_MODEL, proof.prover(calibration))
+    if source.missing(probes.LOGITS) is None:
+        hooks.around(probes.LOGITS, lm_head.around_logits)
     divergence = overlap = None
     if source.refusal(probes.DIVERGENCE) is None:
         divergence = Divergence(limit_gb())

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from uuid import uuid4
 
 import numpy as np
@@ -25,8 +26,9 @@ class SglangEngine:
     """Evaluates patterns on SGLang.
 
     `nll` is the sum of the server's own input logprobs, in float64; `kl` is summed there. Sequences are sent
-    `batch_size` at a time, one request after the other, so that what runs together never depends on timing. A lane is
-    a server, or a data-parallel rank of one.
+    `batch_size` at a time, one request after the other, so that what runs together never depends on timing; where they
+    are whole chunks of the server's chunked prefill, one is sent ahead, so that the server never waits. A lane is a
+    server, or a data-parallel rank of one.
 
     Args:
         servers: in calibration mode, with the same model.
@@ -126,6 +128,8 @@ class SglangEngine:
             found.append((name, {**versions, "batch_size": str(self.batch_size)}))
             if found[-1] != found[0]:
                 raise SearchError(f"{lane.url}: is {found[-1]}, {self._lanes[0].url} is {found[0]}; expected the same")
+        chunk = found[0][1].get("chunk", "")
+        self._chunk = int(chunk) if chunk.isdecimal() else 0  # `None` or -1 without chunked prefill
         return found[0]
 
     def _serve(
@@ -171,23 +175,30 @@ class SglangEngine:
         if objective == "kl":
             self._run_baselines(lane, data, ranges)
         lane.switch(pattern)
-        losses, correct = [], []
-        for first in range(0, data.num_sequences, self.batch_size):
-            rows = range(first, min(first + self.batch_size, data.num_sequences))
-            start = min(_first_scored(data, row) for row in rows)
-            ids = [_request_id(KL, row) for row in rows] if objective == "kl" else None
-            answers = lane.logprobs([data.tokens[row].tolist() for row in rows], start, ids)
-            sums = lane.divergences({rid: ranges[row] for rid, row in zip(ids, rows, strict=True)}) if ids else {}
-            for index, (row, answer) in enumerate(zip(rows, answers, strict=True)):
-                values = np.asarray([logprob for logprob, _ in answer], dtype=np.float64)
-                hits = np.asarray([hit for _, hit in answer])
-                scored = data.scored[row][start:]
-                if len(values) != len(scored):
-                    raise SearchError(f"{lane.url}: {len(values)} logprobs for {len(scored)} tokens")
-                losses.append(sums[ids[index]][0] if ids else -float(values[scored].sum()))
-                correct.append(int(hits[scored].sum()))
+        ids = [_request_id(KL, row) for row in range(data.num_sequences)] if objective == "kl" else None
+        losses, correct = self._likelihoods(lane, data, ids)
+        if ids is not None:
+            sums = lane.divergences(dict(zip(ids, ranges, strict=True)))
+            losses = [sums[rid][0] for rid in ids]
         tokens = tuple(int(count) for count in data.scored.sum(axis=1))
         return Evaluation(pattern, tuple(losses), tuple(correct), tokens, time.monotonic() - began)
+
+    def _likelihoods(
+        self, lane: CalibrationServer, data: TokenSet, ids: Sequence[str] | None
+    ) -> tuple[list[float], list[int]]:
+        """`nll` and correct tokens of each sequence."""
+
+        def send(first: int) -> list[tuple[float, int]]:
+            rows = range(first, min(first + self.batch_size, data.num_sequences))
+            start = min(_first_scored(data, row) for row in rows)
+            sequences = [data.tokens[row].tolist() for row in rows]
+            answers = lane.logprobs(sequences, start, None if ids is None else [ids[row] for row in rows])
+            return [_score(lane, answer, data.scored[row][start:]) for row, answer in zip(rows, answers, strict=True)]
+
+        ahead = 2 if self._chunk and data.seq_len % self._chunk == 0 else 1
+        with ThreadPoolExecutor(ahead) as pool:
+            found = [pair for pairs in pool.map(send, range(0, data.num_sequences, self.batch_size)) for pair in pairs]
+        return [loss for loss, _ in found], [hits for _, hits in found]
 
     def _run_baselines(self, lane: CalibrationServer, data: TokenSet, ranges: list[list[Range]]) -> None:
         """Make the lane keep the hidden states of the native pattern, where it has not yet."""
@@ -216,6 +227,15 @@ class SglangEngine:
 
 def _request_id(what: str, row: int) -> str:
     return Measured(what, row, uuid4().hex).rid
+
+
+def _score(lane: CalibrationServer, answer: list[tuple[float, bool]], scored: NDArray[np.bool_]) -> tuple[float, int]:
+    """`nll` and correct tokens of one sequence."""
+    if len(answer) != len(scored):
+        raise SearchError(f"{lane.url}: {len(answer)} logprobs for {len(scored)} tokens")
+    values = np.asarray([logprob for logprob, _ in answer], dtype=np.float64)
+    hits = np.asarray([hit for _, hit in answer])
+    return -float(values[scored].sum()), int(hits[scored].sum())
 
 
 def _first_scored(data: TokenSet, row: int) -> int:
