@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sglang_indexcache.calibration.divergence import Divergence, Rows, kl_rows, limit_gb
+from sglang_indexcache.calibration.lm_head import around_logits
 from sglang_indexcache.calibration.overlap import Overlap, common_indices
 from sglang_indexcache.calibration.preflight import CalibrationError
 from sglang_indexcache.calibration.requests import KEEP, KL, OVERLAP, Measured, parts
@@ -45,13 +46,10 @@ def run(divergence: Divergence, requests: Sequence[Request], states: Tensor, chu
     def logprobs(processor: None, pruned_states: Tensor, lm_head: Tensor, get_logits_fn: Any) -> Tensor:
         return torch.cat([get_logits_fn(rows, lm_head, use_logits_buffer=True) for rows in pruned_states.split(chunk)])
 
-    def logits(processor: None, hidden_states: Tensor, logits_metadata: Any) -> Tensor:
-        found: Tensor = divergence.around_logprobs(
-            logprobs, None, pruned_states=hidden_states, lm_head=HEAD, get_logits_fn=get_logits
-        )
-        return found
-
-    found: Tensor = divergence.around_logits(logits, None, states, forward_batch(requests))
+    divergence.begin_pass(forward_batch(requests))
+    found: Tensor = divergence.around_logprobs(
+        logprobs, None, pruned_states=states, lm_head=HEAD, get_logits_fn=get_logits
+    )
     return found
 
 
@@ -171,6 +169,24 @@ def test_a_broken_model_gives_no_number() -> None:
     keep(divergence)
     run(divergence, [("indexcache:kl:0:n", 0, LENGTH, 8)], hidden(0, 8, LENGTH) * float("nan"))
     assert divergence.sums({"indexcache:kl:0:n": [(8, 29)]}) == {"indexcache:kl:0:n": (None, None, 21)}
+
+
+def test_the_lm_head_hook_leaves_float32_and_cpu_alone() -> None:
+    """And tells the divergence whose tokens they are."""
+    divergence, seen = Divergence(1), []
+
+    def logits(processor: None, lm_head: Any, logits_metadata: Any) -> str:
+        seen.append((torch.get_float32_matmul_precision(), len(divergence._parts)))
+        return "logits"
+
+    for weight in (torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)):
+        hook = around_logits(divergence)
+        assert hook(logits, None, SimpleNamespace(weight=weight), forward_batch([("a", 0, 3, 0)])) == "logits"
+    on_gpu = SimpleNamespace(weight=SimpleNamespace(is_cuda=True, dtype=torch.bfloat16))
+    around_logits(None)(logits, None, on_gpu, SimpleNamespace())
+    around_logits(divergence)(logits, None, SimpleNamespace(), SimpleNamespace())
+    assert seen == [("highest", 1), ("highest", 1), ("high", 1), ("highest", 0)]
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_rows_with_a_hole_are_not_there() -> None:

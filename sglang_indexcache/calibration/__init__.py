@@ -8,9 +8,9 @@ control request that SGLang already fans out. A server in serving mode has none 
 from __future__ import annotations
 
 from sglang_indexcache import probes
-from sglang_indexcache.calibration import lm_head
 from sglang_indexcache.calibration.control import Controller
 from sglang_indexcache.calibration.divergence import Divergence, limit_gb
+from sglang_indexcache.calibration.lm_head import around_logits
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration
 from sglang_indexcache.calibration.route import add_route
@@ -31,13 +31,12 @@ def install() -> None:
     hooks.before(probes.MODEL_CONFIG, calibration.model_config)
     hooks.after(probes.NEW_MODEL, proof.prepare)
     hooks.after(probes.LOAD_MODEL, proof.prover(calibration))
-    if source.missing(probes.LOGITS) is None:
-        hooks.around(probes.LOGITS, lm_head.around_logits)
     divergence = overlap = None
     if source.refusal(probes.DIVERGENCE) is None:
         divergence = Divergence(limit_gb())
-        hooks.around(probes.LOGITS, divergence.around_logits)
         hooks.around(probes.LOGPROBS, divergence.around_logprobs)
+    if source.missing(probes.LOGITS) is None:  # one hook: SGLang warns of two around the same place
+        hooks.around(probes.LOGITS, around_logits(divergence))
     if source.refusal(probes.SAMPLING) is None:
         overlap = Overlap()
         hooks.before(probes.FORWARD, overlap.before_forward)

@@ -115,14 +115,13 @@ class Divergence:
         self.keeping = is_baseline
         self._found.clear()
 
-    def around_logits(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Hook around `LogitsProcessor.forward`, the last place that knows the requests."""
-        metadata = inspect.signature(original).bind(*args, **kwargs).arguments["logits_metadata"]
-        self._parts = tuple(parts(metadata)) if hasattr(metadata, "rids") else ()  # inside a draft it has none
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self._parts = ()
+    def begin_pass(self, metadata: Any) -> None:
+        """A pass comes to its logits; `LogitsProcessor.forward` is the last place that knows the requests.
+
+        Args:
+            metadata: a `ForwardBatch`, or what else SGLang hands over there, which has no requests.
+        """
+        self._parts = tuple(parts(metadata)) if hasattr(metadata, "rids") else ()
 
     def around_logprobs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Hook around `InputLogprobProcessor.forward`, which takes hidden states to logits in chunks."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,83 +19,220 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search import demo
+from indexcache_search.calibration import TokenReader, build_token_sets
+from indexcache_search.engines.base import Objective
+from indexcache_search.engines.calibration_server import CalibrationServer, ServerBusyError
 from indexcache_search.engines.sglang import SglangEngine
-from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.engines.transformers import TransformersEngine, describe_model, load_tokenizer
 from indexcache_search.errors import SearchError
 from indexcache_search.strategies.greedy import greedy
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.checkpoint import Checkpoint
-from tests.live import models
 from tests.live.server import FLAGS, Server, command, ended, environment, running
-from tests.patterns import write_pattern
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-CALIBRATE = ("--indexcache-calibrate", "--skip-tokenizer-init", "--sleep-on-idle")  # two cores, several servers
+MODEL = describe_model(str(demo.MODEL))
+CHUNK, LENGTH = 64, 192
+NEVER_SLEEPING = ("--indexcache-calibrate", "--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK))
+CALIBRATE = (*NEVER_SLEEPING, "--sleep-on-idle")  # two cores, several servers
+CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # of the ranks of a replica; all replicas take the same ones
 PLAIN = (sys.executable, "-m", "sglang.launch_server")
-ENGINES_DIFFER = 1e-4  # nats a token; 3e-6 is seen
-LENGTHS = 48
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.build("glm-dense", tmp_path_factory.mktemp("glm"))
+ENGINES_DIFFER = 1e-4  # nats a token
+FULL_UNTIL = 14  # F layers that the trajectories end with: 29 evaluations
+OBJECTIVES: tuple[Objective, ...] = ("nll", "kl")
+PATTERNS = [Pattern("F" * 16), Pattern("FS" * 8), Pattern("F" + "S" * 15), Pattern("FSSS" * 4)]
 
 
 @pytest.fixture(scope="module")
 def data() -> TokenSet:
-    tokens = np.random.default_rng(0).integers(2, models.VOCAB, (3, LENGTHS)).astype(np.int32)
-    scored = np.broadcast_to(np.arange(LENGTHS) > models.TOPK, tokens.shape).copy()
-    return TokenSet(tokens, scored, np.zeros(3, dtype=np.int64), ("random",))
+    reader = TokenReader(lambda: load_tokenizer(str(demo.MODEL)), 4096, LENGTH)
+    sizes = {"seq_len": LENGTH, "num_calibration": 2, "num_evaluation": 1, "seed": 0}
+    return build_token_sets(reader, MODEL, demo.CALIBRATION, ("demo:text",), **sizes)[0]
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(model, tmp_path_factory.mktemp("server") / "log", *CALIBRATE) as started:
+def single(data: TokenSet) -> TokenSet:
+    """One of them, for servers whose processes have to share two cores."""
+    return dataclasses.replace(data, tokens=data.tokens[1:], scored=data.scored[1:], source_of=data.source_of[1:])
+
+
+@pytest.fixture(scope="module")
+def reference() -> TransformersEngine:
+    return TransformersEngine.load(str(demo.MODEL), "cpu")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(demo.MODEL, tmp_path_factory.mktemp("server") / "log", *CALIBRATE) as started:
         yield started
 
 
-def live_engine(model: Path, *servers: Server) -> SglangEngine:
-    description = Checkpoint.read(str(model)).model
-    return SglangEngine([CalibrationServer(one.url) for one in servers], description, patience=60)
+def live_engine(*servers: Server, patience: float = 60) -> SglangEngine:
+    return SglangEngine([CalibrationServer(one.url) for one in servers], MODEL, patience=patience)
+
+
+def losses(
+    engine: Any, data: TokenSet, objective: Objective = "nll", patterns: Sequence[Pattern] = PATTERNS
+) -> dict[Pattern, tuple[float, ...]]:
+    return {item.pattern: item.losses for item in engine.evaluate(patterns, data, objective)}
 
 
 def trajectory(engine: Any, data: TokenSet) -> list[tuple[int, dict[int, float]]]:
-    """Greedy's flips down to one F layer, with the loss per token of every candidate."""
+    """Greedy's flips, with the loss per token of every candidate."""
 
-    def losses(patterns: list[Pattern]) -> list[float]:
+    def evaluate(patterns: list[Pattern]) -> list[float]:
         found = {item.pattern: sum(item.losses) / sum(item.tokens) for item in engine.evaluate(patterns, data, "nll")}
         return [found[pattern] for pattern in patterns]
 
-    return [(step.layer, dict(step.losses)) for step in greedy(engine.model.native, 1, losses)]
+    return [(step.layer, dict(step.losses)) for step in greedy(MODEL.native, FULL_UNTIL, evaluate)]
 
 
-def test_the_search_finds_what_it_finds_on_transformers(model: Path, server: Server, data: TokenSet) -> None:
-    live = trajectory(live_engine(model, server), data)
-    reference = trajectory(TransformersEngine.load(str(model), "cpu"), data)
-    for (layer, losses), (expected, expected_losses) in zip(live, reference, strict=True):
-        assert losses.keys() == expected_losses.keys()
-        worst = max(abs(losses[key] - expected_losses[key]) for key in losses)
+@pytest.fixture(scope="module")
+def expected(reference: TransformersEngine, single: TokenSet) -> list[tuple[int, dict[int, float]]]:
+    return trajectory(reference, single)
+
+
+def check_trajectory(engine: SglangEngine, data: TokenSet, expected: list[tuple[int, dict[int, float]]]) -> None:
+    """The same flips, unless two candidates are nearer to each other than the engines are."""
+    worst = 0.0
+    for (layer, found), (expected_layer, wanted) in zip(trajectory(engine, data), expected, strict=True):
+        assert found.keys() == wanted.keys()
+        worst = max(worst, *(abs(found[key] - wanted[key]) for key in found))
         assert worst <= ENGINES_DIFFER
-        assert layer == expected or abs(expected_losses[layer] - expected_losses[expected]) <= 2 * worst
-    print(f"largest difference of the engines: {worst:.1e} nats a token")
+        assert layer == expected_layer or abs(wanted[layer] - wanted[expected_layer]) <= 2 * worst
+        if layer != expected_layer:
+            break  # from here on they search other patterns
+    print(
+        f"{len(engine._lanes)} lane(s), {engine.settings['ranks']} rank(s): engines differ by {worst:.1e} nats a token"
+    )
 
 
-def test_switching_away_and_back_returns_the_loss_bit_for_bit(model: Path, server: Server, data: TokenSet) -> None:
-    engine = live_engine(model, server)
-    patterns = [Pattern("FFFFFF"), Pattern("FSSSSS"), Pattern("FFFFFF"), Pattern("FSFSFS"), Pattern("FSSSSS")]
-    found = [next(engine.evaluate([pattern], data, "nll")).losses for pattern in patterns]
+def check_switching_back(engine: SglangEngine, data: TokenSet) -> None:
+    baseline, shared = PATTERNS[0], PATTERNS[2]
+    found = [
+        next(iter(engine.evaluate([pattern], data, "nll"))).losses
+        for pattern in (baseline, shared, baseline, PATTERNS[1], shared)
+    ]
     assert found[0] == found[2] and found[1] == found[4]
-    assert len({found[0], found[1], found[3]}) == 3
+    assert len(set(found)) == 3
+
+
+def test_the_search_finds_what_it_finds_on_transformers(
+    server: Server, data: TokenSet, single: TokenSet, expected: list[tuple[int, dict[int, float]]]
+) -> None:
+    engine = live_engine(server)
+    check_trajectory(engine, single, expected)
+    check_switching_back(engine, data)
+
+
+def test_kl_and_overlap_are_what_they_are_on_transformers(
+    server: Server, reference: TransformersEngine, data: TokenSet
+) -> None:
+    """With holes in what is scored; the baseline's own divergence is exactly 0."""
+    scored = data.scored.copy()
+    scored[0, 100:110] = False
+    data, engine = dataclasses.replace(data, scored=scored), live_engine(server)
+    found, wanted = losses(engine, data, "kl"), losses(reference, data, "kl")
+    assert found[PATTERNS[0]] == (0.0, 0.0)
+    for pattern in PATTERNS[1:]:
+        assert found[pattern] == pytest.approx(wanted[pattern], rel=1e-3) and min(found[pattern]) > 0.01
+    overlap = engine.topk_overlap(data, 16)
+    assert overlap is not None and np.abs(overlap - reference.topk_overlap(data, 16)).max() <= 1 / 64
+
+
+def test_sending_ahead_changes_nothing(server: Server, data: TokenSet) -> None:
+    """Sequences of whole chunks never share a pass, so losses are the same bit for bit."""
+    engine = live_engine(server)
+    assert engine._chunk == CHUNK
+    ahead = losses(engine, data)
+    engine._chunk = 0
+    assert losses(engine, data) == ahead
+
+
+@pytest.mark.parametrize(
+    ("flags", "lanes", "ranks"),
+    [
+        (("--tp-size", "2", "--admin-api-key", "secret"), 1, "2"),
+        (("--dp-size", "2"), 2, "1"),
+    ],
+    ids=["tp", "dp"],
+)
+def test_ranks_search_alike(
+    flags: tuple[str, ...],
+    lanes: int,
+    ranks: str,
+    single: TokenSet,
+    expected: list[tuple[int, dict[int, float]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cores = {CORES: "0|1" if lanes == 1 else "0-1|0-1"}
+    with running(demo.MODEL, tmp_path / "log", *CALIBRATE, *flags, **cores) as started:
+        if "--admin-api-key" in flags:
+            monkeypatch.setenv("SGLANG_API_KEY", "wrong")
+            with pytest.raises(SearchError, match="refuses the key"):
+                CalibrationServer(started.url).switch(PATTERNS[1])
+            monkeypatch.setenv("SGLANG_API_KEY", "secret")
+        engine = live_engine(started)
+        assert len(engine._lanes) == lanes and engine.settings["ranks"] == ranks
+        check_trajectory(engine, single, expected)
+        check_switching_back(engine, single)
+        if lanes > 1:
+            patterns = [rank["pattern"] for rank in CalibrationServer(started.url)._control("status")]
+            assert len(set(patterns)) == 2  # one each
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--pp-size", "2"),
+        (
+            *("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head"),
+            *("--chunked-prefill-size", str(2 * CHUNK)),  # which SGLang divides among them
+        ),
+    ],
+    ids=["pp", "dp-attention"],
+)
+def test_other_ways_to_spread_a_model(
+    flags: tuple[str, ...], reference: TransformersEngine, single: TokenSet, tmp_path: Path
+) -> None:
+    """Pipeline stages switch together and measure no kl; ranks of data-parallel attention run patterns of their own."""
+    # ranks of data-parallel attention wait for those that sleep
+    with running(demo.MODEL, tmp_path / "log", *NEVER_SLEEPING, *flags, **{CORES: "0|1"}) as started:
+        engine = live_engine(started)
+        patterns, lanes = PATTERNS[1:3], len(engine._lanes)
+        for objective in OBJECTIVES if lanes > 1 else OBJECTIVES[:1]:
+            found, wanted = (losses(one, single, objective, patterns) for one in (engine, reference))
+            for pattern in patterns:
+                assert found[pattern] == pytest.approx(wanted[pattern], rel=1e-3)
+        if lanes == 1:
+            assert engine.topk_overlap(single, 4) is None
+            with pytest.raises(SearchError, match="kl is not measured with pipeline stages"):
+                losses(engine, single, "kl")
+        assert lanes == (1 if "--pp-size" in flags else 2)
+
+
+def test_the_trap_of_the_prefix_cache(server: Server, data: TokenSet, tmp_path: Path) -> None:
+    """With the cache on, later chunks read KV that another pattern wrote. Calibration refuses to start so; forced, and
+    without the flush of each switch, losses are wrong."""
+    flags = [flag for flag in CALIBRATE if flag != "--indexcache-calibrate"]
+    forced = {"SGLANG_INDEXCACHE_CALIBRATE": "1", "DSA_CPU_BREAK": "radix"}
+    right = losses(live_engine(server), data)
+    with running(demo.MODEL, tmp_path / "log", *flags, "--enable-fp32-lm-head", launcher=PLAIN, **forced) as trapped:
+        wrong = losses(live_engine(trapped), data)
+    assert wrong[PATTERNS[0]] == pytest.approx(right[PATTERNS[0]], abs=1e-3)  # nothing was cached yet
+    errors = [np.abs(np.subtract(wrong[pattern], right[pattern])).max() for pattern in PATTERNS[1:]]
+    print(f"with the prefix cache losses are wrong by {', '.join(f'{error:.2f}' for error in errors)} nats a sequence")
+    assert min(errors) > 100 * ENGINES_DIFFER and max(errors) > 0.1
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"pattern": "FFF"}, "pattern has 3 letters, model has 6 DSA layers"),
-        ({"pattern": "SFFFFF"}, "begins with S"),
+        ({"pattern": "FFF"}, "pattern has 3 letters, model has 16 DSA layers"),
+        ({"pattern": "S" + "F" * 15}, "begins with S"),
         ({}, "pattern is NoneType, expected a string"),
     ],
 )
@@ -100,79 +240,97 @@ def test_patterns_that_do_not_fit_change_nothing(server: Server, body: dict[str,
     calibration = CalibrationServer(server.url)
     before = calibration.status()["pattern"]
     with pytest.raises(SearchError, match=message):
-        calibration._post("/indexcache/switch", body)
+        calibration._control("switch", **body)
     assert calibration.status()["pattern"] == before
 
 
-def test_a_serving_server_does_not_switch(model: Path, tmp_path: Path) -> None:
-    file = write_pattern(Pattern("FSSSSF"), model, tmp_path / "pattern.yaml")
-    flags = ("--indexcache-pattern", file, "--skip-tokenizer-init")
-    with (
-        running(model, tmp_path / "log", *flags) as serving,
-        pytest.raises(SearchError, match="not in calibration mode"),
-    ):
-        CalibrationServer(serving.url).switch(Pattern("FFFFFF"))
+def test_a_busy_server_does_not_switch_and_is_waited_for(server: Server) -> None:
+    calibration = CalibrationServer(server.url)
+    calibration.switch(PATTERNS[0])
+    decoding = threading.Thread(target=server.generate, args=([[5] * 10], ["long"], 60, False))
+    decoding.start()
+    refused = ""
+    while decoding.is_alive() and not refused:
+        try:
+            calibration._control("switch", pattern=PATTERNS[0].roles)
+        except ServerBusyError as error:
+            refused = str(error)
+    assert "busy: requests are running" in refused
+    calibration.switch(PATTERNS[1])
+    decoding.join()
+    assert calibration.status()["pattern"] == PATTERNS[1].roles
 
 
-def test_two_servers_and_one_that_dies(model: Path, server: Server, data: TokenSet, tmp_path: Path) -> None:
-    """Whatever the dead one was working on is evaluated by the other, to the same losses."""
-    patterns = [Pattern.full(6, {one, two}) for one in range(1, 6) for two in range(1, 6)]
-    patterns = list(dict.fromkeys(patterns))
-    expected = {item.pattern: item.losses for item in live_engine(model, server).evaluate(patterns, data, "nll")}
-    with running(model, tmp_path / "log", *CALIBRATE) as second:
-        engine = live_engine(model, server, second)
-        scheduler = CalibrationServer(second.url).status()["process"]
-        found = {}
-        for item in engine.evaluate(patterns, data, "nll"):
-            found[item.pattern] = item.losses
-            if len(found) == 3:
-                os.kill(scheduler, signal.SIGKILL)  # SGLang ends the whole server then
-    assert found == expected
+def search(folder: Path, *arguments: str, objective: str = "nll") -> list[str]:
+    """A search on the command line: 29 evaluations."""
+    return [
+        *(sys.executable, "-m", "indexcache_search", "--engine", "sglang", "--objective", objective),
+        *("--model", str(demo.MODEL), "--calibration", demo.CALIBRATION[1], "--seq-len", str(LENGTH)),
+        *("--num-sequences", "1", "--num-eval-sequences", "1", "--retain", "7/8"),
+        *("--output", str(folder), "--no-report", *arguments),
+    ]
 
 
-def test_the_command_line_with_a_server_of_its_own(model: Path, tmp_path: Path) -> None:
-    """Unknown options go to the server; what can't be measured there is left out of the report."""
-    rows = np.random.default_rng(1).integers(2, models.VOCAB, (8, LENGTHS)).tolist()
-    (tmp_path / "tokens.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
-    arguments = [sys.executable, "-m", "indexcache_search", "--engine", "sglang", "--model", str(model)]
-    arguments += ["--calibration", str(tmp_path / "tokens.jsonl"), "--seq-len", str(LENGTHS), "--num-sequences", "2"]
-    arguments += ["--num-eval-sequences", "2", "--retain", "1/2", "--output", str(tmp_path / "out"), *FLAGS]
-    result = subprocess.run(
-        [*arguments, "--skip-tokenizer-init"], env=environment(), capture_output=True, text=True, timeout=600
-    )
+def finished(arguments: list[str]) -> str:
+    result = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr[-2000:]
-    file = PatternFile.load(tmp_path / "out" / "pattern.yaml")
-    assert file.as_pattern().retention == 0.5 and file.versions["engine"] == "sglang 0.5.23"
-    report = (tmp_path / "out" / "report.html").read_text()
-    assert "Patterns found" in report and "Index overlap" not in report
-    log = (tmp_path / "out" / "work" / "server.log").read_text()
-    assert "indexcache: serving FFFFFF" in log
+    return result.stdout
 
-    result = subprocess.run(
-        [*arguments, "--tp-size", "none", "--restart"], env=environment(), capture_output=True, text=True, timeout=600
-    )
+
+def wait_for_evaluations(folder: Path, number: int, process: subprocess.Popen[bytes]) -> None:
+    journal = folder / "work" / "journal.jsonl"
+    while process.poll() is None and (not journal.exists() or journal.read_text().count("\n") < number):
+        time.sleep(0.05)
+    assert process.poll() is None
+
+
+def test_a_killed_search_and_a_killed_server_end_in_the_identical_file(server: Server, tmp_path: Path) -> None:
+    whole, resumed, shared = tmp_path / "whole", tmp_path / "resumed", tmp_path / "shared"
+    finished(search(whole, "--endpoint", server.url))
+    wanted = (whole / "pattern.yaml").read_bytes()
+
+    arguments = search(resumed, "--endpoint", server.url)
+    process = subprocess.Popen(arguments, env=environment(), stderr=subprocess.DEVNULL)
+    wait_for_evaluations(resumed, 8, process)
+    process.kill()
+    process.wait()
+    finished(arguments)
+    assert (resumed / "pattern.yaml").read_bytes() == wanted
+
+    with running(demo.MODEL, tmp_path / "log", *CALIBRATE) as second:
+        arguments = search(shared, "--endpoint", server.url, "--endpoint", second.url)
+        scheduler = CalibrationServer(second.url).status()["process"]
+        process = subprocess.Popen(arguments, env=environment(), stderr=subprocess.DEVNULL)
+        wait_for_evaluations(shared, 8, process)
+        os.kill(scheduler, signal.SIGKILL)  # SGLang ends the whole server then
+        assert process.wait(900) == 0
+    assert (shared / "pattern.yaml").read_bytes() == wanted
+
+
+def test_two_servers_share_a_search(
+    server: Server, single: TokenSet, expected: list[tuple[int, dict[int, float]]], tmp_path: Path
+) -> None:
+    with running(demo.MODEL, tmp_path / "log", *CALIBRATE) as second:
+        check_trajectory(live_engine(server, second), single, expected)
+        assert CalibrationServer(second.url).status()["pattern"] != PATTERNS[0].roles  # it did its part
+
+
+def test_a_search_with_a_server_of_its_own(tmp_path: Path) -> None:
+    """Unknown options go to the server, which ends with the search."""
+    flags = [*FLAGS, "--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK)]
+    finished(search(tmp_path / "out", "--report", *flags, objective="kl"))
+    file = PatternFile.load(tmp_path / "out" / "pattern.yaml")
+    assert file.as_pattern().retention == 7 / 8 and file.versions["engine"] == "sglang 0.5.23"
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert "Patterns found" in report and "Index overlap" in report
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["overlap"] is not None
+    log = (tmp_path / "out" / "work" / "server.log").read_text()
+    assert "indexcache: serving FFFF" in log
+
+    arguments = search(tmp_path / "out", *flags, "--tp-size", "none", "--restart")
+    result = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=600)
     assert result.returncode == 2 and "SGLang ended with exit code 2" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_an_admin_key_is_asked_for(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(
-        model,
-        tmp_path / "log",
-        *CALIBRATE,
-        "--tp-size",
-        "2",
-        "--admin-api-key",
-        "secret",
-        SGLANG_CPU_OMP_THREADS_BIND="0|1",
-    ) as locked:
-        monkeypatch.setenv("SGLANG_API_KEY", "wrong")
-        with pytest.raises(SearchError, match="refuses the key"):
-            CalibrationServer(locked.url).status()
-        monkeypatch.setenv("SGLANG_API_KEY", "secret")
-        calibration = CalibrationServer(locked.url)
-        calibration.switch(Pattern("FSSSSS"))
-        assert calibration.status()["versions"]["ranks"] == "2"
 
 
 @pytest.mark.parametrize(
@@ -190,7 +348,7 @@ def test_an_admin_key_is_asked_for(model: Path, tmp_path: Path, monkeypatch: pyt
         ),
     ],
 )
-def test_command_lines_that_calibration_refuses(model: Path, flags: tuple[str, ...], message: str) -> None:
-    arguments = command(model, "--skip-tokenizer-init", *flags, launcher=PLAIN)
+def test_command_lines_that_calibration_refuses(flags: tuple[str, ...], message: str) -> None:
+    arguments = command(demo.MODEL, "--skip-tokenizer-init", *flags, launcher=PLAIN)
     code, lines = ended(arguments, SGLANG_INDEXCACHE_CALIBRATE="1")
     assert code == 2 and len(lines) == 1 and message in lines[0]

@@ -17,6 +17,8 @@ pytest.importorskip("sglang")
 
 from dsa_cpu_platform import recorder
 from indexcache_search import demo
+from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
 from tests.live import models
@@ -185,6 +187,8 @@ def test_the_environment_alone_is_enough(tmp_path: Path) -> None:
     changes = {"SGLANG_INDEXCACHE_PATTERN": write_pattern(pattern, model, tmp_path / "pattern.yaml")}
     with running(model, tmp_path / "log", "--skip-tokenizer-init", launcher=SERVE, **changes) as server:
         assert [state["pattern"] for state in states(server)] == [pattern.roles]
+        with pytest.raises(SearchError, match="not in calibration mode"):
+            CalibrationServer(server.url).switch(Pattern("FFFFFF"))  # serving never exposes it
 
 
 def test_nothing_happens_without_the_environment(tmp_path: Path) -> None:

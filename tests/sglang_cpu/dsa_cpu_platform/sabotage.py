@@ -1,8 +1,8 @@
 """Breaks SGLang on purpose, as asked by the environment, so that tests see whether a server still comes up.
 
 `DSA_CPU_REMOVE=dotted.path` deletes that function or class before hooks are applied, as a newer SGLang might have.
-`DSA_CPU_BREAK=roles` makes every layer F whatever the configuration says; `DSA_CPU_BREAK=weights` keeps the loader from
-loading one indexer tensor of layer 3.
+`DSA_CPU_BREAK=roles` makes every layer F whatever the configuration says; `weights` keeps the loader from loading one
+indexer tensor of layer 3; `radix` lets calibration run with the prefix cache on, and never flushes it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,13 @@ def apply() -> None:
     elif broken == "weights":
         loader = "sglang.srt.models.deepseek_v2.DeepseekV2ForCausalLM.load_weights"
         HookRegistry.register(loader, _lose_weights, HookType.AROUND)
+    elif broken == "radix":
+        from sglang_indexcache.calibration import preflight
+
+        preflight._WANTED.pop("disable_radix_cache")
+        HookRegistry.register(
+            "sglang.srt.managers.scheduler.Scheduler.flush_cache", lambda *_, **__: True, HookType.REPLACE
+        )
 
 
 def _lose_weights(original: Any, model: Any, weights: Iterable[tuple[str, Any]], *args: Any, **kwargs: Any) -> Any:
