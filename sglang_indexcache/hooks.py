@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Iterable
 from pkgutil import resolve_name
 from typing import Any
 
 from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.overrides import merge_overrides, parse_overrides
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.plugin import refuse
-from sglang_indexcache.probes import Feature, Need, SglangError, SglangSource
+from sglang_indexcache.probes import MODEL_CONFIG, Feature, Need, SglangError, SglangSource
 
 
 def refusing(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,6 +34,28 @@ def bound_arguments(need: Need, args: Any, kwargs: Any) -> inspect.BoundArgument
     bound = inspect.signature(resolve_name(f"sglang.{need.module}:{need.name}")).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound
+
+
+def give_pattern(args: Any, kwargs: Any, pattern_for: Callable[[str], Pattern]) -> tuple[Any, Any] | None:
+    """Arguments of `ModelConfig.__init__` with a pattern in their overrides; `None` for a draft model's.
+
+    A NextN layer always runs its own indexer.
+
+    Args:
+        args: of the call.
+        kwargs: of the call.
+        pattern_for: given the model's path.
+
+    Raises:
+        IndexCacheError: if `pattern_for` refuses, or the overrides say something else.
+    """
+    bound = bound_arguments(MODEL_CONFIG, args, kwargs)
+    if bound.arguments["is_draft_model"]:
+        return None
+    pattern = pattern_for(bound.arguments["model_path"])
+    merged = merge_overrides(parse_overrides(bound.arguments["model_override_args"]), pattern)
+    bound.arguments["model_override_args"] = json.dumps(merged)
+    return bound.args, bound.kwargs
 
 
 def installed_source(features: Iterable[Feature]) -> SglangSource:

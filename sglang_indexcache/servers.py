@@ -19,17 +19,28 @@ class ServerError(IndexCacheError):
     """A server that does not answer, or not as SGLang does."""
 
 
+def server_request(url: str, path: str, body: Any = None) -> urllib.request.Request:
+    """A request with the key from `SGLANG_API_KEY`; a `body` makes it a POST with JSON.
+
+    Raises:
+        ServerError: if `url` is none.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ServerError(f"{url}: expected a URL like http://host:30000")
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url.rstrip("/") + path, data, {"Content-Type": "application/json"})  # noqa: S310
+    if os.environ.get(KEY_VARIABLE):
+        request.add_header("Authorization", f"Bearer {os.environ[KEY_VARIABLE]}")
+    return request
+
+
 def served_fingerprints(url: str) -> list[str | None]:
     """The fingerprint that each data-parallel rank of the server at `url` reports; `None` for one without a pattern.
 
     Raises:
         ServerError: if it can't be asked; a key is taken from `SGLANG_API_KEY`.
     """
-    request = urllib.request.Request(url.rstrip("/") + "/server_info")  # noqa: S310
-    if not request.full_url.startswith(("http://", "https://")):
-        raise ServerError(f"{url}: expected a URL like http://host:30000")
-    if os.environ.get(KEY_VARIABLE):
-        request.add_header("Authorization", f"Bearer {os.environ[KEY_VARIABLE]}")
+    request = server_request(url, "/server_info")
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:  # noqa: S310
             states = json.load(answer)["internal_states"]

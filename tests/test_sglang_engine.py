@@ -16,7 +16,7 @@ from indexcache_search.engines import calibration_server
 from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
-from sglang_indexcache import DsaModel, Pattern
+from sglang_indexcache import DsaModel, IndexCacheError, Pattern
 from sglang_indexcache.calibration.requests import Measured
 from tests.conftest import LAYERS, random_tokens, tiny_config
 
@@ -304,8 +304,8 @@ def test_servers_must_be_of_one_kind(stubs: list[Stub]) -> None:
     stubs[1].config_sha256 = "0" * 64
     with pytest.raises(SearchError, match="serves another model than --model tiny"):
         engine(*stubs)
-    with pytest.raises(SearchError, match="expected a URL"):
-        CalibrationServer("host:30000")
+    with pytest.raises(IndexCacheError, match="host:30000: expected a URL like http"):
+        CalibrationServer("host:30000").status()
 
 
 def test_losses_that_are_not_numbers_stay_so(stubs: list[Stub]) -> None:

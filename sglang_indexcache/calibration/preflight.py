@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 from typing import Any
 
 from sglang_indexcache import probes
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.hooks import bound_arguments
-from sglang_indexcache.overrides import merge_overrides, parse_overrides
+from sglang_indexcache.hooks import bound_arguments, give_pattern
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.preflight import FOREIGN_CACHES
 
 LAUNCH_FLAGS = ("--disable-radix-cache", "--disable-cuda-graph", "--enable-fp32-lm-head")
 _WANTED = {
@@ -21,10 +20,7 @@ _WANTED = {
 _REFUSED = {
     "speculative_algorithm": "drafts would change what is evaluated",
     "enable_two_batch_overlap": "its path through the layers does not carry the indices to S layers",
-    "enable_hierarchical_cache": "it keeps KV of earlier patterns",
-    "enable_lmcache": "it keeps KV of earlier patterns",
-    "enable_flexkv": "it keeps KV of earlier patterns",
-    "enable_unified_cache_external_linker": "it keeps KV of earlier patterns",
+    **dict.fromkeys(("enable_hierarchical_cache", *FOREIGN_CACHES), "it keeps KV of earlier patterns"),
     "enable_hisparse": "it plans its prefetches for one pattern",
 }
 
@@ -77,16 +73,14 @@ class Calibration:
         Raises:
             IndexCacheError: if the model has no DSA attention, or the overrides give a pattern.
         """
-        bound = bound_arguments(probes.MODEL_CONFIG, args, kwargs)
-        if bound.arguments["is_draft_model"]:
-            return None
+        return give_pattern(args, kwargs, self._schedule)
+
+    def _schedule(self, model: str) -> Pattern:
         if self._pattern is None:
-            checkpoint = Checkpoint.read(bound.arguments["model_path"])
+            checkpoint = Checkpoint.read(model)
             self._pattern = Pattern.full(checkpoint.model.num_layers, checkpoint.locked)
             self.config_sha256 = checkpoint.model.config_sha256
-        merged = merge_overrides(parse_overrides(bound.arguments["model_override_args"]), self._pattern)
-        bound.arguments["model_override_args"] = json.dumps(merged)
-        return bound.args, bound.kwargs
+        return self._pattern
 
 
 def _flag(name: str) -> str:

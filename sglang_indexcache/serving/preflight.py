@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from sglang_indexcache import probes
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.hooks import bound_arguments
-from sglang_indexcache.overrides import merge_overrides, parse_overrides
+from sglang_indexcache.hooks import bound_arguments, give_pattern
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import SglangSource
 from sglang_indexcache.serving.request import Request
 
-_FOREIGN_CACHES = ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
+FOREIGN_CACHES = ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
 
 
 class PreflightError(IndexCacheError):
@@ -41,7 +40,7 @@ class Preflight:
                 "--enable-two-batch-overlap can't be combined with a pattern: its path through the layers does not "
                 "carry the indices to S layers; expected one of the two"
             )
-        for name in _FOREIGN_CACHES:
+        for name in FOREIGN_CACHES:
             if getattr(arguments, name, False):
                 raise PreflightError(
                     f"--{name.replace('_', '-')} can't be combined with a pattern: its cache keys don't carry the "
@@ -58,20 +57,15 @@ class Preflight:
         Raises:
             IndexCacheError: if the pattern does not fit the model, or the overrides say something else.
         """
-        bound = bound_arguments(probes.MODEL_CONFIG, args, kwargs)
-        if bound.arguments["is_draft_model"]:  # a NextN layer always runs its own indexer
-            return None
-        self._check_model(bound.arguments["model_path"])
-        merged = merge_overrides(parse_overrides(bound.arguments["model_override_args"]), self._request.pattern)
-        bound.arguments["model_override_args"] = json.dumps(merged)
-        return bound.args, bound.kwargs
+        return give_pattern(args, kwargs, self._pattern_for)
 
-    def _check_model(self, model: str) -> None:
-        """Once for each model, however many configurations SGLang builds of it."""
+    def _pattern_for(self, model: str) -> Pattern:
+        """Checked once for each model, however many configurations SGLang builds of it."""
         if model not in self._checked:
             for error in Checkpoint.read(model).misfits(self._request.file, self._request.allow_config_mismatch):
                 raise error
             self._checked.add(model)
+        return self._request.pattern
 
     def _require(self, feature: probes.Feature, flag: str) -> None:
         reason = self._source.refusal(feature)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 import urllib.error
 import urllib.request
@@ -14,7 +13,7 @@ from typing import Any, NoReturn
 
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
-from sglang_indexcache.servers import KEY_VARIABLE
+from sglang_indexcache.servers import KEY_VARIABLE, server_request
 
 REQUEST_SECONDS = 3600  # one sequence of hundreds of thousands of tokens on a busy machine
 BUSY_SECONDS = 120
@@ -41,8 +40,6 @@ class CalibrationServer:
     """
 
     def __init__(self, url: str, dp_rank: int | None = None) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise SearchError(f"--endpoint is {url}, expected a URL like http://host:30000")
         self.url, self.dp_rank = url.rstrip("/"), dp_rank
 
     def status(self) -> dict[str, Any]:
@@ -172,11 +169,7 @@ class CalibrationServer:
         return ranks
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
-        request = urllib.request.Request(  # noqa: S310  (the scheme was checked)
-            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        if os.environ.get(KEY_VARIABLE):
-            request.add_header("Authorization", f"Bearer {os.environ[KEY_VARIABLE]}")
+        request = server_request(self.url, path, body)
         try:
             with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as answer:  # noqa: S310
                 return json.load(answer)
