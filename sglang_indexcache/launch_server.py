@@ -111,7 +111,6 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
         return split.rest
     if split.calibrate:
         os.environ[CALIBRATE_VARIABLE] = "1"
-        os.environ["SGLANG_DSA_TOPK_BROADCAST"] = "1"  # all tensor-parallel ranks attend to what rank 0 selected
         return (*split.rest, *(flag for flag in LAUNCH_FLAGS if flag not in split.rest))
     if split.pattern is None:
         raise LaunchError(f"{PATTERN_FLAG} is missing, expected a pattern file; without one use sglang.launch_server")

@@ -278,6 +278,8 @@ def test_a_busy_server_is_waited_for(stubs: list[Stub], monkeypatch: pytest.Monk
     ("path", "answer", "message"),
     [
         ("/indexcache/status", (404, {"detail": "Not Found"}), "is not in calibration mode"),
+        ("/indexcache/status", (200, {"pattern": "FFFFFF"}), "answers as another version of sglang-indexcache"),
+        ("/indexcache/status", (200, []), "answers as another version of sglang-indexcache"),
         ("/indexcache/status", (401, {"error": "Unauthorized"}), "refuses the key; expected the admin key"),
         ("/indexcache/switch", (400, {"error": "CUDA graphs are on"}), "CUDA graphs are on"),
         (

@@ -7,6 +7,8 @@ control request that SGLang already fans out. A server in serving mode has none 
 
 from __future__ import annotations
 
+import os
+
 from sglang_indexcache import probes
 from sglang_indexcache.calibration.control import Controller
 from sglang_indexcache.calibration.divergence import Divergence, limit_gb
@@ -25,6 +27,7 @@ def install() -> None:
         SglangError: if this SGLang lacks what switching needs.
     """
     source = installed_source((*probes.REQUIRED, probes.CALIBRATE))
+    os.environ["SGLANG_DSA_TOPK_BROADCAST"] = "1"  # all tensor-parallel ranks attend to what the first one selected
     hooks, calibration = Hooks(), Calibration()
     hooks.guard(probes.SERVER_ARGS, probes.MODEL_CONFIG, probes.LOAD_MODEL, probes.SCHEDULER)
     hooks.before(probes.SERVER_ARGS, calibration.server_args)

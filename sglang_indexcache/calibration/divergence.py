@@ -81,7 +81,7 @@ class Divergence:
         if needed > self._limit_gb:
             raise CalibrationError(
                 f"the baseline's hidden states take {needed:.1f} GB of host memory on each rank, allowed are"
-                f" {self._limit_gb:g}; expected fewer or shorter sequences, or {LIMIT_VARIABLE}={needed:.0f} or more"
+                f" {self._limit_gb:g}; expected fewer or shorter sequences, or {LIMIT_VARIABLE}={math.ceil(needed)}"
             )
         if (data, tuple(ranges)) != (self._data, self._ranges):
             self._kept.clear()

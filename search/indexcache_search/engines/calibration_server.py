@@ -163,7 +163,12 @@ class CalibrationServer:
     def _control(self, action: str, **body: Any) -> list[dict[str, Any]]:
         """The answers of all ranks that `action` was meant for."""
         answer = self._post(f"/indexcache/{action}", {**body, "dp_rank": self.dp_rank})
-        ranks = [rank for rank in answer["ranks"] if self.dp_rank in (None, rank["dp_rank"])]
+        try:
+            ranks = [rank for rank in answer["ranks"] if self.dp_rank in (None, rank["dp_rank"])]
+        except (KeyError, TypeError):
+            raise SearchError(
+                f"{self.url}: answers as another version of sglang-indexcache; expected this one"
+            ) from None
         if not ranks:
             raise SearchError(f"{self.url}: has no data-parallel rank {self.dp_rank}")
         return ranks
