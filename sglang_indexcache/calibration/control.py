@@ -17,15 +17,8 @@ from sglang_indexcache.serving.proof import attention_modules, current_roles
 from sglang_indexcache.spellings import FREQ_KEY, PATTERN_KEY, TYPES_KEY, to_sglang
 
 METHOD = "indexcache"
-STATUS, CHECK, SWITCH, BASELINE, KL, SAMPLE, OVERLAP = (
-    "status",
-    "check",
-    "switch",
-    "baseline",
-    "kl",
-    "sample",
-    "overlap",
-)
+STATUS, CHECK, SWITCH = "status", "check", "switch"
+BASELINE, KL, SAMPLE, OVERLAP = "baseline", "kl", "sample", "overlap"
 BUSY = "busy"
 _UNMEASURED = "with pipeline stages, nor by an SGLang without the places for it (indexcache-check --environment)"
 _GRAPH_RUNNERS = ("prefill_cuda_graph_runner", "decode_cuda_graph_runner", "graph_runner")
