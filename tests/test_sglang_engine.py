@@ -247,11 +247,23 @@ def test_a_lost_server_loses_no_evaluation(stubs: list[Stub], code: int) -> None
 
 
 def test_a_server_that_comes_back_goes_on(stubs: list[Stub]) -> None:
+    lines: list[str] = []
+    live = engine(stubs[0], patience=30, notice=lines.append)
     gone = iter([None] * 3 + [(0, None)] * 2)
     stubs[0].fail = lambda path: next(gone, None)
-    live = engine(stubs[0], patience=30)
     found = {item.pattern: item.losses for item in live.evaluate(PATTERNS, DATA, "nll")}
     assert all(list(found[pattern]) == pytest.approx(expected(pattern)) for pattern in PATTERNS)
+    assert len(lines) == 2 and lines[0].startswith(f"lost {stubs[0].url}: ") and "waiting for it up to 30 s" in lines[0]
+    assert lines[1] == f"{stubs[0].url} is back"
+
+
+def test_a_server_that_comes_back_as_another_one_is_refused(stubs: list[Stub]) -> None:
+    live = engine(stubs[0], patience=30)
+    gone = iter([(0, None)])
+    stubs[0].fail = lambda path: next(gone, None)
+    stubs[0].versions = {**VERSIONS, "dtype": "bfloat16"}
+    with pytest.raises(SearchError, match="expected the same"):
+        list(live.evaluate(PATTERNS, DATA, "nll"))
 
 
 def test_when_all_stay_away_it_says_so(stubs: list[Stub]) -> None:

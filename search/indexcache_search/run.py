@@ -98,7 +98,7 @@ def run(
     with ExitStack() as stack:
         with console.status(f"Loading {model}"):
             calibration, held_out = _load_data(model, data, settings)
-            engine = _load_engine(model, runtime, files, stack)
+            engine = _load_engine(model, runtime, files, stack, console)
         journal = stack.enter_context(
             Journal(files.work_dir, identity(engine, calibration, held_out, settings), today())
         )
@@ -131,7 +131,7 @@ def _load_data(model: str, data: Data, settings: Settings) -> tuple[TokenSet, To
     )
 
 
-def _load_engine(model: str, runtime: Runtime, files: Files, stack: ExitStack) -> Engine:
+def _load_engine(model: str, runtime: Runtime, files: Files, stack: ExitStack, console: Console) -> Engine:
     """Load weights here, or find or start servers that have; `stack` ends what was started."""
     if runtime.engine == "transformers":
         return TransformersEngine.load(
@@ -141,7 +141,11 @@ def _load_engine(model: str, runtime: Runtime, files: Files, stack: ExitStack) -
     if not servers:
         log = files.work_dir / "server.log"
         servers = [stack.enter_context(own_server(model, runtime.server_flags, log))]
-    return SglangEngine(servers, describe_model(model), runtime.batch_size)
+
+    def notice(line: str) -> None:
+        console.print(line, style="yellow", markup=False, soft_wrap=True)
+
+    return SglangEngine(servers, describe_model(model), runtime.batch_size, notice=notice)
 
 
 def _search(search: Search, files: Files, console: Console) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -34,7 +35,8 @@ class SglangEngine:
         servers: in calibration mode, with the same model.
         description: what the model's config.json says.
         batch_size: sequences a request.
-        patience: seconds to wait for lost servers, once none is left.
+        patience: seconds to wait for a lost server; the others go on meanwhile.
+        notice: told in one line of a server that is lost, and of one that is back.
 
     Raises:
         SearchError: if a server does not answer, is not in calibration mode, has another model or other versions than
@@ -47,14 +49,21 @@ class SglangEngine:
         description: DsaModel,
         batch_size: int = 1,
         patience: float = 600.0,
+        notice: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.model, self.batch_size = description, batch_size
-        self._patience = patience
+        self._patience, self._notice = patience, notice
         try:
             self._lanes = [lane for server in servers for lane in server.lanes()]
-            self.name, self.settings = self._describe()
+            first = self._lanes[0].status()
+            self.name, self.settings = self._kind(first)
+            self._measures = frozenset(first["measures"])
+            for lane in self._lanes:
+                self._check_same(lane, lane.status())
         except ServerLostError as error:
             raise SearchError(str(error)) from None
+        chunk = self.settings.get("chunk", "")
+        self._chunk = int(chunk) if chunk.isdecimal() else 0  # `None` or -1 without chunked prefill
 
     def evaluate(self, patterns: Sequence[Pattern], data: TokenSet, objective: Objective) -> Iterator[Evaluation]:
         """See `Engine.evaluate`; each lane takes the next pattern when it is free.
@@ -108,29 +117,28 @@ class SglangEngine:
                     return self._overlap(lane, data, rows)
                 except ServerLostError as error:
                     reason = str(error)
-                if not self._came_back(lane, threading.Event()):
-                    break
+                    if not self._came_back(lane, error, threading.Event()):
+                        break
         raise SearchError(f"no server came back within {self._patience:.0f} s: {reason}")
 
     def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
         """See `Engine.output_similarity`; not measured here."""
         return None
 
-    def _describe(self) -> tuple[str, Mapping[str, str]]:
-        found: list[tuple[str, Mapping[str, str]]] = []
-        for lane in self._lanes:
-            status = lane.status()
-            if status["config_sha256"] != self.model.config_sha256:
-                raise SearchError(f"{lane.url}: serves another model than --model {self.model.name}")
-            self._measures = frozenset(status["measures"])
-            versions = dict(status["versions"])
-            name = f"sglang {versions.pop('sglang')}"
-            found.append((name, {**versions, "batch_size": str(self.batch_size)}))
-            if found[-1] != found[0]:
-                raise SearchError(f"{lane.url}: is {found[-1]}, {self._lanes[0].url} is {found[0]}; expected the same")
-        chunk = found[0][1].get("chunk", "")
-        self._chunk = int(chunk) if chunk.isdecimal() else 0  # `None` or -1 without chunked prefill
-        return found[0]
+    def _kind(self, status: Mapping[str, Any]) -> tuple[str, Mapping[str, str]]:
+        """Name and settings of an engine that answers so."""
+        versions = dict(status["versions"])
+        return f"sglang {versions.pop('sglang')}", {**versions, "batch_size": str(self.batch_size)}
+
+    def _check_same(self, lane: CalibrationServer, status: Mapping[str, Any]) -> None:
+        """A server that has another model or version must not answer for the first one, now or after a restart."""
+        if status["config_sha256"] != self.model.config_sha256:
+            raise SearchError(f"{lane.url}: serves another model than --model {self.model.name}")
+        kind = self._kind(status)
+        if kind != (self.name, self.settings):
+            raise SearchError(
+                f"{lane.url}: is {kind}, {self._lanes[0].url} is {(self.name, self.settings)}; expected the same"
+            )
 
     def _serve(
         self,
@@ -151,22 +159,34 @@ class SglangEngine:
                 done.put(self._evaluate(lane, pattern, data, objective))
             except ServerLostError as error:
                 work.put(pattern)
-                if not self._came_back(lane, stop):
-                    done.put(error)
+                try:
+                    if not self._came_back(lane, error, stop):
+                        done.put(error)
+                        return
+                except SearchError as refusal:
+                    done.put(refusal)
                     return
             except Exception as error:
                 done.put(error)
                 return
 
-    def _came_back(self, lane: CalibrationServer, stop: threading.Event) -> bool:
+    def _came_back(self, lane: CalibrationServer, error: ServerLostError, stop: threading.Event) -> bool:
+        """Wait for a lost server, in pauses that grow.
+
+        Raises:
+            SearchError: if it came back as another one.
+        """
+        self._notice(f"lost {error}; waiting for it up to {self._patience:.0f} s")
         deadline, pause = time.monotonic() + self._patience, 0.5
         while time.monotonic() < deadline and not stop.wait(pause):
             try:
-                lane.status()
+                status = lane.status()
             except (ServerLostError, SearchError):  # a server that is starting has no route yet
                 pause = min(2 * pause, LONGEST_PAUSE)
-            else:
-                return True
+                continue
+            self._check_same(lane, status)
+            self._notice(f"{lane.url} is back")
+            return True
         return False
 
     def _evaluate(self, lane: CalibrationServer, pattern: Pattern, data: TokenSet, objective: Objective) -> Evaluation:
