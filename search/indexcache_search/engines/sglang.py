@@ -53,6 +53,7 @@ class SglangEngine:
     ) -> None:
         self.model, self.batch_size = description, batch_size
         self._patience, self._notice = patience, notice
+        self._lost: set[CalibrationServer] = set()
         try:
             self._lanes = [lane for server in servers for lane in server.lanes()]
             first = self._lanes[0].status()
@@ -176,7 +177,9 @@ class SglangEngine:
         Raises:
             SearchError: if it came back as another one.
         """
-        self._notice(f"lost {error}; waiting for it up to {self._patience:.0f} s")
+        if lane not in self._lost:  # a step of the search may have said so before
+            self._lost.add(lane)
+            self._notice(f"lost {error}; waiting for it up to {self._patience:.0f} s")
         deadline, pause = time.monotonic() + self._patience, 0.5
         while time.monotonic() < deadline and not stop.wait(pause):
             try:
@@ -185,6 +188,7 @@ class SglangEngine:
                 pause = min(2 * pause, LONGEST_PAUSE)
                 continue
             self._check_same(lane, status)
+            self._lost.discard(lane)
             self._notice(f"{lane.url} is back")
             return True
         return False
