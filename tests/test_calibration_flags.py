@@ -1,0 +1,66 @@
+"""Command lines of a calibration server: what is missing or too many, one line each."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_indexcache.calibration import preflight
+from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
+
+GOOD = {"disable_radix_cache": True, "enable_fp32_lm_head": True, "host": "127.0.0.1"}
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def checked(**flags: Any) -> None:
+        found = SimpleNamespace(arguments={"server_args": SimpleNamespace(**{**GOOD, **flags})})
+        monkeypatch.setattr(preflight, "bound_arguments", lambda *_: found)
+        Calibration().server_args()
+
+    return checked
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"disable_radix_cache": False}, "calibration needs --disable-radix-cache: without it, later chunks"),
+        ({"enable_fp32_lm_head": False}, "calibration needs --enable-fp32-lm-head: without it, losses are rounded"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm can't be combined with calibration: drafts"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap can't be combined"),
+        (
+            {"enable_hierarchical_cache": True},
+            "--enable-hierarchical-cache can't be combined with calibration: it keeps KV",
+        ),
+        ({"enable_lmcache": True}, "--enable-lmcache can't be combined"),
+        ({"enable_flexkv": True}, "--enable-flexkv can't be combined"),
+        ({"enable_unified_cache_external_linker": True}, "--enable-unified-cache-external-linker can't be combined"),
+        ({"enable_hisparse": True}, "--enable-hisparse can't be combined with calibration: it plans its prefetches"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode can't be combined with calibration"),
+        ({"tokenizer_worker_num": 2}, "calibration needs --tokenizer-worker-num 1"),
+        ({"enable_dp_attention": True}, "calibration needs --enable-dp-lm-head with --enable-dp-attention"),
+        ({"host": "0.0.0.0"}, "calibration on --host 0.0.0.0 needs --admin-api-key"),
+        ({"host": "gpu7"}, "calibration on --host gpu7 needs --admin-api-key"),
+    ],
+)
+def test_refusals(check: Any, flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(CalibrationError) as caught:
+        check(**flags)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"host": "localhost"},
+        {"host": "::1"},
+        {"host": "0.0.0.0", "admin_api_key": "secret"},
+        {"enable_dp_attention": True, "enable_dp_lm_head": True},
+        {"disaggregation_mode": "null", "tokenizer_worker_num": 1, "speculative_algorithm": None},
+    ],
+)
+def test_what_is_fine(check: Any, flags: dict[str, Any]) -> None:
+    check(**flags)
