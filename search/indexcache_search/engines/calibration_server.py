@@ -13,14 +13,12 @@ from typing import Any, NoReturn
 
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
+from sglang_indexcache.calibration.divergence import Range
 from sglang_indexcache.servers import KEY_VARIABLE, server_request
 
 REQUEST_SECONDS = 3600  # one sequence of hundreds of thousands of tokens on a busy machine
 BUSY_SECONDS = 120
 _CONFLICT = 409
-
-
-Range = tuple[int, int]  # positions, the last one excluded
 
 
 class ServerLostError(Exception):

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.engines.base import Evaluation, Objective
-from indexcache_search.engines.calibration_server import CalibrationServer, Range, ServerLostError
+from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
 from indexcache_search.errors import SearchError
 from indexcache_search.tokens import TokenSet, sampled_queries
 from sglang_indexcache import DsaModel, Pattern
+from sglang_indexcache.calibration.divergence import Range
 from sglang_indexcache.calibration.requests import KEEP, KL, OVERLAP, Measured
 
 LONGEST_PAUSE = 30.0
