@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
@@ -120,7 +119,7 @@ class Bench:
         logprobs, sums = [], []
         start = int(np.flatnonzero(self.data.scored[0])[0])
         for row, sequence in enumerate(self.data.tokens.tolist()):
-            rid = Measured(KL, row, uuid4().hex).rid
+            rid = Measured.new(KL, row).rid
             [answer] = self.server.logprobs([sequence], start, [rid])
             logprobs += [logprob for logprob, _ in answer]
             sums.append(self.server.divergences({rid: [(start - 1, len(sequence) - 1)]})[rid])

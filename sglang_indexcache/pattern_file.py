@@ -57,6 +57,9 @@ class SearchSection(_Section):
     baseline_loss: _Finite = Field(description="objective with the checkpoint's own pattern")
     loss: _Finite = Field(description="objective with `pattern`")
     evaluations: _Count = Field(description="patterns evaluated by the strategy, baseline not counted")
+    evaluated_sequences: _Count | None = Field(
+        default=None, description="runs of one sequence under one pattern, baseline counted: what the search cost"
+    )
     seed: int
     blocks: Annotated[int, Field(ge=1)] = 1
     noise_floor: _Finite = Field(description="difference of two evaluations of the baseline")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from indexcache_search.engines.base import Evaluation
-from indexcache_search.engines.prefix import common_prefix, trunk_first
+from indexcache_search.engines.prefix import LayerState, PrefixCache
 from indexcache_search.engines.roles import apply_roles
 from indexcache_search.engines.transformers import TransformersEngine, describe_model
 from indexcache_search.errors import SearchError
@@ -79,24 +79,76 @@ def test_prefix_reuse_with_locked_layers() -> None:
     assert results[0] == results[1]
 
 
-def test_prefix_reuse_runs_only_layers_from_the_first_difference(config: dict[str, Any]) -> None:
-    engine = tiny_engine(config)
+def layers_that_run(engine: TransformersEngine) -> list[int]:
+    """A list that grows by the number of each layer that really computes."""
     ran: list[int] = []
     for number, layer in enumerate(engine.torch_model.model.layers):
         layer.mlp.register_forward_hook(lambda *_, _number=number: ran.append(_number))
-    candidates = [Pattern.full(LAYERS).share(layer) for layer in range(1, LAYERS)]
-    order = [item.pattern for item in engine.evaluate(candidates, random_tokens(sequences=1), "nll")]
-    expected = list(range(LAYERS))
-    for pattern in order[1:]:
-        expected += range(common_prefix(pattern, order[0]), LAYERS)
-    assert ran == expected
-    assert len(ran) < LAYERS * len(candidates) * 0.7
+    return ran
 
 
-def test_the_trunk_saves_the_most_layers() -> None:
-    patterns = [Pattern(roles) for roles in ("FSFF", "FFSF", "FFFS")]
-    assert trunk_first(patterns)[0] in patterns[1:]
-    assert set(trunk_first(patterns)) == set(patterns)
+def test_prefix_reuse_runs_only_layers_from_the_first_difference(config: dict[str, Any]) -> None:
+    engine, data = tiny_engine(config), random_tokens(sequences=1)
+    ran = layers_that_run(engine)
+    native = Pattern.full(LAYERS)
+    [baseline] = engine.evaluate([native], data, "nll")
+    assert ran == list(range(LAYERS))
+    assert baseline.layer_tokens == (LAYERS * data.seq_len,)
+    ran.clear()
+    for evaluation in engine.evaluate([native.share(layer) for layer in range(1, LAYERS)], data, "nll"):
+        [flipped] = evaluation.pattern.shared_layers
+        assert ran == list(range(flipped, LAYERS))  # also in a later call, from what an earlier one left
+        assert evaluation.layer_tokens == (len(ran) * data.seq_len,)
+        ran.clear()
+    list(engine.evaluate([native.share(3).share(5)], data, "nll"))
+    assert ran == [5]  # the states of the pattern with one flip are there, too
+    ran.clear()
+    list(engine.evaluate([native], data, "nll"))
+    assert ran == []
+    list(engine.evaluate([native], data, "nll", fresh=True))
+    assert ran == list(range(LAYERS))
+
+
+def test_only_the_rows_asked_for_run(config: dict[str, Any]) -> None:
+    engine, data = tiny_engine(config), random_tokens(sequences=4)
+    [whole] = engine.evaluate([PATTERNS[3]], data, "kl", fresh=True)
+    ran = layers_that_run(engine)
+    [part] = engine.evaluate([PATTERNS[3]], data, "kl", [3, 1], fresh=True)
+    assert part.rows == (3, 1)
+    assert part.losses == whole.on([3, 1]).losses
+    assert len(ran) == 2 * LAYERS
+
+
+def test_the_prefix_cache_keeps_to_its_limit_and_drops_the_oldest() -> None:
+    def state() -> LayerState:
+        return LayerState(torch.zeros(25), torch.zeros(25))
+
+    cache, indices = PrefixCache(700.0), torch.zeros(25)
+    cache.add("a", "F", LayerState(torch.zeros(25), indices))
+    cache.add("a", "FS", LayerState(torch.zeros(25), indices))
+    assert cache.size == 300  # the indices of both are one tensor
+    cache.add("a", "FSF", state())
+    cache.add("a", "FSFF", state())
+    assert cache.size == 700
+    assert cache.longest("a", Pattern("FSSS"))[0] == 2  # renews F and FS
+    cache.add("a", "FF", state())
+    assert cache.size == 700
+    assert cache.longest("a", Pattern("FSFS"))[0] == 2  # FSF was the oldest
+    assert cache.longest("a", Pattern("FFFF"))[0] == 1 + 1
+    assert cache.longest("b", Pattern("FFFF")) == (0, None)
+    cache.add("b", "F", LayerState(torch.zeros(1000), indices))
+    assert len(cache) == cache.size == 0
+
+
+def test_a_small_prefix_cache_changes_nothing(config: dict[str, Any]) -> None:
+    data = random_tokens()
+    plenty = tiny_engine(config)
+    full = {item.pattern: item.losses for item in plenty.evaluate(PATTERNS, data, "nll")}
+    size = plenty._cache.size / 1e9
+    for share in (0.1, 0.5, 0.9):
+        engine = tiny_engine(config, prefix_cache_gb=size * share)
+        assert {item.pattern: item.losses for item in engine.evaluate(PATTERNS, data, "nll")} == full
+        assert engine._cache.size <= size * share * 1e9
 
 
 def test_kl_of_the_native_pattern_is_zero_and_of_others_positive(config: dict[str, Any]) -> None:

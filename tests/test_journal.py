@@ -13,7 +13,7 @@ from indexcache_search.journal import Journal
 from sglang_indexcache import Pattern
 
 IDENTITY = {"model": "tiny", "calibration": "abc"}
-EVALUATION = Evaluation(Pattern("FSF"), (0.1 + 0.2, 1e-17), (3, 4), (5, 6), 0.25)
+EVALUATION = Evaluation(Pattern("FSF"), (2, 0), (0.1 + 0.2, 1e-17), (3, 4), (5, 6), (7, 8), 0.25)
 
 
 def journal(folder: Path, **changes: Any) -> Journal:

@@ -18,7 +18,8 @@ def token_set(source_of: list[int]) -> TokenSet:
 
 
 def evaluation(losses: list[float], tokens: list[int]) -> Evaluation:
-    return Evaluation(Pattern("F"), tuple(losses), tuple([0] * len(losses)), tuple(tokens), 0.0)
+    zeros = (0,) * len(losses)
+    return Evaluation(Pattern("F"), tuple(range(len(losses))), tuple(losses), zeros, tuple(tokens), zeros, 0.0)
 
 
 def test_one_source_is_the_per_token_mean() -> None:

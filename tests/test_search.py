@@ -29,7 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 def arguments(model: Path, data: Path, output: Path, *more: str) -> list[str]:
     fixed = ["--model", model, "--calibration", data, "--output", output, "--seq-len", "32", "--device", "cpu"]
-    return [*map(str, fixed), "--num-sequences", "2", "--num-eval-sequences", "3", "--retain", "1/2,1/3", *more]
+    fixed += ["--num-sequences", "2", "--num-eval-sequences", "3", "--retain", "1/2,1/3", "--strategy", "greedy"]
+    return [*map(str, fixed), *more]
 
 
 def run(*options: str) -> Any:
@@ -133,6 +134,29 @@ def test_block_wise_search(model_folder: Path, token_file: Path, tmp_path: Path)
     assert all(pattern[0] == pattern[3] == "F" for pattern in file.trajectory_patterns())
 
 
+@pytest.mark.parametrize("strategy", ["lazy", "floating", "segments", "exhaustive"])
+def test_every_strategy_ends_with_files(model_folder: Path, token_file: Path, tmp_path: Path, strategy: str) -> None:
+    options = ["--strategy", strategy, "--num-sequences", "6", "--swaps", "4"]
+    result = run(*arguments(model_folder, token_file, tmp_path, *options))
+    assert result.exit_code == 0, result.output
+    file, found = PatternFile.load(tmp_path / "pattern.yaml"), metrics(tmp_path)
+    assert file.search is not None and file.search.strategy == strategy
+    assert [len(file.pattern_at(kept).full_layers) for kept in (Fraction(1, 2), Fraction(1, 3))] == [3, 2]
+    assert len(file.trajectory) == (4 if strategy in ("lazy", "segments") else 0)
+    assert found["cost"]["sequences"] == file.search.evaluated_sequences
+    assert 0 < found["cost"]["layer_tokens"] <= found["cost"]["sequences"] * 32 * LAYERS
+    assert found["cost"]["algorithm_1_layer_tokens"] == (5 + 4 + 3 + 2) * 6 * 32 * LAYERS
+    assert "of the layer-tokens of Algorithm 1" in result.stdout
+
+
+def test_exhaustive_is_never_worse(finished: Path, model_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    assert run(*arguments(model_folder, token_file, tmp_path, "--strategy", "exhaustive")).exit_code == 0
+    best, greedy = (PatternFile.load(folder / "pattern.yaml") for folder in (tmp_path, finished))
+    assert best.search is not None and greedy.search is not None
+    assert best.search.loss <= greedy.search.loss
+    assert best.search.evaluations == 10 + 5  # 3 and 2 F layers of 6, the first one given
+
+
 def test_kl_objective(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
     assert run(*arguments(model_folder, token_file, tmp_path, "--objective", "kl")).exit_code == 0
     file = PatternFile.load(tmp_path / "pattern.yaml")
@@ -160,6 +184,8 @@ def test_locked_layers_stay_shared(token_file: Path, tmp_path: Path) -> None:
         (["--retain", "1/2,x"], "retention is 'x'"),
         (["--retain", "2/3", "--strategy", "uniform"], "retentions of the form 1/n, found 2/3"),
         (["--blocks", "3", "--retain", "1/3"], "--blocks 3 keeps 3"),
+        (["--blocks", "3", "--strategy", "lazy"], "--blocks 3 needs --strategy greedy, found lazy"),
+        (["--candidates", "7"], "--max-candidates is 6, expected at least 7"),
         (["--seq-len", "9"], "--seq-len is 9"),
         (["--seq-len", "300"], "made for 256 tokens"),
         (["--num-sequences", "99"], "99 were asked for"),
@@ -235,6 +261,33 @@ def test_ctrl_c_leaves_a_valid_partial_trajectory(
     assert run(*arguments(model_folder, token_file, tmp_path)).exit_code == 0
     assert PatternFile.load(tmp_path / "pattern.yaml") == whole
     assert not (tmp_path / "pattern.partial.yaml").exists()
+
+
+@pytest.mark.parametrize("strategy", ["lazy", "floating", "segments", "exhaustive"])
+def test_every_strategy_goes_on_to_the_identical_file(
+    model_folder: Path, token_file: Path, tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search(folder: Path) -> Any:
+        more = ["--strategy", strategy, "--num-sequences", "6", "--swaps", "4", "--no-report"]
+        return run(*arguments(model_folder, token_file, folder, *more))
+
+    original, calls = TransformersEngine._score, []
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        calls.append(args)
+        if len(calls) % 43 == 0:  # loses up to an evaluation each time
+            raise KeyboardInterrupt
+        return original(self, *args)
+
+    assert search(tmp_path / "reference").exit_code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(TransformersEngine, "_score", interrupted)
+        codes = [search(tmp_path / "out").exit_code]
+        while codes[-1] == 130:
+            codes.append(search(tmp_path / "out").exit_code)
+    assert codes[-1] == 0 and len(codes) >= 3
+    files = [tmp_path / name / "pattern.yaml" for name in ("reference", "out")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def _child(options: list[str]) -> None:

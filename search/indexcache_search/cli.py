@@ -29,7 +29,11 @@ class EngineName(StrEnum):
 
 
 class StrategyName(StrEnum):
+    LAZY = "lazy"
     GREEDY = "greedy"
+    FLOATING = "floating"
+    SEGMENTS = "segments"
+    EXHAUSTIVE = "exhaustive"
     UNIFORM = "uniform"
     SIMILARITY = "similarity"
 
@@ -105,8 +109,22 @@ def search(
     retain: Annotated[
         str, typer.Option(help="Shares of indexers to keep; the first is the file's default.")
     ] = "1/2,1/4,1/8",
-    strategy: Annotated[StrategyName, typer.Option(help="greedy is the paper's Algorithm 1.")] = StrategyName.GREEDY,
-    blocks: Annotated[int, typer.Option(help="Search P blocks of layers in turn, up to P flips a round.", min=1)] = 1,
+    strategy: Annotated[
+        StrategyName, typer.Option(help="greedy is the paper's Algorithm 1, lazy a cheaper one; see docs/search.md.")
+    ] = StrategyName.LAZY,
+    candidates: Annotated[
+        int, typer.Option(help="lazy: flips that a step evaluates at least. More: surer, dearer.", min=1)
+    ] = 3,
+    max_candidates: Annotated[int, typer.Option(help="lazy: flips that a step evaluates at most.", min=1)] = 6,
+    race: Annotated[
+        bool, typer.Option(help="Compare candidates on growing shares of the sequences; off with greedy, exhaustive.")
+    ] = True,
+    swaps: Annotated[
+        int, typer.Option(help="Local search after the strategy: swaps to try a round; 0: none.", min=0)
+    ] = 0,
+    blocks: Annotated[
+        int, typer.Option(help="greedy: search P blocks of layers in turn, up to P flips a round.", min=1)
+    ] = 1,
     objective: Annotated[
         ObjectiveName, typer.Option(help="nll: loss on the text. kl: divergence from the unpatterned model.")
     ] = ObjectiveName.NLL,
@@ -119,7 +137,7 @@ def search(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences a forward.", min=1)] = 1,
     prefix_cache_gb: Annotated[
-        float, typer.Option(help="Device memory for layer outputs that candidates share; 0 turns it off.", min=0)
+        float, typer.Option(help="Host memory for layer outputs that candidates share; 0 turns it off.", min=0)
     ] = 2.0,
     seed: Annotated[int, typer.Option(help="Order of the calibration documents.")] = 0,
     report: Annotated[bool, typer.Option(help="Write report.html.")] = True,
@@ -143,7 +161,9 @@ def search(
         if not calibration:
             raise SearchError("--calibration is missing, expected a file, folder or hub id with text like your traffic")
         retentions = tuple(dict.fromkeys(parse_retention(item) for item in retain.split(",")))
-        settings = Settings(retentions, strategy.value, blocks, objective.value, seed)
+        settings = Settings(
+            retentions, strategy.value, blocks, (candidates, max_candidates), race, swaps, objective.value, seed
+        )
         size, eval_size, length = DEMO_SIZES if model is None else SIZES
         data = Data(
             tuple(calibration),

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from indexcache_search import objectives
 from indexcache_search.engines.base import Engine, Evaluation, Objective
 from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.journal import Journal
@@ -14,13 +13,30 @@ from indexcache_search.tokens import TokenSet
 from sglang_indexcache import Pattern
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What evaluations cost.
+
+    Attributes:
+        evaluations: patterns that were evaluated, on all sequences or a part of them.
+        sequences: runs of one sequence under one pattern.
+        layer_tokens: layers that really ran x tokens.
+        seconds: of the engine.
+    """
+
+    evaluations: int
+    sequences: int
+    layer_tokens: int
+    seconds: float
+
+
 @dataclass
 class Evaluator:
-    """Evaluates patterns on one token set, each at most once over all runs of a search.
+    """Evaluates patterns on one token set, each at most once on a sequence over all runs of a search.
 
     Attributes:
         part: the set's name in the journal.
-        on_evaluation: told of every evaluation asked for, whether it was run or recorded.
+        on_evaluation: told of every evaluation asked for the first time, whether it was run or recorded.
     """
 
     engine: Engine
@@ -30,46 +46,72 @@ class Evaluator:
     part: str
     on_evaluation: Callable[[Evaluation], None] = field(default=lambda evaluation: None)
 
-    def evaluations(self, patterns: Sequence[Pattern], repeat: int = 0) -> list[Evaluation]:
-        """Evaluations of `patterns`, in order; `repeat` 1 evaluates afresh what `repeat` 0 recorded.
+    def __post_init__(self) -> None:
+        self._asked: dict[tuple[str, int], set[int]] = {}
+
+    def evaluations(
+        self, patterns: Sequence[Pattern], rows: Sequence[int] | None = None, repeat: int = 0
+    ) -> list[Evaluation]:
+        """Evaluations of `patterns` on `rows`, all by default, in order.
+
+        `repeat` 1 evaluates afresh what `repeat` 0 recorded.
 
         Raises:
             NonFiniteLossError: if a loss is NaN or infinite.
         """
-        found: dict[str, Evaluation] = {}
-        for pattern in patterns:
+        wanted = list(range(self.data.num_sequences) if rows is None else rows)
+        missing: dict[tuple[int, ...], list[Pattern]] = {}  # patterns by the rows they lack
+        for pattern in dict.fromkeys(patterns):
             recorded = self.journal.evaluation(self.part, pattern, repeat)
-            if recorded is not None and pattern.roles not in found:
-                found[pattern.roles] = recorded
-                self.on_evaluation(recorded)
-        missing = [Pattern(roles) for roles in dict.fromkeys(item.roles for item in patterns) if roles not in found]
-        for evaluation in self.engine.evaluate(missing, self.data, self.objective):
-            self._check_finite(evaluation)
-            self.journal.add_evaluation(self.part, evaluation, repeat)
-            found[evaluation.pattern.roles] = evaluation
-            self.on_evaluation(evaluation)
-        return [found[pattern.roles] for pattern in patterns]
+            known = set() if recorded is None else set(recorded.rows)
+            lacking = tuple(row for row in wanted if row not in known)
+            if recorded is not None and len(lacking) < len(wanted):
+                self._ask(recorded.on([row for row in wanted if row in known]), repeat)
+            if lacking:
+                missing.setdefault(lacking, []).append(pattern)
+        for lacking, group in missing.items():
+            for evaluation in self.engine.evaluate(group, self.data, self.objective, lacking, fresh=repeat > 0):
+                self._check_finite(evaluation)
+                self.journal.add_evaluation(self.part, evaluation, repeat)
+                self._ask(evaluation, repeat)
+        return [self.recorded(pattern, repeat).on(wanted) for pattern in patterns]
+
+    def _ask(self, evaluation: Evaluation, repeat: int) -> None:
+        asked = self._asked.setdefault((evaluation.pattern.roles, repeat), set())
+        new = [row for row in evaluation.rows if row not in asked]
+        if new:
+            asked.update(new)
+            self.on_evaluation(evaluation.on(new))
 
     def recorded(self, pattern: Pattern, repeat: int = 0) -> Evaluation:
-        """An evaluation that was made before.
+        """What was evaluated before of a pattern, on all sequences it was evaluated on.
 
         Raises:
-            KeyError: if it was not.
+            KeyError: if nothing was.
         """
         found = self.journal.evaluation(self.part, pattern, repeat)
         if found is None:
             raise KeyError(f"{pattern} was not evaluated on {self.part}")
         return found
 
-    def losses(self, patterns: Sequence[Pattern]) -> list[float]:
-        """Mean losses of `patterns`, in order: what strategies ask for."""
-        return [objectives.loss(evaluation, self.data).mean for evaluation in self.evaluations(patterns)]
+    @property
+    def cost(self) -> Cost:
+        """Of everything asked for, also of what an earlier run recorded."""
+        parts = [
+            self.recorded(Pattern(roles), repeat).on(sorted(rows)) for (roles, repeat), rows in self._asked.items()
+        ]
+        return Cost(
+            len(parts),
+            sum(len(part.rows) for part in parts),
+            sum(sum(part.layer_tokens) for part in parts),
+            math.fsum(part.seconds for part in parts),
+        )
 
     def _check_finite(self, evaluation: Evaluation) -> None:
-        for index, value in enumerate(evaluation.losses):
+        for row, value in zip(evaluation.rows, evaluation.losses, strict=True):
             if not math.isfinite(value):
-                source = self.data.sources[self.data.source_of[index]]
+                source = self.data.sources[self.data.source_of[row]]
                 raise NonFiniteLossError(
-                    f"loss is {value} on sequence {index} ({source}) with pattern {evaluation.pattern}; stopped:"
+                    f"loss is {value} on sequence {row} ({source}) with pattern {evaluation.pattern}; stopped:"
                     " check the checkpoint and --dtype (float16 overflows where bfloat16 does not)"
                 )

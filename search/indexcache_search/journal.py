@@ -72,7 +72,7 @@ class Journal:
                     self._matrices[record["matrix"]] = record["values"]
                 else:
                     key, evaluation = _parse(record)
-                    self._evaluations[key] = evaluation
+                    self._add(key, evaluation)
             except JournalError:
                 raise
             except (ValueError, KeyError, TypeError):
@@ -95,7 +95,7 @@ class Journal:
         self._file.close()
 
     def evaluation(self, part: str, pattern: Pattern, repeat: int = 0) -> Evaluation | None:
-        """The recorded evaluation of `pattern` on the set named `part`, if there is one."""
+        """What is recorded of `pattern` on the set named `part`: all sequences it was evaluated on, if any."""
         return self._evaluations.get((part, pattern.roles, repeat))
 
     def add_evaluation(self, part: str, evaluation: Evaluation, repeat: int = 0) -> None:
@@ -105,13 +105,19 @@ class Journal:
                 "set": part,
                 "pattern": evaluation.pattern.roles,
                 "repeat": repeat,
+                "rows": evaluation.rows,
                 "losses": evaluation.losses,
                 "correct": evaluation.correct,
                 "tokens": evaluation.tokens,
+                "layer_tokens": evaluation.layer_tokens,
                 "seconds": round(evaluation.seconds, 3),
             }
         )
-        self._evaluations[part, evaluation.pattern.roles, repeat] = evaluation
+        self._add((part, evaluation.pattern.roles, repeat), evaluation)
+
+    def _add(self, key: tuple[str, str, int], evaluation: Evaluation) -> None:
+        earlier = self._evaluations.get(key)
+        self._evaluations[key] = evaluation if earlier is None else earlier + evaluation
 
     def matrix(self, name: str) -> list[list[float]] | None:
         """A recorded measurement."""
@@ -131,9 +137,11 @@ class Journal:
 def _parse(record: Mapping[str, Any]) -> tuple[tuple[str, str, int], Evaluation]:
     evaluation = Evaluation(
         Pattern(record["pattern"]),
+        tuple(record["rows"]),
         tuple(record["losses"]),
         tuple(record["correct"]),
         tuple(record["tokens"]),
+        tuple(record["layer_tokens"]),
         record["seconds"],
     )
     return (record["set"], record["pattern"], record["repeat"]), evaluation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import Any
 
@@ -17,7 +18,7 @@ from indexcache_search.search import BASELINE, Found, Row, Search
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import PatternFile
 
-SCHEMA = "indexcache-search/metrics/v1"
+SCHEMA = "indexcache-search/metrics/v2"
 
 
 def collect(
@@ -44,6 +45,12 @@ def collect(
         "pattern_file": file.model_dump(by_alias=True, mode="json"),
         "engine": {"name": search.engine.name, **search.engine.settings},
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
+        "cost": {
+            **asdict(found.cost),
+            "seconds": round(found.cost.seconds, 1),
+            "algorithm_1_layer_tokens": search.algorithm_1(),
+            "share_of_algorithm_1": found.cost.layer_tokens / max(search.algorithm_1(), 1),
+        },
         "steps": _steps(search, found),
         "held_out": held_out(rows, search.held_out.data, search.model.index_topk),
         "overlap": None if overlap is None else overlap.round(4).tolist(),
@@ -104,13 +111,8 @@ def _phase_summaries(
 ) -> list[dict[str, Any]]:
     """Mean over phases (its standard error is over sequences: the phases are all there are), and the best phase."""
     count = len(phases)
-    mean = Evaluation(
-        phases[0].pattern,
-        tuple(math.fsum(column) / count for column in zip(*(row.evaluation.losses for row in phases), strict=True)),
-        phases[0].evaluation.correct,
-        phases[0].evaluation.tokens,
-        0.0,
-    )
+    losses = tuple(math.fsum(column) / count for column in zip(*(row.evaluation.losses for row in phases), strict=True))
+    mean = replace(phases[0].evaluation, losses=losses)
     correct = np.mean([row.evaluation.correct for row in phases], axis=0)
     best = min(phases, key=lambda row: objectives.loss(row.evaluation, data).mean)
     shared = {"retention": str(retention), "full_layers": len(phases[0].pattern.full_layers)}

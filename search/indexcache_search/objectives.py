@@ -27,23 +27,24 @@ class Estimate:
 
 def loss(evaluation: Evaluation, data: TokenSet, source: int | None = None) -> Estimate:
     """Mean loss per scored token, of all sources or of one."""
-    return _ratio(np.asarray(evaluation.losses), np.asarray(evaluation.tokens), data, source)
+    return _ratio(np.asarray(evaluation.losses), evaluation, data, source)
 
 
 def increase(evaluation: Evaluation, baseline: Evaluation, data: TokenSet, source: int | None = None) -> Estimate:
     """Mean loss per scored token above the baseline's, paired by sequence."""
-    difference = np.asarray(evaluation.losses) - np.asarray(baseline.losses)
-    return _ratio(difference, np.asarray(evaluation.tokens), data, source)
+    return _ratio(np.asarray(evaluation.losses) - np.asarray(baseline.losses), evaluation, data, source)
 
 
 def share(counts: NDArray[np.float64], evaluation: Evaluation, data: TokenSet, source: int | None = None) -> Estimate:
     """`counts` per sequence as a share of the scored tokens, for instance of `evaluation.correct`."""
-    return _ratio(counts, np.asarray(evaluation.tokens), data, source)
+    return _ratio(counts, evaluation, data, source)
 
 
-def _ratio(sums: NDArray[np.float64], tokens: NDArray[np.int64], data: TokenSet, source: int | None) -> Estimate:
-    wanted = range(len(data.sources)) if source is None else [source]
-    parts = [_source_ratio(sums[data.source_of == one], tokens[data.source_of == one]) for one in wanted]
+def _ratio(sums: NDArray[np.float64], evaluation: Evaluation, data: TokenSet, source: int | None) -> Estimate:
+    """Of `sums` to scored tokens, on the sequences of `evaluation`; sources that have none of them do not count."""
+    tokens, source_of = np.asarray(evaluation.tokens), data.source_of[list(evaluation.rows)]
+    wanted = sorted(set(source_of.tolist())) if source is None else [source]
+    parts = [_source_ratio(sums[source_of == one], tokens[source_of == one]) for one in wanted]
     mean = math.fsum(part.mean for part in parts) / len(parts)
     errors = [part.stderr for part in parts]
     known = [error for error in errors if error is not None]

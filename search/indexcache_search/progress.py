@@ -43,8 +43,11 @@ class SearchProgress:
         )
         self._task: TaskID | None = None
         self._data: TokenSet | None = None
-        self._baseline: float | None = None
-        self._best: tuple[float, str] | None = None
+        self._baseline: Evaluation | None = None
+        self._best: float | None = None
+        self._done = 0
+        self._first_step = 0  # sequences done when the first step was committed
+        self._estimated = False  # the bar's end is a guess from the steps so far
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -55,35 +58,49 @@ class SearchProgress:
     ) -> None:
         self._progress.stop()
 
-    def begin(self, name: str, total: int, data: TokenSet) -> None:
-        """Start a new bar for `total` evaluations on `data`."""
+    def begin(self, name: str, total: int | None, data: TokenSet) -> None:
+        """Start a new bar for runs of `total` sequences of `data`; `None` where that can't be known before."""
         self.wait(name, total)
-        self._data, self._baseline, self._best = data, None, None
+        self._data, self._baseline, self._best, self._done = data, None, None, 0
+        self._first_step, self._estimated = 0, total is None
 
     def wait(self, name: str, total: int | None = None) -> None:
         """Start a bar without evaluations."""
         if self._task is not None:
             self._progress.update(self._task, visible=False)
         if not self._console.is_terminal:
-            self._console.print(name + (f": {total} evaluations" if total else ""))
+            self._console.print(name + (f": {total} sequences" if total else ""))
         self._task = self._progress.add_task(name, total=total, best="")
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Advance the bar."""
         assert self._task is not None and self._data is not None
-        value = objectives.loss(evaluation, self._data).mean
         if self._baseline is None:
-            self._baseline = value
-        if self._best is None or value < self._best[0]:
-            self._best = (value, evaluation.pattern.roles)
-        self._progress.update(self._task, advance=1, best=f"best {self._best[0] - self._baseline:+.4f}")
+            self._baseline = evaluation
+        self._done += len(evaluation.rows)
+        if len(evaluation.rows) == self._data.num_sequences:
+            baseline = self._baseline.on(evaluation.rows)
+            value = objectives.increase(evaluation, baseline, self._data).mean
+            self._best = value if self._best is None else min(self._best, value)
+        best = "" if self._best is None else f"best {self._best:+.4f}"
+        self._progress.update(self._task, completed=self._done, best=best)
 
-    def committed(self, step: Step, number: int) -> None:
-        """Say which layer became `S`."""
-        change = "" if self._baseline is None else f" ({step.loss - self._baseline:+.4f})"
-        kept = len(step.pattern.full_layers)
+    def committed(self, step: Step, number: int, steps: int) -> None:
+        """Say which layer changed; `number` of about `steps` steps."""
+        assert self._task is not None and self._data is not None and self._baseline is not None
+        if number == 1:
+            self._first_step = self._done
+        elif self._estimated:
+            later = (self._done - self._first_step) / (number - 1)  # the first step looks at every layer
+            self._progress.update(self._task, total=self._done + max(steps - number, 0) * later)
+        change = step.loss - objectives.loss(self._baseline, self._data).mean
+        kept, role = len(step.pattern.full_layers), step.pattern[step.layer]
         self._progress.console.print(
-            f"step {number:>3}: layer {step.layer:>3} -> S, {kept} of {len(step.pattern)} F,"
-            f" loss {step.loss:.4f}{change}"
+            f"step {number:>3}: layer {step.layer:>3} -> {role}, {kept} of {len(step.pattern)} F,"
+            f" loss {step.loss:.4f} ({change:+.4f})"
         )
         self._best = None
+
+    def notice(self, line: str) -> None:
+        """Say something else."""
+        self._progress.console.print(line)

@@ -162,21 +162,26 @@ def _search(search: Search, files: Files, console: Console) -> dict[str, Any]:
     with SearchProgress(console) as progress:
         search.on_evaluation = progress.evaluated
 
+        stop = min(search.settings.full_layers(search.model).values())
+        flips = len(search.model.native.full_layers) - stop
+
         def on_step(step: Step, steps: tuple[Step, ...]) -> None:
             search.partial_file(steps).save(partial)
-            progress.committed(step, len(steps))
+            progress.committed(step, len(steps), flips)
 
+        search.on_step, search.notice = on_step, progress.notice
         with timed("search"):
-            progress.begin(f"{search.settings.strategy} search", search.planned_evaluations(), search.calibration.data)
+            progress.begin(f"{search.settings.strategy} search", search.planned_sequences(), search.calibration.data)
             search.evaluate_baseline()
-            found = search.find(on_step)
+            found = search.find()
         with timed("overlap and similarity"):
             progress.wait("cross-layer overlap and similarity")
             overlap = search.overlap(OVERLAP_ROWS)
             patterns = search.comparison_patterns(found)
         with timed("held-out comparison"):
+            held_out = search.held_out.data
             distinct = len({str(pattern) for _, _, pattern in patterns})
-            progress.begin("held-out comparison", distinct, search.held_out.data)
+            progress.begin("held-out comparison", distinct * held_out.num_sequences, held_out)
             rows = search.compare(patterns)
     file = search.pattern_file(found)
     file.save(files.folder / "pattern.yaml")
@@ -192,5 +197,10 @@ def show(result: Mapping[str, Any], files: Files) -> None:
     for row in held_out["rows"]:
         if row["name"] == strategy:
             out.print(f"{row['retention']:>4}  {row['pattern']}", soft_wrap=True)
+    cost = result["cost"]
+    out.print(
+        f"Cost: {cost['evaluations']} patterns, {cost['sequences']} runs of a sequence,"
+        f" {cost['share_of_algorithm_1']:.1%} of the layer-tokens of Algorithm 1"
+    )
     names = ["pattern.yaml", "metrics.json", *(["report.html"] if files.report else [])]
     out.print(f"Wrote {', '.join(str(files.folder / name) for name in names)}", soft_wrap=True)

@@ -15,11 +15,17 @@ import sglang_indexcache
 from indexcache_search import objectives
 from indexcache_search.engines.base import Engine, Evaluation, Objective
 from indexcache_search.errors import SearchError
-from indexcache_search.evaluator import Evaluator
+from indexcache_search.evaluator import Cost, Evaluator
 from indexcache_search.journal import Journal
+from indexcache_search.judge import Judge
 from indexcache_search.objectives import Estimate
+from indexcache_search.strategies.exhaustive import count_patterns, every_pattern, layers_to_run
+from indexcache_search.strategies.floating import floating
 from indexcache_search.strategies.greedy import Step, check_reachable, count_evaluations, greedy
+from indexcache_search.strategies.lazy import lazy_greedy
+from indexcache_search.strategies.segment_costs import cheapest_pattern, measure_segments
 from indexcache_search.strategies.similarity import similarity_pattern
+from indexcache_search.strategies.swaps import improve
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel, Pattern, PatternFile
 from sglang_indexcache.errors import PatternError
@@ -31,8 +37,10 @@ from sglang_indexcache.pattern_file import (
     TrajectoryStep,
 )
 
-Strategy = Literal["greedy", "uniform", "similarity"]
+Strategy = Literal["lazy", "greedy", "floating", "segments", "exhaustive", "uniform", "similarity"]
 BASELINE = "baseline"
+JOURNAL_FORMAT = 2
+MOST_PATTERNS = 200_000  # of an exhaustive search
 
 
 @dataclass(frozen=True)
@@ -41,15 +49,21 @@ class Settings:
 
     Attributes:
         retain: retentions wanted; the first is the pattern file's default.
-        strategy: `greedy` is the paper's search, the others its baselines.
+        strategy: `greedy` is the paper's search, `uniform` and `similarity` are its baselines.
         blocks: of block-wise greedy; 1 is Algorithm 1.
+        candidates: flips that a lazy step evaluates at least and at most.
+        race: compare patterns on growing shares of the sequences (lazy, floating, segments, swaps).
+        swaps: swaps that local search tries a round; 0 for no local search.
         objective: what is minimised.
         seed: of the calibration data's order.
     """
 
     retain: tuple[Fraction, ...]
-    strategy: Strategy = "greedy"
+    strategy: Strategy = "lazy"
     blocks: int = 1
+    candidates: tuple[int, int] = (3, 6)
+    race: bool = True
+    swaps: int = 0
     objective: Objective = "nll"
     seed: int = 0
 
@@ -61,21 +75,36 @@ class Settings:
         """Check that the model can be searched so, before anything expensive.
 
         Raises:
-            SearchError: if a retention can't be reached.
+            SearchError: if a retention can't be reached, or an exhaustive search would not end.
         """
+        if self.blocks > 1 and self.strategy != "greedy":
+            raise SearchError(f"--blocks {self.blocks} needs --strategy greedy, found {self.strategy}")
+        if self.candidates[0] > self.candidates[1]:
+            raise SearchError(f"--max-candidates is {self.candidates[1]}, expected at least {self.candidates[0]}")
         for retention, stop in self.full_layers(model).items():
             if self.strategy == "uniform":
                 uniform_pattern(model, retention)
-            check_reachable(model.native, stop, self.blocks if self.strategy == "greedy" else 1)
+            check_reachable(model.native, stop, self.blocks)
+            if self.strategy == "exhaustive" and count_patterns(model.native, stop) > MOST_PATTERNS:
+                raise SearchError(
+                    f"--strategy exhaustive at {retention} is {count_patterns(model.native, stop):,} patterns, expected"
+                    f" at most {MOST_PATTERNS:,}"
+                )
 
 
 @dataclass(frozen=True)
 class Found:
-    """The outcome of a strategy: nested `steps` (greedy) or single `patterns`, and what it cost."""
+    """The outcome of a strategy.
+
+    Attributes:
+        steps: nested flips, where there are such.
+        patterns: by retention; all on the way of `steps`, or better than what is.
+        cost: of all evaluations on the calibration set.
+    """
 
     steps: tuple[Step, ...]
     patterns: dict[Fraction, Pattern]
-    evaluations: int
+    cost: Cost
 
 
 @dataclass(frozen=True)
@@ -121,61 +150,125 @@ class Search:
         settings.check(engine.model)
         self.engine, self.settings, self.journal = engine, settings, journal
         self.on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None
+        self.on_step: Callable[[Step, tuple[Step, ...]], None] = lambda step, steps: None
+        self.notice: Callable[[str], None] = lambda line: None
         self.calibration = Evaluator(
             engine, calibration, settings.objective, journal, "calibration", lambda item: self.on_evaluation(item)
         )
+        paper = settings.strategy in ("greedy", "exhaustive")
+        self.judge = Judge(self.calibration, settings.race and not paper)
         self.held_out = Evaluator(engine, held_out, "nll", journal, "held-out", lambda item: self.on_evaluation(item))
 
     @property
     def model(self) -> DsaModel:
         return self.engine.model
 
-    def planned_evaluations(self) -> int:
-        """Evaluations the strategy will ask for, the two of the baseline included."""
-        if self.settings.strategy != "greedy":
-            return 2 + len(self.settings.retain)
+    def planned_sequences(self) -> int | None:
+        """Sequences that the strategy will run; `None` where that depends on what it finds."""
+        model, count = self.model, self.calibration.data.num_sequences
+        counts = self.settings.full_layers(model).values()
+        if self.settings.swaps or self.settings.strategy in ("lazy", "floating", "segments"):
+            return None
+        patterns = len(counts)
+        if self.settings.strategy == "greedy":
+            patterns = count_evaluations(model.native, min(counts), self.settings.blocks)
+        if self.settings.strategy == "exhaustive":
+            patterns = sum(count_patterns(model.native, stop) for stop in set(counts))
+        return (2 + patterns) * count
+
+    def algorithm_1(self) -> int:
+        """Layer-tokens of the paper's Algorithm 1 to the smallest retention: every layer of every evaluation runs."""
         stop = min(self.settings.full_layers(self.model).values())
-        return 2 + count_evaluations(self.model.native, stop, self.settings.blocks)
+        return count_evaluations(self.model.native, stop) * self.model.num_layers * self.calibration.data.tokens.size
 
     def evaluate_baseline(self) -> None:
-        """Evaluate the native pattern, twice: their difference is the noise floor."""
-        for repeat in (0, 1):
-            self.calibration.evaluations([self.model.native], repeat)
+        """Evaluate the native pattern, and a part of it twice: the difference is the noise floor."""
+        self.calibration.evaluations([self.model.native])
+        self.calibration.evaluations([self.model.native], self.judge.shares[0], repeat=1)
 
     def noise_floor(self) -> float:
-        """How far two evaluations of the native pattern lie apart."""
-        first, second = (self.calibration.recorded(self.model.native, repeat) for repeat in (0, 1))
-        data = self.calibration.data
+        """How far two evaluations of the native pattern lie apart, on the first share of the sequences."""
+        rows, data = self.judge.shares[0], self.calibration.data
+        first, second = (self.calibration.recorded(self.model.native, repeat).on(rows) for repeat in (0, 1))
         return abs(objectives.loss(second, data).mean - objectives.loss(first, data).mean)
 
-    def find(self, on_step: Callable[[Step, tuple[Step, ...]], None]) -> Found:
-        """Run the strategy; `on_step` is told of every committed flip and of all so far."""
-        counts = self.settings.full_layers(self.model)
-        if self.settings.strategy == "greedy":
-            return self._find_greedy(counts, on_step)
-        if self.settings.strategy == "uniform":
-            patterns = {retention: uniform_pattern(self.model, retention) for retention in counts}
-        else:
-            matrix = self.similarity()
-            if matrix is None:
-                raise SearchError(
-                    f"--strategy similarity can't be had with {self.engine.name}, expected greedy or uniform"
-                )
-            patterns = {
-                retention: similarity_pattern(matrix, count, self.model.locked) for retention, count in counts.items()
-            }
-        self.calibration.evaluations(list(patterns.values()))
-        return Found((), patterns, len(set(map(str, patterns.values()))))
+    def find(self) -> Found:
+        """Run the strategy, then local search if that is wanted.
 
-    def _find_greedy(self, counts: dict[Fraction, int], on_step: Callable[[Step, tuple[Step, ...]], None]) -> Found:
+        `on_step` is told of every committed flip and of all so far, `notice` of what else is worth a line.
+        """
+        counts = self.settings.full_layers(self.model)
+        strategy = self.settings.strategy
+        if strategy in ("greedy", "lazy", "floating", "segments"):
+            steps = self._flip(min(counts.values()))
+            by_count = {len(step.pattern.full_layers): step.pattern for step in steps}
+            by_count[len(self.model.native.full_layers)] = self.model.native
+            patterns = {retention: by_count[count] for retention, count in counts.items()}
+            if strategy == "floating":
+                steps = ()
+        else:
+            steps, patterns = (), {retention: self._at_once(retention, count) for retention, count in counts.items()}
+        if strategy == "segments":
+            patterns = self._by_segments(patterns)
+        if self.settings.swaps:
+            patterns = {retention: self._improved(pattern) for retention, pattern in patterns.items()}
+        self.calibration.evaluations(list(patterns.values()))
+        return Found(steps, patterns, self.calibration.cost)
+
+    def _flip(self, stop: int) -> tuple[Step, ...]:
+        """Committed flips down to `stop` `F` layers."""
+        settings, native = self.settings, self.model.native
         steps: list[Step] = []
-        start, stop = self.model.native, min(counts.values())
-        for step in greedy(start, stop, self.calibration.losses, self.settings.blocks):
+        if settings.strategy == "greedy":
+            walk = greedy(native, stop, self.judge.losses, settings.blocks)
+        elif settings.strategy == "floating":
+            walk = floating(native, stop, self.judge, *settings.candidates)
+        else:
+            walk = lazy_greedy(native, stop, self.judge, *settings.candidates)
+        for step in walk:
             steps.append(step)
-            on_step(step, tuple(steps))
-        nested = [self.model.native, *(step.pattern for step in steps)]
-        by_count = {len(pattern.full_layers): pattern for pattern in nested}
-        return Found(tuple(steps), {retention: by_count[count] for retention, count in counts.items()}, _asked(steps))
+            self.on_step(step, tuple(steps))
+        return tuple(steps)
+
+    def _at_once(self, retention: Fraction, count: int) -> Pattern:
+        """The pattern with `count` `F` layers of a strategy that makes no steps."""
+        if self.settings.strategy == "uniform":
+            return uniform_pattern(self.model, retention)
+        if self.settings.strategy == "exhaustive":
+            patterns = list(every_pattern(self.model.native, count))
+            share = layers_to_run(patterns) * self.calibration.data.tokens.size / self.algorithm_1()
+            self.notice(
+                f"{retention}: {len(patterns):,} patterns with {count} F layers, {share:.0%} of the layer-tokens of"
+                " Algorithm 1 where layers below the first difference are reused"
+            )
+            return patterns[self.judge.choose(patterns, self.model.native).best]
+        matrix = self.similarity()
+        if matrix is None:
+            raise SearchError(f"--strategy similarity can't be had with {self.engine.name}, expected another one")
+        return similarity_pattern(matrix, count, self.model.locked)
+
+    def _by_segments(self, patterns: dict[Fraction, Pattern]) -> dict[Fraction, Pattern]:
+        """The better one at each retention of `patterns` and what the segment costs say."""
+        native = self.model.native
+        losses = self.judge.losses([native, *patterns.values()])
+        costs = measure_segments(native, max(losses) - losses[0], self.judge)
+        self.notice(f"measured {len(costs)} segments of layers")
+        better = {}
+        for retention, pattern in patterns.items():
+            rival = cheapest_pattern(costs, native, len(pattern.full_layers))
+            rivals = [pattern] if rival in (None, pattern) else [pattern, rival]
+            better[retention] = rivals[self.judge.choose(rivals, native).best]
+        return better
+
+    def _improved(self, pattern: Pattern) -> Pattern:
+        """`pattern` after local search."""
+        for swap in improve(pattern, self.model.native, self.judge, self.settings.swaps):
+            kept, total = len(swap.pattern.full_layers), len(pattern)
+            self.notice(
+                f"swap: layer {swap.shared:>3} -> S, {swap.full:>3} -> F, {kept} of {total} F, loss {swap.loss:.4f}"
+            )
+            pattern = swap.pattern
+        return pattern
 
     # -- held-out comparison
 
@@ -234,11 +327,19 @@ class Search:
     # -- the file
 
     def pattern_file(self, found: Found) -> PatternFile:
-        """The pattern file of what was found; also of a search that is not finished."""
+        """The pattern file of what was found."""
+        return self._file(found, found.patterns[self.settings.retain[0]])
+
+    def partial_file(self, steps: tuple[Step, ...]) -> PatternFile:
+        """The pattern file of an unfinished search; its default is the last step's pattern."""
+        nested = () if self.settings.strategy == "floating" else steps
+        return self._file(Found(nested, {}, self.calibration.cost), steps[-1].pattern)
+
+    def _file(self, found: Found, default: Pattern) -> PatternFile:
         data = self.calibration.data
         baseline = self.calibration.recorded(self.model.native)
-        default = found.patterns[self.settings.retain[0]]
-        others = {} if found.steps or self.settings.strategy == "greedy" else found.patterns
+        walked = {self.model.native, *(step.pattern for step in found.steps)}
+        others = {key: pattern for key, pattern in found.patterns.items() if not found.steps or pattern not in walked}
         chosen = self.calibration.recorded(default)
         return PatternFile(
             schema="indexcache/v1",
@@ -261,7 +362,8 @@ class Search:
                 objective=self.settings.objective,
                 baseline_loss=objectives.loss(baseline, data).mean,
                 loss=objectives.loss(chosen, data).mean,
-                evaluations=found.evaluations,
+                evaluations=found.cost.evaluations - 2,  # the baseline's own two
+                evaluated_sequences=found.cost.sequences,
                 seed=self.settings.seed,
                 blocks=self.settings.blocks,
                 noise_floor=self.noise_floor(),
@@ -281,24 +383,16 @@ class Search:
             created=self.journal.facts["created"],
         )
 
-    def partial_file(self, steps: tuple[Step, ...]) -> PatternFile:
-        """The pattern file of an unfinished greedy search; its default is the last step's pattern."""
-        return self.pattern_file(Found(steps, {self.settings.retain[0]: steps[-1].pattern}, _asked(steps)))
-
     def increase(self, pattern: Pattern) -> Estimate:
-        """How much an evaluated pattern raises the calibration loss over the native pattern's."""
-        baseline, evaluation = (self.calibration.recorded(item) for item in (self.model.native, pattern))
+        """How much a pattern raises the calibration loss over the native pattern's."""
+        evaluation, baseline = self.calibration.evaluations([pattern, self.model.native])
         return objectives.increase(evaluation, baseline, self.calibration.data)
-
-
-def _asked(steps: Sequence[Step]) -> int:
-    """Evaluations that greedy's `steps` asked for."""
-    return sum(len(step.losses) for step in steps)
 
 
 def identity(engine: Engine, calibration: TokenSet, held_out: TokenSet, settings: Settings) -> dict[str, Any]:
     """What evaluations depend on: the journal's identity."""
     return {
+        "format": JOURNAL_FORMAT,
         "model": engine.model.name,
         "config_sha256": engine.model.config_sha256,
         "engine": engine.name,

@@ -53,3 +53,29 @@ def sampled_queries(seq_len: int, index_topk: int, rows: int) -> NDArray[np.int6
     """Positions of up to `rows` queries, evenly spread over those that see more than `index_topk` tokens."""
     number = min(rows, seq_len - index_topk)
     return np.linspace(index_topk, seq_len - 1, number).round().astype(np.int64)
+
+
+def growing_shares(data: TokenSet, first: int) -> list[list[int]]:
+    """Rows in growing shares of a set, each holding the one before and about twice as large; the last holds all.
+
+    Sources keep their proportions, and each has at least two sequences in the first share, or all it has.
+
+    Args:
+        data: the set.
+        first: rows of the first share, at least.
+    """
+    counts = np.bincount(data.source_of, minlength=len(data.sources))
+    seen = np.zeros_like(counts)
+    place = []
+    for row, source in enumerate(data.source_of):
+        place.append(((seen[source] + 0.5) / counts[source], int(source), row))
+        seen[source] += 1
+    order = [row for _, _, row in sorted(place)]
+    size = first
+    while any((data.source_of[order[:size]] == source).sum() < min(2, count) for source, count in enumerate(counts)):
+        size += 1
+    shares = []
+    while size < len(order):
+        shares.append(order[:size])
+        size *= 2
+    return [*shares, order]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 KEEP, KL, OVERLAP = "keep", "kl", "overlap"
 _PREFIX = "indexcache"
@@ -23,6 +24,11 @@ class Measured:
     what: str
     sequence: int
     nonce: str
+
+    @classmethod
+    def new(cls, what: str, sequence: int) -> Measured:
+        """One more request that measures `what`."""
+        return cls(what, sequence, uuid4().hex)
 
     @property
     def rid(self) -> str:

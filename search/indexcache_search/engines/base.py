@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,18 +21,56 @@ class Evaluation:
 
     Attributes:
         pattern: what ran.
+        rows: the sequences' rows in their token set.
         losses: float64 sum per sequence: negative log-likelihood in nats (`nll`), or KL(baseline || pattern) over the
             whole vocabulary (`kl`).
         correct: tokens per sequence that greedy decoding would have got right.
         tokens: scored tokens per sequence.
-        seconds: wall time.
+        layer_tokens: layers that really ran x tokens, per sequence: what the evaluation cost.
+        seconds: wall time of all sequences.
     """
 
     pattern: Pattern
+    rows: tuple[int, ...]
     losses: tuple[float, ...]
     correct: tuple[int, ...]
     tokens: tuple[int, ...]
+    layer_tokens: tuple[int, ...]
     seconds: float
+
+    def on(self, rows: Sequence[int]) -> Evaluation:
+        """The part of some sequences; it takes as large a part of the seconds.
+
+        Raises:
+            KeyError: if one was not evaluated.
+        """
+        place = {row: index for index, row in enumerate(self.rows)}
+        at = [place[row] for row in rows]
+
+        def pick(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(values[index] for index in at)
+
+        return Evaluation(
+            self.pattern,
+            tuple(rows),
+            pick(self.losses),
+            pick(self.correct),
+            pick(self.tokens),
+            pick(self.layer_tokens),
+            self.seconds * len(at) / len(self.rows),
+        )
+
+    def __add__(self, other: Evaluation) -> Evaluation:
+        """This evaluation and one of other sequences under the same pattern."""
+        return Evaluation(
+            self.pattern,
+            self.rows + other.rows,
+            self.losses + other.losses,
+            self.correct + other.correct,
+            self.tokens + other.tokens,
+            self.layer_tokens + other.layer_tokens,
+            self.seconds + other.seconds,
+        )
 
 
 class Engine(Protocol):
@@ -48,8 +86,23 @@ class Engine(Protocol):
     settings: Mapping[str, str]
     model: DsaModel
 
-    def evaluate(self, patterns: Sequence[Pattern], data: TokenSet, objective: Objective) -> Iterator[Evaluation]:
-        """Evaluate `patterns` on `data`; yield each as it is done, in any order."""
+    def evaluate(
+        self,
+        patterns: Sequence[Pattern],
+        data: TokenSet,
+        objective: Objective,
+        rows: Sequence[int] | None = None,
+        fresh: bool = False,
+    ) -> Iterator[Evaluation]:
+        """Evaluate different `patterns` on `data`; yield each as it is done, in any order.
+
+        Args:
+            patterns: what to run.
+            data: tokens.
+            objective: what to sum up.
+            rows: sequences of `data` to run, in this order; all by default.
+            fresh: reuse nothing that earlier evaluations left behind.
+        """
         ...
 
     def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64] | None:

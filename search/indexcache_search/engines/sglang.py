@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,15 @@ from sglang_indexcache.calibration.divergence import Range
 from sglang_indexcache.calibration.requests import KEEP, KL, OVERLAP, Measured
 
 LONGEST_PAUSE = 30.0
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What every pattern of one call is evaluated on."""
+
+    data: TokenSet
+    objective: Objective
+    rows: tuple[int, ...]
 
 
 class SglangEngine:
@@ -67,8 +76,15 @@ class SglangEngine:
         chunk = self.settings.get("chunk", "")
         self._chunk = int(chunk) if chunk.isdecimal() else 0  # `None` or -1 without chunked prefill
 
-    def evaluate(self, patterns: Sequence[Pattern], data: TokenSet, objective: Objective) -> Iterator[Evaluation]:
-        """See `Engine.evaluate`; each lane takes the next pattern when it is free.
+    def evaluate(
+        self,
+        patterns: Sequence[Pattern],
+        data: TokenSet,
+        objective: Objective,
+        rows: Sequence[int] | None = None,
+        fresh: bool = False,
+    ) -> Iterator[Evaluation]:
+        """See `Engine.evaluate`; each lane takes the next pattern when it is free. Every evaluation is a fresh one.
 
         What a lost server was working on goes to another one, or to itself when it is back.
 
@@ -80,8 +96,9 @@ class SglangEngine:
         stop = threading.Event()
         for pattern in patterns:
             work.put(pattern)
+        task = _Task(data, objective, tuple(range(data.num_sequences) if rows is None else rows))
         threads = [
-            threading.Thread(target=self._serve, args=(lane, work, done, data, objective, stop), daemon=True)
+            threading.Thread(target=self._serve, args=(lane, work, done, task, stop), daemon=True)
             for lane in self._lanes
         ]
         for thread in threads:
@@ -147,8 +164,7 @@ class SglangEngine:
         lane: CalibrationServer,
         work: queue.Queue[Pattern],
         done: queue.Queue[Evaluation | Exception],
-        data: TokenSet,
-        objective: Objective,
+        task: _Task,
         stop: threading.Event,
     ) -> None:
         """Take patterns until there are none; on a loss put the pattern back, and wait for the server."""
@@ -158,7 +174,7 @@ class SglangEngine:
             except queue.Empty:
                 continue  # another server may yet give one back
             try:
-                done.put(self._evaluate(lane, pattern, data, objective))
+                done.put(self._evaluate(lane, pattern, task))
             except ServerLostError as error:
                 work.put(pattern)
                 try:
@@ -194,35 +210,37 @@ class SglangEngine:
             return True
         return False
 
-    def _evaluate(self, lane: CalibrationServer, pattern: Pattern, data: TokenSet, objective: Objective) -> Evaluation:
-        began = time.monotonic()
-        ranges = [_ranges(scored) for scored in data.scored]
-        if objective == "kl":
+    def _evaluate(self, lane: CalibrationServer, pattern: Pattern, task: _Task) -> Evaluation:
+        began, data, rows = time.monotonic(), task.data, task.rows
+        ids = None
+        if task.objective == "kl":
+            ranges = [_ranges(scored) for scored in data.scored]
             self._run_baselines(lane, data, ranges)
+            ids = {row: Measured.new(KL, row).rid for row in rows}
         lane.switch(pattern)
-        ids = [_request_id(KL, row) for row in range(data.num_sequences)] if objective == "kl" else None
-        losses, correct = self._likelihoods(lane, data, ids)
+        losses, correct = self._likelihoods(lane, data, rows, ids)
         if ids is not None:
-            sums = lane.divergences(dict(zip(ids, ranges, strict=True)))
-            losses = [sums[rid][0] for rid in ids]
-        tokens = tuple(int(count) for count in data.scored.sum(axis=1))
-        return Evaluation(pattern, tuple(losses), tuple(correct), tokens, time.monotonic() - began)
+            sums = lane.divergences({ids[row]: ranges[row] for row in rows})
+            losses = [sums[ids[row]][0] for row in rows]
+        tokens = tuple(int(count) for count in data.scored[list(rows)].sum(axis=1))
+        layer_tokens = (self.model.num_layers * data.seq_len,) * len(rows)
+        return Evaluation(pattern, rows, tuple(losses), tuple(correct), tokens, layer_tokens, time.monotonic() - began)
 
     def _likelihoods(
-        self, lane: CalibrationServer, data: TokenSet, ids: Sequence[str] | None
+        self, lane: CalibrationServer, data: TokenSet, rows: Sequence[int], ids: Mapping[int, str] | None
     ) -> tuple[list[float], list[int]]:
         """`nll` and correct tokens of each sequence."""
 
         def send(first: int) -> list[tuple[float, int]]:
-            rows = range(first, min(first + self.batch_size, data.num_sequences))
-            start = min(_first_scored(data, row) for row in rows)
-            sequences = [data.tokens[row].tolist() for row in rows]
-            answers = lane.logprobs(sequences, start, None if ids is None else [ids[row] for row in rows])
-            return [_score(lane, answer, data.scored[row][start:]) for row, answer in zip(rows, answers, strict=True)]
+            batch = rows[first : first + self.batch_size]
+            start = min(_first_scored(data, row) for row in batch)
+            sequences = [data.tokens[row].tolist() for row in batch]
+            answers = lane.logprobs(sequences, start, None if ids is None else [ids[row] for row in batch])
+            return [_score(lane, answer, data.scored[row][start:]) for row, answer in zip(batch, answers, strict=True)]
 
         ahead = 2 if self._chunk and data.seq_len % self._chunk == 0 else 1
         with ThreadPoolExecutor(ahead) as pool:
-            found = [pair for pairs in pool.map(send, range(0, data.num_sequences, self.batch_size)) for pair in pairs]
+            found = [pair for pairs in pool.map(send, range(0, len(rows), self.batch_size)) for pair in pairs]
         return [loss for loss, _ in found], [hits for _, hits in found]
 
     def _run_baselines(self, lane: CalibrationServer, data: TokenSet, ranges: list[list[Range]]) -> None:
@@ -233,7 +251,7 @@ class SglangEngine:
             return
         lane.switch(self.model.native)
         for row in missing:
-            lane.logprobs([data.tokens[row].tolist()], _first_scored(data, row), [_request_id(KEEP, row)])
+            lane.logprobs([data.tokens[row].tolist()], _first_scored(data, row), [Measured.new(KEEP, row).rid])
         missing = lane.missing_baselines(data.sha256, whole)
         if missing:
             raise SearchError(f"{lane.url}: kept no baseline of sequence {missing[0]}")
@@ -243,15 +261,11 @@ class SglangEngine:
         lane.switch(self.model.native)
         lane.sample_indices(positions.tolist())
         for row in range(data.num_sequences):
-            lane.logprobs([data.tokens[row].tolist()], data.seq_len - 1, [_request_id(OVERLAP, row)])
+            lane.logprobs([data.tokens[row].tolist()], data.seq_len - 1, [Measured.new(OVERLAP, row).rid])
         overlap, queries = lane.index_overlap()
         if queries != len(positions) * data.num_sequences:
             raise SearchError(f"{lane.url}: sampled {queries} queries, expected {len(positions) * data.num_sequences}")
         return np.asarray(overlap)
-
-
-def _request_id(what: str, row: int) -> str:
-    return Measured(what, row, uuid4().hex).rid
 
 
 def _score(lane: CalibrationServer, answer: list[tuple[float, bool]], scored: NDArray[np.bool_]) -> tuple[float, int]:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from indexcache_search.engines import measurements
 from indexcache_search.engines.base import Evaluation, Objective
-from indexcache_search.engines.prefix import LayerRun, run_and_record, run_from, trunk_first
+from indexcache_search.engines.prefix import PrefixCache, run_from_cache
 from indexcache_search.engines.roles import apply_roles
 from indexcache_search.errors import SearchError
 from indexcache_search.tokens import TokenSet
@@ -39,15 +39,15 @@ class TransformersEngine:
         model: a DSA model of transformers in evaluation mode.
         description: what its config.json says.
         batch_size: sequences a forward.
-        prefix_cache_gb: device memory for layer outputs, so that patterns evaluated together share the layers below
-            their first difference; without room for all sequences every pattern runs in full.
+        prefix_cache_gb: host memory for layer outputs, so that a pattern runs from the first layer in which it differs
+            from an earlier one; without room for a pattern's run of all sequences asked for, it runs in full.
     """
 
     def __init__(self, model: Any, description: DsaModel, batch_size: int = 1, prefix_cache_gb: float = 2.0) -> None:
         self.torch_model = model
         self.model = description
         self.batch_size = batch_size
-        self.prefix_cache_gb = prefix_cache_gb
+        self._cache = PrefixCache(prefix_cache_gb * 1e9)
         self.name = f"transformers {transformers.__version__}"
         device, dtype = model.device, str(model.dtype).removeprefix("torch.")
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -57,7 +57,7 @@ class TransformersEngine:
             "dtype": dtype,
             "batch_size": str(batch_size),
         }
-        self._baseline_hidden: tuple[str, list[Tensor]] | None = None
+        self._baselines: dict[tuple[str, int], Tensor] = {}
 
     @classmethod
     def load(
@@ -84,21 +84,36 @@ class TransformersEngine:
             raise SearchError(f"{model}: can't be loaded: {_one_line(error)}") from None
         return cls(loaded.eval().to(target), description, batch_size, prefix_cache_gb)
 
-    def evaluate(self, patterns: Sequence[Pattern], data: TokenSet, objective: Objective) -> Iterator[Evaluation]:
-        """See `Engine.evaluate`; one pattern after the other, the one that helps the others first."""
-        earlier: list[LayerRun] | None = [] if len(patterns) > 1 and self._prefixes_fit(data) else None
-        for pattern in trunk_first(patterns):
+    def evaluate(
+        self,
+        patterns: Sequence[Pattern],
+        data: TokenSet,
+        objective: Objective,
+        rows: Sequence[int] | None = None,
+        fresh: bool = False,
+    ) -> Iterator[Evaluation]:
+        """See `Engine.evaluate`; one pattern after the other, those that share their first roles side by side."""
+        wanted = list(range(data.num_sequences) if rows is None else rows)
+        cache = None if fresh or not self._prefixes_fit(data, len(wanted)) else self._cache
+        for pattern in sorted(patterns, key=lambda item: item.roles):
             began = time.monotonic()
-            hidden_states = self._hidden(pattern, data, earlier)
+            found: list[tuple[float, int, int, int]] = []
             with _memory_error_in_one_line(data.seq_len, self.batch_size):
-                rows = [self._score(hidden, index, data, objective) for index, hidden in enumerate(hidden_states)]
-            losses, correct, tokens = zip(*rows, strict=True)
-            yield Evaluation(pattern, losses, correct, tokens, time.monotonic() - began)
+                for start in range(0, len(wanted), self.batch_size):
+                    batch = wanted[start : start + self.batch_size]
+                    if objective == "kl":
+                        self._keep_baselines(batch, data, cache)
+                    hidden, layers = self._hidden(pattern, batch, data, cache)
+                    for row, states in zip(batch, hidden, strict=True):
+                        found.append((*self._score(states, row, data, objective), layers * data.seq_len))
+            losses, correct, tokens, layer_tokens = zip(*found, strict=True)
+            yield Evaluation(pattern, tuple(wanted), losses, correct, tokens, layer_tokens, time.monotonic() - began)
 
-    def _prefixes_fit(self, data: TokenSet) -> bool:
-        """Whether hidden states and indices of all layers and sequences fit into the prefix cache."""
-        width = self.torch_model.config.hidden_size * self.torch_model.dtype.itemsize + 4 * self.model.index_topk
-        return bool(data.tokens.size * self.model.num_layers * width <= self.prefix_cache_gb * 1e9)
+    def _prefixes_fit(self, data: TokenSet, sequences: int) -> bool:
+        """Whether the states of one pattern's run fit into the prefix cache."""
+        indices = 2 * 8 * self.model.index_topk  # int64; passed up by a layer and kept beside
+        width = self.torch_model.config.hidden_size * self.torch_model.dtype.itemsize + indices
+        return bool(sequences * data.seq_len * self.model.num_layers * width <= self._cache.limit)
 
     def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64]:
         """See `Engine.topk_overlap`."""
@@ -113,30 +128,22 @@ class TransformersEngine:
         return [batch.to(self.torch_model.device) for batch in torch.split(tokens, size)]
 
     @torch.inference_mode()
-    def _hidden(self, pattern: Pattern, data: TokenSet, earlier: list[LayerRun] | None = None) -> Iterator[Tensor]:
-        """Post-norm hidden states `[seq_len, hidden]` of each sequence.
-
-        With an empty `earlier` every layer's output is recorded in it; with a full one the run begins where
-        `pattern` departs from the recorded one.
-        """
-        recording = earlier is not None and not earlier
-        for number, batch in enumerate(self._batches(data, self.batch_size)):
-            if earlier is None:
-                with apply_roles(self.torch_model, pattern):
-                    output = self.torch_model.model(input_ids=batch, use_cache=False).last_hidden_state
-            elif recording:
-                output, run = run_and_record(self.torch_model, batch, pattern)
-                earlier.append(run)
-            else:
-                output = run_from(self.torch_model, batch, pattern, earlier[number])
-            yield from output
+    def _hidden(
+        self, pattern: Pattern, rows: Sequence[int], data: TokenSet, cache: PrefixCache | None
+    ) -> tuple[Tensor, int]:
+        """Post-norm hidden states `[rows, seq_len, hidden]`, and how many layers ran."""
+        tokens = torch.from_numpy(data.tokens[list(rows)].astype(np.int64)).to(self.torch_model.device)
+        if cache is None:
+            with apply_roles(self.torch_model, pattern):
+                return self.torch_model.model(input_ids=tokens, use_cache=False).last_hidden_state, len(pattern)
+        return run_from_cache(self.torch_model, tokens, pattern, cache, f"{data.sha256} {rows}")
 
     @torch.inference_mode()
     def _score(self, hidden: Tensor, index: int, data: TokenSet, objective: Objective) -> tuple[float, int, int]:
         targets = torch.from_numpy(np.flatnonzero(data.scored[index])).to(hidden.device)
         rows = hidden[targets - 1]  # token t is predicted from what stands before it
         labels = torch.from_numpy(data.tokens[index].astype(np.int64)).to(hidden.device)[targets]
-        baseline = self._baseline(data)[index].to(hidden.device) if objective == "kl" else None
+        baseline = self._baselines[data.sha256, index].to(hidden.device) if objective == "kl" else None
         loss, correct = 0.0, 0
         for start in range(0, len(targets), LOGIT_ROWS):
             part = slice(start, start + LOGIT_ROWS)
@@ -150,18 +157,17 @@ class TransformersEngine:
             loss += losses.double().sum().item()
         return loss, correct, len(targets)
 
-    def _baseline(self, data: TokenSet) -> list[Tensor]:
-        """Hidden states that predict the scored tokens under the native pattern, kept in host memory.
+    def _keep_baselines(self, rows: Sequence[int], data: TokenSet, cache: PrefixCache | None) -> None:
+        """Keep the hidden states that predict the scored tokens under the native pattern, in host memory.
 
         They take hidden size x dtype x scored tokens: 0.4 GB for GLM-5 in bf16 and 32K tokens.
         """
-        if self._baseline_hidden is None or self._baseline_hidden[0] != data.sha256:
-            kept = []
-            for index, hidden in enumerate(self._hidden(self.model.native, data)):
-                targets = torch.from_numpy(np.flatnonzero(data.scored[index]))
-                kept.append(hidden.cpu()[targets - 1])
-            self._baseline_hidden = (data.sha256, kept)
-        return self._baseline_hidden[1]
+        if all((data.sha256, row) in self._baselines for row in rows):
+            return
+        hidden, _ = self._hidden(self.model.native, rows, data, cache)
+        for row, states in zip(rows, hidden, strict=True):
+            targets = torch.from_numpy(np.flatnonzero(data.scored[row]))
+            self._baselines[data.sha256, row] = states.cpu()[targets - 1]
 
 
 def describe_model(model: str) -> DsaModel:

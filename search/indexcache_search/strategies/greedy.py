@@ -14,7 +14,7 @@ EvaluateLosses = Callable[[Sequence[Pattern]], Sequence[float]]
 
 @dataclass(frozen=True)
 class Step:
-    """One committed flip: `layer` became `S`, giving `pattern` with `loss`; `losses` are all candidates' by layer."""
+    """One committed flip of `layer`, giving `pattern` with `loss`; `losses` are those of the candidates evaluated."""
 
     layer: int
     pattern: Pattern
@@ -66,7 +66,7 @@ def fixed_layers(start: Pattern, blocks: int) -> set[int]:
     return {layer for layer in firsts if layer is not None}
 
 
-def check_reachable(start: Pattern, stop: int, blocks: int) -> None:
+def check_reachable(start: Pattern, stop: int, blocks: int = 1) -> None:
     """Check that greedy can end with `stop` `F` layers.
 
     Raises:

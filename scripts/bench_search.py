@@ -1,0 +1,190 @@
+"""What does each strategy cost, and how good is what it finds? One table for a model.
+
+    python -m scripts.bench_search                                       # the demo model, 3 calibration seeds
+    python -m scripts.bench_search --model build/models/deep24 --device cuda --batch-size 8
+
+Every strategy runs by itself, with a journal and a prefix cache of its own. Cost: patterns evaluated, and layer-tokens
+(layers that really ran x tokens) relative to the paper's Algorithm 1, which runs every layer of every evaluation.
+Quality: increase of the held-out loss over the own pattern of the checkpoint, mean over seeds; errors are over held-out
+sequences, which are the same for all seeds. With --against the difference to that strategy follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from indexcache_search import demo, objectives
+from indexcache_search.calibration import TokenReader, build_token_sets
+from indexcache_search.engines.base import Engine, Evaluation
+from indexcache_search.engines.transformers import (
+    TransformersEngine,
+    describe_model,
+    load_tokenizer,
+    read_config,
+    set_quiet,
+)
+from indexcache_search.evaluator import Cost
+from indexcache_search.journal import Journal
+from indexcache_search.search import Search, Settings, identity, today
+from indexcache_search.tokens import TokenSet
+from sglang_indexcache import Pattern
+from sglang_indexcache.pattern import parse_retention
+
+EVERYTHING = (Fraction(1, 2), Fraction(1, 4), Fraction(1, 8))
+PLAIN = Settings(EVERYTHING, "greedy", race=False)
+VARIANTS = {
+    "greedy (Algorithm 1)": PLAIN,
+    "lazy, no racing": replace(PLAIN, strategy="lazy"),
+    "lazy": replace(PLAIN, strategy="lazy", race=True),
+    "lazy 2-3": replace(PLAIN, strategy="lazy", race=True, candidates=(2, 3)),
+    "lazy 1-2": replace(PLAIN, strategy="lazy", race=True, candidates=(1, 2)),
+    "lazy + swaps": replace(PLAIN, strategy="lazy", race=True, swaps=16),
+    "floating": replace(PLAIN, strategy="floating", race=True),
+    "segments": replace(PLAIN, strategy="segments", race=True),
+    "segments + swaps": replace(PLAIN, strategy="segments", race=True, swaps=16),
+    "greedy + swaps": replace(PLAIN, swaps=32),
+    "exhaustive": replace(PLAIN, strategy="exhaustive"),
+}
+DEFAULT = ("greedy (Algorithm 1)", "lazy", "lazy + swaps", "floating", "segments")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One seed's data, and a way to get an engine that remembers nothing."""
+
+    new_engine: Callable[[], Engine]
+    calibration: TokenSet
+    held_out: TokenSet
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one strategy found with one seed: held-out evaluations by retention, of the baseline under 1."""
+
+    cost: Cost
+    share: float
+    seconds: float
+    patterns: Mapping[Fraction, Pattern]
+    held_out: Mapping[Fraction, Evaluation]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "cost": asdict(self.cost),
+            "share_of_algorithm_1": self.share,
+            "seconds": round(self.seconds, 1),
+            "patterns": {str(kept): pattern.roles for kept, pattern in self.patterns.items()},
+            "held_out": {str(kept): item.losses for kept, item in self.held_out.items()},
+        }
+
+
+def run(case: Case, settings: Settings) -> Run:
+    """Search with a journal of its own."""
+    engine, began = case.new_engine(), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        names = identity(engine, case.calibration, case.held_out, settings)
+        with Journal(Path(folder), names, today()) as journal:
+            search = Search(engine, case.calibration, case.held_out, settings, journal)
+            search.evaluate_baseline()
+            found = search.find()
+            seconds = time.monotonic() - began
+            patterns = {Fraction(1): engine.model.native, **found.patterns}
+            held_out = dict(zip(patterns, search.held_out.evaluations(list(patterns.values())), strict=True))
+    return Run(found.cost, found.cost.layer_tokens / search.algorithm_1(), seconds, found.patterns, held_out)
+
+
+def transformers_cases(options: argparse.Namespace) -> Iterator[Case]:
+    """The demo's calibration and held-out data for a real model."""
+    set_quiet()
+    loaded = TransformersEngine.load(options.model, options.device)
+    reader = TokenReader(lambda: load_tokenizer(options.model), read_config(options.model).vocab_size, options.seq_len)
+    for seed in map(int, options.seeds.split(",")):
+        calibration, held_out = build_token_sets(
+            reader,
+            describe_model(options.model),
+            demo.CALIBRATION,
+            demo.EVALUATION,
+            seq_len=options.seq_len,
+            num_calibration=options.sequences,
+            num_evaluation=options.eval_sequences,
+            seed=seed,
+        )
+        yield Case(
+            lambda: TransformersEngine(loaded.torch_model, loaded.model, options.batch_size, options.prefix_cache_gb),
+            calibration,
+            held_out,
+        )
+
+
+def mean_over_seeds(runs: Sequence[Run], kept: Fraction) -> Evaluation:
+    """Held-out losses of each sequence, mean over seeds."""
+    losses = np.mean([item.held_out[kept].losses for item in runs], axis=0)
+    return replace(runs[0].held_out[kept], losses=tuple(losses.tolist()))
+
+
+def rows(
+    runs: Mapping[str, Sequence[Run]], retain: Sequence[Fraction], data: TokenSet, against: str
+) -> list[list[str]]:
+    """The table's cells."""
+    table = []
+    for name, items in runs.items():
+        cells = [
+            name,
+            f"{np.mean([item.cost.evaluations for item in items]):.0f}",
+            f"{np.mean([item.share for item in items]):.1%}",
+            f"{np.mean([item.seconds for item in items]):.0f}",
+        ]
+        for kept in retain:
+            mean = mean_over_seeds(items, kept)
+            increase = objectives.increase(mean, mean_over_seeds(items, Fraction(1)), data)
+            cells.append(f"{increase.mean:+.4f} ±{increase.stderr:.4f}")
+            if name != against and against in runs:
+                difference = objectives.increase(mean, mean_over_seeds(runs[against], kept), data)
+                cells[-1] += f" ({difference.mean:+.4f} ±{difference.stderr:.4f})"
+        table.append(cells)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(demo.MODEL), help="folder")
+    parser.add_argument("--strategies", default=";".join(DEFAULT), help=f"of {'; '.join(VARIANTS)}")
+    parser.add_argument("--seeds", default="0,1,2", help="orders of the calibration documents")
+    parser.add_argument("--retain", default="1/2,1/4,1/8")
+    parser.add_argument("--objective", default="nll", choices=("nll", "kl"))
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--eval-sequences", type=int, default=144)
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--prefix-cache-gb", type=float, default=1.5)
+    parser.add_argument("--against", default=DEFAULT[0])
+    parser.add_argument("--output", type=Path, default=Path("bench_search.json"))
+    options = parser.parse_args()
+    retain = tuple(parse_retention(item) for item in options.retain.split(","))
+    runs: dict[str, list[Run]] = {name: [] for name in options.strategies.split(";")}
+    for number, case in enumerate(transformers_cases(options)):
+        data = case.held_out
+        for name, items in runs.items():
+            settings = replace(VARIANTS[name], retain=retain, objective=options.objective)
+            items.append(run(case, settings))
+            print(f"seed {number}, {name}: {rows({name: items[-1:]}, retain, data, '')[0][1:]}", flush=True)
+            result = {name: [item.as_json() for item in items] for name, items in runs.items()}
+            options.output.write_text(json.dumps({"options": vars(options), "runs": result}, default=str) + "\n")
+    titles = ["strategy", "patterns", "layer-tokens", "seconds", *map(str, retain)]
+    print("| " + " | ".join(titles) + " |\n|---" + "|---:" * (len(titles) - 1) + "|")
+    for cells in rows(runs, retain, data, options.against):
+        print("| " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()

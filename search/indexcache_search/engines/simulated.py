@@ -1,0 +1,153 @@
+"""A simulator: an engine of any depth whose losses have the structure that was measured on real models.
+
+It tests strategies at 47, 61 or 78 layers, where real evaluations take GPUs and days. The loss of a pattern on a
+sequence is a sum over its segments (an `F` layer and the `S` layers that reuse its indices):
+
+    loss = s_q * sum over segments g of cost(g) * exp(rho * n(g, F layer before)) * exp(sigma * e(g, q))
+    cost(g) = sum over the S layers i of g of w_i * (i - source) ** p * exp(tau * d(i, source))
+
+w_i, a layer's weight, is lognormal: most layers share for nothing, a few are dear. d says which layers suit each other,
+n how neighbouring segments interact, s_q how much a sequence depends on sparse attention, e how that differs by
+segment; all are standard normal draws but s_q, which is lognormal. `scripts/fit_simulator.py` fits the parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexcache_search.engines.base import Evaluation, Objective
+from indexcache_search.tokens import TokenSet
+from sglang_indexcache import DsaModel, Pattern
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Parameters of the simulator; the defaults were fitted to the demo model, see docs/search.md.
+
+    Attributes:
+        weight: mean of the logarithm of a layer's weight, in nats a token.
+        spread: its standard deviation.
+        distance: p, the power with which reuse over a distance costs more.
+        pairs: tau, how much pairs of layers differ.
+        neighbours: rho, how much neighbouring segments change each other's cost.
+        sequences: standard deviation of the logarithm of s_q.
+        idiosyncratic: sigma, of how a sequence's costs differ by segment.
+    """
+
+    weight: float = -6.0
+    spread: float = 2.0
+    distance: float = 0.5
+    pairs: float = 0.5
+    neighbours: float = 0.3
+    sequences: float = 0.5
+    idiosyncratic: float = 1.0
+
+
+class SimulatedEngine:
+    """Evaluates patterns of a model that does not exist.
+
+    Args:
+        num_layers: N.
+        seed: another seed is another model.
+        structure: parameters.
+    """
+
+    def __init__(self, num_layers: int, seed: int, structure: Structure) -> None:
+        self.name = f"simulator of {num_layers} layers, seed {seed}"
+        self.settings: Mapping[str, str] = {"torch": "none", "structure": str(structure)}
+        digest = hashlib.sha256(f"{self.name} {structure}".encode()).hexdigest()
+        self.model = DsaModel(self.name, "Simulated", num_layers, 64, Pattern.full(num_layers), digest)
+        self._seed, self._structure = seed, structure
+        self._weights = np.exp(structure.weight + structure.spread * self._normal("weights", num_layers))
+        self._costs: dict[tuple[int, int], float] = {}
+        self._noise: dict[tuple[int, int, str], NDArray[np.float64]] = {}
+        self._interactions: dict[tuple[int, int, int], float] = {}
+
+    def tokens(self, sequences: int, seq_len: int = 256, seed: int = 0) -> TokenSet:
+        """A set whose tokens only tell sequences apart."""
+        tokens = np.random.default_rng(seed).integers(0, 2**31, (sequences, seq_len)).astype(np.int32)
+        scored = np.broadcast_to(np.arange(seq_len) > self.model.index_topk, tokens.shape).copy()
+        return TokenSet(tokens, scored, np.zeros(sequences, np.int64), ("simulated",))
+
+    def evaluate(
+        self,
+        patterns: Sequence[Pattern],
+        data: TokenSet,
+        objective: Objective,
+        rows: Sequence[int] | None = None,
+        fresh: bool = False,
+    ) -> Iterator[Evaluation]:
+        """See `Engine.evaluate`; both objectives are the same here, and every layer runs."""
+        wanted = list(range(data.num_sequences) if rows is None else rows)
+        scored = data.scored.sum(axis=1)
+        sensitivity = np.exp(self._structure.sequences * self._normal(f"sequences {data.sha256}", data.num_sequences))
+        for pattern in patterns:
+            began = time.monotonic()
+            losses = sensitivity * self._segment_losses(pattern, data) * scored
+            yield Evaluation(
+                pattern,
+                tuple(wanted),
+                tuple(losses[wanted].tolist()),
+                (0,) * len(wanted),
+                tuple(scored[wanted].tolist()),
+                (self.model.num_layers * data.seq_len,) * len(wanted),
+                time.monotonic() - began,
+            )
+
+    def topk_overlap(self, data: TokenSet, rows: int) -> None:
+        """See `Engine.topk_overlap`; there is none."""
+
+    def output_similarity(self, data: TokenSet) -> None:
+        """See `Engine.output_similarity`; there is none."""
+
+    def exact_loss(self, pattern: Pattern) -> float:
+        """The mean over all sequences there could be."""
+        spread = self._structure.sequences**2 / 2 + self._structure.idiosyncratic**2 / 2
+        return float(np.exp(spread)) * sum(cost for _, cost in self._segments(pattern))
+
+    def _segment_losses(self, pattern: Pattern, data: TokenSet) -> NDArray[np.float64]:
+        """Loss per token, `[sequences]`."""
+        total = np.zeros(data.num_sequences)
+        for (source, end), cost in self._segments(pattern):
+            key = (source, end, data.sha256)
+            if key not in self._noise:
+                draws = self._normal(f"noise {key}", data.num_sequences)
+                self._noise[key] = np.exp(self._structure.idiosyncratic * draws)
+            total += cost * self._noise[key]
+        return total
+
+    def _segments(self, pattern: Pattern) -> Iterator[tuple[tuple[int, int], float]]:
+        """Segments that share, by source and end, with what they cost beside their neighbours."""
+        before = -1
+        for source, end in itertools.pairwise([*pattern.full_layers, len(pattern)]):
+            if end > source + 1:
+                yield (source, end), self._cost(source, end) * self._interaction(before, source, end)
+            before = source
+
+    def _cost(self, source: int, end: int) -> float:
+        if (source, end) not in self._costs:
+            layers = np.arange(source + 1, end)
+            suits = self._normal(f"pairs {source}", self.model.num_layers)[layers]
+            reach = (layers - source) ** self._structure.distance
+            self._costs[source, end] = float(
+                (self._weights[layers] * reach * np.exp(self._structure.pairs * suits)).sum()
+            )
+        return self._costs[source, end]
+
+    def _interaction(self, before: int, source: int, end: int) -> float:
+        if (before, source, end) not in self._interactions:
+            draw = float(self._normal(f"interaction {before} {source} {end}", 1)[0])
+            self._interactions[before, source, end] = float(np.exp(self._structure.neighbours * draw))
+        return self._interactions[before, source, end]
+
+    def _normal(self, name: str, count: int) -> NDArray[np.float64]:
+        """Standard normal draws that depend on the engine's seed and `name` alone."""
+        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        return np.random.default_rng(int.from_bytes(digest[:8], "little")).standard_normal(count)

@@ -1,0 +1,99 @@
+"""Which of several patterns is best: on all sequences, or by racing them over growing shares of the set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from indexcache_search import objectives
+from indexcache_search.engines.base import Evaluation
+from indexcache_search.evaluator import Evaluator
+from indexcache_search.tokens import growing_shares
+from sglang_indexcache import Pattern
+
+FIRST_SHARE = 8  # the first share holds 1/8 of the sequences
+CONFIDENCE = 2.0  # standard errors of a paired difference that count as real
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best of several patterns.
+
+    Attributes:
+        best: its place among them.
+        loss: its loss on all sequences.
+        increases: of each pattern over the reference, on the sequences it was evaluated on.
+    """
+
+    best: int
+    loss: float
+    increases: list[float]
+
+
+class Judge:
+    """Compares patterns for a strategy.
+
+    Racing: all patterns run on a small share of the sequences. Those that are worse than the leader by more than a
+    paired confidence bound drop out, and of the others the better half go on to a share twice as large, until one is
+    left. What is chosen has always run on all sequences.
+
+    Args:
+        evaluator: of the calibration set.
+        race: False evaluates everything on all sequences.
+    """
+
+    def __init__(self, evaluator: Evaluator, race: bool) -> None:
+        self._evaluator, self._data = evaluator, evaluator.data
+        everything = list(range(self._data.num_sequences))
+        first = math.ceil(len(everything) / FIRST_SHARE)
+        self.shares = growing_shares(self._data, first) if race else [everything]
+
+    def losses(self, patterns: Sequence[Pattern]) -> list[float]:
+        """Mean losses on all sequences."""
+        return [objectives.loss(item, self._data).mean for item in self._evaluator.evaluations(patterns)]
+
+    def choose(self, patterns: Sequence[Pattern], reference: Pattern) -> Choice:
+        """The best of different `patterns`; ties go to the first. `reference` is what increases are over."""
+        alive = list(range(len(patterns)))
+        increases = [math.inf] * len(patterns)
+        for number, rows in enumerate(self.shares):
+            base = self._evaluator.evaluations([reference], rows)[0]
+            found = dict(zip(alive, self._evaluator.evaluations([patterns[at] for at in alive], rows), strict=True))
+            for at in alive:
+                increases[at] = objectives.increase(found[at], base, self._data).mean
+            alive.sort(key=lambda at: (increases[at], at))
+            if number + 1 < len(self.shares):
+                leader = found[alive[0]]
+                half = alive[: math.ceil(len(alive) / 2)]
+                alive = [at for at in half if not self._clearly_worse(found[at], leader)]
+        best = alive[0]
+        return Choice(best, objectives.loss(found[best], self._data).mean, increases)
+
+    def scout(self, patterns: Sequence[Pattern], reference: Pattern) -> list[float]:
+        """Increases of `patterns` over `reference` on the first share alone: what to look at closer."""
+        rows = self.shares[0]
+        base = self._evaluator.evaluations([reference], rows)[0]
+        found = self._evaluator.evaluations(patterns, rows)
+        return [objectives.increase(item, base, self._data).mean for item in found]
+
+    def noise(self, pattern: Pattern, reference: Pattern) -> float:
+        """Standard error of the difference between two patterns that ran on all sequences; 0 where it is not known."""
+        rows = self.shares[-1]
+        one, other = (self._evaluator.evaluations([item], rows)[0] for item in (pattern, reference))
+        return objectives.increase(one, other, self._data).stderr or 0.0
+
+    def _clearly_worse(self, evaluation: Evaluation, leader: Evaluation) -> bool:
+        difference = objectives.increase(evaluation, leader, self._data)
+        if difference.stderr is None:
+            return False
+        sources = len(set(self._data.source_of[list(evaluation.rows)].tolist()))
+        return difference.mean > student(CONFIDENCE, len(evaluation.rows) - sources) * difference.stderr
+
+
+def student(z: float, degrees: int) -> float:
+    """The quantile of Student's t where the normal distribution has `z`, by its expansion in 1 / degrees.
+
+    Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5; two terms.
+    """
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)

@@ -1,0 +1,53 @@
+"""Local search: trade one `F` for one `S` while that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from indexcache_search.judge import Judge
+from indexcache_search.strategies.floating import with_full
+from sglang_indexcache import Pattern
+
+
+@dataclass(frozen=True)
+class Swap:
+    """`shared` became `S` and `full` became `F`, which gave `pattern` with `loss`."""
+
+    shared: int
+    full: int
+    pattern: Pattern
+    loss: float
+
+
+def improve(pattern: Pattern, native: Pattern, judge: Judge, tries: int) -> Iterator[Swap]:
+    """Swap layers of `pattern` while the loss falls by more than the standard error of the difference.
+
+    What each layer alone costs as `S` and gains as `F` is measured on a small share of the sequences; the `tries` swaps
+    that look best by the sum of both are raced, beside all moves of an `F` to the next layer, where sums mislead most.
+
+    Args:
+        pattern: where to begin.
+        native: the checkpoint's own; its `S` layers stay.
+        judge: compares patterns.
+        tries: swaps a round, moves to the next layer not counted.
+    """
+    while True:
+        full = [layer for layer in pattern.full_layers if layer != 0]
+        shared = [layer for layer in pattern.shared_layers if native[layer] == "F"]
+        if not full or not shared:
+            return
+        alone = [pattern.share(layer) for layer in full] + [with_full(pattern, layer) for layer in shared]
+        change = dict(zip([*full, *shared], judge.scout(alone, pattern), strict=True))
+        ranked = sorted(
+            ((change[one] + change[other], one, other) for one in full for other in shared),
+        )
+        pairs = [(one, other) for _, one, other in ranked[:tries]]
+        pairs += [(one, other) for _, one, other in ranked[tries:] if abs(one - other) == 1]
+        patterns = [with_full(pattern.share(one), other) for one, other in pairs]
+        choice = judge.choose(patterns, pattern)
+        found = patterns[choice.best]
+        if choice.increases[choice.best] >= -judge.noise(found, pattern):
+            return
+        pattern = found
+        yield Swap(*pairs[choice.best], found, choice.loss)

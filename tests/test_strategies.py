@@ -1,0 +1,275 @@
+"""Strategies on engines whose optimum is known, and what they evaluate."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from indexcache_search.engines.base import Evaluation
+from indexcache_search.engines.simulated import SimulatedEngine, Structure
+from indexcache_search.evaluator import Evaluator
+from indexcache_search.judge import Judge, student
+from indexcache_search.strategies.exhaustive import count_patterns, every_pattern, layers_to_run
+from indexcache_search.strategies.floating import floating
+from indexcache_search.strategies.greedy import greedy
+from indexcache_search.strategies.lazy import lazy_greedy
+from indexcache_search.strategies.segment_costs import cheapest_pattern, measure_segments
+from indexcache_search.strategies.swaps import improve
+from indexcache_search.tokens import TokenSet, growing_shares
+from sglang_indexcache import Pattern
+
+SEPARABLE = Structure(distance=0.0, pairs=0.0, neighbours=0.0, sequences=0.0, idiosyncratic=0.0)
+NOISELESS = Structure(sequences=0.0, idiosyncratic=0.0)
+
+
+class Memory:
+    """A journal that is no file."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, int], Evaluation] = {}
+
+    def evaluation(self, part: str, pattern: Pattern, repeat: int = 0) -> Evaluation | None:
+        return self.found.get((pattern.roles, repeat))
+
+    def add_evaluation(self, part: str, evaluation: Evaluation, repeat: int = 0) -> None:
+        key = (evaluation.pattern.roles, repeat)
+        self.found[key] = self.found[key] + evaluation if key in self.found else evaluation
+
+
+class TableEngine:
+    """Losses from a function of pattern and row; counts what it is asked."""
+
+    def __init__(self, loss: Callable[[Pattern, int], float]) -> None:
+        self.loss, self.asked = loss, list[tuple[str, int]]()
+
+    def evaluate(
+        self, patterns: Sequence[Pattern], data: TokenSet, objective: str, rows: Sequence[int], fresh: bool = False
+    ) -> Iterator[Evaluation]:
+        for pattern in patterns:
+            self.asked += [(pattern.roles, row) for row in rows]
+            losses = tuple(self.loss(pattern, row) for row in rows)
+            ones = (1,) * len(rows)
+            yield Evaluation(pattern, tuple(rows), losses, ones, ones, ones, 0.0)
+
+
+def token_set(sequences: int = 16, sources: int = 1) -> TokenSet:
+    tokens = np.zeros((sequences, 1), np.int32)
+    names = tuple(map(str, range(sources)))
+    return TokenSet(tokens, np.ones_like(tokens, bool), np.arange(sequences) % sources, names)
+
+
+def judge_of(engine: Any, data: TokenSet, race: bool = False) -> Judge:
+    return Judge(Evaluator(engine, data, "nll", Memory(), "calibration"), race)  # type: ignore[arg-type]
+
+
+def simulated(layers: int, seed: int, structure: Structure, race: bool = False, sequences: int = 16) -> Judge:
+    engine = SimulatedEngine(layers, seed, structure)
+    return judge_of(engine, engine.tokens(sequences), race)
+
+
+def evaluations(judge: Judge) -> int:
+    return judge._evaluator.cost.evaluations
+
+
+# -- racing
+
+
+@given(st.integers(1, 80), st.integers(1, 4), st.integers(1, 12))
+def test_shares_grow_keep_proportions_and_end_with_everything(sequences: int, sources: int, first: int) -> None:
+    if sequences < sources:
+        return
+    data = token_set(sequences, sources)
+    shares = growing_shares(data, first)
+    assert sorted(shares[-1]) == list(range(sequences))
+    for small, large in itertools.pairwise(shares):
+        assert large[: len(small)] == small and len(large) <= 2 * len(small)
+    counts = np.bincount(data.source_of[shares[0]], minlength=sources)
+    assert all(counts >= np.minimum(2, np.bincount(data.source_of, minlength=sources)))
+    assert counts.max() - counts.min() <= 1 or len(shares) == 1
+
+
+def test_a_race_ends_early_for_the_worse_and_the_winner_runs_on_everything() -> None:
+    native, layers = Pattern.full(9), range(1, 9)
+    engine = TableEngine(lambda pattern, row: sum(pattern.shared_layers) + 0.01 * ((row * 7 + len(pattern)) % 5))
+    judge = judge_of(engine, token_set(32), race=True)
+    choice = judge.choose([native.share(layer) for layer in layers], native)
+    assert choice.best == 0 and choice.increases[0] == pytest.approx(1.0)
+    assert choice.loss == judge.losses([native.share(1)])[0]
+    runs = {layer: sum(roles == native.share(layer).roles for roles, _ in engine.asked) for layer in layers}
+    assert runs == {1: 32, **dict.fromkeys(range(2, 9), 4)}
+    assert len(engine.asked) == len(set(engine.asked))
+
+
+def test_a_race_between_equals_sends_the_better_half_on() -> None:
+    engine = TableEngine(lambda pattern, row: float(hash((pattern.roles, row)) % 1000))
+    judge, native = judge_of(engine, token_set(32), race=True), Pattern.full(9)
+    judge.choose([native.share(layer) for layer in range(1, 9)], native)
+    runs = sorted(sum(roles == native.share(layer).roles for roles, _ in engine.asked) for layer in range(1, 9))
+    assert sum(runs) <= 4 * 4 + 2 * 8 + 16 + 32 and runs[-1] == 32
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10**6))
+def test_a_race_without_noise_chooses_as_no_race_does(seed: int) -> None:
+    native = Pattern.full(12)
+    candidates = [native.share(layer) for layer in range(1, 12)]
+    plain, race = (simulated(12, seed, NOISELESS, race=flag) for flag in (False, True))
+    assert plain.choose(candidates, native) == race.choose(candidates, native) or (
+        plain.choose(candidates, native).best == race.choose(candidates, native).best
+    )
+    assert race._evaluator.cost.sequences < plain._evaluator.cost.sequences / 2
+
+
+@pytest.mark.parametrize(("degrees", "quantile"), [(2, 4.527), (6, 2.517), (30, 2.091), (1000, 2.0025)])
+def test_students_quantile(degrees: int, quantile: float) -> None:
+    assert student(2.0, degrees) == pytest.approx(quantile, rel=0.12 if degrees == 2 else 0.01)
+
+
+# -- lazy greedy
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10**6), st.integers(1, 11))
+def test_lazy_takes_the_steps_of_greedy_where_flips_do_not_interact(seed: int, stop: int) -> None:
+    plain, lazy = (simulated(12, seed, SEPARABLE) for _ in range(2))
+    expected = [step.layer for step in greedy(Pattern.full(12), stop, plain.losses)]
+    found = list(lazy_greedy(Pattern.full(12), stop, lazy, 1, 1))
+    assert [step.layer for step in found] == expected
+    # The first step looks at all 11; each later one at the cheapest of them and at the one above the last flip.
+    assert evaluations(lazy) <= 1 + 11 + 2 * max(len(found) - 1, 0)
+    assert len(found) < 3 or evaluations(lazy) < evaluations(plain)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 10**6))
+def test_lazy_that_looks_at_everything_is_greedy(seed: int) -> None:
+    plain, lazy = (simulated(10, seed, NOISELESS) for _ in range(2))
+    expected = [(step.layer, step.losses) for step in greedy(Pattern.full(10), 2, plain.losses)]
+    for step, (layer, losses) in zip(lazy_greedy(Pattern.full(10), 2, lazy, 10, 10), expected, strict=True):
+        assert step.layer == layer
+        assert step.losses == pytest.approx(losses)
+
+
+def test_lazy_goes_on_while_an_old_cost_is_within_noise_but_not_beyond_its_limit() -> None:
+    # All layers cost the same, but for noise by row: no flip beats the next old cost by more than its error.
+    engine = TableEngine(lambda pattern, row: len(pattern.shared_layers) * (1 + 0.5 * (row % 2)))
+    judge = judge_of(engine, token_set())
+    steps = list(lazy_greedy(Pattern.full(12), 9, judge, 2, 4))
+    assert [len(step.losses) for step in steps] == [11, 4, 4]
+    far = TableEngine(lambda pattern, row: float(sum(pattern.shared_layers)))
+    steps = list(lazy_greedy(Pattern.full(12), 9, judge_of(far, token_set()), 2, 4))
+    assert [len(step.losses) for step in steps] == [11, 2, 2]
+
+
+def test_lazy_looks_above_the_last_flip() -> None:
+    """Layer 2 is dear as long as it would reuse layer 1, and cheap once that is S; old costs alone would not see it."""
+
+    def loss(pattern: Pattern, row: int) -> float:
+        costs = {1: 0.1, 2: 9.0 if pattern[1] == "F" else 0.0, 3: 1.0, 4: 2.0}
+        return sum(costs[layer] for layer in pattern.shared_layers)
+
+    steps = list(lazy_greedy(Pattern.full(5), 2, judge_of(TableEngine(loss), token_set()), 1, 1))
+    assert [step.layer for step in steps] == [1, 2, 3]
+
+
+# -- better than greedy
+
+
+def trap(pattern: Pattern, row: int) -> float:
+    """Layer 1 shares for nothing alone, and spoils all others."""
+    shared = set(pattern.shared_layers)
+    return 0.1 * len(shared - {1}) + (5.0 if 1 in shared and len(shared) > 1 else 0.0)
+
+
+def test_floating_takes_a_flip_back() -> None:
+    native = Pattern.full(5)
+    plain = list(greedy(native, 2, judge_of(TableEngine(trap), token_set()).losses))
+    assert [step.layer for step in plain] == [1, 2, 3] and plain[-1].loss > 5
+    walk = list(floating(native, 2, judge_of(TableEngine(trap), token_set()), 4, 4))
+    flips = [(step.layer, step.pattern[step.layer]) for step in walk]
+    assert flips == [(1, "S"), (2, "S"), (3, "S"), (1, "F"), (4, "S")]
+    assert walk[-1].loss == pytest.approx(0.3)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 10**6))
+def test_floating_and_swaps_are_never_worse_than_where_they_begin(seed: int) -> None:
+    structure = Structure(neighbours=1.0, pairs=1.0, sequences=0.0, idiosyncratic=0.0)
+    native = Pattern.full(10)
+    plain = list(greedy(native, 4, simulated(10, seed, structure).losses))[-1]
+    judge = simulated(10, seed, structure)
+    best = {len(step.pattern.full_layers): step.loss for step in floating(native, 4, judge, 10, 10)}
+    assert best[4] <= plain.loss + 1e-12
+    losses = [plain.loss, *(swap.loss for swap in improve(plain.pattern, native, judge, 100))]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_swaps_end_in_the_best_pattern_that_one_swap_can_reach() -> None:
+    native, start = Pattern.full(6), Pattern("FFSSSS")
+
+    def loss(pattern: Pattern, row: int) -> float:
+        return sum(layer != 3 for layer in pattern.full_layers) + 0.001 * (row % 2)
+
+    engine = TableEngine(loss)
+    swaps = list(improve(start, native, judge_of(engine, token_set(), race=True), 8))
+    assert [(swap.shared, swap.full, swap.pattern.roles) for swap in swaps] == [(1, 3, "FSSFSS")]
+    assert not list(improve(native, native, judge_of(engine, token_set()), 8))
+
+
+def test_swaps_leave_locked_layers_alone() -> None:
+    native = Pattern("FFSFFF")
+    engine = TableEngine(lambda pattern, row: float(pattern[2] == "S") + (pattern[1] == "F"))
+    for swap in improve(Pattern("FFSSFS"), native, judge_of(engine, token_set()), 8):
+        assert swap.pattern[2] == "S"
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 10**6), st.integers(2, 7))
+def test_segments_find_the_best_of_all_where_segments_do_not_interact(seed: int, full: int) -> None:
+    structure = Structure(neighbours=0.0, sequences=0.0, idiosyncratic=0.0, pairs=1.0)
+    judge, native = simulated(8, seed, structure), Pattern.full(8)
+    every = list(every_pattern(native, full))
+    losses = judge.losses(every)
+    bound = list(greedy(native, full, judge.losses))[-1].loss
+    costs = measure_segments(native, bound, judge)
+    found = cheapest_pattern(costs, native, full)
+    assert found is not None
+    assert judge.losses([found])[0] == pytest.approx(min(losses))
+
+
+def test_segments_dearer_than_a_known_pattern_do_not_grow() -> None:
+    engine = TableEngine(lambda pattern, row: float(sum(layer == 2 for layer in pattern.shared_layers)))
+    costs = measure_segments(Pattern.full(6), 0.5, judge_of(engine, token_set()))
+    assert (1, 3) in costs and (0, 3) in costs  # those that first hold layer 2
+    assert (1, 4) not in costs and (0, 4) not in costs
+    assert cheapest_pattern(costs, Pattern.full(6), 1) is None
+    assert cheapest_pattern(costs, Pattern.full(6), 2) == Pattern("FSFSSS")
+
+
+def test_exhaustive_lists_every_pattern_once() -> None:
+    native = Pattern("FFSFFF")
+    patterns = list(every_pattern(native, 3))
+    assert len(patterns) == len(set(patterns)) == count_patterns(native, 3) == 6
+    assert all(pattern[2] == "S" and len(pattern.full_layers) == 3 for pattern in patterns)
+    assert layers_to_run([Pattern("FFFS"), Pattern("FFSF"), Pattern("FSFF")]) == 4 + 2 + 3
+
+
+# -- the simulator
+
+
+def test_the_simulator_is_reproducible_and_its_noise_averages_out() -> None:
+    pattern = Pattern.uniform(47, 4)
+    engine, again = (SimulatedEngine(47, 3, Structure()) for _ in range(2))
+    data = engine.tokens(4000)
+    [one], [other] = engine.evaluate([pattern], data, "kl"), again.evaluate([pattern], data, "kl", [5, 2])
+    assert other.losses == one.on([5, 2]).losses
+    assert sum(one.losses) / sum(one.tokens) == pytest.approx(engine.exact_loss(pattern), rel=0.15)
+    assert engine.exact_loss(Pattern.full(47)) == 0.0
+    assert SimulatedEngine(47, 4, Structure()).exact_loss(pattern) != engine.exact_loss(pattern)
+    assert one.layer_tokens == (47 * data.seq_len,) * 4000
