@@ -1,19 +1,27 @@
-"""Entry point of indexcache-search, with a clear line where the search's dependencies are not installed."""
+"""Entry points of indexcache-search and indexcache-eval, with a clear line where dependencies are not installed."""
 
+import importlib
 import sys
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run indexcache-search."""
+    _run("indexcache-search", "indexcache_search.cli")
+
+
+def evaluate() -> None:
+    """Run indexcache-eval."""
+    _run("indexcache-eval", "indexcache_search.eval_cli")
+
+
+def _run(command: str, module: str) -> None:
     try:
-        from indexcache_search.cli import app
+        app = importlib.import_module(module).app
     except ModuleNotFoundError as error:
         missing = (error.name or str(error)).partition(".")[0]
-        sys.stderr.write(
-            f"indexcache-search: {missing} is not installed; expected: pip install 'sglang-indexcache[search]'\n"
-        )
+        sys.stderr.write(f"{command}: {missing} is not installed; expected: pip install 'sglang-indexcache[search]'\n")
         sys.exit(2)
-    app(prog_name="indexcache-search")
+    app(prog_name=command)
 
 
 if __name__ == "__main__":

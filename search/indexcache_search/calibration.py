@@ -177,15 +177,27 @@ def build_token_sets(
     Raises:
         DataError: if sequences are not longer than `index_topk`, or the sources hold too little.
     """
+    packer = _packer(reader, model, seq_len)
+    held_out = packer.collect(evaluation, num_evaluation, EVALUATION_ORDER_SEED, "evaluation")
+    return packer.collect(calibration, num_calibration, seed, "calibration"), held_out
+
+
+def held_out_set(reader: TokenReader, model: DsaModel, sources: Sequence[str], *, seq_len: int, count: int) -> TokenSet:
+    """The held-out set that `build_token_sets` makes of the same sources, whatever the calibration set.
+
+    Raises:
+        DataError: as there.
+    """
+    return _packer(reader, model, seq_len).collect(sources, count, EVALUATION_ORDER_SEED, "evaluation")
+
+
+def _packer(reader: TokenReader, model: DsaModel, seq_len: int) -> _Packer:
     if seq_len < model.index_topk + 2:
         raise DataError(
             f"--seq-len is {seq_len}, but queries see every token up to index_topk={model.index_topk}, where all"
             f" patterns are equal; expected at least {model.index_topk + 2}"
         )
-    used: set[bytes] = set()
-    packer = _Packer(reader, seq_len, model.index_topk, used)
-    held_out = packer.collect(evaluation, num_evaluation, EVALUATION_ORDER_SEED, "evaluation")
-    return packer.collect(calibration, num_calibration, seed, "calibration"), held_out
+    return _Packer(reader, seq_len, model.index_topk, set())
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def search(
     from indexcache_search.search import Settings
 
     console = Console(stderr=True, highlight=False)
-    with _errors_in_one_line(console):
+    with errors_in_one_line(console, "indexcache-search"):
         if context.args and (engine is not EngineName.SGLANG or endpoint):
             raise SearchError(f"no such option: {context.args[0]}; see indexcache-search --help")
         if endpoint and engine is not EngineName.SGLANG:
@@ -191,14 +191,15 @@ def _short_name(model: str | None) -> str:
 
 
 @contextmanager
-def _errors_in_one_line(console: Console) -> Iterator[None]:
+def errors_in_one_line(console: Console, command: str) -> Iterator[None]:
+    """Turn what a user can mend into one line and an exit code."""
     try:
         yield
     except IndexCacheError as error:
-        console.print(f"indexcache-search: {error}", style="red", markup=False, soft_wrap=True)
+        console.print(f"{command}: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from None
     except NonFiniteLossError as error:
-        console.print(f"indexcache-search: {error}", style="red", markup=False, soft_wrap=True)
+        console.print(f"{command}: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         console.print("\nInterrupted. The same command goes on from here.", style="yellow")

@@ -133,6 +133,17 @@ def uniform_pattern(model: DsaModel, retention: Fraction, phase: int = 0) -> Pat
     return pattern
 
 
+def uniform_rows(model: DsaModel, retention: Fraction) -> list[tuple[str, Fraction, Pattern]]:
+    """Name, retention and pattern of uniform at every phase in which no locked layer would be `F`."""
+    rows = []
+    for phase in range(retention.denominator):
+        try:
+            rows.append((f"uniform phase {phase}", retention, uniform_pattern(model, retention, phase)))
+        except SearchError:
+            continue
+    return rows
+
+
 class Search:
     """Runs one strategy and compares what it found with the baselines on held-out data.
 
@@ -282,20 +293,10 @@ class Search:
         for retention, pattern in found.patterns.items():
             rows.append((self.settings.strategy, retention, pattern))
             if self.settings.strategy != "uniform" and retention.numerator == 1:
-                rows += self._uniform_rows(retention)
+                rows += uniform_rows(self.model, retention)
             if self.settings.strategy != "similarity" and matrix is not None:
                 count = self.settings.full_layers(self.model)[retention]
                 rows.append(("similarity", retention, similarity_pattern(matrix, count, self.model.locked)))
-        return rows
-
-    def _uniform_rows(self, retention: Fraction) -> list[tuple[str, Fraction, Pattern]]:
-        rows = []
-        for phase in range(retention.denominator):
-            try:
-                pattern = uniform_pattern(self.model, retention, phase)
-            except SearchError:
-                continue  # a locked layer would have to run an indexer it does not have
-            rows.append((f"uniform phase {phase}", retention, pattern))
         return rows
 
     def compare(self, patterns: Sequence[tuple[str, Fraction, Pattern]]) -> list[Row]:

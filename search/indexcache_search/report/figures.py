@@ -122,3 +122,42 @@ def heat_map_figure(overlap: Sequence[Sequence[float]], pattern: Pattern, title:
     axes.tick_params(labelsize=8)
     figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03).ax.tick_params(labelsize=8)
     return _svg(figure)
+
+
+def changes_figure(held_out: Mapping[str, Any]) -> Markup:
+    """A panel for each source: how each row differs from the baseline, with two standard errors.
+
+    Tasks show the share of answers given, sources with a loss mask accuracy, others the loss.
+    """
+    rows = [row for row in held_out["rows"] if row["name"] != "baseline" and "accuracy_change" in _any_source(row)]
+    sources = held_out["sources"]
+    figure = Figure(figsize=(2.3 * len(sources) + 1.5, 0.32 * len(rows) + 1.3))
+    panels = figure.subplots(1, len(sources), sharey=True, squeeze=False)[0]
+    labels = [f"{row['name']} {row['retention']}" if row["retention"] != "1" else str(row["name"]) for row in rows]
+    for panel, source in zip(panels, sources, strict=True):
+        measured = [row["by_source"][source] for row in rows]
+        what = "generated_change" if measured and "generated_change" in measured[0] else "increase"
+        if what == "increase" and source in held_out["answer_sources"]:
+            what = "accuracy_change"
+        panel.errorbar(
+            [one[what]["mean"] for one in measured],
+            range(len(rows)),
+            xerr=[2 * (one[what]["stderr"] or 0.0) for one in measured],
+            fmt="o",
+            markersize=4,
+            color=_BLUE,
+            elinewidth=1.1,
+        )
+        panel.axvline(0, color=_GREY, linewidth=0.8)
+        panel.set_title(source.rsplit("/", 1)[-1].removeprefix("demo:"), fontsize=9)
+        panel.set_xlabel({"increase": "loss", "accuracy_change": "accuracy"}.get(what, "answers given"), fontsize=8)
+        panel.tick_params(labelsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(range(len(rows)), labels, fontsize=8)
+    panels[0].invert_yaxis()
+    return _svg(figure)
+
+
+def _any_source(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = next(iter(row["by_source"].values()))
+    return found

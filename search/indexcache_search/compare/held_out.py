@@ -1,0 +1,82 @@
+"""The data that patterns and servers are compared on: held-out sources, and generated tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from indexcache_search.calibration import EVALUATION_ORDER_SEED, TokenReader, held_out_set
+from indexcache_search.compare.tasks import TASKS, sample
+from indexcache_search.errors import DataError
+from indexcache_search.tokens import TokenSet
+from sglang_indexcache import DsaModel
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Sequences, and the answers as text of those that are samples of a task."""
+
+    data: TokenSet
+    answers: dict[int, tuple[str, ...]]
+
+
+def build(
+    reader: TokenReader,
+    tokenizer: Any,
+    model: DsaModel,
+    sources: Sequence[str],
+    tasks: Sequence[str],
+    haystack: str,
+    *,
+    seq_len: int,
+    sequences: int,
+    samples: int,
+    chat: bool,
+) -> HeldOut:
+    """Read the sources and generate the tasks.
+
+    Args:
+        reader: of the sources.
+        tokenizer: of the model; only tasks need it.
+        model: gives `index_topk`.
+        sources: shared out over `sequences`, as `indexcache-search` does; may be empty.
+        tasks: names from `TASKS`.
+        haystack: source of the text around the needles.
+        seq_len: tokens of each sequence.
+        sequences: of all sources together.
+        samples: of each task.
+        chat: put the chat template around a task's text.
+
+    Raises:
+        DataError: if there is nothing to compare on, or a source holds too little.
+    """
+    unknown = [task for task in tasks if task not in TASKS]
+    if unknown:
+        raise DataError(f"--tasks: there is no {unknown[0]}, expected {', '.join(TASKS)}")
+    if not sources and not tasks:
+        raise DataError("nothing to compare on, expected --evaluation or --tasks")
+    parts = [held_out_set(reader, model, sources, seq_len=seq_len, count=sequences)] if sources else []
+    tokens = [part.tokens for part in parts]
+    scored = [part.scored for part in parts]
+    source_of = [part.source_of for part in parts]
+    names = [*(parts[0].sources if parts else ()), *(f"{task}-style" for task in tasks)]
+    answers: dict[int, tuple[str, ...]] = {}
+    if tasks:
+        wanted = seq_len * 16
+        text: list[int] = []
+        for section in reader.sections(haystack, EVALUATION_ORDER_SEED):
+            text += section.tokens.tolist()
+            if len(text) >= wanted:
+                break
+    for number, task in enumerate(tasks):
+        made = [sample(task, tokenizer, text, seq_len, seed, chat) for seed in range(samples)]
+        first = sum(map(len, tokens))
+        answers |= {first + index: one.answers for index, one in enumerate(made)}
+        tokens.append(np.stack([one.tokens for one in made]))
+        scored.append(np.stack([one.mask for one in made]) & (np.arange(seq_len) > model.index_topk))
+        source_of.append(np.full(samples, len(names) - len(tasks) + number))
+    data = TokenSet(np.concatenate(tokens), np.concatenate(scored), np.concatenate(source_of), tuple(names))
+    return HeldOut(data, answers)

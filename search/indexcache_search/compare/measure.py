@@ -1,0 +1,92 @@
+"""Measuring patterns on transformers, and servers over HTTP, on the same sequences."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from indexcache_search.compare.endpoints import Endpoint
+from indexcache_search.compare.held_out import HeldOut
+from indexcache_search.engines.base import Evaluation
+from indexcache_search.evaluator import Evaluator
+from indexcache_search.search import BASELINE, Row
+from sglang_indexcache import Pattern
+
+Done = Callable[[int], None]
+"""Told how many sequences have been run."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One line of a comparison.
+
+    Attributes:
+        row: name, retention, pattern and losses.
+        divergence: `kl` to the baseline, where it can be measured.
+        generated: by sequence, the share of a task's answers that the server's own text holds.
+    """
+
+    row: Row
+    divergence: Evaluation | None
+    generated: Mapping[int, float]
+
+
+def patterns(
+    losses: Evaluator, divergences: Evaluator, named: Sequence[tuple[str, Fraction, Pattern]], held_out: HeldOut
+) -> list[Measured]:
+    """The baseline and each named pattern: loss, accuracy with the right answer so far given, and `kl`.
+
+    A task's answer counts as generated where all of its tokens are the likeliest: greedy decoding would have given it.
+
+    Args:
+        losses: evaluates `nll`.
+        divergences: evaluates `kl`.
+        named: name, retention and pattern of each line.
+        held_out: the evaluators' data.
+    """
+    lines = [(BASELINE, Fraction(1), losses.engine.model.native), *named]
+    for pattern in dict.fromkeys(pattern for _, _, pattern in lines):
+        for evaluator in (losses, divergences):  # side by side: the second one finds the layers of the first
+            evaluator.evaluations([pattern])
+    found = []
+    for name, kept, pattern in lines:
+        [loss], [divergence] = losses.evaluations([pattern]), divergences.evaluations([pattern])
+        found.append(Measured(Row(name, kept, pattern, loss), divergence, _whole(loss, held_out)))
+    return found
+
+
+def _whole(evaluation: Evaluation, held_out: HeldOut) -> dict[int, float]:
+    return {row: float(evaluation.correct[row] == evaluation.tokens[row]) for row in held_out.answers}
+
+
+def servers(urls: Sequence[str], held_out: HeldOut, done: Done) -> list[Measured]:
+    """Each server: loss and accuracy of the prompt's tokens, and what it generates for the tasks.
+
+    Raises:
+        SearchError: if a server does not answer, or gives no logprobs of a prompt.
+    """
+    data, found = held_out.data, []
+    for number, url in enumerate(urls):
+        endpoint, began = Endpoint(url), time.monotonic()
+        losses, correct, generated = [], [], {}
+        for row in range(data.num_sequences):
+            tokens, scored = data.tokens[row].tolist(), data.scored[row]
+            pairs, wanted = endpoint.logprobs(tokens), np.flatnonzero(scored) - 1
+            losses.append(-float(sum(pairs[at][0] for at in wanted)))
+            correct.append(sum(pairs[at][1] for at in wanted))
+            if row in held_out.answers:
+                first = int(np.flatnonzero(scored)[0])
+                text = endpoint.generate(tokens[:first], len(tokens) - first + 8)
+                answers = held_out.answers[row]
+                generated[row] = sum(answer in text for answer in answers) / len(answers)
+            done(1)
+        counts = tuple(int(count) for count in data.scored.sum(axis=1))
+        rows, none = tuple(range(data.num_sequences)), (0,) * data.num_sequences
+        unknown = Pattern("F")  # what a server runs is its own affair here
+        evaluation = Evaluation(unknown, rows, tuple(losses), tuple(correct), counts, none, time.monotonic() - began)
+        found.append(Measured(Row(url if number else BASELINE, Fraction(1), unknown, evaluation), None, generated))
+    return found

@@ -1,0 +1,168 @@
+"""Generated long-range tasks in the manner of RULER (Hsieh et al. 2024, arXiv 2404.06654): "-style", not RULER itself.
+
+Each sample fills its context exactly: needles stand at random places of a haystack of running text, the question and
+its answer at the end. Only the answer's tokens count.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexcache_search.errors import DataError
+
+_HEAD = "Below is a long text. Somewhere in it stand facts that a question at its end asks for.\n\n"
+_PLACE = "<<<indexcache>>>"
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """What a task hides and asks: lines to hide, the question, what follows it up to the answer, and the answers."""
+
+    needles: Sequence[str]
+    question: str
+    lead: str
+    answers: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence: `tokens` int32, which of them are the answer's, and the answers as text."""
+
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    answers: tuple[str, ...]
+
+
+def word(rng: random.Random) -> str:
+    """A word that is in no text: three syllables."""
+    return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3))
+
+
+def _words(rng: random.Random, count: int) -> list[str]:
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[word(rng)] = None
+    return list(found)
+
+
+def _number(rng: random.Random) -> str:
+    return str(rng.randint(100_000, 999_999))
+
+
+def _fact(key: str, value: str) -> str:
+    return f"\nNote: the code of {key} is {value}.\n"
+
+
+def multi_key(rng: random.Random) -> Puzzle:
+    """Sixteen keys, one is asked for."""
+    keys = _words(rng, 16)
+    values = [_number(rng) for _ in keys]
+    asked = rng.randrange(16)
+    question = f"What is the code of {keys[asked]}?"
+    return Puzzle(list(map(_fact, keys, values)), question, f"The code of {keys[asked]} is", [values[asked]])
+
+
+def multi_value(rng: random.Random) -> Puzzle:
+    """One key has four values, three others have one; all four are asked for."""
+    key, *others = _words(rng, 4)
+    values = [_number(rng) for _ in range(4)]
+    needles = [_fact(key, value) for value in values] + [_fact(other, _number(rng)) for other in others]
+    return Puzzle(needles, f"Which four codes does {key} have?", f"The codes of {key} are", values)
+
+
+def multi_query(rng: random.Random) -> Puzzle:
+    """Eight keys, four are asked for."""
+    keys = _words(rng, 8)
+    values = [_number(rng) for _ in keys]
+    asked = ", ".join(keys[:4])
+    return Puzzle(list(map(_fact, keys, values)), f"What are the codes of {asked}?", "The codes are", values[:4])
+
+
+def variable_tracking(rng: random.Random) -> Puzzle:
+    """Two chains of five assignments; asked for are the variables that hold one chain's number."""
+    names = [name.upper() for name in _words(rng, 10)]
+    numbers = [_number(rng), _number(rng)]
+    needles = []
+    for number, chain in zip(numbers, (names[:5], names[5:]), strict=True):
+        needles.append(f"\nVAR {chain[0]} = {number}\n")
+        needles += [f"\nVAR {later} = VAR {earlier}\n" for earlier, later in itertools.pairwise(chain)]
+    return Puzzle(needles, f"Which five variables hold {numbers[0]}?", "They are", names[:5])
+
+
+def common_words(rng: random.Random) -> Puzzle:
+    """Three words stand there twelve times, thirty others twice; the three are asked for."""
+    words = _words(rng, 33)
+    counts = [12] * 3 + [2] * 30
+    needles = [f" {one}" for one, count in zip(words, counts, strict=True) for _ in range(count)]
+    rng.shuffle(needles)
+    return Puzzle(needles, "Which three made-up words stand most often in the text?", "They are", words[:3])
+
+
+TASKS: dict[str, Callable[[random.Random], Puzzle]] = {
+    "multi_key": multi_key,
+    "multi_value": multi_value,
+    "multi_query": multi_query,
+    "variable_tracking": variable_tracking,
+    "common_words": common_words,
+}
+
+
+def sample(task: str, tokenizer: Any, haystack: Sequence[int], seq_len: int, seed: int, chat: bool) -> Sample:
+    """One sample of exactly `seq_len` tokens.
+
+    Args:
+        task: one of `TASKS`.
+        tokenizer: of transformers.
+        haystack: tokens of running text, at least `seq_len`.
+        seq_len: tokens.
+        seed: of this sample.
+        chat: put the tokenizer's chat template around the text.
+
+    Raises:
+        DataError: if `seq_len` has no room for the task, or the tokenizer has no chat template.
+    """
+    rng = random.Random(f"{task} {seed}")  # noqa: S311
+    puzzle = TASKS[task](rng)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    before, after = _template(tokenizer) if chat else ("", "\n")
+    start = encode(before + _HEAD)
+    end = encode(f"\n\nQuestion: {puzzle.question}{after}{puzzle.lead}")
+    answer = encode(" " + ", ".join(puzzle.answers) + ".")
+    needles = [encode(needle) for needle in puzzle.needles]
+    room = seq_len - len(start) - len(end) - len(answer) - sum(map(len, needles))
+    if room < 0:
+        raise DataError(f"{task}: needs {seq_len - room} tokens without any text around, --seq-len is {seq_len}")
+    if len(haystack) < room:
+        raise DataError(f"{task}: the haystack has {len(haystack)} tokens, expected at least {room}; see --haystack")
+    first = rng.randint(0, len(haystack) - room)
+    cuts = sorted(rng.randint(0, room) for _ in needles)
+    rng.shuffle(needles) if task != "variable_tracking" else None  # assignments keep their order
+    tokens, at = start, first
+    for needle, cut in zip(needles, cuts, strict=True):
+        tokens = [*tokens, *haystack[at : first + cut], *needle]
+        at = first + cut
+    tokens = [*tokens, *haystack[at : first + room], *end, *answer]
+    mask = np.arange(seq_len) >= seq_len - len(answer)
+    return Sample(np.asarray(tokens, np.int32), mask, tuple(puzzle.answers))
+
+
+def _template(tokenizer: Any) -> tuple[str, str]:
+    """What the chat template puts before a question and between it and the answer."""
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": _PLACE}], tokenize=False, add_generation_prompt=True
+        )
+        before, after = text.split(_PLACE)
+    except Exception as error:  # templates raise what they like
+        raise DataError(f"--chat: the tokenizer's chat template can't be used: {error}") from None
+    return before, after

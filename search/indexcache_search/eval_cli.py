@@ -1,0 +1,222 @@
+"""The command line: indexcache-eval."""
+
+from __future__ import annotations
+
+import json
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from indexcache_search import demo
+from indexcache_search.cli import errors_in_one_line
+from indexcache_search.errors import SearchError
+from sglang_indexcache import DsaModel, Pattern, PatternFile
+from sglang_indexcache.pattern import full_layer_count, parse_retention
+from sglang_indexcache.pattern_file import write_atomically
+
+EPILOG = """
+Examples:
+
+\b
+  indexcache-eval --pattern indexcache-demo/pattern.yaml
+      The demo: what indexcache-search found, beside uniform patterns, on held-out text and recall tasks.
+
+\b
+  indexcache-eval --model zai-org/GLM-5 --pattern deploy/glm5.yaml@1/4 --pattern published=FFSFSSS... \\
+        --evaluation held_out.jsonl --tasks multi_key,variable_tracking --seq-len 8192 --device cuda --dtype bfloat16
+      Two patterns of your model on your text and on generated tasks.
+
+\b
+  indexcache-eval --model zai-org/GLM-5 --endpoint http://baseline:30000 --endpoint http://shared:30000 \\
+        --evaluation held_out.jsonl --tasks multi_key,multi_value,multi_query --chat --seq-len 32768
+      Is what is served as good as the baseline server, the first one? --model is read for its tokenizer only.
+
+\b
+Exit codes: 0 done, 1 a pattern or server is worse than --max-increase allows, 2 bad input, 130 interrupted.
+"""
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+def evaluate(
+    model: Annotated[str | None, typer.Option(help="Folder or hub id of a DSA model. Default: the demo model.")] = None,
+    pattern: Annotated[
+        list[str] | None,
+        typer.Option(help="[NAME=]FILE[@RETENTION] or NAME=LETTERS; repeatable.", metavar="PATTERN"),
+    ] = None,
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(help="OpenAI-compatible server; repeatable, the first is the baseline.", metavar="URL"),
+    ] = None,
+    retain: Annotated[str, typer.Option(help="Retentions of files that name none.")] = "1/2,1/4,1/8",
+    uniform: Annotated[bool, typer.Option(help="Compare with uniform patterns at all phases.")] = True,
+    evaluation: Annotated[list[str] | None, typer.Option(help="Held-out source; repeatable.", metavar="SOURCE")] = None,
+    tasks: Annotated[
+        str, typer.Option(help="Generated tasks: multi_key,multi_value,multi_query,variable_tracking,common_words.")
+    ] = "",
+    samples: Annotated[int, typer.Option(help="Samples of each task.", min=2)] = 16,
+    haystack: Annotated[str, typer.Option(help="Source of the text around a task's needles.")] = "demo:text",
+    chat: Annotated[bool, typer.Option("--chat", help="Ask tasks through the chat template.")] = False,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens a sequence; must exceed index_topk. Default: 4 x index_topk.", min=1)
+    ] = None,
+    num_sequences: Annotated[int, typer.Option(help="Held-out sequences, of all sources together.", min=1)] = 144,
+    max_increase: Annotated[
+        float | None,
+        typer.Option(help="Exit with 1 if a loss rises by more than this and two standard errors of the rise."),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for eval.json and eval.html.")] = Path("indexcache-eval"),
+    restart: Annotated[bool, typer.Option("--restart", help="Discard the journal and start afresh.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    batch_size: Annotated[int, typer.Option(help="Sequences a forward.", min=1)] = 1,
+    json_: Annotated[bool, typer.Option("--json", help="Print eval.json to stdout, nothing else.")] = False,
+) -> None:
+    """Compare patterns, or servers, on data that nobody searched on.
+
+    Differences are paired: everything sees the same sequences.
+    """
+    from indexcache_search.calibration import TokenReader
+    from indexcache_search.compare import held_out, measure, result
+    from indexcache_search.engines.transformers import describe_model, load_tokenizer, read_config, set_quiet
+
+    console = Console(stderr=True, highlight=False)
+    with errors_in_one_line(console, "indexcache-eval"):
+        if bool(pattern) == bool(endpoint):
+            raise SearchError("expected either --pattern or --endpoint")
+        if endpoint and len(endpoint) < 2:
+            raise SearchError("--endpoint: found one, expected a baseline server and one to compare it with")
+        name = model or str(demo.MODEL)
+        set_quiet()
+        description, config = describe_model(name), read_config(name)
+        retentions = [parse_retention(item) for item in retain.split(",")]
+        named = named_patterns(pattern or [], retentions, description, uniform)
+        length = seq_len or (512 if model is None else 4 * description.index_topk)
+        if length > config.max_position_embeddings:
+            raise SearchError(
+                f"--seq-len is {length}, but the model was made for {config.max_position_embeddings} tokens"
+            )
+        data = held_out.build(
+            TokenReader(lambda: load_tokenizer(name), config.vocab_size, length),
+            load_tokenizer(name) if tasks else None,
+            description,
+            evaluation or (list(demo.EVALUATION) if model is None and not tasks else []),
+            [task for task in tasks.split(",") if task],
+            haystack,
+            seq_len=length,
+            sequences=num_sequences,
+            samples=samples,
+            chat=chat,
+        )
+        count = data.data.num_sequences
+        with Progress(console=console, disable=not console.is_terminal) as progress:
+            if endpoint:
+                bar = progress.add_task("servers", total=len(endpoint) * count)
+                lines = measure.servers(endpoint, data, lambda done: progress.advance(bar, done))
+                engine = ", ".join(endpoint)
+            else:
+                distinct = 1 + len({item for _, _, item in named})
+                bar = progress.add_task("patterns", total=2 * distinct * count)
+                runtime = (device, dtype, batch_size)
+                lines, engine = _patterns(
+                    name, runtime, named, data, output, restart, lambda done: progress.advance(bar, done)
+                )
+        about = {"model": description.name, "engine": engine, "seq_len": length}
+        found = result.collect(lines, data, description.index_topk, about)
+        _write(found, output)
+    if json_:
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    else:
+        _show(found, output)
+    if max_increase is not None and result.rises(found) > max_increase:
+        raise typer.Exit(1)
+
+
+def named_patterns(
+    specs: list[str], retentions: list[Fraction], model: DsaModel, uniform: bool
+) -> list[tuple[str, Fraction, Pattern]]:
+    """Name, retention and pattern of each line that was asked for.
+
+    Raises:
+        IndexCacheError: if a file can't be read, was made for another model, or a pattern does not fit this one.
+    """
+    found: list[tuple[str, Fraction, Pattern]] = []
+    for spec in specs:
+        name, mark, rest = spec.partition("=")
+        text = rest if mark else spec
+        if mark and text and not set(text) - {"F", "S"}:
+            pattern = Pattern(text)
+            pattern.check_fits(model.num_layers, model.locked)
+            found.append((name, Fraction(len(pattern.full_layers), len(pattern)), pattern))
+            continue
+        file = PatternFile.load(text)
+        file.check_model(model)
+        label = name if mark else file.search.strategy if file.search else Path(text).stem
+        if Path(text).exists():
+            found += [(label, kept, file.pattern_at(kept)) for kept in retentions]
+        else:  # PATH@RETENTION
+            found.append((label, parse_retention(text.rpartition("@")[2]), file.as_pattern()))
+    if uniform:
+        from indexcache_search.search import uniform_rows
+
+        for kept in dict.fromkeys(kept for _, kept, _ in found if kept.numerator == 1 and kept < 1):
+            if full_layer_count(model.num_layers, kept) < model.num_layers:
+                found += uniform_rows(model, kept)
+    return found
+
+
+def _patterns(
+    name: str, runtime: tuple[str, str, int], named: Any, data: Any, output: Path, restart: bool, done: Any
+) -> tuple[Any, str]:
+    from indexcache_search.compare import measure
+    from indexcache_search.engines.transformers import TransformersEngine
+    from indexcache_search.evaluator import Evaluator
+    from indexcache_search.journal import FILE_NAME, Journal
+    from indexcache_search.search import JOURNAL_FORMAT, today
+
+    engine = TransformersEngine.load(name, *runtime)
+    identity = {
+        "format": JOURNAL_FORMAT,
+        "model": engine.model.name,
+        "config_sha256": engine.model.config_sha256,
+        "engine": engine.name,
+        **engine.settings,
+        "held-out": data.data.sha256,
+    }
+    if restart:
+        (output / "work" / FILE_NAME).unlink(missing_ok=True)
+    with Journal(output / "work", identity, today()) as journal:
+        losses = Evaluator(engine, data.data, "nll", journal, "nll", lambda item: done(len(item.rows)))
+        divergences = Evaluator(engine, data.data, "kl", journal, "kl", losses.on_evaluation)
+        lines = measure.patterns(losses, divergences, named, data)
+    return lines, f"{engine.name}, {', '.join(f'{key} {value}' for key, value in engine.settings.items())}"
+
+
+def _write(found: dict[str, Any], output: Path) -> None:
+    from indexcache_search import tables
+    from indexcache_search.compare.result import render
+
+    held_out = found["held_out"]
+    rows = [tables.cells(row, held_out) for row in tables.shown_rows(held_out)]
+    write_atomically(output / "eval.json", json.dumps(found, indent=1) + "\n")
+    write_atomically(output / "eval.html", render(found, tables.columns(held_out), rows))
+
+
+def _show(found: dict[str, Any], output: Path) -> None:
+    from indexcache_search import tables
+    from indexcache_search.compare.result import task_table
+
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    out.print(tables.terminal_table(found["held_out"]))
+    answers = task_table(found)
+    if answers is not None:
+        out.print(answers)
+    for line in found["findings"]:
+        out.print(line, soft_wrap=True)
+    out.print(f"Wrote {output / 'eval.json'}, {output / 'eval.html'}", soft_wrap=True)
