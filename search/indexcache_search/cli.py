@@ -20,7 +20,7 @@ from sglang_indexcache.pattern import parse_retention
 
 # Calibration sequences, held-out sequences, tokens a sequence (None: 4 x index_topk).
 SIZES = (32, 32, None)
-DEMO_SIZES = (6, 12, 512)
+DEMO_SIZES = (32, 48, 512)
 
 
 class EngineName(StrEnum):
@@ -59,8 +59,8 @@ Examples:
       Several sources count equally. Without --evaluation, held-out text is set aside from the calibration sources.
 
 \b
-  indexcache-search ... --strategy similarity
-      The paper's baselines; evaluations are shared with other strategies in the same --work-dir.
+  indexcache-search ... --strategy greedy --objective nll
+      The paper's Algorithm 1. Strategies share their evaluations in the same --work-dir.
 
 Run the same command again to go on after a kill, a crash or Ctrl-C.
 
@@ -100,11 +100,9 @@ def search(
     seq_len: Annotated[
         int | None, typer.Option(help="Tokens a sequence; must exceed index_topk. Default: 4 x index_topk.", min=1)
     ] = None,
-    num_sequences: Annotated[
-        int | None, typer.Option(help="Calibration sequences. Default: 32, for the demo 6.", min=1)
-    ] = None,
+    num_sequences: Annotated[int | None, typer.Option(help="Calibration sequences. Default: 32.", min=1)] = None,
     num_eval_sequences: Annotated[
-        int | None, typer.Option(help="Held-out sequences. Default: 32, for the demo 12.", min=1)
+        int | None, typer.Option(help="Held-out sequences. Default: 32, for the demo 48.", min=1)
     ] = None,
     retain: Annotated[
         str, typer.Option(help="Shares of indexers to keep; the first is the file's default.")
@@ -126,8 +124,9 @@ def search(
         int, typer.Option(help="greedy: search P blocks of layers in turn, up to P flips a round.", min=1)
     ] = 1,
     objective: Annotated[
-        ObjectiveName, typer.Option(help="nll: loss on the text. kl: divergence from the unpatterned model.")
-    ] = ObjectiveName.NLL,
+        ObjectiveName,
+        typer.Option(help="kl: divergence from the unpatterned model. nll: loss on the text, the paper's."),
+    ] = ObjectiveName.KL,
     output: Annotated[Path | None, typer.Option(help="Folder for the results. Default: indexcache-NAME.")] = None,
     work_dir: Annotated[Path | None, typer.Option(help="Folder of the journal. Default: OUTPUT/work.")] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the journal and start afresh.")] = False,

@@ -104,7 +104,7 @@ def evaluate(
             )
         data = held_out.build(
             TokenReader(lambda: load_tokenizer(name), config.vocab_size, length),
-            load_tokenizer(name) if tasks else None,
+            lambda: load_tokenizer(name),
             description,
             evaluation or (list(demo.EVALUATION) if model is None and not tasks else []),
             [task for task in tasks.split(",") if task],
@@ -157,11 +157,13 @@ def named_patterns(
             continue
         file = PatternFile.load(text)
         file.check_model(model)
-        label = name if mark else file.search.strategy if file.search else Path(text).stem
-        if Path(text).exists():
+        whole = Path(text).exists()
+        path, _, share = (text, "", "") if whole else text.rpartition("@")
+        label = name if mark else file.search.strategy if file.search else Path(path).stem
+        if whole:
             found += [(label, kept, file.pattern_at(kept)) for kept in retentions]
-        else:  # PATH@RETENTION
-            found.append((label, parse_retention(text.rpartition("@")[2]), file.as_pattern()))
+        else:
+            found.append((label, parse_retention(share), file.as_pattern()))
     if uniform:
         from indexcache_search.search import uniform_rows
 

@@ -267,6 +267,7 @@ def search(folder: Path, *arguments: str, objective: str = "nll") -> list[str]:
         *(sys.executable, "-m", "indexcache_search", "--engine", "sglang", "--objective", objective),
         *("--model", str(demo.MODEL), "--calibration", demo.CALIBRATION[1], "--seq-len", str(LENGTH)),
         *("--num-sequences", "1", "--num-eval-sequences", "1", "--retain", "7/8"),
+        *("--strategy", "greedy"),
         *("--output", str(folder), "--no-report", *arguments),
     ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ class HeldOut:
 
 def build(
     reader: TokenReader,
-    tokenizer: Any,
+    load_tokenizer: Callable[[], Any],
     model: DsaModel,
     sources: Sequence[str],
     tasks: Sequence[str],
@@ -40,7 +40,7 @@ def build(
 
     Args:
         reader: of the sources.
-        tokenizer: of the model; only tasks need it.
+        load_tokenizer: of the model; called where there are tasks.
         model: gives `index_topk`.
         sources: shared out over `sequences`, as `indexcache-search` does; may be empty.
         tasks: names from `TASKS`.
@@ -65,7 +65,7 @@ def build(
     names = [*(parts[0].sources if parts else ()), *(f"{task}-style" for task in tasks)]
     answers: dict[int, tuple[str, ...]] = {}
     if tasks:
-        wanted = seq_len * 16
+        tokenizer, wanted = load_tokenizer(), seq_len * 16
         text: list[int] = []
         for section in reader.sections(haystack, EVALUATION_ORDER_SEED):
             text += section.tokens.tolist()
