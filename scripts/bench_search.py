@@ -2,6 +2,7 @@
 
     python -m scripts.bench_search                                       # the demo model, 3 calibration seeds
     python -m scripts.bench_search --model build/models/deep24 --device cuda --batch-size 8
+    python -m scripts.bench_search --model sim:78                        # a simulated model of 78 layers for each seed
 
 Every strategy runs by itself, with a journal and a prefix cache of its own. Cost: patterns evaluated, and layer-tokens
 (layers that really ran x tokens) relative to the paper's Algorithm 1, which runs every layer of every evaluation.
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ import numpy as np
 from indexcache_search import demo, objectives
 from indexcache_search.calibration import TokenReader, build_token_sets
 from indexcache_search.engines.base import Engine, Evaluation
+from indexcache_search.engines.simulated import SimulatedEngine, Structure
 from indexcache_search.engines.transformers import (
     TransformersEngine,
     describe_model,
@@ -125,6 +128,15 @@ def transformers_cases(options: argparse.Namespace) -> Iterator[Case]:
         )
 
 
+def simulated_cases(options: argparse.Namespace) -> Iterator[Case]:
+    """Another simulated model for each seed."""
+    layers = int(options.model.removeprefix("sim:"))
+    for seed in map(int, options.seeds.split(",")):
+        engine = SimulatedEngine(layers, seed, Structure())
+        calibration, held_out = engine.tokens(options.sequences, seed=1), engine.tokens(options.eval_sequences, seed=2)
+        yield Case(partial(SimulatedEngine, layers, seed, Structure()), calibration, held_out)
+
+
 def mean_over_seeds(runs: Sequence[Run], kept: Fraction) -> Evaluation:
     """Held-out losses of each sequence, mean over seeds."""
     losses = np.mean([item.held_out[kept].losses for item in runs], axis=0)
@@ -156,7 +168,7 @@ def rows(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(demo.MODEL), help="folder")
+    parser.add_argument("--model", default=str(demo.MODEL), help="folder, or sim:LAYERS")
     parser.add_argument("--strategies", default=";".join(DEFAULT), help=f"of {'; '.join(VARIANTS)}")
     parser.add_argument("--seeds", default="0,1,2", help="orders of the calibration documents")
     parser.add_argument("--retain", default="1/2,1/4,1/8")
@@ -172,7 +184,9 @@ def main() -> None:
     options = parser.parse_args()
     retain = tuple(parse_retention(item) for item in options.retain.split(","))
     runs: dict[str, list[Run]] = {name: [] for name in options.strategies.split(";")}
-    for number, case in enumerate(transformers_cases(options)):
+    for number, case in enumerate(
+        (simulated_cases if options.model.startswith("sim:") else transformers_cases)(options)
+    ):
         data = case.held_out
         for name, items in runs.items():
             settings = replace(VARIANTS[name], retain=retain, objective=options.objective)

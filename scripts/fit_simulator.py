@@ -53,14 +53,14 @@ def predicted(pattern: Pattern, costs: dict[tuple[int, int], float]) -> list[flo
 
 
 def fit(
-    costs: dict[tuple[int, int], float], real: list[tuple[Pattern, float]], by_sequence: NDArray[np.float64]
+    costs: dict[tuple[int, int], float], real: list[tuple[Pattern, float]], by_kind: list[NDArray[np.float64]]
 ) -> tuple[Structure, dict[str, float]]:
     """The parameters, and how good they are.
 
     Args:
         costs: of segments, in nats a token.
         real: random patterns and their losses.
-        by_sequence: `[segments, sequences]` losses a token.
+        by_kind: of text and of recall, `[segments, sequences]` losses a token.
     """
     # What layer i adds to a segment, w_i * d ** p * exp(tau * normal), by regression with a level per layer.
     rows = [
@@ -78,17 +78,16 @@ def fit(
         parts = np.asarray(predicted(pattern, costs))
         ratios.append(np.log(loss / parts.sum()))
         evenness.append((parts**2).sum() / parts.sum() ** 2)
-    logs = np.log(by_sequence[(by_sequence > SMALLEST).all(axis=1)])
-    centred = logs - logs.mean(axis=1, keepdims=True)
-    sequence = centred.mean(axis=0)
+    spreads = [_spreads(losses) for losses in by_kind]
     structure = Structure(
         weight=round(float(weights.mean()), 2),
         spread=round(float(weights.std(ddof=1)), 2),
         distance=round(power, 2),
         pairs=round(float((y - power * x).std()), 2),
         neighbours=round(float(np.std(ratios) / np.sqrt(np.mean(evenness))), 2),
-        sequences=round(float(sequence.std(ddof=1)), 2),
-        idiosyncratic=round(float((centred - sequence).std()), 2),
+        sequences=(spreads[0][0], spreads[1][0]),
+        idiosyncratic=(spreads[0][1], spreads[1][1]),
+        ceiling=round(float(max(losses.max() for losses in by_kind)), 1),
     )
     real_logs = np.log([loss for _, loss in real])
     sums = np.log([sum(predicted(pattern, costs)) for pattern, _ in real])
@@ -97,6 +96,15 @@ def fit(
         "correlation of logarithms": float(np.corrcoef(real_logs, sums)[0, 1]),
     }
     return structure, quality
+
+
+def _spreads(losses: NDArray[np.float64]) -> tuple[float, float]:
+    """Standard deviations of the logarithms by sequence, and of what is left; of segments that cost something."""
+    means = losses.mean(axis=1)
+    logs = np.log(np.maximum(losses[(means > 0.01 * means.max()) & (means < 0.5 * means.max())], SMALLEST))
+    centred = logs - logs.mean(axis=1, keepdims=True)
+    sequence = centred.mean(axis=0)
+    return round(float(sequence.std(ddof=1)), 2), round(float((centred - sequence).std()), 2)
 
 
 def _level(values: NDArray[np.float64], layer: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -133,11 +141,10 @@ def main() -> None:
     chosen = random_patterns(engine.model.num_layers, options.each)
     found = evaluate(engine, [*alone.values(), *chosen], data)
     costs = {key: objectives.loss(found[pattern], data).mean for key, pattern in alone.items()}
-    by_sequence = np.asarray(
-        [np.divide(found[pattern].losses, found[pattern].tokens) for pattern in alone.values()], np.float64
-    )
+    a_token = np.asarray([np.divide(found[item].losses, found[item].tokens) for item in alone.values()], np.float64)
+    by_kind = [a_token[:, data.source_of == kind] for kind in (0, 1)]
     real = [(pattern, objectives.loss(found[pattern], data).mean) for pattern in chosen]
-    structure, quality = fit(costs, real, by_sequence)
+    structure, quality = fit(costs, real, by_kind)
     print(structure)
     for name, value in quality.items():
         print(f"{name}: {value:.3f}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from sglang_indexcache import Pattern
 from tests.live.server import running
 from tests.patterns import write_pattern
 
+PLAIN = (sys.executable, "-m", "sglang.launch_server")
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 PATTERN = Pattern("FSSFSSFSFSSSSSSS")
 DATA = ["--evaluation", "demo:text", "--evaluation", "demo:copy", "--num-sequences", "4", "--tasks", "multi_key"]
@@ -25,7 +27,7 @@ DATA = ["--evaluation", "demo:text", "--evaluation", "demo:copy", "--num-sequenc
 def test_two_servers_are_compared_as_transformers_compares_their_patterns(tmp_path: Path) -> None:
     file = write_pattern(PATTERN, demo.MODEL, tmp_path / "pattern.yaml")
     with (
-        running(demo.MODEL, tmp_path / "log-a", SGLANG_CPU_OMP_THREADS_BIND="0") as baseline,
+        running(demo.MODEL, tmp_path / "log-a", launcher=PLAIN, SGLANG_CPU_OMP_THREADS_BIND="0") as baseline,
         running(
             demo.MODEL, tmp_path / "log-b", "--indexcache-pattern", file, SGLANG_CPU_OMP_THREADS_BIND="1"
         ) as shared,

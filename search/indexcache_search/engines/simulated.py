@@ -1,14 +1,16 @@
 """A simulator: an engine of any depth whose losses have the structure that was measured on real models.
 
-It tests strategies at 47, 61 or 78 layers, where real evaluations take GPUs and days. The loss of a pattern on a
-sequence is a sum over its segments (an `F` layer and the `S` layers that reuse its indices):
+It tests strategies at 47, 61 or 78 layers, where real evaluations take GPUs and days. The loss a token of a pattern on
+a sequence is a sum over its segments (an `F` layer and the `S` layers that reuse its indices), up to a ceiling:
 
-    loss = s_q * sum over segments g of cost(g) * exp(rho * n(g, F layer before)) * exp(sigma * e(g, q))
+    loss = ceiling * (1 - exp(-sum / ceiling))
+    sum = s_q * sum over segments g of cost(g) * exp(rho * n(g, F layer before)) * exp(sigma * e(g, q) - sigma^2 / 2)
     cost(g) = sum over the S layers i of g of w_i * (i - source) ** p * exp(tau * d(i, source))
 
 w_i, a layer's weight, is lognormal: most layers share for nothing, a few are dear. d says which layers suit each other,
-n how neighbouring segments interact, s_q how much a sequence depends on sparse attention, e how that differs by
-segment; all are standard normal draws but s_q, which is lognormal. `scripts/fit_simulator.py` fits the parameters.
+n how neighbouring segments interact, s_q how much a sequence depends on sparse attention (lognormal with mean 1), e how
+that differs by segment; d, n and e are standard normal draws. Text and recall sequences take turns, with an s and a
+sigma of their own: a layer that a task needs matters to its sequences alone. `scripts/fit_simulator.py` fits that.
 """
 
 from __future__ import annotations
@@ -37,17 +39,19 @@ class Structure:
         distance: p, the power with which reuse over a distance costs more.
         pairs: tau, how much pairs of layers differ.
         neighbours: rho, how much neighbouring segments change each other's cost.
-        sequences: standard deviation of the logarithm of s_q.
-        idiosyncratic: sigma, of how a sequence's costs differ by segment.
+        sequences: standard deviation of the logarithm of s_q, for text and for recall.
+        idiosyncratic: sigma, of how a sequence's costs differ by segment, for text and for recall.
+        ceiling: most that a token can lose, in nats.
     """
 
-    weight: float = -6.0
-    spread: float = 2.0
-    distance: float = 0.5
-    pairs: float = 0.5
-    neighbours: float = 0.3
-    sequences: float = 0.5
-    idiosyncratic: float = 1.0
+    weight: float = -5.67
+    spread: float = 2.05
+    distance: float = 1.05
+    pairs: float = 0.71
+    neighbours: float = 0.09
+    sequences: tuple[float, float] = (0.39, 3.18)
+    idiosyncratic: tuple[float, float] = (0.47, 2.53)
+    ceiling: float = 14.7
 
 
 class SimulatedEngine:
@@ -74,7 +78,7 @@ class SimulatedEngine:
         """A set whose tokens only tell sequences apart."""
         tokens = np.random.default_rng(seed).integers(0, 2**31, (sequences, seq_len)).astype(np.int32)
         scored = np.broadcast_to(np.arange(seq_len) > self.model.index_topk, tokens.shape).copy()
-        return TokenSet(tokens, scored, np.zeros(sequences, np.int64), ("simulated",))
+        return TokenSet(tokens, scored, np.arange(sequences) % 2, ("text", "recall"))
 
     def evaluate(
         self,
@@ -87,10 +91,11 @@ class SimulatedEngine:
         """See `Engine.evaluate`; both objectives are the same here, and every layer runs."""
         wanted = list(range(data.num_sequences) if rows is None else rows)
         scored = data.scored.sum(axis=1)
-        sensitivity = np.exp(self._structure.sequences * self._normal(f"sequences {data.sha256}", data.num_sequences))
+        sensitivity = self._lognormal(f"sequences {data.sha256}", self._structure.sequences, data)
+        ceiling = self._structure.ceiling
         for pattern in patterns:
             began = time.monotonic()
-            losses = sensitivity * self._segment_losses(pattern, data) * scored
+            losses = ceiling * -np.expm1(-sensitivity * self._segment_losses(pattern, data) / ceiling) * scored
             yield Evaluation(
                 pattern,
                 tuple(wanted),
@@ -107,10 +112,9 @@ class SimulatedEngine:
     def output_similarity(self, data: TokenSet) -> None:
         """See `Engine.output_similarity`; there is none."""
 
-    def exact_loss(self, pattern: Pattern) -> float:
-        """The mean over all sequences there could be."""
-        spread = self._structure.sequences**2 / 2 + self._structure.idiosyncratic**2 / 2
-        return float(np.exp(spread)) * sum(cost for _, cost in self._segments(pattern))
+    def cost(self, pattern: Pattern) -> float:
+        """The mean over all sequences there could be, were there no ceiling."""
+        return sum(cost for _, cost in self._segments(pattern))
 
     def _segment_losses(self, pattern: Pattern, data: TokenSet) -> NDArray[np.float64]:
         """Loss per token, `[sequences]`."""
@@ -118,8 +122,7 @@ class SimulatedEngine:
         for (source, end), cost in self._segments(pattern):
             key = (source, end, data.sha256)
             if key not in self._noise:
-                draws = self._normal(f"noise {key}", data.num_sequences)
-                self._noise[key] = np.exp(self._structure.idiosyncratic * draws)
+                self._noise[key] = self._lognormal(f"noise {key}", self._structure.idiosyncratic, data)
             total += cost * self._noise[key]
         return total
 
@@ -146,6 +149,11 @@ class SimulatedEngine:
             draw = float(self._normal(f"interaction {before} {source} {end}", 1)[0])
             self._interactions[before, source, end] = float(np.exp(self._structure.neighbours * draw))
         return self._interactions[before, source, end]
+
+    def _lognormal(self, name: str, sigmas: tuple[float, float], data: TokenSet) -> NDArray[np.float64]:
+        """Draws with mean 1, `[sequences]`, whose logarithms have the standard deviation of each sequence's kind."""
+        sigma = np.asarray(sigmas)[data.source_of]
+        return np.asarray(np.exp(sigma * self._normal(name, data.num_sequences) - sigma**2 / 2))
 
     def _normal(self, name: str, count: int) -> NDArray[np.float64]:
         """Standard normal draws that depend on the engine's seed and `name` alone."""
