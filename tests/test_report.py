@@ -95,6 +95,14 @@ def sample_metrics(model_name: str = "tiny") -> dict[str, Any]:
             "created": "2026-11-21",
         },
         "engine": {"name": "transformers 5.23.0", "device": "CPU"},
+        "cost": {
+            "evaluations": 30,
+            "sequences": 77,
+            "layer_tokens": 123_000,
+            "seconds": 9.5,
+            "algorithm_1_layer_tokens": 1_000_000,
+            "share_of_algorithm_1": 0.123,
+        },
         "seconds": {"search": 12.0},
         "steps": steps,
         "held_out": {
@@ -121,6 +129,7 @@ def test_the_page_stands_alone_and_shows_everything() -> None:
         "Index overlap",
         "FFSSFSFS"[:1],
         "28 patterns",
+        "12.3 % of them",
         "+0.0500 ±0.0100",
     ):
         assert text in page
