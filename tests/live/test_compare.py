@@ -26,8 +26,9 @@ DATA = ["--evaluation", "demo:text", "--evaluation", "demo:copy", "--num-sequenc
 
 def test_two_servers_are_compared_as_transformers_compares_their_patterns(tmp_path: Path) -> None:
     file = write_pattern(PATTERN, demo.MODEL, tmp_path / "pattern.yaml")
+    cores = [{"SGLANG_CPU_OMP_THREADS_BIND": core} for core in "01"]
     with (
-        running(demo.MODEL, tmp_path / "log-a", launcher=PLAIN, SGLANG_CPU_OMP_THREADS_BIND="0") as baseline,
+        running(demo.MODEL, tmp_path / "log-a", "--sleep-on-idle", launcher=PLAIN, **cores[0]) as baseline,
         running(
             demo.MODEL, tmp_path / "log-b", "--indexcache-pattern", file, SGLANG_CPU_OMP_THREADS_BIND="1"
         ) as shared,
