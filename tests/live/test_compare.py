@@ -29,9 +29,7 @@ def test_two_servers_are_compared_as_transformers_compares_their_patterns(tmp_pa
     cores = [{"SGLANG_CPU_OMP_THREADS_BIND": core} for core in "01"]
     with (
         running(demo.MODEL, tmp_path / "log-a", "--sleep-on-idle", launcher=PLAIN, **cores[0]) as baseline,
-        running(
-            demo.MODEL, tmp_path / "log-b", "--indexcache-pattern", file, SGLANG_CPU_OMP_THREADS_BIND="1"
-        ) as shared,
+        running(demo.MODEL, tmp_path / "log-b", "--sleep-on-idle", "--indexcache-pattern", file, **cores[1]) as shared,
     ):
         urls = ["--endpoint", baseline.url, "--endpoint", f"{shared.url}/v1"]
         options = [*urls, *DATA, "--samples", "2", "--output", str(tmp_path / "served")]
