@@ -101,11 +101,10 @@ class TransformersEngine:
             with _memory_error_in_one_line(data.seq_len, self.batch_size):
                 for start in range(0, len(wanted), self.batch_size):
                     batch = wanted[start : start + self.batch_size]
-                    if objective == "kl":
-                        self._keep_baselines(batch, data, cache)
+                    before = self._keep_baselines(batch, data, cache) if objective == "kl" else 0
                     hidden, layers = self._hidden(pattern, batch, data, cache)
                     for row, states in zip(batch, hidden, strict=True):
-                        found.append((*self._score(states, row, data, objective), layers * data.seq_len))
+                        found.append((*self._score(states, row, data, objective), (before + layers) * data.seq_len))
             losses, correct, tokens, layer_tokens = zip(*found, strict=True)
             yield Evaluation(pattern, tuple(wanted), losses, correct, tokens, layer_tokens, time.monotonic() - began)
 
@@ -157,17 +156,18 @@ class TransformersEngine:
             loss += losses.double().sum().item()
         return loss, correct, len(targets)
 
-    def _keep_baselines(self, rows: Sequence[int], data: TokenSet, cache: PrefixCache | None) -> None:
-        """Keep the hidden states that predict the scored tokens under the native pattern, in host memory.
+    def _keep_baselines(self, rows: Sequence[int], data: TokenSet, cache: PrefixCache | None) -> int:
+        """Keep the hidden states that predict the scored tokens under the native pattern; return how many layers ran.
 
-        They take hidden size x dtype x scored tokens: 0.4 GB for GLM-5 in bf16 and 32K tokens.
+        In host memory they take hidden size x dtype x scored tokens: 0.4 GB for GLM-5 in bf16 and 32K tokens.
         """
         if all((data.sha256, row) in self._baselines for row in rows):
-            return
-        hidden, _ = self._hidden(self.model.native, rows, data, cache)
+            return 0
+        hidden, layers = self._hidden(self.model.native, rows, data, cache)
         for row, states in zip(rows, hidden, strict=True):
             targets = torch.from_numpy(np.flatnonzero(data.scored[row]))
             self._baselines[data.sha256, row] = states.cpu()[targets - 1]
+        return layers
 
 
 def describe_model(model: str) -> DsaModel:
