@@ -42,6 +42,11 @@ def cells(row: Metrics, held_out: Metrics) -> list[str]:
     return values
 
 
+def label(row: Metrics) -> str:
+    """A row's name, with what it keeps unless that is everything."""
+    return f"{row['name']} {row['retention']}" if row["retention"] != "1" else str(row["name"])
+
+
 def terminal_table(held_out: Metrics) -> Table:
     """The comparison for a terminal."""
     table = Table(title="Held-out comparison: loss, its increase over the baseline; sources with a loss mask: accuracy")

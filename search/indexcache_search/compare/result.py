@@ -11,7 +11,7 @@ import jinja2
 import numpy as np
 from rich.table import Table
 
-from indexcache_search import metrics, objectives
+from indexcache_search import metrics, objectives, tables
 from indexcache_search.compare.held_out import HeldOut
 from indexcache_search.compare.measure import Measured
 from indexcache_search.objectives import Estimate
@@ -58,9 +58,8 @@ def findings(table: Mapping[str, Any]) -> list[str]:
         if row["name"] == "baseline" or str(row["name"]).startswith("uniform,"):
             continue
         worse = [source for source in table["sources"] if _worse(row["by_source"][source])]
-        label = f"{row['name']} {row['retention']}" if row["retention"] != "1" else str(row["name"])
         verdict = f"worse on {', '.join(worse)}" if worse else "no worse on anything"
-        lines.append(f"{label}: {verdict}, by more than {ERRORS:g} standard errors")
+        lines.append(f"{tables.label(row)}: {verdict}, by more than {ERRORS:g} standard errors")
     return lines
 
 
@@ -104,7 +103,7 @@ def task_table(result: Mapping[str, Any]) -> Table | None:
     for row in table["rows"]:
         if "kl" not in row and row["name"] != "baseline" and "generated" not in row["by_source"][tasks[0]]:
             continue  # a summary of several patterns
-        cells = [f"{row['name']} {row['retention']}" if row["retention"] != "1" else str(row["name"])]
+        cells = [tables.label(row)]
         for task in tasks:
             value, change = row["by_source"][task]["generated"], row["by_source"][task]["generated_change"]
             error = "" if change["stderr"] is None else f" ±{change['stderr']:.3f}"

@@ -133,7 +133,7 @@ def changes_figure(held_out: Mapping[str, Any]) -> Markup:
     sources = held_out["sources"]
     figure = Figure(figsize=(2.3 * len(sources) + 1.5, 0.32 * len(rows) + 1.3))
     panels = figure.subplots(1, len(sources), sharey=True, squeeze=False)[0]
-    labels = [f"{row['name']} {row['retention']}" if row["retention"] != "1" else str(row["name"]) for row in rows]
+    labels = [tables.label(row) for row in rows]
     for panel, source in zip(panels, sources, strict=True):
         measured = [row["by_source"][source] for row in rows]
         what = "generated_change" if measured and "generated_change" in measured[0] else "increase"
