@@ -122,6 +122,16 @@ class Pattern:
             raise PatternError(f"layer {layer} of {self.roles} is not an F layer")
         return Pattern(self.roles[:layer] + SHARED + self.roles[layer + 1 :])
 
+    def unshare(self, layer: int) -> Pattern:
+        """This pattern with `layer` flipped from `S` to `F`.
+
+        Raises:
+            PatternError: if the layer is not there, or is `F` already.
+        """
+        if not 0 <= layer < len(self) or self.roles[layer] != SHARED:
+            raise PatternError(f"layer {layer} of {self.roles} is not an S layer")
+        return Pattern(self.roles[:layer] + FULL + self.roles[layer + 1 :])
+
     def check_fits(self, num_layers: int, locked: Collection[int] = ()) -> None:
         """Check the pattern against a model.
 

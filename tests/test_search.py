@@ -142,7 +142,7 @@ def test_every_strategy_ends_with_files(model_folder: Path, token_file: Path, tm
     file, found = PatternFile.load(tmp_path / "pattern.yaml"), metrics(tmp_path)
     assert file.search is not None and file.search.strategy == strategy
     assert [len(file.pattern_at(kept).full_layers) for kept in (Fraction(1, 2), Fraction(1, 3))] == [3, 2]
-    assert len(file.trajectory) == (4 if strategy in ("lazy", "segments") else 0)
+    assert len(file.trajectory) == (4 if strategy == "lazy" else 0)
     assert found["cost"]["sequences"] == file.search.evaluated_sequences
     assert 0 < found["cost"]["layer_tokens"] <= found["cost"]["sequences"] * 32 * LAYERS
     assert found["cost"]["algorithm_1_layer_tokens"] == (5 + 4 + 3 + 2) * 6 * 32 * LAYERS

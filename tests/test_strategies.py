@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from indexcache_search.strategies.exhaustive import count_patterns, every_patter
 from indexcache_search.strategies.floating import floating
 from indexcache_search.strategies.greedy import greedy
 from indexcache_search.strategies.lazy import lazy_greedy
-from indexcache_search.strategies.segment_costs import cheapest_pattern, measure_segments
+from indexcache_search.strategies.segment_costs import SegmentCosts
 from indexcache_search.strategies.swaps import improve
 from indexcache_search.tokens import TokenSet, growing_shares
 from sglang_indexcache import Pattern
@@ -199,13 +200,15 @@ def test_floating_takes_a_flip_back() -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10**6))
-def test_floating_and_swaps_are_never_worse_than_where_they_begin(seed: int) -> None:
+def test_what_floating_takes_back_and_what_swaps_trade_is_better_than_before(seed: int) -> None:
     structure = Structure(neighbours=1.0, pairs=1.0, sequences=(0.0, 0.0), idiosyncratic=(0.0, 0.0))
-    native = Pattern.full(10)
-    plain = list(greedy(native, 4, simulated(10, seed, structure).losses))[-1]
-    judge = simulated(10, seed, structure)
-    best = {len(step.pattern.full_layers): step.loss for step in floating(native, 4, judge, 10, 10)}
-    assert best[4] <= plain.loss + 1e-12
+    native, judge = Pattern.full(10), simulated(10, seed, structure)
+    best: dict[int, float] = {}
+    for step in floating(native, 4, judge, 10, 10):
+        count = len(step.pattern.full_layers)
+        assert step.loss < best.get(count, math.inf)
+        best[count] = step.loss
+    plain = list(greedy(native, 4, judge.losses))[-1]
     losses = [plain.loss, *(swap.loss for swap in improve(plain.pattern, native, judge, 100))]
     assert losses == sorted(losses, reverse=True)
 
@@ -230,26 +233,53 @@ def test_swaps_leave_locked_layers_alone() -> None:
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.integers(0, 10**6), st.integers(2, 7))
+@given(st.integers(0, 10**6), st.integers(1, 7))
 def test_segments_find_the_best_of_all_where_segments_do_not_interact(seed: int, full: int) -> None:
-    structure = Structure(neighbours=0.0, sequences=(0.0, 0.0), idiosyncratic=(0.0, 0.0), pairs=1.0)
+    structure = Structure(neighbours=0.0, sequences=(0.0, 0.0), idiosyncratic=(0.0, 0.0), pairs=0.0)
     judge, native = simulated(8, seed, structure), Pattern.full(8)
-    every = list(every_pattern(native, full))
-    losses = judge.losses(every)
-    bound = list(greedy(native, full, judge.losses))[-1].loss
-    costs = measure_segments(native, bound, judge)
-    found = cheapest_pattern(costs, native, full)
-    assert found is not None
+    losses = judge.losses(list(every_pattern(native, full)))
+    found = SegmentCosts(native, judge).cheapest(full)
     assert judge.losses([found])[0] == pytest.approx(min(losses))
 
 
-def test_segments_dearer_than_a_known_pattern_do_not_grow() -> None:
-    engine = TableEngine(lambda pattern, row: float(sum(layer == 2 for layer in pattern.shared_layers)))
-    costs = measure_segments(Pattern.full(6), 0.5, judge_of(engine, token_set()))
-    assert (1, 3) in costs and (0, 3) in costs  # those that first hold layer 2
-    assert (1, 4) not in costs and (0, 4) not in costs
-    assert cheapest_pattern(costs, Pattern.full(6), 1) is None
-    assert cheapest_pattern(costs, Pattern.full(6), 2) == Pattern("FSFSSS")
+def test_segments_are_measured_only_where_a_pattern_needs_them() -> None:
+    dear = {3: 10.0, 9: 10.0}
+    engine = TableEngine(lambda pattern, row: sum(dear.get(layer, 0.01) for layer in pattern.shared_layers))
+    judge = judge_of(engine, token_set())
+    costs = SegmentCosts(Pattern.full(12), judge)
+    assert len(costs) == 11  # every layer alone
+    assert costs.cheapest(3) == Pattern("FSSFSSSSSFSS")
+    assert len(costs) == 11 + 3  # of 66
+    assert costs.cheapest(3) == Pattern("FSSFSSSSSFSS")
+    assert len(costs) == 11 + 3
+
+
+def test_segments_that_a_pattern_needs_are_measured_on_half_of_the_sequences() -> None:
+    data = token_set(32)
+    judge = judge_of(TableEngine(lambda pattern, row: 0.0), data, race=True)
+    first, half = judge.shares[0], judge.shares[-2]
+
+    def loss(pattern: Pattern, row: int) -> float:
+        costs = {1: 5.0, 2: 0.0 if row in first else 8.0, 3: 4.0}  # layer 2 only seems to be the cheapest
+        return float(sum(costs[layer] for layer in pattern.shared_layers))
+
+    engine = TableEngine(loss)
+    costs = SegmentCosts(Pattern.full(4), judge_of(engine, data, race=True))
+    assert costs.cheapest(3) == Pattern("FFFS")
+    runs = {roles: [row for asked, row in engine.asked if asked == roles] for roles, _ in engine.asked}
+    assert {roles: len(rows) for roles, rows in runs.items()} == {"FFFF": 16, "FSFF": 4, "FFSF": 8, "FFFS": 16}
+    assert runs["FFFS"] == half
+
+
+def test_segments_leave_locked_layers_alone() -> None:
+    native = Pattern("FFSFFF")
+    engine = TableEngine(lambda pattern, row: float(sum(layer != 3 for layer in pattern.shared_layers)))
+    judge = judge_of(engine, token_set())
+    costs = SegmentCosts(native, judge)
+    assert np.isinf(costs.estimates()[:, 2]).all()
+    assert costs.cheapest(4) == Pattern("FFSSFF")
+    assert costs.cheapest(5) == native
+    assert costs.cheapest(1) == Pattern("FSSSSS")
 
 
 def test_exhaustive_lists_every_pattern_once() -> None:

@@ -70,9 +70,9 @@ class Judge:
         best = alive[0]
         return Choice(best, objectives.loss(found[best], self._data).mean, increases)
 
-    def scout(self, patterns: Sequence[Pattern], reference: Pattern) -> list[float]:
-        """Increases of `patterns` over `reference` on the first share alone: what to look at closer."""
-        rows = self.shares[0]
+    def scout(self, patterns: Sequence[Pattern], reference: Pattern, share: int = 0) -> list[float]:
+        """Increases of `patterns` over `reference` on one share alone, the first by default: what to look at closer."""
+        rows = self.shares[share]
         base = self._evaluator.evaluations([reference], rows)[0]
         found = self._evaluator.evaluations(patterns, rows)
         return [objectives.increase(item, base, self._data).mean for item in found]

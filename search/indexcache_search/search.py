@@ -23,7 +23,7 @@ from indexcache_search.strategies.exhaustive import count_patterns, every_patter
 from indexcache_search.strategies.floating import floating
 from indexcache_search.strategies.greedy import Step, check_reachable, count_evaluations, greedy
 from indexcache_search.strategies.lazy import lazy_greedy
-from indexcache_search.strategies.segment_costs import cheapest_pattern, measure_segments
+from indexcache_search.strategies.segment_costs import SegmentCosts
 from indexcache_search.strategies.similarity import similarity_pattern
 from indexcache_search.strategies.swaps import improve
 from indexcache_search.tokens import TokenSet
@@ -210,17 +210,17 @@ class Search:
         """
         counts = self.settings.full_layers(self.model)
         strategy = self.settings.strategy
-        if strategy in ("greedy", "lazy", "floating", "segments"):
+        if strategy in ("greedy", "lazy", "floating"):
             steps = self._flip(min(counts.values()))
             by_count = {len(step.pattern.full_layers): step.pattern for step in steps}
             by_count[len(self.model.native.full_layers)] = self.model.native
             patterns = {retention: by_count[count] for retention, count in counts.items()}
             if strategy == "floating":
                 steps = ()
+        elif strategy == "segments":
+            steps, patterns = (), self._by_segments(counts)
         else:
             steps, patterns = (), {retention: self._at_once(retention, count) for retention, count in counts.items()}
-        if strategy == "segments":
-            patterns = self._by_segments(patterns)
         if self.settings.swaps:
             patterns = {retention: self._improved(pattern) for retention, pattern in patterns.items()}
         self.calibration.evaluations(list(patterns.values()))
@@ -258,18 +258,13 @@ class Search:
             raise SearchError(f"--strategy similarity can't be had with {self.engine.name}, expected another one")
         return similarity_pattern(matrix, count, self.model.locked)
 
-    def _by_segments(self, patterns: dict[Fraction, Pattern]) -> dict[Fraction, Pattern]:
-        """The better one at each retention of `patterns` and what the segment costs say."""
-        native = self.model.native
-        losses = self.judge.losses([native, *patterns.values()])
-        costs = measure_segments(native, max(losses) - losses[0], self.judge)
-        self.notice(f"measured {len(costs)} segments of layers")
-        better = {}
-        for retention, pattern in patterns.items():
-            rival = cheapest_pattern(costs, native, len(pattern.full_layers))
-            rivals = [pattern] if rival in (None, pattern) else [pattern, rival]
-            better[retention] = rivals[self.judge.choose(rivals, native).best]
-        return better
+    def _by_segments(self, counts: dict[Fraction, int]) -> dict[Fraction, Pattern]:
+        """The patterns whose segments cost least."""
+        costs, patterns = SegmentCosts(self.model.native, self.judge), {}
+        for retention, count in counts.items():
+            patterns[retention] = costs.cheapest(count)
+            self.notice(f"{retention}: {patterns[retention]}, {len(costs)} segments of layers measured so far")
+        return patterns
 
     def _improved(self, pattern: Pattern) -> Pattern:
         """`pattern` after local search."""

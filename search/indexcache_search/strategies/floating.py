@@ -66,14 +66,9 @@ def _take_back(
     layers = sorted({*dear, *near})
     if not layers:
         return None
-    patterns = [with_full(pattern, layer) for layer in layers]
+    patterns = [pattern.unshare(layer) for layer in layers]
     choice = judge.choose(patterns, pattern)
     losses = {
         layer: choice.loss - choice.increases[choice.best] + choice.increases[at] for at, layer in enumerate(layers)
     }
     return Step(layers[choice.best], patterns[choice.best], choice.loss, losses)
-
-
-def with_full(pattern: Pattern, layer: int) -> Pattern:
-    """`pattern` with an `F` at `layer`."""
-    return Pattern.from_full_layers(len(pattern), {*pattern.full_layers, layer})

@@ -23,9 +23,6 @@ def similarity_pattern(similarity: NDArray[np.float64], full_layers: int, locked
         SearchError: if there are fewer layers that can be `F`.
     """
     below = np.cumsum(similarity, axis=0)  # [m, j] = sum of S[0..m, j]
-    return cheapest_segments(
-        similarity.shape[0],
-        full_layers,
-        lambda source, end: -float(below[end - 1, source] - below[source, source]),
-        locked,
-    )
+    costs = np.zeros((len(similarity), len(similarity) + 1))
+    costs[:, 1:] = np.diag(below)[:, None] - below.T
+    return cheapest_segments(costs, full_layers, locked)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from indexcache_search.judge import Judge
-from indexcache_search.strategies.floating import with_full
 from sglang_indexcache import Pattern
 
 
@@ -37,14 +36,14 @@ def improve(pattern: Pattern, native: Pattern, judge: Judge, tries: int) -> Iter
         shared = [layer for layer in pattern.shared_layers if native[layer] == "F"]
         if not full or not shared:
             return
-        alone = [pattern.share(layer) for layer in full] + [with_full(pattern, layer) for layer in shared]
+        alone = [pattern.share(layer) for layer in full] + [pattern.unshare(layer) for layer in shared]
         change = dict(zip([*full, *shared], judge.scout(alone, pattern), strict=True))
         ranked = sorted(
             ((change[one] + change[other], one, other) for one in full for other in shared),
         )
         pairs = [(one, other) for _, one, other in ranked[:tries]]
         pairs += [(one, other) for _, one, other in ranked[tries:] if abs(one - other) == 1]
-        patterns = [with_full(pattern.share(one), other) for one, other in pairs]
+        patterns = [pattern.share(one).unshare(other) for one, other in pairs]
         choice = judge.choose(patterns, pattern)
         found = patterns[choice.best]
         if choice.increases[choice.best] >= -judge.noise(found, pattern):
