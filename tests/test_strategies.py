@@ -267,8 +267,24 @@ def test_segments_that_a_pattern_needs_are_measured_on_half_of_the_sequences() -
     costs = SegmentCosts(Pattern.full(4), judge_of(engine, data, race=True))
     assert costs.cheapest(3) == Pattern("FFFS")
     runs = {roles: [row for asked, row in engine.asked if asked == roles] for roles, _ in engine.asked}
-    assert {roles: len(rows) for roles, rows in runs.items()} == {"FFFF": 16, "FSFF": 4, "FFSF": 8, "FFFS": 16}
-    assert runs["FFFS"] == half
+    assert {roles: len(rows) for roles, rows in runs.items()} == {"FFFF": 32, "FSFF": 4, "FFSF": 8, "FFFS": 32}
+    assert sorted(runs["FFFS"][:16]) == sorted(half)  # and the pattern itself on all
+
+
+def test_segments_are_measured_on_everything_where_half_did_not_show_what_they_cost() -> None:
+    data = token_set(32)
+    half = judge_of(TableEngine(lambda pattern, row: 0.0), data, race=True).shares[-2]
+
+    def loss(pattern: Pattern, row: int) -> float:
+        rare = 9.0 * (pattern[1] == "S" and row not in half)  # an ability that only later sequences need
+        costs = {1: 0.1, 2: 9.0, 3: 1.0, 4: 9.0, 5: 1.1, 6: 1.3}
+        return rare + sum(costs[layer] * (layer - pattern.source_layers[layer]) for layer in pattern.shared_layers)
+
+    engine = TableEngine(loss)
+    costs = SegmentCosts(Pattern.full(7), judge_of(engine, data, race=True))
+    assert costs.cheapest(4) == Pattern("FFFSFSS")
+    assert sum(roles == "FFSFFFF" for roles, _ in engine.asked) == 4
+    assert sum(roles == "FSFFFFF" for roles, _ in engine.asked) == 32
 
 
 def test_segments_leave_locked_layers_alone() -> None:
