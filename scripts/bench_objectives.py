@@ -35,7 +35,7 @@ OBJECTIVES: tuple[Objective, ...] = ("nll", "kl")
 
 def steps_of_a_search(engine: TransformersEngine, data: TokenSet) -> list[list[Pattern]]:
     """Candidates after 0, 1/4, 1/2 and 3/4 of the flips of lazy greedy."""
-    settings = Settings((Fraction(1, 8),), "lazy")
+    settings = Settings((Fraction(1, 8),), "lazy", objective="nll")
     names = identity(engine, data, data, settings)
     with tempfile.TemporaryDirectory() as folder, Journal(Path(folder), names, today()) as journal:
         search = Search(engine, data, data, settings, journal)

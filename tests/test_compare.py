@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from typer.testing import CliRunner
 
 from indexcache_search import demo
 from indexcache_search.compare import tasks
-from indexcache_search.engines.transformers import load_tokenizer
+from indexcache_search.engines.transformers import describe_model, load_tokenizer
 from indexcache_search.errors import DataError
-from indexcache_search.eval_cli import app
+from indexcache_search.eval_cli import app, named_patterns
 from sglang_indexcache import Pattern
 from tests.patterns import write_pattern
 
@@ -218,3 +219,10 @@ def test_a_server_without_logprobs_is_refused(stubs: list[Stub], tmp_path: Path)
     urls = ["--endpoint", stubs[0].url] * 2
     result = run(*urls, "--evaluation", "demo:copy", "--num-sequences", "1", "--output", str(tmp_path))
     assert result.exit_code == 2 and "gives no logprobs of a prompt" in result.stderr
+
+
+def test_the_shipped_patterns_are_for_the_demo_model() -> None:
+    model = describe_model(str(demo.MODEL))
+    kept = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 8)]
+    names = [(name, str(share)) for name, share, _ in named_patterns(list(demo.PATTERNS), kept, model, False)]
+    assert names == [(name, share) for name in ("segments", "similarity") for share in ("1/2", "1/4", "1/8")]

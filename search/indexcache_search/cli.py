@@ -108,8 +108,12 @@ def search(
         str, typer.Option(help="Shares of indexers to keep; the first is the file's default.")
     ] = "1/2,1/4,1/8",
     strategy: Annotated[
-        StrategyName, typer.Option(help="greedy is the paper's Algorithm 1, lazy a cheaper one; see docs/search.md.")
-    ] = StrategyName.LAZY,
+        StrategyName,
+        typer.Option(
+            help="segments finds a pattern for each --retain; greedy is the paper's Algorithm 1, lazy a cheaper one:"
+            " their files serve any retention. See docs/search.md."
+        ),
+    ] = StrategyName.SEGMENTS,
     candidates: Annotated[
         int, typer.Option(help="lazy: flips that a step evaluates at least. More: surer, dearer.", min=1)
     ] = 3,

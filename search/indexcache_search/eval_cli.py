@@ -23,8 +23,12 @@ EPILOG = """
 Examples:
 
 \b
+  indexcache-eval
+      The demo: patterns that indexcache-search found for it, beside uniform ones, on held-out text and recall tasks.
+
+\b
   indexcache-eval --pattern indexcache-demo/pattern.yaml
-      The demo: what indexcache-search found, beside uniform patterns, on held-out text and recall tasks.
+      The demo with what you found.
 
 \b
   indexcache-eval --model zai-org/GLM-5 --pattern deploy/glm5.yaml@1/4 --pattern published=FFSFSSS... \\
@@ -48,7 +52,10 @@ def evaluate(
     model: Annotated[str | None, typer.Option(help="Folder or hub id of a DSA model. Default: the demo model.")] = None,
     pattern: Annotated[
         list[str] | None,
-        typer.Option(help="[NAME=]FILE[@RETENTION] or NAME=LETTERS; repeatable.", metavar="PATTERN"),
+        typer.Option(
+            help="[NAME=]FILE[@RETENTION] or NAME=LETTERS; repeatable. Default: the demo's, for the demo model.",
+            metavar="PATTERN",
+        ),
     ] = None,
     endpoint: Annotated[
         list[str] | None,
@@ -88,6 +95,8 @@ def evaluate(
 
     console = Console(stderr=True, highlight=False)
     with errors_in_one_line(console, "indexcache-eval"):
+        if model is None and not endpoint:
+            pattern = pattern or list(demo.PATTERNS)
         if bool(pattern) == bool(endpoint):
             raise SearchError("expected either --pattern or --endpoint")
         if endpoint and len(endpoint) < 2:

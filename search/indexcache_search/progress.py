@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from types import TracebackType
 from typing import Self
 
@@ -20,6 +21,7 @@ from indexcache_search import objectives
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.strategies.greedy import Step
 from indexcache_search.tokens import TokenSet
+from sglang_indexcache import Pattern
 
 
 class SearchProgress:
@@ -99,6 +101,14 @@ class SearchProgress:
             f"step {number:>3}: layer {step.layer:>3} -> {role}, {kept} of {len(step.pattern)} F,"
             f" loss {step.loss:.4f} ({change:+.4f})"
         )
+        self._best = None
+
+    def found(self, retention: Fraction, pattern: Pattern, done: float) -> None:
+        """Say which pattern was found at once; `done` is about the share of the work that is behind."""
+        if self._estimated:
+            assert self._task is not None
+            self._progress.update(self._task, total=self._done / done)
+        self._progress.console.print(f"{retention!s:>4}: {pattern}", soft_wrap=True)
         self._best = None
 
     def notice(self, line: str) -> None:

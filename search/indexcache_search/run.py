@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from indexcache_search.progress import SearchProgress
 from indexcache_search.search import Search, Settings, identity, today
 from indexcache_search.strategies.greedy import Step
 from indexcache_search.tokens import TokenSet
+from sglang_indexcache import Pattern
 from sglang_indexcache.pattern_file import write_atomically
 
 OVERLAP_ROWS = 64  # queries a sequence for the overlap matrix
@@ -162,14 +164,19 @@ def _search(search: Search, files: Files, console: Console) -> dict[str, Any]:
     with SearchProgress(console) as progress:
         search.on_evaluation = progress.evaluated
 
+        retain = search.settings.retain
         stop = min(search.settings.full_layers(search.model).values())
         flips = len(search.model.native.full_layers) - stop
 
         def on_step(step: Step, steps: tuple[Step, ...]) -> None:
-            search.partial_file(steps).save(partial)
+            search.partial_file(step.pattern, steps, {}).save(partial)
             progress.committed(step, len(steps), flips)
 
-        search.on_step, search.notice = on_step, progress.notice
+        def on_pattern(retention: Fraction, patterns: dict[Fraction, Pattern]) -> None:
+            search.partial_file(next(iter(patterns.values())), (), patterns).save(partial)
+            progress.found(retention, patterns[retention], sum(map(float, patterns)) / sum(map(float, retain)))
+
+        search.on_step, search.on_pattern, search.notice = on_step, on_pattern, progress.notice
         with timed("search"):
             progress.begin(f"{search.settings.strategy} search", search.planned_sequences(), search.calibration.data)
             search.evaluate_baseline()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -59,12 +60,12 @@ class Settings:
     """
 
     retain: tuple[Fraction, ...]
-    strategy: Strategy = "lazy"
+    strategy: Strategy = "segments"
     blocks: int = 1
     candidates: tuple[int, int] = (3, 6)
     race: bool = True
     swaps: int = 0
-    objective: Objective = "nll"
+    objective: Objective = "kl"
     seed: int = 0
 
     def full_layers(self, model: DsaModel) -> dict[Fraction, int]:
@@ -162,6 +163,7 @@ class Search:
         self.engine, self.settings, self.journal = engine, settings, journal
         self.on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None
         self.on_step: Callable[[Step, tuple[Step, ...]], None] = lambda step, steps: None
+        self.on_pattern: Callable[[Fraction, dict[Fraction, Pattern]], None] = lambda retention, patterns: None
         self.notice: Callable[[str], None] = lambda line: None
         self.calibration = Evaluator(
             engine, calibration, settings.objective, journal, "calibration", lambda item: self.on_evaluation(item)
@@ -206,7 +208,8 @@ class Search:
     def find(self) -> Found:
         """Run the strategy, then local search if that is wanted.
 
-        `on_step` is told of every committed flip and of all so far, `notice` of what else is worth a line.
+        `on_step` is told of every committed flip and of all so far, `on_pattern` of a pattern found at once and of all
+        so far, `notice` of what else is worth a line.
         """
         counts = self.settings.full_layers(self.model)
         strategy = self.settings.strategy
@@ -217,10 +220,12 @@ class Search:
             patterns = {retention: by_count[count] for retention, count in counts.items()}
             if strategy == "floating":
                 steps = ()
-        elif strategy == "segments":
-            steps, patterns = (), self._by_segments(counts)
         else:
-            steps, patterns = (), {retention: self._at_once(retention, count) for retention, count in counts.items()}
+            steps, patterns = (), {}
+            for retention, count in counts.items():
+                patterns[retention] = self._at_once(retention, count)
+                self.calibration.evaluations([patterns[retention]])
+                self.on_pattern(retention, patterns)
         if self.settings.swaps:
             patterns = {retention: self._improved(pattern) for retention, pattern in patterns.items()}
         self.calibration.evaluations(list(patterns.values()))
@@ -243,6 +248,8 @@ class Search:
 
     def _at_once(self, retention: Fraction, count: int) -> Pattern:
         """The pattern with `count` `F` layers of a strategy that makes no steps."""
+        if self.settings.strategy == "segments":
+            return self.segment_costs.cheapest(count)
         if self.settings.strategy == "uniform":
             return uniform_pattern(self.model, retention)
         if self.settings.strategy == "exhaustive":
@@ -258,13 +265,10 @@ class Search:
             raise SearchError(f"--strategy similarity can't be had with {self.engine.name}, expected another one")
         return similarity_pattern(matrix, count, self.model.locked)
 
-    def _by_segments(self, counts: dict[Fraction, int]) -> dict[Fraction, Pattern]:
-        """The patterns whose segments cost least."""
-        costs, patterns = SegmentCosts(self.model.native, self.judge), {}
-        for retention, count in counts.items():
-            patterns[retention] = costs.cheapest(count)
-            self.notice(f"{retention}: {patterns[retention]}, {len(costs)} segments of layers measured so far")
-        return patterns
+    @cached_property
+    def segment_costs(self) -> SegmentCosts:
+        """What is known of the costs of segments."""
+        return SegmentCosts(self.model.native, self.judge)
 
     def _improved(self, pattern: Pattern) -> Pattern:
         """`pattern` after local search."""
@@ -326,10 +330,10 @@ class Search:
         """The pattern file of what was found."""
         return self._file(found, found.patterns[self.settings.retain[0]])
 
-    def partial_file(self, steps: tuple[Step, ...]) -> PatternFile:
-        """The pattern file of an unfinished search; its default is the last step's pattern."""
+    def partial_file(self, default: Pattern, steps: tuple[Step, ...], patterns: dict[Fraction, Pattern]) -> PatternFile:
+        """The pattern file of a search that goes on: its steps or patterns so far."""
         nested = () if self.settings.strategy == "floating" else steps
-        return self._file(Found(nested, {}, self.calibration.cost), steps[-1].pattern)
+        return self._file(Found(nested, patterns, self.calibration.cost), default)
 
     def _file(self, found: Found, default: Pattern) -> PatternFile:
         data = self.calibration.data

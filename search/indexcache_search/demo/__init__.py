@@ -1,4 +1,4 @@
-"""The demo model that ships with the package, and its calibration and held-out data.
+"""The demo model that ships with the package, its calibration and held-out data, and patterns found for it.
 
 See `indexcache-demo/README.md` in this folder for the model card.
 """
@@ -11,6 +11,7 @@ from indexcache_search.errors import DataError
 
 FOLDER = Path(__file__).parent
 MODEL = FOLDER / "indexcache-demo"
+PATTERNS = tuple(str(FOLDER / "patterns" / f"{strategy}.yaml") for strategy in ("segments", "similarity"))
 RECALL_TASKS = ("kv_end", "chain", "multi", "update", "copy")
 CALIBRATION = ("demo:calibration-text", "demo:calibration-recall")
 EVALUATION = ("demo:text", *(f"demo:{task}" for task in RECALL_TASKS))
