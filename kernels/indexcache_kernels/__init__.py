@@ -1,0 +1,10 @@
+"""Memory-lean kernels for DeepSeek Sparse Attention, in Triton.
+
+Every operation is a folder: `naive.py` is its definition in PyTorch, `triton.py` the kernel, `README.md` the maths.
+"""
+
+from indexcache_kernels.errors import KernelInputError
+from indexcache_kernels.indexer_topk import causal_ranges, indexer_topk
+from indexcache_kernels.topk_overlap import topk_overlap
+
+__all__ = ["KernelInputError", "causal_ranges", "indexer_topk", "topk_overlap"]

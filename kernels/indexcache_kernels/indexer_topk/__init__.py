@@ -1,0 +1,104 @@
+"""Lightning-indexer scores and the exact top-k of each query, without the `[T, L]` scores."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from indexcache_kernels.errors import KernelInputError
+from indexcache_kernels.indexer_topk import naive
+
+Backend = Literal["auto", "naive", "triton"]
+KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+
+
+def indexer_topk(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    topk: int,
+    k_scale: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """The `topk` keys that score highest for each query: score = the sum over heads of weight x ReLU(q . k) x k_scale.
+
+    Deterministic: of equal scores the lower indices are taken. Scores must not be NaN.
+
+    Args:
+        q: `[T, H, D]`, in the dtype of `k`. Scales of quantised queries belong into `weights`.
+        k: `[L, D]`: float32, bfloat16, float16 or float8_e4m3fn.
+        weights: `[T, H]`, float32; softmax scale and scales of `q` included.
+        starts: `[T]`, int32, the first key that a query sees; see `causal_ranges`.
+        ends: `[T]`, int32, one past the last.
+        topk: keys of a query.
+        k_scale: `[L]`, float32, of the rows of a quantised `k`.
+        backend: `naive` is PyTorch with dense scores, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes
+            that on CUDA.
+
+    Returns:
+        `[T, topk]`, int32: rows of `k`, in no order; -1 behind them where a query sees fewer.
+
+    Raises:
+        KernelInputError: if shapes, dtypes or devices don't fit together.
+    """
+    _check(q, k, weights, starts, ends, topk, k_scale)
+    if backend == "naive" or (backend == "auto" and not q.is_cuda):
+        return naive.indexer_topk(q, k, weights, starts, ends, topk, k_scale)
+    from indexcache_kernels.indexer_topk import triton
+
+    return triton.indexer_topk(
+        q.contiguous(),
+        k.contiguous(),
+        weights.contiguous(),
+        starts.contiguous(),
+        ends.contiguous(),
+        topk,
+        None if k_scale is None else k_scale.contiguous(),
+    )
+
+
+def causal_ranges(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """First key and one past the last of each query, where sequences stand one behind the other and see their past.
+
+    Args:
+        cu_seqlens: `[sequences + 1]`, where sequences begin, and the end of the last.
+
+    Returns:
+        Two tensors `[T]`, int32.
+    """
+    lengths = cu_seqlens.diff()
+    starts = torch.repeat_interleave(cu_seqlens[:-1], lengths).int()
+    return starts, torch.arange(1, len(starts) + 1, dtype=torch.int32, device=starts.device)
+
+
+def _check(
+    q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, topk: int, k_scale: Tensor | None
+) -> None:
+    if q.ndim != 3 or k.ndim != 2 or q.shape[2] != k.shape[1]:
+        raise KernelInputError(f"q is {_shape(q)} and k {_shape(k)}, expected [T, H, D] and [L, D]")
+    if q.dtype != k.dtype or k.dtype not in KEY_DTYPES:
+        raise KernelInputError(f"q is {q.dtype} and k {k.dtype}, expected the same one of {KEY_DTYPES}")
+    queries, heads, _ = q.shape
+    expected = {"weights": (weights, (queries, heads)), "starts": (starts, (queries,)), "ends": (ends, (queries,))}
+    if k_scale is not None:
+        expected["k_scale"] = (k_scale, (k.shape[0],))
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape:
+            raise KernelInputError(f"{name} is {_shape(tensor)}, expected {list(shape)}")
+        dtype = torch.int32 if name in ("starts", "ends") else torch.float32
+        if tensor.dtype != dtype:
+            raise KernelInputError(f"{name} is {tensor.dtype}, expected {dtype}")
+        if tensor.device != q.device:
+            raise KernelInputError(f"{name} is on {tensor.device}, q on {q.device}")
+    if k.device != q.device:
+        raise KernelInputError(f"k is on {k.device}, q on {q.device}")
+    if topk < 1:
+        raise KernelInputError(f"topk is {topk}, expected at least 1")
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)

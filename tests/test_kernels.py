@@ -1,0 +1,175 @@
+"""Kernels against their definitions; under Triton's interpreter where there is no CUDA device."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+INTERPRETED = not torch.cuda.is_available()
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
+from indexcache_kernels import KernelInputError, causal_ranges, indexer_topk, topk_overlap
+from indexcache_kernels.indexer_topk import naive
+from indexcache_kernels.indexer_topk import triton as indexer_topk_triton
+from indexcache_kernels.topk_overlap import triton as topk_overlap_triton
+
+if INTERPRETED:
+    del os.environ["TRITON_INTERPRET"]  # not for servers that other tests start
+assert topk_overlap_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def inputs(queries: int, keys: int, heads: int, dim: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """Random queries, keys, weights of both signs, and scales of quantised keys."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    found = {
+        "q": normal(queries, heads, dim).to(dtype),
+        "k": normal(keys, dim).to(dtype),
+        "weights": normal(queries, heads),
+    }
+    if dtype == torch.float8_e4m3fn:
+        found["k_scale"] = normal(keys).exp()
+    return found
+
+
+def causal(queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """Ranges of queries that are the last of `keys` tokens."""
+    ends = torch.arange(keys - queries + 1, keys + 1, dtype=torch.int32, device=DEVICE)
+    return torch.zeros_like(ends), ends
+
+
+def check_topk(found: Tensor, given: dict[str, Tensor], starts: Tensor, ends: Tensor, topk: int) -> None:
+    """Every row holds as many keys as it can, each once, and none left out scores higher than one taken, but for
+    rounding."""
+    scores = naive.indexer_scores(
+        given["q"].double(), given["k"].double(), given["weights"].double(), given.get("k_scale")
+    )
+    assert found.dtype == torch.int32 and found.shape == (len(starts), topk)
+    for row, chosen, start, end in zip(scores, found.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        kept = [index for index in chosen if index >= 0]
+        assert kept == chosen[: len(kept)] and len(kept) == len(set(kept))
+        assert len(kept) == min(topk, max(0, end - start))
+        assert all(start <= index < end for index in kept)
+        others = sorted(set(range(start, end)) - set(kept))
+        if kept and others:
+            tolerance = 1e-5 * row.abs().max()
+            assert row[others].max() <= row[kept].min() + tolerance
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "dim", "topk"),
+    [(1, 1, 1, 16, 4), (63, 63, 4, 32, 16), (5, 111, 3, 24, 64), (17, 1000, 32, 128, 100), (3, 130, 64, 128, 200)],
+)
+def test_indexer_topk_takes_the_highest_scores(
+    queries: int, keys: int, heads: int, dim: int, topk: int, dtype: torch.dtype
+) -> None:
+    given, (starts, ends) = inputs(queries, keys, heads, dim, dtype), causal(queries, keys)
+    check_topk(indexer_topk(**given, starts=starts, ends=ends, topk=topk, backend="triton"), given, starts, ends, topk)
+
+
+def test_indexer_topk_of_ragged_sequences_in_a_small_workspace() -> None:
+    lengths = torch.tensor([0, 7, 8, 21, 21, 50], dtype=torch.int32, device=DEVICE)
+    starts, ends = causal_ranges(lengths)
+    assert starts.tolist()[:9] == [0] * 7 + [7, 8] and ends.tolist()[:3] == [1, 2, 3]
+    given = inputs(50, 50, 32, 32, torch.bfloat16)
+    tensors = (given["q"], given["k"], given["weights"], starts, ends)
+    for workspace in (1, 3_000):
+        found = indexer_topk_triton.indexer_topk(*tensors, 16, workspace=workspace)
+        check_topk(found, given, starts, ends, 16)
+        assert torch.equal(found, indexer_topk_triton.indexer_topk(*tensors, 16))
+
+
+@pytest.mark.parametrize("kind", ["random", "misleading sample", "equal"])
+def test_indexer_topk_of_rows_longer_than_the_room_for_candidates(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexer_topk_triton, "SAMPLE", 32)
+    queries, keys = 3, 770
+    given = {name: tensor.round() for name, tensor in inputs(queries, keys, 2, 16, torch.float32).items()}  # exact
+    given["weights"].abs_()
+    starts, ends = causal(queries, keys)
+    starts[1], ends[1] = 300, 400
+    if kind == "misleading sample":
+        given["k"][:: (keys - 2) // 32] = given["q"][0, 0] * 9  # the highest scores stand where the sample looks
+    elif kind == "equal":
+        given["weights"][:] = 0.0
+    found = indexer_topk(**given, starts=starts, ends=ends, topk=60, backend="triton")
+    assert torch.equal(
+        found.sort(dim=1).values, indexer_topk(**given, starts=starts, ends=ends, topk=60, backend="naive")
+    )
+
+
+def test_indexer_topk_takes_the_lowest_of_equal_scores() -> None:
+    queries, keys = 4, 100
+    given = {name: tensor.round() for name, tensor in inputs(queries, keys, 2, 16, torch.float32).items()}  # exact
+    given["k"][:] = given["k"][:4].repeat(25, 1)  # every score 25 times
+    given["weights"][1] = 0.0  # all equal
+    given["weights"][2] = -1.0  # zeros of both signs
+    starts, ends = causal(queries, keys)
+    found = indexer_topk(**given, starts=starts, ends=ends, topk=30, backend="triton")
+    found = found.sort(dim=1).values
+    assert torch.equal(found, indexer_topk(**given, starts=starts, ends=ends, topk=30, backend="naive"))
+    assert found[1].tolist() == list(range(30))
+
+
+def test_indexer_topk_of_rows_that_see_nothing() -> None:
+    given = inputs(3, 8, 2, 16, torch.float32)
+    starts, ends = (torch.tensor(item, dtype=torch.int32, device=DEVICE) for item in ([0, 5, 2], [0, 5, 4]))
+    for backend in ("naive", "triton"):
+        found = indexer_topk(**given, starts=starts, ends=ends, topk=3, backend=backend)  # type: ignore[arg-type]
+        assert found.tolist() == [[-1, -1, -1], [-1, -1, -1], [2, 3, -1]]
+
+
+def test_indexer_topk_repeats_bit_for_bit() -> None:
+    given, (starts, ends) = inputs(20, 300, 4, 32, torch.bfloat16), causal(20, 300)
+    first = indexer_topk(**given, starts=starts, ends=ends, topk=50, backend="triton")
+    for _ in range(100 if DEVICE == "cuda" else 2):
+        assert torch.equal(first, indexer_topk(**given, starts=starts, ends=ends, topk=50, backend="triton"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("q", lambda q: q[:, 0], "q is [4, 16] and k [9, 16], expected [T, H, D] and [L, D]"),
+        ("k", lambda k: k.bfloat16(), "q is torch.float32 and k torch.bfloat16"),
+        ("weights", lambda weights: weights[:2], "weights is [2, 2], expected [4, 2]"),
+        ("starts", lambda starts: starts.long(), "starts is torch.int64, expected torch.int32"),
+        ("topk", lambda topk: 0, "topk is 0, expected at least 1"),
+    ],
+)
+def test_indexer_topk_says_what_does_not_fit(name: str, change: object, message: str) -> None:
+    starts, ends = causal(4, 9)
+    given = {**inputs(4, 9, 2, 16, torch.float32), "starts": starts, "ends": ends, "topk": 2}
+    given[name] = change(given[name])  # type: ignore[operator]
+    with pytest.raises(KernelInputError) as error:
+        indexer_topk(**given)  # type: ignore[arg-type]
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layers", "rows", "topk", "keys"), [(1, 1, 1, 1), (4, 3, 63, 100), (3, 2, 111, 111), (2, 2, 1000, 5000)]
+)
+def test_topk_overlap_counts_what_layers_share(layers: int, rows: int, topk: int, keys: int) -> None:
+    generator = torch.Generator().manual_seed(layers)
+    indices = torch.stack([torch.randperm(keys, generator=generator)[:topk] for _ in range(layers * rows)])
+    indices = indices.reshape(layers, rows, topk).int().to(DEVICE)
+    indices[0, 0, topk // 2 :] = -1
+    found = topk_overlap(indices, backend="triton")
+    assert torch.equal(found, topk_overlap(indices, backend="naive"))
+    assert found[0, 0, 0] == topk // 2 and found[-1, -1, -1] == (topk if layers * rows > 1 else 0)
+    with pytest.raises(KernelInputError):
+        topk_overlap(indices.long())
