@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -173,3 +175,39 @@ def test_topk_overlap_counts_what_layers_share(layers: int, rows: int, topk: int
     assert found[0, 0, 0] == topk // 2 and found[-1, -1, -1] == (topk if layers * rows > 1 else 0)
     with pytest.raises(KernelInputError):
         topk_overlap(indices.long())
+
+
+COMPILE = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from indexcache_kernels.indexer_topk.triton import _scores_kernel, _select_kernel
+from indexcache_kernels.topk_overlap.triton import _overlap_kernel
+
+def ptx(kernel, types, constants, **options):
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    constants = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+pointers = {"starts": "*i32", "ends": "*i32", "scores": "*fp32", "candidates": "*i32", "found": "*i32"}
+numbers = dict.fromkeys(("first_row", "rows", "low", "stride", "layers"), "i32")
+common = {**pointers, **numbers}
+for key in ("fp8e4nv", "bf16"):
+    types = {**common, "q": "*" + key, "k": "*" + key, "weights": "*fp32", "k_scale": "*fp32"}
+    constants = dict(HEADS=32, PADDED_HEADS=32, DIM=128, PADDED_DIM=128, BLOCK_Q=4, BLOCK_K=64, BLOCKS_K=16)
+    constants |= dict(SCALED=key == "fp8e4nv", PRECISION="tf32", UPCAST=False)
+    assert "wgmma" in ptx(_scores_kernel, types, constants, num_warps=4, num_stages=3), key
+ptx(_select_kernel, common, dict(TOPK=2048, SAMPLE=2048, ROOM=4096, BLOCK=1024), num_warps=4)
+ptx(_overlap_kernel, {**common, "ordered": "*i32"}, dict(TOPK=2048, STEPS=12, BLOCK=1024), num_warps=4)
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_hopper_and_use_its_tensor_cores() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr

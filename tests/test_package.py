@@ -59,8 +59,13 @@ def test_the_wheel_runs_the_demo_outside_the_checkout(tmp_path: Path) -> None:
     subprocess.run(build, check=True, capture_output=True, timeout=600)
     [wheel] = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert not [name for name in names if name.startswith(("tests/", "scripts/", "search/", "build/"))]
-    for name in ("sglang_indexcache/py.typed", "sglang_indexcache/pattern_file.schema.json"):
+    assert not [name for name in names if name.startswith(("tests/", "scripts/", "search/", "kernels/", "build/"))]
+    for name in (
+        "sglang_indexcache/py.typed",
+        "sglang_indexcache/pattern_file.schema.json",
+        "indexcache_search/demo/patterns/segments.yaml",
+        "indexcache_kernels/indexer_topk/triton.py",
+    ):
         assert name in names
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]

@@ -91,7 +91,13 @@ def evaluate(
     """
     from indexcache_search.calibration import TokenReader
     from indexcache_search.compare import held_out, measure, result
-    from indexcache_search.engines.transformers import describe_model, load_tokenizer, read_config, set_quiet
+    from indexcache_search.engines.transformers import (
+        check_seq_len,
+        describe_model,
+        load_tokenizer,
+        read_config,
+        set_quiet,
+    )
 
     console = Console(stderr=True, highlight=False)
     with errors_in_one_line(console, "indexcache-eval"):
@@ -107,10 +113,7 @@ def evaluate(
         retentions = [parse_retention(item) for item in retain.split(",")]
         named = named_patterns(pattern or [], retentions, description, uniform)
         length = seq_len or (512 if model is None else 4 * description.index_topk)
-        if length > config.max_position_embeddings:
-            raise SearchError(
-                f"--seq-len is {length}, but the model was made for {config.max_position_embeddings} tokens"
-            )
+        check_seq_len(length, config)
         data = held_out.build(
             TokenReader(lambda: load_tokenizer(name), config.vocab_size, length),
             lambda: load_tokenizer(name),
@@ -189,17 +192,10 @@ def _patterns(
     from indexcache_search.engines.transformers import TransformersEngine
     from indexcache_search.evaluator import Evaluator
     from indexcache_search.journal import FILE_NAME, Journal
-    from indexcache_search.search import JOURNAL_FORMAT, today
+    from indexcache_search.search import engine_identity, today
 
     engine = TransformersEngine.load(name, *runtime)
-    identity = {
-        "format": JOURNAL_FORMAT,
-        "model": engine.model.name,
-        "config_sha256": engine.model.config_sha256,
-        "engine": engine.name,
-        **engine.settings,
-        "held-out": data.data.sha256,
-    }
+    identity = {**engine_identity(engine), "held-out": data.data.sha256}
     if restart:
         (output / "work" / FILE_NAME).unlink(missing_ok=True)
     with Journal(output / "work", identity, today()) as journal:

@@ -22,12 +22,12 @@ from indexcache_search.engines.own_server import own_server
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import (
     TransformersEngine,
+    check_seq_len,
     describe_model,
     load_tokenizer,
     read_config,
     set_quiet,
 )
-from indexcache_search.errors import SearchError
 from indexcache_search.journal import FILE_NAME, Journal
 from indexcache_search.progress import SearchProgress
 from indexcache_search.search import Search, Settings, identity, today
@@ -119,8 +119,7 @@ def _load_data(model: str, data: Data, settings: Settings) -> tuple[TokenSet, To
     description, config = describe_model(model), read_config(model)
     settings.check(description)
     seq_len = data.seq_len or 4 * description.index_topk
-    if seq_len > config.max_position_embeddings:
-        raise SearchError(f"--seq-len is {seq_len}, but the model was made for {config.max_position_embeddings} tokens")
+    check_seq_len(seq_len, config)
     return build_token_sets(
         TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len),
         description,

@@ -392,14 +392,21 @@ class Search:
 def identity(engine: Engine, calibration: TokenSet, held_out: TokenSet, settings: Settings) -> dict[str, Any]:
     """What evaluations depend on: the journal's identity."""
     return {
+        **engine_identity(engine),
+        "objective": settings.objective,
+        "calibration": calibration.sha256,
+        "held-out": held_out.sha256,
+    }
+
+
+def engine_identity(engine: Engine) -> dict[str, Any]:
+    """The part of a journal's identity that says what evaluates."""
+    return {
         "format": JOURNAL_FORMAT,
         "model": engine.model.name,
         "config_sha256": engine.model.config_sha256,
         "engine": engine.name,
         **engine.settings,
-        "objective": settings.objective,
-        "calibration": calibration.sha256,
-        "held-out": held_out.sha256,
     }
 
 

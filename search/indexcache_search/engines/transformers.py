@@ -201,6 +201,16 @@ def read_config(model: str) -> PreTrainedConfig:
     return config
 
 
+def check_seq_len(seq_len: int, config: PreTrainedConfig) -> None:
+    """Check that a model was made for sequences of `seq_len` tokens.
+
+    Raises:
+        SearchError: if not.
+    """
+    if seq_len > config.max_position_embeddings:
+        raise SearchError(f"--seq-len is {seq_len}, but the model was made for {config.max_position_embeddings} tokens")
+
+
 def set_quiet() -> None:
     """Keep transformers' bars and hints out of ours."""
     transformers.utils.logging.set_verbosity_error()
