@@ -99,6 +99,13 @@ def test_share_flips_one_full_layer() -> None:
         Pattern("FFF").share(0)
 
 
+def test_unshare_takes_a_flip_back() -> None:
+    assert Pattern("FFF").share(1).unshare(1) == Pattern("FFF")
+    for layer in (0, 3, -1):
+        with pytest.raises(PatternError, match="not an S layer"):
+            Pattern("FSF").unshare(layer)
+
+
 @pytest.mark.parametrize(("text", "value"), [("1/4", Fraction(1, 4)), ("0.25", Fraction(1, 4)), (" 1 ", Fraction(1))])
 def test_parse_retention(text: str, value: Fraction) -> None:
     assert parse_retention(text) == value

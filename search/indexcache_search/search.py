@@ -226,6 +226,8 @@ class Search:
                 patterns[retention] = self._at_once(retention, count)
                 self.calibration.evaluations([patterns[retention]])
                 self.on_pattern(retention, patterns)
+        if strategy == "segments":
+            self.notice(f"measured {len(self.segment_costs)} segments of layers")
         if self.settings.swaps:
             patterns = {retention: self._improved(pattern) for retention, pattern in patterns.items()}
         self.calibration.evaluations(list(patterns.values()))

@@ -46,6 +46,7 @@ class SegmentCosts:
         self._measure([(before, after) for before, _, after in self._triples()])
 
     def __len__(self) -> int:
+        """How many segments were measured."""
         return len(self._costs)
 
     def cheapest(self, full_layers: int) -> Pattern:
