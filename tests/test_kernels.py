@@ -13,14 +13,15 @@ from torch import Tensor
 INTERPRETED = not torch.cuda.is_available()
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
-from indexcache_kernels import KernelInputError, causal_ranges, indexer_topk, topk_overlap
+from indexcache_kernels import KernelInputError, causal_ranges, indexer_topk, sparse_attention, topk_overlap
 from indexcache_kernels.indexer_topk import naive
 from indexcache_kernels.indexer_topk import triton as indexer_topk_triton
+from indexcache_kernels.sparse_attention import triton as sparse_attention_triton
 from indexcache_kernels.topk_overlap import triton as topk_overlap_triton
 
 if INTERPRETED:
     del os.environ["TRITON_INTERPRET"]  # not for servers that other tests start
-assert topk_overlap_triton
+assert topk_overlap_triton and sparse_attention_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
@@ -177,11 +178,63 @@ def test_topk_overlap_counts_what_layers_share(layers: int, rows: int, topk: int
         topk_overlap(indices.long())
 
 
+def relative_rms(found: Tensor, truth: Tensor) -> float:
+    return float((found.double() - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "dim", "v_dim", "topk"),
+    [
+        (1, 1, 1, 16, 16, 1),
+        (3, 8, 1, 80, 64, 63),
+        (2, 6, 2, 24, 40, 111),
+        (2, 3, 3, 48, 16, 200),
+        (1, 70, 1, 64, 64, 5),
+    ],
+)
+def test_sparse_attention_attends_to_the_selected_keys(
+    tokens: int, heads: int, kv_heads: int, dim: int, v_dim: int, topk: int, dtype: torch.dtype, bound: float
+) -> None:
+    generator = torch.Generator().manual_seed(tokens * heads)
+    keys = 150
+    q, k, v = (
+        torch.randn(shape, generator=generator).to(DEVICE, dtype)
+        for shape in ((tokens, heads, dim), (keys, kv_heads, dim), (keys, kv_heads, v_dim))
+    )
+    if dim == 80:
+        v = k[..., :64]  # as in absorbed MLA
+    chosen = [torch.randperm(keys, generator=generator)[:topk] for _ in range(tokens)]
+    indices = torch.stack([torch.nn.functional.pad(item, (0, topk - len(item)), value=-1) for item in chosen])
+    indices = indices.int().to(DEVICE)
+    indices[-1, topk // 2 :] = -1
+    out, lse = sparse_attention(q, k, v, indices, dim**-0.5, backend="triton")
+    truth, truth_lse = sparse_attention(q.double(), k.double(), v.double(), indices, dim**-0.5, backend="naive")
+    if topk == 1:  # nothing is selected
+        assert (out == 0).all() and (lse == -torch.inf).all() and (truth == 0).all() and (truth_lse == -torch.inf).all()
+        return
+    assert out.dtype == dtype and relative_rms(out, truth) < bound and relative_rms(lse, truth_lse) < bound
+    if tokens > 1:
+        indices[:] = -1
+        assert (sparse_attention(q, k, v, indices, 1.0, backend="triton")[0] == 0).all()
+
+
+def test_sparse_attention_says_what_does_not_fit() -> None:
+    q, k, indices = torch.zeros(2, 3, 16), torch.zeros(5, 2, 16), torch.zeros(2, 4, dtype=torch.int32)
+    with pytest.raises(KernelInputError, match="q has 3 heads, expected a multiple of the 2 of k"):
+        sparse_attention(q, k, k, indices, 1.0)
+    with pytest.raises(KernelInputError, match="expected one dtype"):
+        sparse_attention(q[:, :2], k.bfloat16(), k, indices, 1.0)
+    with pytest.raises(KernelInputError, match=r"expected \[2, K\] of torch.int32"):
+        sparse_attention(q[:, :2], k, k, indices.long(), 1.0)
+
+
 COMPILE = """
 import sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from indexcache_kernels.indexer_topk.triton import _scores_kernel, _select_kernel
+from indexcache_kernels.sparse_attention.triton import _forward_kernel
 from indexcache_kernels.topk_overlap.triton import _overlap_kernel
 
 def ptx(kernel, types, constants, **options):
@@ -201,6 +254,11 @@ for key in ("fp8e4nv", "bf16"):
     assert "wgmma" in ptx(_scores_kernel, types, constants, num_warps=4, num_stages=3), key
 ptx(_select_kernel, common, dict(TOPK=2048, SAMPLE=2048, ROOM=4096, BLOCK=1024), num_warps=4)
 ptx(_overlap_kernel, {**common, "ordered": "*i32"}, dict(TOPK=2048, STEPS=12, BLOCK=1024), num_warps=4)
+types = {"indices": "*i32", "lse": "*fp32", "scale": "fp32", **dict.fromkeys(("q", "k", "v", "out"), "*bf16")}
+types |= dict.fromkeys(("q_row", "k_row", "k_head", "v_row", "v_head", "heads"), "i32")
+constants = dict(GROUP=64, TOPK=2048, DIM=576, MAIN=512, TAIL=64, V_DIM=512, V_PADDED=512, SHARED=True)
+constants |= dict(BLOCK_H=64, BLOCK_K=64, UPCAST=False, PRECISION="tf32")
+assert "wgmma" in ptx(_forward_kernel, types, constants, num_warps=8, num_stages=2)
 """
 
 
