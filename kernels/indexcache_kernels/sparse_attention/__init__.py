@@ -14,7 +14,7 @@ from indexcache_kernels.sparse_attention import naive
 def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, backend: Literal["auto", "naive", "triton"] = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention over gathered keys; the forward pass alone, without gradients.
+    """Softmax attention over gathered keys, with gradients of `q`, `k` and `v`.
 
     Absorbed MLA: `k` is `[S, 1, 576]`, latent and rotary part, and `v` the view `k[..., :512]`; it is then read once.
 
@@ -29,7 +29,7 @@ def sparse_attention(
 
     Returns:
         `[T, H, V]` in the dtype of `q`, 0 where a query has no key, and the logarithm of the softmax's denominator,
-        `[T, H]`, float32, -inf there.
+        `[T, H]`, float32, -inf there; the second has no gradient.
 
     Raises:
         KernelInputError: if shapes or dtypes don't fit together.
@@ -47,7 +47,8 @@ def sparse_attention(
         )
     if backend == "naive" or (backend == "auto" and not q.is_cuda):
         return naive.sparse_attention(q, k, v, indices, scale)
-    from indexcache_kernels.sparse_attention import triton
+    from indexcache_kernels.sparse_attention.triton import SparseAttention
 
     k, v = (item if item.stride(2) == 1 else item.contiguous() for item in (k, v))
-    return triton.sparse_attention(q.contiguous(), k, v, indices.contiguous(), scale)
+    out, lse = SparseAttention.apply(q.contiguous(), k, v, indices.contiguous(), scale)  # type: ignore[no-untyped-call]
+    return out, lse

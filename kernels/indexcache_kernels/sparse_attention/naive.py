@@ -16,4 +16,4 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: fl
     scores = scores.masked_fill((indices < 0)[:, None], -torch.inf)
     lse = scores.logsumexp(dim=2)
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[:, :, None]).exp()
-    return torch.einsum("thk,tkhd->thd", weights, values).to(q.dtype), lse
+    return torch.einsum("thk,tkhd->thd", weights, values).to(q.dtype), lse.detach()

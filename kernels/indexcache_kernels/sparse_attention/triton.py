@@ -1,13 +1,13 @@
-"""Online softmax over gathered keys: nothing has the size of the context, and no gathered copy is made."""
+"""Online softmax over gathered keys: no gathered copy is made, and only gradients have the size of the context."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-BLOCK_K = 64  # keys a step
 
 
 @triton.jit
@@ -19,7 +19,6 @@ def _forward_kernel(
     out,
     lse,
     scale,
-    q_row,
     k_row,
     k_head,
     v_row,
@@ -45,7 +44,7 @@ def _forward_kernel(
     head = kv_head * GROUP + member
     main, tail, value_dim = tl.arange(0, MAIN), MAIN + tl.arange(0, TAIL), tl.arange(0, V_PADDED)
     here = (member < GROUP)[:, None]
-    queries = q + token * q_row + head[:, None] * DIM
+    queries = q + (token * heads + head[:, None]) * DIM
     q_main = tl.load(queries + main[None, :], mask=here & (main < DIM)[None, :], other=0.0)
     q_tail = tl.load(queries + tail[None, :], mask=here & (tail < DIM)[None, :], other=0.0)
     if UPCAST:
@@ -86,18 +85,114 @@ def _forward_kernel(
     tl.store(lse + token * heads + head, highest + tl.log(total), mask=member < GROUP)
 
 
-def sparse_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """See `indexcache_kernels.sparse_attention`."""
-    tokens, heads, dim = q.shape
-    kv_heads, v_dim = v.shape[1:]
-    group = heads // kv_heads
+@triton.jit
+def _backward_kernel(
+    q,
+    k,
+    v,
+    indices,
+    lse,
+    delta,
+    d_out,
+    d_q,
+    d_k,
+    d_v,
+    scale,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    heads,
+    kv_heads,
+    GROUP: tl.constexpr,
+    TOPK: tl.constexpr,
+    DIM: tl.constexpr,
+    MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_PADDED: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradients from one query and up to BLOCK_H heads; those of keys and values are added up in memory."""
+    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    member = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    head = token * heads + kv_head * GROUP + member
+    main, tail, value_dim = tl.arange(0, MAIN), MAIN + tl.arange(0, TAIL), tl.arange(0, V_PADDED)
+    in_main, in_tail, in_value = (main < DIM)[None, :], (tail < DIM)[None, :], (value_dim < V_DIM)[None, :]
+    here = member < GROUP
+    q_main = tl.load(q + head[:, None] * DIM + main[None, :], mask=here[:, None] & in_main, other=0.0)
+    q_tail = tl.load(q + head[:, None] * DIM + tail[None, :], mask=here[:, None] & in_tail, other=0.0)
+    grad = tl.load(d_out + head[:, None] * V_DIM + value_dim[None, :], mask=here[:, None] & in_value, other=0.0)
+    if UPCAST:
+        q_main, q_tail, grad = q_main.to(tl.float32), q_tail.to(tl.float32), grad.to(tl.float32)
+    base = tl.load(lse + head, mask=here, other=0.0)
+    base = tl.where(base == float("-inf"), 0.0, base)
+    mean = tl.load(delta + head, mask=here, other=0.0)
+    dq_main = tl.zeros((BLOCK_H, MAIN), tl.float32)
+    dq_tail = tl.zeros((BLOCK_H, TAIL), tl.float32)
+    for at in range(0, TOPK, BLOCK_K):
+        place = at + tl.arange(0, BLOCK_K)
+        key = tl.load(indices + token * TOPK + place, mask=place < TOPK, other=-1).to(tl.int64)
+        exists = (key >= 0)[:, None]
+        keys = k + key[:, None] * k_row + kv_head * k_head
+        k_main = tl.load(keys + main[None, :], mask=exists & in_main, other=0.0)
+        k_tail = tl.load(keys + tail[None, :], mask=exists & in_tail, other=0.0)
+        values = tl.load(
+            v + key[:, None] * v_row + kv_head * v_head + value_dim[None, :], mask=exists & in_value, other=0.0
+        )
+        if UPCAST:
+            k_main, k_tail, values = k_main.to(tl.float32), k_tail.to(tl.float32), values.to(tl.float32)
+        score = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
+        score = tl.dot(q_tail, tl.trans(k_tail), score, input_precision=PRECISION) * scale
+        weight = tl.where((key >= 0)[None, :] & here[:, None], tl.exp(score - base[:, None]), 0.0)
+        change = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
+        change = (weight * (change - mean[:, None]) * scale).to(k_main.dtype)
+        dq_main = tl.dot(change, k_main, dq_main, input_precision=PRECISION)
+        dq_tail = tl.dot(change, k_tail, dq_tail, input_precision=PRECISION)
+        row = key[:, None] * kv_heads + kv_head
+        back = tl.trans(change)
+        tl.atomic_add(
+            d_k + row * DIM + main[None, :], tl.dot(back, q_main, input_precision=PRECISION), exists & in_main
+        )
+        tl.atomic_add(
+            d_k + row * DIM + tail[None, :], tl.dot(back, q_tail, input_precision=PRECISION), exists & in_tail
+        )
+        back = tl.dot(tl.trans(weight.to(grad.dtype)), grad, input_precision=PRECISION)
+        tl.atomic_add(d_v + row * V_DIM + value_dim[None, :], back, exists & in_value)
+    target = d_q + head[:, None] * DIM
+    tl.store(target + main[None, :], dq_main.to(d_q.dtype.element_ty), mask=here[:, None] & in_main)
+    tl.store(target + tail[None, :], dq_tail.to(d_q.dtype.element_ty), mask=here[:, None] & in_tail)
+
+
+def _sizes(q: Tensor, v: Tensor, indices: Tensor, block_h: int) -> dict[str, Any]:
+    """Compile-time sizes of both kernels."""
+    dim, (kv_heads, v_dim) = q.shape[2], v.shape[1:]
+    group = q.shape[1] // kv_heads
     main = max(16, 1 << (dim.bit_length() - 1))
-    tail = max(16, triton.next_power_of_2(max(0, dim - main)))
-    shared = v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v_dim == main
-    out = torch.empty((tokens, heads, v_dim), dtype=q.dtype, device=q.device)
+    return {
+        "GROUP": group,
+        "TOPK": indices.shape[1],
+        "DIM": dim,
+        "MAIN": main,
+        "TAIL": max(16, triton.next_power_of_2(max(0, dim - main))),
+        "V_DIM": v_dim,
+        "V_PADDED": max(16, triton.next_power_of_2(v_dim)),
+        "BLOCK_H": min(block_h, max(16, triton.next_power_of_2(group))),
+        "UPCAST": q.dtype == torch.bfloat16 and not q.is_cuda,  # Triton's interpreter multiplies the bits
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The result and the logarithm of the denominator."""
+    tokens, heads, _ = q.shape
+    sizes = _sizes(q, v, indices, 64)
+    out = torch.empty((tokens, heads, v.shape[2]), dtype=q.dtype, device=q.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
-    block_h = min(64, max(16, triton.next_power_of_2(group)))
-    _forward_kernel[(tokens, triton.cdiv(group, block_h), kv_heads)](
+    _forward_kernel[(tokens, triton.cdiv(sizes["GROUP"], sizes["BLOCK_H"]), v.shape[1])](
         q,
         k,
         v,
@@ -105,25 +200,67 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: fl
         out,
         lse,
         scale,
-        q.stride(0),
         k.stride(0),
         k.stride(1),
         v.stride(0),
         v.stride(1),
         heads,
-        GROUP=group,
-        TOPK=indices.shape[1],
-        DIM=dim,
-        MAIN=main,
-        TAIL=tail,
-        V_DIM=v_dim,
-        V_PADDED=max(16, triton.next_power_of_2(v_dim)),
-        SHARED=shared,
-        BLOCK_H=block_h,
-        BLOCK_K=BLOCK_K,
-        UPCAST=q.dtype == torch.bfloat16 and not q.is_cuda,  # Triton's interpreter multiplies the bits
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        SHARED=v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v.shape[2] == sizes["MAIN"],
+        BLOCK_K=64,
         num_warps=8,
         num_stages=2,
+        **sizes,
     )
     return out, lse
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, out: Tensor, lse: Tensor, d_out: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `q`, `k` and `v`; the last two are sums in no fixed order."""
+    tokens, heads, _ = q.shape
+    sizes = _sizes(q, v, indices, 32)
+    delta = (out.float() * d_out.float()).sum(dim=2)
+    d_q = torch.empty_like(q)
+    d_k, d_v = (torch.zeros(item.shape, dtype=torch.float32, device=q.device) for item in (k, v))
+    _backward_kernel[(tokens, triton.cdiv(sizes["GROUP"], sizes["BLOCK_H"]), v.shape[1])](
+        q,
+        k,
+        v,
+        indices,
+        lse,
+        delta,
+        d_out,
+        d_q,
+        d_k,
+        d_v,
+        scale,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        heads,
+        v.shape[1],
+        BLOCK_K=32,
+        num_warps=8,
+        num_stages=1,
+        **sizes,
+    )
+    return d_q, d_k.to(k.dtype), d_v.to(v.dtype)
+
+
+class SparseAttention(torch.autograd.Function):
+    """The kernels for autograd; no gradient flows through the second result."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse = forward(q, k, v, indices, scale)
+        ctx.save_for_backward(q, k, v, indices, out, lse)
+        ctx.scale = scale
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, indices, out, lse = ctx.saved_tensors
+        return (*backward(q, k, v, indices, ctx.scale, out, lse, d_out.contiguous()), None, None)
