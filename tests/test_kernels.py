@@ -13,7 +13,10 @@ from torch import Tensor
 INTERPRETED = not torch.cuda.is_available()
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
-from indexcache_kernels import KernelInputError, causal_ranges, indexer_topk, sparse_attention, topk_overlap
+from indexcache_kernels import KernelInputError, causal_ranges, indexer_kl, indexer_topk, sparse_attention, topk_overlap
+from indexcache_kernels.indexer_kl import naive as naive_kl
+from indexcache_kernels.indexer_kl import triton as indexer_kl_triton
+from indexcache_kernels.indexer_kl import visible_keys
 from indexcache_kernels.indexer_topk import naive
 from indexcache_kernels.indexer_topk import triton as indexer_topk_triton
 from indexcache_kernels.sparse_attention import triton as sparse_attention_triton
@@ -21,7 +24,7 @@ from indexcache_kernels.topk_overlap import triton as topk_overlap_triton
 
 if INTERPRETED:
     del os.environ["TRITON_INTERPRET"]  # not for servers that other tests start
-assert topk_overlap_triton and sparse_attention_triton
+assert indexer_kl_triton and sparse_attention_triton and topk_overlap_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
@@ -236,11 +239,50 @@ def test_sparse_attention_says_what_does_not_fit() -> None:
         sparse_attention(q[:, :2], k, k, indices.long(), 1.0)
 
 
+@pytest.mark.parametrize("selected", [True, False], ids=["selected", "all keys"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "indexers", "index_dim"), [(8, 1, 80, 4, 32), (6, 3, 24, 3, 24)])
+def test_indexer_kl_and_its_gradients(
+    heads: int, kv_heads: int, dim: int, indexers: int, index_dim: int, dtype: torch.dtype, bound: float, selected: bool
+) -> None:
+    generator = torch.Generator().manual_seed(heads)
+    queries, keys = 5, 130
+    shapes = ((queries, heads, dim), (keys, kv_heads, dim), (queries, indexers, index_dim), (keys, index_dim))
+    q, k, index_q, index_k = (torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes)
+    weights = torch.randn(queries, indexers, generator=generator).to(DEVICE) * 0.2
+    starts, ends = causal(queries, keys)
+    starts[1], ends[1], ends[2] = 30, 101, 0  # the third sees nothing
+    chosen = [torch.randperm(keys, generator=generator)[:90] for _ in range(queries)]
+    indices = torch.stack(chosen).int().to(DEVICE)
+    indices[1, 40:], indices[2] = -1, -1
+    all_keys = torch.arange(keys, dtype=torch.int32, device=DEVICE).expand(queries, -1)
+    seen = all_keys.masked_fill((all_keys < starts[:, None]) | (all_keys >= ends[:, None]), -1)
+    lse = sparse_attention(q, k, k, indices if selected else seen, 0.3, backend="naive")[1].float()
+    losses, gradients = [], []
+    for backend, exact in (("triton", dtype), ("naive", torch.float64)):
+        trained = [item.to(exact).requires_grad_() for item in (index_q, index_k)]
+        trained.append(weights.to(torch.float64 if backend == "naive" else torch.float32).requires_grad_())
+        arguments = (starts, ends, indices if selected else None)
+        if backend == "triton":
+            loss = indexer_kl(q, k, lse, 0.3, *trained, *arguments, backend="triton")
+        else:
+            visible = visible_keys(keys, *arguments)
+            loss = naive_kl.indexer_kl(q.double(), k.double(), 0.3, *trained, visible)
+        assert loss[2] == 0 and (loss[[0, 1, 3, 4]] > 0).all()
+        losses.append(loss.detach())
+        above = torch.arange(1, queries + 1, device=DEVICE, dtype=loss.dtype)
+        gradients.append(torch.autograd.grad(loss @ above, trained))
+    assert relative_rms(losses[0], losses[1]) < bound
+    for found, expected in zip(*gradients, strict=True):
+        assert not found.isnan().any() and relative_rms(found, expected) < bound
+
+
 COMPILE = """
 import sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from indexcache_kernels.indexer_topk.triton import _scores_kernel, _select_kernel
+from indexcache_kernels.indexer_kl import triton as indexer_kl
 from indexcache_kernels.sparse_attention.triton import _backward_kernel, _forward_kernel
 from indexcache_kernels.topk_overlap.triton import _overlap_kernel
 
@@ -269,6 +311,13 @@ constants |= dict(PRECISION="tf32")
 forward = dict(SHARED=True, BLOCK_H=64, BLOCK_K=64)
 assert "wgmma" in ptx(_forward_kernel, types, constants | forward, num_warps=8, num_stages=2)
 ptx(_backward_kernel, types, constants | dict(BLOCK_H=32, BLOCK_K=32), num_warps=8, num_stages=1)
+types = {**types, **common, "loss": "*fp32", "index_lse": "*fp32", "d_loss": "*fp32", "weights": "*fp32"}
+types |= {"index_q": "*bf16", "index_k": "*bf16", "d_q": "*bf16", "d_weights": "*fp32"}
+constants = dict(HEADS=64, GROUP=64, DIM=576, MAIN=512, TAIL=64, BLOCK_H=64, INDEXERS=32, INDEX_DIM=128, BLOCK_I=32)
+constants |= dict(BLOCK_C=128, BLOCK_K=64, UPCAST=False, PRECISION="tf32")
+for selected in (True, False):
+    for kernel in (indexer_kl._forward_kernel, indexer_kl._backward_kernel):
+        ptx(kernel, types, constants | dict(SELECTED=selected, TOPK=2048 * selected), num_warps=8, num_stages=1)
 """
 
 

@@ -1,0 +1,87 @@
+"""The loss that trains an indexer: how far its scores are from where the attention looks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from indexcache_kernels.errors import KernelInputError
+from indexcache_kernels.indexer_kl import naive
+
+
+def indexer_kl(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    scale: float,
+    index_q: Tensor,
+    index_k: Tensor,
+    index_weights: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    indices: Tensor | None = None,
+    backend: Literal["auto", "naive", "triton"] = "auto",
+) -> Tensor:
+    """KL(mean over heads of the attention || softmax of the index scores) of each query, with gradients to the indexer.
+
+    Over all keys of a query (warm-up), or over what was selected for it (sparse stage): IndexCache, Sections 2.1, 3.2.
+
+    Args:
+        q: `[T, H, D]`, of the attention: float32, bfloat16 or float16; no gradient.
+        k: `[S, G, D]`, in the dtype of `q`; heads h of `q` use key head h // (H / G).
+        lse: `[T, H]`, float32: logarithm of the attention's denominator over the same keys, see `sparse_attention`.
+        scale: of the products of `q` and `k`.
+        index_q: `[T, I, C]`, in the dtype of `q`.
+        index_k: `[S, C]`, in the dtype of `q`.
+        index_weights: `[T, I]`, float32.
+        starts: `[T]`, int32, the first key that a query sees; see `causal_ranges`.
+        ends: `[T]`, int32, one past the last.
+        indices: `[T, K]`, int32: what was selected, -1 for none; None for all keys that a query sees.
+        backend: `naive` is PyTorch with dense scores, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes
+            that on CUDA.
+
+    Returns:
+        `[T]`, float32, in nats; 0 where a query has no key.
+
+    Raises:
+        KernelInputError: if shapes or dtypes don't fit together.
+    """
+    queries, keys = len(q), len(k)
+    if q.ndim != 3 or k.ndim != 3 or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
+        raise KernelInputError(f"q is {list(q.shape)} and k {list(k.shape)}, expected [T, H, D] and [S, G, D]")
+    heads, dim = index_q.shape[1:] if index_q.ndim == 3 else (0, 0)
+    expected = {
+        "lse": (lse, (queries, q.shape[1]), torch.float32),
+        "index_q": (index_q, (queries, heads, dim), q.dtype),
+        "index_k": (index_k, (keys, dim), q.dtype),
+        "index_weights": (index_weights, (queries, heads), torch.float32),
+        "starts": (starts, (queries,), torch.int32),
+        "ends": (ends, (queries,), torch.int32),
+    }
+    if indices is not None:
+        expected["indices"] = (indices, (queries, indices.shape[-1]), torch.int32)
+    for name, (tensor, shape, dtype) in expected.items():
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise KernelInputError(
+                f"{name} is {list(tensor.shape)} of {tensor.dtype}, expected {list(shape)} of {dtype}"
+            )
+    if backend == "naive" or (backend == "auto" and not q.is_cuda):
+        return naive.indexer_kl(q, k, scale, index_q, index_k, index_weights, visible_keys(keys, starts, ends, indices))
+    from indexcache_kernels.indexer_kl.triton import IndexerKL
+
+    detached = [item.detach().contiguous() for item in (q, k, lse)]
+    trained = [item.contiguous() for item in (index_q, index_k, index_weights)]
+    chosen = None if indices is None else indices.contiguous()
+    loss: Tensor = IndexerKL.apply(*detached, scale, *trained, starts, ends, chosen)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def visible_keys(keys: int, starts: Tensor, ends: Tensor, indices: Tensor | None) -> Tensor:
+    """`[T, S]`, bool: the keys that a query sees, or that were selected for it."""
+    if indices is None:
+        place = torch.arange(keys, device=starts.device)
+        return (place >= starts[:, None]) & (place < ends[:, None])
+    found = torch.zeros((len(starts), keys + 1), dtype=torch.bool, device=starts.device)
+    return found.scatter_(1, indices.long() % (keys + 1), True)[:, :keys]  # -1 becomes the last column
