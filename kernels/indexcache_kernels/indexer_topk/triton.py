@@ -191,15 +191,16 @@ def _sweep(
         ordered = _ordered(tl.load(base + place, mask=exists, other=0.0))
         is_sure = exists & (ordered > highest)
         is_possible = exists & (ordered >= lowest) & (ordered <= highest)
-        both = tl.cumsum(is_sure.to(tl.int32) + (is_possible.to(tl.int32) << 16), 0)  # two sums in one
-        to = sure + (both & 65535) - 1
+        both = is_sure.to(tl.int32) + (is_possible.to(tl.int32) << 16)  # two sums in one
+        so_far, total = tl.cumsum(both, 0), tl.sum(both)
+        to = sure + (so_far & 65535) - 1
         tl.store(result + to, start + place, mask=is_sure & (to < TOPK))
-        to = possible + (both >> 16) - 1
+        to = possible + (so_far >> 16) - 1
         kept = is_possible & (to < ROOM)
         tl.store(values + to, ordered.to(tl.int32, bitcast=True), mask=kept)
         tl.store(indices + to, start + place, mask=kept)
-        sure += tl.sum(is_sure.to(tl.int32))
-        possible += tl.sum(is_possible.to(tl.int32))
+        sure += total & 65535
+        possible += total >> 16
     return sure, possible
 
 
