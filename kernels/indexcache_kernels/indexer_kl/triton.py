@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from indexcache_kernels.head_sizes import head_sizes
+
 
 @triton.jit
 def _keys(indices, token, start, at, count, BLOCK: tl.constexpr, SELECTED: tl.constexpr, TOPK: tl.constexpr):
@@ -138,25 +140,16 @@ def _backward_kernel(
 
 def _sizes(q: Tensor, k: Tensor, index_q: Tensor, indices: Tensor | None) -> dict[str, Any]:
     """Compile-time sizes of both kernels, and how they are launched."""
-    heads, dim = q.shape[1:]
-    group = heads // k.shape[1]
-    main = max(16, 1 << (dim.bit_length() - 1))
     return {
+        **head_sizes(q, k.shape[1], 64),
         "SELECTED": indices is not None,
         "TOPK": 0 if indices is None else indices.shape[1],
-        "HEADS": heads,
-        "GROUP": group,
-        "DIM": dim,
-        "MAIN": main,
-        "TAIL": max(16, triton.next_power_of_2(max(0, dim - main))),
-        "BLOCK_H": min(64, max(16, triton.next_power_of_2(group))),
+        "HEADS": q.shape[1],
         "INDEXERS": index_q.shape[1],
         "INDEX_DIM": index_q.shape[2],
         "BLOCK_I": max(16, triton.next_power_of_2(index_q.shape[1])),
         "BLOCK_C": max(16, triton.next_power_of_2(index_q.shape[2])),
         "BLOCK_K": 64,
-        "UPCAST": q.dtype == torch.bfloat16 and not q.is_cuda,  # Triton's interpreter multiplies the bits
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "num_warps": 8,
         "num_stages": 1,
     }

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from indexcache_kernels.head_sizes import head_sizes
+
 
 @triton.jit
 def _forward_kernel(
@@ -169,20 +171,12 @@ def _backward_kernel(
 
 def _sizes(q: Tensor, v: Tensor, indices: Tensor, block_h: int) -> dict[str, Any]:
     """Compile-time sizes of both kernels."""
-    dim, (kv_heads, v_dim) = q.shape[2], v.shape[1:]
-    group = q.shape[1] // kv_heads
-    main = max(16, 1 << (dim.bit_length() - 1))
+    v_dim = v.shape[2]
     return {
-        "GROUP": group,
+        **head_sizes(q, v.shape[1], block_h),
         "TOPK": indices.shape[1],
-        "DIM": dim,
-        "MAIN": main,
-        "TAIL": max(16, triton.next_power_of_2(max(0, dim - main))),
         "V_DIM": v_dim,
         "V_PADDED": max(16, triton.next_power_of_2(v_dim)),
-        "BLOCK_H": min(block_h, max(16, triton.next_power_of_2(group))),
-        "UPCAST": q.dtype == torch.bfloat16 and not q.is_cuda,  # Triton's interpreter multiplies the bits
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
 
 
