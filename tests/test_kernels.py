@@ -89,34 +89,32 @@ def test_indexer_topk_takes_the_highest_scores(
     check_topk(indexer_topk(**given, starts=starts, ends=ends, topk=topk, backend="triton"), given, starts, ends, topk)
 
 
-def test_indexer_topk_of_ragged_sequences_in_a_small_workspace() -> None:
+def test_indexer_topk_of_ragged_sequences() -> None:
     lengths = torch.tensor([0, 7, 8, 21, 21, 50], dtype=torch.int32, device=DEVICE)
     starts, ends = causal_ranges(lengths)
     assert starts.tolist()[:9] == [0] * 7 + [7, 8] and ends.tolist()[:3] == [1, 2, 3]
     given = inputs(50, 50, 32, 32, torch.bfloat16)
-    tensors = (given["q"], given["k"], given["weights"], starts, ends)
-    for workspace in (1, 3_000):
-        found = indexer_topk_triton.indexer_topk(*tensors, 16, workspace=workspace)
-        check_topk(found, given, starts, ends, 16)
-        assert torch.equal(found, indexer_topk_triton.indexer_topk(*tensors, 16))
+    found = indexer_topk(**given, starts=starts, ends=ends, topk=16, backend="triton")
+    check_topk(found, given, starts, ends, 16)
 
 
-@pytest.mark.parametrize("kind", ["random", "misleading sample", "equal"])
-def test_indexer_topk_of_rows_longer_than_the_room_for_candidates(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexer_topk_triton, "SAMPLE", 32)
-    queries, keys = 3, 770
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("kind", ["random", "rising", "equal"])
+def test_indexer_topk_of_rows_longer_than_the_room_for_candidates(
+    kind: str, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexer_topk_triton, "SEGMENT", 64)
+    queries, keys = 6, 770
     given = {name: tensor.round() for name, tensor in inputs(queries, keys, 2, 16, torch.float32).items()}  # exact
     given["weights"].abs_()
     starts, ends = causal(queries, keys)
     starts[1], ends[1] = 300, 400
-    if kind == "misleading sample":
-        given["k"][:: (keys - 2) // 32] = given["q"][0, 0] * 9  # the highest scores stand where the sample looks
+    if kind == "rising":  # every key is a candidate
+        given["k"][:] = given["q"][0, 0] * torch.arange(keys, device=DEVICE)[:, None]
     elif kind == "equal":
         given["weights"][:] = 0.0
-    found = indexer_topk(**given, starts=starts, ends=ends, topk=60, backend="triton")
-    assert torch.equal(
-        found.sort(dim=1).values, indexer_topk(**given, starts=starts, ends=ends, topk=60, backend="naive")
-    )
+    found = indexer_topk_triton.indexer_topk(**given, starts=starts, ends=ends, topk=60, splits=splits)
+    assert torch.equal(found, indexer_topk(**given, starts=starts, ends=ends, topk=60, backend="naive"))
 
 
 def test_indexer_topk_takes_the_lowest_of_equal_scores() -> None:
@@ -127,7 +125,6 @@ def test_indexer_topk_takes_the_lowest_of_equal_scores() -> None:
     given["weights"][2] = -1.0  # zeros of both signs
     starts, ends = causal(queries, keys)
     found = indexer_topk(**given, starts=starts, ends=ends, topk=30, backend="triton")
-    found = found.sort(dim=1).values
     assert torch.equal(found, indexer_topk(**given, starts=starts, ends=ends, topk=30, backend="naive"))
     assert found[1].tolist() == list(range(30))
 
@@ -205,16 +202,20 @@ def test_sparse_attention_attends_to_the_selected_keys(
         torch.randn(shape, generator=generator).to(DEVICE, dtype)
         for shape in ((tokens, heads, dim), (keys, kv_heads, dim), (keys, kv_heads, v_dim))
     )
-    if dim == 80:
-        v = k[..., :64]  # as in absorbed MLA
-    q, k, v = (item.detach().requires_grad_() for item in (q, k, v))
+    q, k, v = (item.requires_grad_() for item in (q, k, v))
+    in_keys = v_dim == 64  # as in absorbed MLA
+    if in_keys:
+        v = k
     chosen = [torch.randperm(keys, generator=generator)[:topk] for _ in range(tokens)]
     indices = torch.stack([torch.nn.functional.pad(item, (0, topk - len(item)), value=-1) for item in chosen])
     indices = indices.int().to(DEVICE)
     indices[-1, topk // 2 :] = -1
-    out, lse = sparse_attention(q, k, v, indices, dim**-0.5, backend="triton")
+    out, lse = sparse_attention(q, k, v_dim if in_keys else v, indices, dim**-0.5, backend="triton")
     exact = [item.detach().double().requires_grad_() for item in (q, k, v)]
-    truth, truth_lse = sparse_attention(*exact, indices, dim**-0.5, backend="naive")
+    if in_keys:
+        exact[2] = exact[1]
+    values = exact[1][..., :v_dim] if in_keys else exact[2]
+    truth, truth_lse = sparse_attention(*exact[:2], values, indices, dim**-0.5, backend="naive")
     if topk == 1:  # nothing is selected
         assert not torch.autograd.grad(out.sum(), q)[0].any()
         assert (out == 0).all() and (lse == -torch.inf).all() and (truth == 0).all() and (truth_lse == -torch.inf).all()
@@ -281,7 +282,7 @@ COMPILE = """
 import sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from indexcache_kernels.indexer_topk.triton import _scores_kernel, _select_kernel
+from indexcache_kernels.indexer_topk.triton import _merge_kernel, _stream_kernel
 from indexcache_kernels.indexer_kl import triton as indexer_kl
 from indexcache_kernels.sparse_attention.triton import _backward_kernel, _forward_kernel
 from indexcache_kernels.topk_overlap.triton import _overlap_kernel
@@ -293,22 +294,23 @@ def ptx(kernel, types, constants, **options):
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
-pointers = {"starts": "*i32", "ends": "*i32", "scores": "*fp32", "candidates": "*i32", "found": "*i32"}
-numbers = dict.fromkeys(("first_row", "rows", "low", "stride", "layers"), "i32")
-common = {**pointers, **numbers}
+integers = ("starts", "ends", "candidates", "states", "found", "found_values", "queue", "parts", "part_values")
+numbers = dict.fromkeys(("rows", "blocks", "layers"), "i32")
+common = {**dict.fromkeys(integers, "*i32"), "scores": "*fp32", **numbers}
 for key in ("fp8e4nv", "bf16"):
     types = {**common, "q": "*" + key, "k": "*" + key, "weights": "*fp32", "k_scale": "*fp32"}
-    constants = dict(HEADS=32, PADDED_HEADS=32, DIM=128, PADDED_DIM=128, BLOCK_Q=4, BLOCK_K=64, BLOCKS_K=16)
-    constants |= dict(SCALED=key == "fp8e4nv", PRECISION="tf32", UPCAST=False)
-    assert "wgmma" in ptx(_scores_kernel, types, constants, num_warps=4, num_stages=3), key
-ptx(_select_kernel, common, dict(TOPK=2048, SAMPLE=2048, ROOM=4096, BLOCK=1024), num_warps=4)
+    constants = dict(HEADS=32, PADDED_HEADS=32, DIM=128, PADDED_DIM=128, BLOCK_Q=4, BLOCK_K=64, SEGMENT=1024)
+    constants |= dict(TOPK=2048, ROOM=4096, SPLITS=2, SCALED=key == "fp8e4nv", PRECISION="tf32", UPCAST=False)
+    assert "wgmma" in ptx(_stream_kernel, types, constants, num_warps=4, num_stages=3, maxnreg=128), key
+ptx(_merge_kernel, common, dict(TOTAL=4096, TOPK=2048, ROOM=4096, SEGMENT=1024), num_warps=4)
 ptx(_overlap_kernel, {**common, "ordered": "*i32"}, dict(TOPK=2048, STEPS=12, BLOCK=1024), num_warps=4)
 types = {"indices": "*i32", "lse": "*fp32", "scale": "fp32", **dict.fromkeys(("q", "k", "v", "out"), "*bf16")}
 types |= dict.fromkeys(("k_row", "k_head", "v_row", "v_head", "heads", "kv_heads"), "i32")
 types |= {"delta": "*fp32", "d_out": "*bf16", "d_q": "*bf16", "d_k": "*fp32", "d_v": "*fp32"}
 constants = dict(GROUP=64, TOPK=2048, DIM=576, MAIN=512, TAIL=64, V_DIM=512, V_PADDED=512, UPCAST=False)
 constants |= dict(PRECISION="tf32")
-forward = dict(SHARED=True, BLOCK_H=64, BLOCK_K=64)
+constants |= dict(SHARED=True)
+forward = dict(BLOCK_H=64, BLOCK_K=64)
 assert "wgmma" in ptx(_forward_kernel, types, constants | forward, num_warps=8, num_stages=2)
 ptx(_backward_kernel, types, constants | dict(BLOCK_H=32, BLOCK_K=32), num_warps=8, num_stages=1)
 types = {**types, **common, "loss": "*fp32", "index_lse": "*fp32", "d_loss": "*fp32", "weights": "*fp32"}

@@ -142,6 +142,13 @@ def search(
     prefix_cache_gb: Annotated[
         float, typer.Option(help="Host memory for layer outputs that candidates share; 0 turns it off.", min=0)
     ] = 2.0,
+    attention: Annotated[
+        str,
+        typer.Option(
+            help="auto, naive (transformers' own, dense) or kernels (this project's, no L x L tensor; CUDA). auto:"
+            " kernels where they run, in bfloat16 and float16."
+        ),
+    ] = "auto",
     seed: Annotated[int, typer.Option(help="Order of the calibration documents.")] = 0,
     report: Annotated[bool, typer.Option(help="Write report.html.")] = True,
     json_: Annotated[bool, typer.Option("--json", help="Print metrics.json to stdout, nothing else.")] = False,
@@ -178,7 +185,14 @@ def search(
         folder = output or Path(f"indexcache-{_short_name(model)}")
         files = Files(folder, work_dir or folder / "work", restart, report)
         runtime = Runtime(
-            engine.value, device, dtype, batch_size, prefix_cache_gb, tuple(endpoint or ()), tuple(context.args)
+            engine.value,
+            device,
+            dtype,
+            batch_size,
+            prefix_cache_gb,
+            attention,
+            tuple(endpoint or ()),
+            tuple(context.args),
         )
         result = run(str(model or demo.MODEL), data, runtime, settings, files, console)
     if json_:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
@@ -83,6 +84,7 @@ def evaluate(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     batch_size: Annotated[int, typer.Option(help="Sequences a forward.", min=1)] = 1,
+    attention: Annotated[str, typer.Option(help="auto, naive or kernels, see indexcache-search --help.")] = "auto",
     json_: Annotated[bool, typer.Option("--json", help="Print eval.json to stdout, nothing else.")] = False,
 ) -> None:
     """Compare patterns, or servers, on data that nobody searched on.
@@ -135,7 +137,7 @@ def evaluate(
             else:
                 distinct = 1 + len({item for _, _, item in named})
                 bar = progress.add_task("patterns", total=2 * distinct * count)
-                runtime = (device, dtype, batch_size)
+                runtime = {"device": device, "dtype": dtype, "batch_size": batch_size, "attention": attention}
                 lines, engine = _patterns(
                     name, runtime, named, data, output, restart, lambda done: progress.advance(bar, done)
                 )
@@ -186,7 +188,7 @@ def named_patterns(
 
 
 def _patterns(
-    name: str, runtime: tuple[str, str, int], named: Any, data: Any, output: Path, restart: bool, done: Any
+    name: str, runtime: Mapping[str, Any], named: Any, data: Any, output: Path, restart: bool, done: Any
 ) -> tuple[Any, str]:
     from indexcache_search.compare import measure
     from indexcache_search.engines.transformers import TransformersEngine
@@ -194,7 +196,7 @@ def _patterns(
     from indexcache_search.journal import FILE_NAME, Journal
     from indexcache_search.search import engine_identity, today
 
-    engine = TransformersEngine.load(name, *runtime)
+    engine = TransformersEngine.load(name, **runtime)
     identity = {**engine_identity(engine), "held-out": data.data.sha256}
     if restart:
         (output / "work" / FILE_NAME).unlink(missing_ok=True)

@@ -65,6 +65,7 @@ class Runtime:
     dtype: str | None
     batch_size: int
     prefix_cache_gb: float
+    attention: str
     endpoints: tuple[str, ...] = ()
     server_arguments: tuple[str, ...] = ()
 
@@ -136,7 +137,12 @@ def _load_engine(model: str, runtime: Runtime, files: Files, stack: ExitStack, c
     """Load weights here, or find or start servers that have; `stack` ends what was started."""
     if runtime.engine == "transformers":
         return TransformersEngine.load(
-            model, runtime.device, runtime.dtype or "float32", runtime.batch_size, runtime.prefix_cache_gb
+            model,
+            runtime.device,
+            runtime.dtype or "float32",
+            runtime.batch_size,
+            runtime.prefix_cache_gb,
+            runtime.attention,
         )
     servers = [CalibrationServer(url) for url in runtime.endpoints]
     if not servers:

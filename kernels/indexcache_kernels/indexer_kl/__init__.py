@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from indexcache_kernels.backends import Backend, runs_triton
 from indexcache_kernels.errors import KernelInputError
 from indexcache_kernels.indexer_kl import naive
 
@@ -22,7 +21,7 @@ def indexer_kl(
     starts: Tensor,
     ends: Tensor,
     indices: Tensor | None = None,
-    backend: Literal["auto", "naive", "triton"] = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """KL(mean over heads of the attention || softmax of the index scores) of each query, with gradients to the indexer.
 
@@ -67,7 +66,7 @@ def indexer_kl(
             raise KernelInputError(
                 f"{name} is {list(tensor.shape)} of {tensor.dtype}, expected {list(shape)} of {dtype}"
             )
-    if backend == "naive" or (backend == "auto" and not q.is_cuda):
+    if not runs_triton(backend, q):
         return naive.indexer_kl(q, k, scale, index_q, index_k, index_weights, visible_keys(keys, starts, ends, indices))
     from indexcache_kernels.indexer_kl.triton import IndexerKL
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from indexcache_kernels.head_sizes import head_sizes
+from indexcache_kernels.heads import head_sizes, load_heads, products
 
 
 @triton.jit
@@ -22,31 +22,31 @@ def _keys(indices, token, start, at, count, BLOCK: tl.constexpr, SELECTED: tl.co
 
 
 @triton.jit
+def _load(vectors, rows, exists, DIM: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
+    """Index vectors `[n, BLOCK]`; 0 where they don't exist."""
+    dim = tl.arange(0, BLOCK)
+    found = tl.load(
+        vectors + rows[:, None] * DIM + dim[None, :], mask=exists[:, None] & (dim < DIM)[None, :], other=0.0
+    )
+    if UPCAST:
+        found = found.to(tl.float32)
+    return found
+
+
+@triton.jit
 def _target(q, k, lse, key, token, scale, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
             MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr, UPCAST: tl.constexpr,
             PRECISION: tl.constexpr):  # fmt: skip
     """Mean over heads of the attention that one query pays to a block of keys."""
     total = tl.zeros((key.shape[0],), tl.float32)
-    main, tail = tl.arange(0, MAIN), MAIN + tl.arange(0, TAIL)
-    exists = (key >= 0)[:, None]
     for kv_head in range(HEADS // GROUP):
-        keys = k + (key[:, None] * (HEADS // GROUP) + kv_head) * DIM
-        k_main = tl.load(keys + main[None, :], mask=exists & (main < DIM)[None, :], other=0.0)
-        k_tail = tl.load(keys + tail[None, :], mask=exists & (tail < DIM)[None, :], other=0.0)
-        if UPCAST:
-            k_main, k_tail = k_main.to(tl.float32), k_tail.to(tl.float32)
+        k_main, k_tail = load_heads(k + (key * (HEADS // GROUP) + kv_head) * DIM, key >= 0, DIM, MAIN, TAIL, UPCAST)
         for first in range(0, GROUP, BLOCK_H):
             member = first + tl.arange(0, BLOCK_H)
-            here = member < GROUP
             head = token * HEADS + kv_head * GROUP + member
-            rows = q + head[:, None] * DIM
-            q_main = tl.load(rows + main[None, :], mask=here[:, None] & (main < DIM)[None, :], other=0.0)
-            q_tail = tl.load(rows + tail[None, :], mask=here[:, None] & (tail < DIM)[None, :], other=0.0)
-            if UPCAST:
-                q_main, q_tail = q_main.to(tl.float32), q_tail.to(tl.float32)
-            score = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
-            score = tl.dot(q_tail, tl.trans(k_tail), score, input_precision=PRECISION) * scale
-            base = tl.load(lse + head, mask=here, other=float("inf"))
+            q_main, q_tail = load_heads(q + head * DIM, member < GROUP, DIM, MAIN, TAIL, UPCAST)
+            score = products(q_main, q_tail, k_main, k_tail, scale, PRECISION)
+            base = tl.load(lse + head, mask=member < GROUP, other=float("inf"))
             total += tl.sum(tl.exp(score - base[:, None]), 0)
     return tl.where(key >= 0, total / HEADS, 0.0)
 
@@ -62,27 +62,15 @@ def _forward_kernel(
     """The divergence of one query, and the logarithm of the denominator of its index scores."""
     token = tl.program_id(0).to(tl.int64)
     start, count = tl.load(starts + token), tl.load(ends + token) - tl.load(starts + token)
-    row, dim = tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_C)
-    queries = tl.load(
-        index_q + (token * INDEXERS + row[:, None]) * INDEX_DIM + dim[None, :],
-        mask=(row < INDEXERS)[:, None] & (dim < INDEX_DIM)[None, :],
-        other=0.0,
-    )
-    if UPCAST:
-        queries = queries.to(tl.float32)
+    row = tl.arange(0, BLOCK_I)
+    queries = _load(index_q, token * INDEXERS + row, row < INDEXERS, INDEX_DIM, BLOCK_C, UPCAST)
     weight = tl.load(weights + token * INDEXERS + row, mask=row < INDEXERS, other=0.0)
     highest, total = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
     entropy, cross = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
     for at in range(0, TOPK if SELECTED else count, BLOCK_K):
         key = _keys(indices, token, start, at, count, BLOCK_K, SELECTED, TOPK)
         target = _target(q, k, lse, key, token, scale, HEADS, GROUP, DIM, MAIN, TAIL, BLOCK_H, UPCAST, PRECISION)
-        vectors = tl.load(
-            index_k + key[:, None] * INDEX_DIM + dim[None, :],
-            mask=(key >= 0)[:, None] & (dim < INDEX_DIM)[None, :],
-            other=0.0,
-        )
-        if UPCAST:
-            vectors = vectors.to(tl.float32)
+        vectors = _load(index_k, key, key >= 0, INDEX_DIM, BLOCK_C, UPCAST)
         product = tl.dot(queries, tl.trans(vectors), input_precision=PRECISION)
         score = tl.sum(tl.maximum(product, 0.0) * weight[:, None], 0)
         entropy += tl.sum(tl.where(target > 0, target * tl.log(tl.where(target > 0, target, 1.0)), 0.0))
@@ -111,9 +99,7 @@ def _backward_kernel(
     row, dim = tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_C)
     place = (token * INDEXERS + row[:, None]) * INDEX_DIM + dim[None, :]
     there = (row < INDEXERS)[:, None] & (dim < INDEX_DIM)[None, :]
-    queries = tl.load(index_q + place, mask=there, other=0.0)
-    if UPCAST:
-        queries = queries.to(tl.float32)
+    queries = _load(index_q, token * INDEXERS + row, row < INDEXERS, INDEX_DIM, BLOCK_C, UPCAST)
     weight = tl.load(weights + token * INDEXERS + row, mask=row < INDEXERS, other=0.0)
     base, upstream = tl.load(index_lse + token), tl.load(d_loss + token)
     dq = tl.zeros((BLOCK_I, BLOCK_C), tl.float32)
@@ -122,9 +108,7 @@ def _backward_kernel(
         key = _keys(indices, token, start, at, count, BLOCK_K, SELECTED, TOPK)
         target = _target(q, k, lse, key, token, scale, HEADS, GROUP, DIM, MAIN, TAIL, BLOCK_H, UPCAST, PRECISION)
         exists = (key >= 0)[:, None] & (dim < INDEX_DIM)[None, :]
-        vectors = tl.load(index_k + key[:, None] * INDEX_DIM + dim[None, :], mask=exists, other=0.0)
-        if UPCAST:
-            vectors = vectors.to(tl.float32)
+        vectors = _load(index_k, key, key >= 0, INDEX_DIM, BLOCK_C, UPCAST)
         product = tl.dot(queries, tl.trans(vectors), input_precision=PRECISION)
         positive = tl.maximum(product, 0.0)
         score = tl.sum(positive * weight[:, None], 0)
@@ -133,7 +117,7 @@ def _backward_kernel(
         inner = tl.where(product > 0, weight[:, None] * change[None, :], 0.0).to(vectors.dtype)
         dq = tl.dot(inner, vectors, dq, input_precision=PRECISION)
         back = tl.dot(tl.trans(inner), queries, input_precision=PRECISION)
-        tl.atomic_add(d_k + key[:, None] * INDEX_DIM + dim[None, :], back, mask=exists)
+        tl.atomic_add(d_k + key[:, None] * INDEX_DIM + dim[None, :], back, mask=exists, sem="relaxed")
     tl.store(d_q + place, dq.to(d_q.dtype.element_ty), mask=there)
     tl.store(d_weights + token * INDEXERS + row, dw, mask=row < INDEXERS)
 

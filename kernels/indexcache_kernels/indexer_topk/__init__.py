@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from indexcache_kernels.backends import Backend, runs_triton
 from indexcache_kernels.errors import KernelInputError
 from indexcache_kernels.indexer_topk import naive
 
-Backend = Literal["auto", "naive", "triton"]
 KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
@@ -46,7 +44,7 @@ def indexer_topk(
         KernelInputError: if shapes, dtypes or devices don't fit together.
     """
     _check(q, k, weights, starts, ends, topk, k_scale)
-    if backend == "naive" or (backend == "auto" and not q.is_cuda):
+    if not runs_triton(backend, q):
         return naive.indexer_topk(q, k, weights, starts, ends, topk, k_scale)
     from indexcache_kernels.indexer_topk import triton
 

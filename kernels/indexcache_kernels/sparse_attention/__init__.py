@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from indexcache_kernels.backends import Backend, runs_triton
 from indexcache_kernels.errors import KernelInputError
 from indexcache_kernels.sparse_attention import naive
 
 
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, backend: Literal["auto", "naive", "triton"] = "auto"
+    q: Tensor, k: Tensor, v: Tensor | int, indices: Tensor, scale: float, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over gathered keys, with gradients of `q`, `k` and `v`.
 
-    Absorbed MLA: `k` is `[S, 1, 576]`, latent and rotary part, and `v` the view `k[..., :512]`; it is then read once.
+    Gradients of `k` and `v` are sums in no fixed order on a CUDA device, so they differ in the last bits between runs.
 
     Args:
         q: `[T, H, D]`: float32, bfloat16 or float16.
         k: `[S, G, D]`, in the dtype of `q`; heads h of `q` use key head h // (H / G).
-        v: `[S, G, V]`.
+        v: `[S, G, V]`; or V, where the first V dimensions of a key are its value, as in absorbed MLA (D 576, V 512).
         indices: `[T, K]`, int32: rows of `k`, in any order, -1 for none; the same for all heads.
         scale: of the products, before the softmax.
         backend: `naive` is PyTorch with gathered copies, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto`
@@ -34,21 +33,28 @@ def sparse_attention(
     Raises:
         KernelInputError: if shapes or dtypes don't fit together.
     """
-    if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or q.shape[2] != k.shape[2] or k.shape[:2] != v.shape[:2]:
-        shapes = ", ".join(f"{name} {list(item.shape)}" for name, item in (("q", q), ("k", k), ("v", v)))
-        raise KernelInputError(f"found {shapes}, expected [T, H, D], [S, G, D] and [S, G, V]")
+    if q.ndim != 3 or k.ndim != 3 or q.shape[2] != k.shape[2]:
+        raise KernelInputError(f"q is {list(q.shape)} and k {list(k.shape)}, expected [T, H, D] and [S, G, D]")
+    if isinstance(v, int) and not 1 <= v <= k.shape[2]:
+        raise KernelInputError(f"v is {v}, expected 1 to the {k.shape[2]} dimensions of k")
+    if isinstance(v, Tensor) and (v.ndim != 3 or v.shape[:2] != k.shape[:2]):
+        raise KernelInputError(f"v is {list(v.shape)}, expected {list(k.shape[:2])} and its own dimension")
     if q.shape[1] % k.shape[1]:
         raise KernelInputError(f"q has {q.shape[1]} heads, expected a multiple of the {k.shape[1]} of k")
-    if not q.dtype == k.dtype == v.dtype:
-        raise KernelInputError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}, expected one dtype")
+    values = k[..., :v] if isinstance(v, int) else v
+    if not q.dtype == k.dtype == values.dtype:
+        raise KernelInputError(f"q is {q.dtype}, k {k.dtype} and v {values.dtype}, expected one dtype")
     if indices.ndim != 2 or len(indices) != len(q) or indices.dtype != torch.int32:
         raise KernelInputError(
             f"indices is {list(indices.shape)} of {indices.dtype}, expected [{len(q)}, K] of torch.int32"
         )
-    if backend == "naive" or (backend == "auto" and not q.is_cuda):
-        return naive.sparse_attention(q, k, v, indices, scale)
+    if not runs_triton(backend, q):
+        return naive.sparse_attention(q, k, values, indices, scale)
     from indexcache_kernels.sparse_attention.triton import SparseAttention
 
-    k, v = (item if item.stride(2) == 1 else item.contiguous() for item in (k, v))
-    out, lse = SparseAttention.apply(q.contiguous(), k, v, indices.contiguous(), scale)  # type: ignore[no-untyped-call]
+    k, values = (item if item.stride(2) == 1 else item.contiguous() for item in (k, values))
+    in_keys = isinstance(v, int) and v == 1 << (q.shape[2].bit_length() - 1) and v >= 16  # the kernel reads them once
+    out, lse = SparseAttention.apply(  # type: ignore[no-untyped-call]
+        q.contiguous(), k, None if in_keys else values, values.shape[2], indices.contiguous(), scale
+    )
     return out, lse

@@ -9,7 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from indexcache_kernels.head_sizes import head_sizes
+from indexcache_kernels.heads import head_sizes, load_heads, products
+
+
+@triton.jit
+def _load_values(rows, exists, V_DIM: tl.constexpr, V_PADDED: tl.constexpr, UPCAST: tl.constexpr):
+    dim = tl.arange(0, V_PADDED)
+    values = tl.load(rows[:, None] + dim[None, :], mask=exists[:, None] & (dim < V_DIM)[None, :], other=0.0)
+    if UPCAST:
+        values = values.to(tl.float32)
+    return values
 
 
 @triton.jit
@@ -44,13 +53,9 @@ def _forward_kernel(
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(2)
     member = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     head = kv_head * GROUP + member
-    main, tail, value_dim = tl.arange(0, MAIN), MAIN + tl.arange(0, TAIL), tl.arange(0, V_PADDED)
+    value_dim = tl.arange(0, V_PADDED)
     here = (member < GROUP)[:, None]
-    queries = q + (token * heads + head[:, None]) * DIM
-    q_main = tl.load(queries + main[None, :], mask=here & (main < DIM)[None, :], other=0.0)
-    q_tail = tl.load(queries + tail[None, :], mask=here & (tail < DIM)[None, :], other=0.0)
-    if UPCAST:
-        q_main, q_tail = q_main.to(tl.float32), q_tail.to(tl.float32)
+    q_main, q_tail = load_heads(q + (token * heads + head) * DIM, member < GROUP, DIM, MAIN, TAIL, UPCAST)
     highest = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     mean = tl.zeros((BLOCK_H, V_PADDED), tl.float32)
@@ -58,21 +63,11 @@ def _forward_kernel(
         place = at + tl.arange(0, BLOCK_K)
         key = tl.load(indices + token * TOPK + place, mask=place < TOPK, other=-1).to(tl.int64)
         exists = key >= 0
-        keys = k + key[:, None] * k_row + kv_head * k_head
-        k_main = tl.load(keys + main[None, :], mask=exists[:, None] & (main < DIM)[None, :], other=0.0)
-        k_tail = tl.load(keys + tail[None, :], mask=exists[:, None] & (tail < DIM)[None, :], other=0.0)
-        if SHARED:
-            values = k_main
-        else:
-            values = tl.load(
-                v + key[:, None] * v_row + kv_head * v_head + value_dim[None, :],
-                mask=exists[:, None] & (value_dim < V_DIM)[None, :],
-                other=0.0,
-            )
-        if UPCAST:
-            k_main, k_tail, values = k_main.to(tl.float32), k_tail.to(tl.float32), values.to(tl.float32)
-        score = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
-        score = tl.dot(q_tail, tl.trans(k_tail), score, input_precision=PRECISION) * scale
+        k_main, k_tail = load_heads(k + key * k_row + kv_head * k_head, exists, DIM, MAIN, TAIL, UPCAST)
+        values = k_main
+        if not SHARED:
+            values = _load_values(v + key * v_row + kv_head * v_head, exists, V_DIM, V_PADDED, UPCAST)
+        score = products(q_main, q_tail, k_main, k_tail, scale, PRECISION)
         score = tl.where(exists[None, :], score, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -113,6 +108,7 @@ def _backward_kernel(
     TAIL: tl.constexpr,
     V_DIM: tl.constexpr,
     V_PADDED: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -123,13 +119,10 @@ def _backward_kernel(
     member = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     head = token * heads + kv_head * GROUP + member
     main, tail, value_dim = tl.arange(0, MAIN), MAIN + tl.arange(0, TAIL), tl.arange(0, V_PADDED)
-    in_main, in_tail, in_value = (main < DIM)[None, :], (tail < DIM)[None, :], (value_dim < V_DIM)[None, :]
+    in_main, in_tail = (main < DIM)[None, :], (tail < DIM)[None, :]
     here = member < GROUP
-    q_main = tl.load(q + head[:, None] * DIM + main[None, :], mask=here[:, None] & in_main, other=0.0)
-    q_tail = tl.load(q + head[:, None] * DIM + tail[None, :], mask=here[:, None] & in_tail, other=0.0)
-    grad = tl.load(d_out + head[:, None] * V_DIM + value_dim[None, :], mask=here[:, None] & in_value, other=0.0)
-    if UPCAST:
-        q_main, q_tail, grad = q_main.to(tl.float32), q_tail.to(tl.float32), grad.to(tl.float32)
+    q_main, q_tail = load_heads(q + head * DIM, here, DIM, MAIN, TAIL, UPCAST)
+    grad = _load_values(d_out + head * V_DIM, here, V_DIM, V_PADDED, UPCAST)
     base = tl.load(lse + head, mask=here, other=0.0)
     base = tl.where(base == float("-inf"), 0.0, base)
     mean = tl.load(delta + head, mask=here, other=0.0)
@@ -139,116 +132,96 @@ def _backward_kernel(
         place = at + tl.arange(0, BLOCK_K)
         key = tl.load(indices + token * TOPK + place, mask=place < TOPK, other=-1).to(tl.int64)
         exists = (key >= 0)[:, None]
-        keys = k + key[:, None] * k_row + kv_head * k_head
-        k_main = tl.load(keys + main[None, :], mask=exists & in_main, other=0.0)
-        k_tail = tl.load(keys + tail[None, :], mask=exists & in_tail, other=0.0)
-        values = tl.load(
-            v + key[:, None] * v_row + kv_head * v_head + value_dim[None, :], mask=exists & in_value, other=0.0
-        )
-        if UPCAST:
-            k_main, k_tail, values = k_main.to(tl.float32), k_tail.to(tl.float32), values.to(tl.float32)
-        score = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
-        score = tl.dot(q_tail, tl.trans(k_tail), score, input_precision=PRECISION) * scale
+        k_main, k_tail = load_heads(k + key * k_row + kv_head * k_head, key >= 0, DIM, MAIN, TAIL, UPCAST)
+        values = k_main
+        if not SHARED:
+            values = _load_values(v + key * v_row + kv_head * v_head, key >= 0, V_DIM, V_PADDED, UPCAST)
+        score = products(q_main, q_tail, k_main, k_tail, scale, PRECISION)
         weight = tl.where((key >= 0)[None, :] & here[:, None], tl.exp(score - base[:, None]), 0.0)
         change = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
         change = (weight * (change - mean[:, None]) * scale).to(k_main.dtype)
         dq_main = tl.dot(change, k_main, dq_main, input_precision=PRECISION)
         dq_tail = tl.dot(change, k_tail, dq_tail, input_precision=PRECISION)
         row = key[:, None] * kv_heads + kv_head
-        back = tl.trans(change)
-        tl.atomic_add(
-            d_k + row * DIM + main[None, :], tl.dot(back, q_main, input_precision=PRECISION), exists & in_main
-        )
-        tl.atomic_add(
-            d_k + row * DIM + tail[None, :], tl.dot(back, q_tail, input_precision=PRECISION), exists & in_tail
-        )
-        back = tl.dot(tl.trans(weight.to(grad.dtype)), grad, input_precision=PRECISION)
-        tl.atomic_add(d_v + row * V_DIM + value_dim[None, :], back, exists & in_value)
+        back = tl.dot(tl.trans(change), q_main, input_precision=PRECISION)
+        value_back = tl.trans(weight.to(grad.dtype))
+        if SHARED:
+            back = tl.dot(value_back, grad, back, input_precision=PRECISION)
+        else:
+            target = d_v + row * V_DIM + value_dim[None, :]
+            value_back = tl.dot(value_back, grad, input_precision=PRECISION)
+            tl.atomic_add(target, value_back, exists & (value_dim < V_DIM)[None, :], sem="relaxed")
+        tl.atomic_add(d_k + row * DIM + main[None, :], back, exists & in_main, sem="relaxed")
+        back = tl.dot(tl.trans(change), q_tail, input_precision=PRECISION)
+        tl.atomic_add(d_k + row * DIM + tail[None, :], back, exists & in_tail, sem="relaxed")
     target = d_q + head[:, None] * DIM
     tl.store(target + main[None, :], dq_main.to(d_q.dtype.element_ty), mask=here[:, None] & in_main)
     tl.store(target + tail[None, :], dq_tail.to(d_q.dtype.element_ty), mask=here[:, None] & in_tail)
 
 
-def _sizes(q: Tensor, v: Tensor, indices: Tensor, block_h: int) -> dict[str, Any]:
-    """Compile-time sizes of both kernels."""
-    v_dim = v.shape[2]
-    return {
-        **head_sizes(q, v.shape[1], block_h),
-        "TOPK": indices.shape[1],
-        "V_DIM": v_dim,
-        "V_PADDED": max(16, triton.next_power_of_2(v_dim)),
-    }
+def forward(q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The result and the logarithm of the denominator; without `v`, the first `v_dim` dimensions of `k` are the values.
 
-
-def forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The result and the logarithm of the denominator."""
+    Without `v`, `v_dim` must be the largest power of two in the size of a head.
+    """
     tokens, heads, _ = q.shape
-    sizes = _sizes(q, v, indices, 64)
-    out = torch.empty((tokens, heads, v.shape[2]), dtype=q.dtype, device=q.device)
+    sizes = _sizes(q, k, v, v_dim, indices, 64)
+    out = torch.empty((tokens, heads, v_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
-    _forward_kernel[(tokens, triton.cdiv(sizes["GROUP"], sizes["BLOCK_H"]), v.shape[1])](
-        q,
-        k,
-        v,
-        indices,
-        out,
-        lse,
-        scale,
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        heads,
-        SHARED=v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v.shape[2] == sizes["MAIN"],
-        BLOCK_K=64,
-        num_warps=8,
-        num_stages=2,
-        **sizes,
-    )
+    _forward_kernel[(tokens, triton.cdiv(sizes["GROUP"], sizes["BLOCK_H"]), k.shape[1])](
+        q, k, v, indices, out, lse, scale, *_strides(k), *_strides(v), heads,
+        BLOCK_K=64, num_warps=8, num_stages=2, **sizes,
+    )  # fmt: skip
     return out, lse
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, out: Tensor, lse: Tensor, d_out: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    indices: Tensor,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of `q`, `k` and `v`; the last two are sums in no fixed order."""
     tokens, heads, _ = q.shape
-    sizes = _sizes(q, v, indices, 32)
+    sizes = _sizes(q, k, v, out.shape[2], indices, 32)
     delta = (out.float() * d_out.float()).sum(dim=2)
-    d_q = torch.empty_like(q)
-    d_k, d_v = (torch.zeros(item.shape, dtype=torch.float32, device=q.device) for item in (k, v))
-    _backward_kernel[(tokens, triton.cdiv(sizes["GROUP"], sizes["BLOCK_H"]), v.shape[1])](
-        q,
-        k,
-        v,
-        indices,
-        lse,
-        delta,
-        d_out,
-        d_q,
-        d_k,
-        d_v,
-        scale,
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        heads,
-        v.shape[1],
-        BLOCK_K=32,
-        num_warps=8,
-        num_stages=1,
-        **sizes,
-    )
-    return d_q, d_k.to(k.dtype), d_v.to(v.dtype)
+    d_q, d_k = torch.empty_like(q), torch.zeros(k.shape, dtype=torch.float32, device=q.device)
+    d_v = None if v is None else torch.zeros(v.shape, dtype=torch.float32, device=q.device)
+    _backward_kernel[(tokens, triton.cdiv(sizes["GROUP"], sizes["BLOCK_H"]), k.shape[1])](
+        q, k, v, indices, lse, delta, d_out, d_q, d_k, d_v, scale, *_strides(k), *_strides(v), heads, k.shape[1],
+        BLOCK_K=32, num_warps=8, num_stages=1, **sizes,
+    )  # fmt: skip
+    return d_q, d_k.to(k.dtype), None if v is None or d_v is None else d_v.to(v.dtype)
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, block_h: int) -> dict[str, Any]:
+    """Compile-time sizes of both kernels."""
+    return {
+        **head_sizes(q, k.shape[1], block_h),
+        "TOPK": indices.shape[1],
+        "V_DIM": v_dim,
+        "V_PADDED": max(16, triton.next_power_of_2(v_dim)),
+        "SHARED": v is None,
+    }
+
+
+def _strides(item: Tensor | None) -> tuple[int, int]:
+    """Of rows and heads."""
+    return (0, 0) if item is None else (item.stride(0), item.stride(1))
 
 
 class SparseAttention(torch.autograd.Function):
     """The kernels for autograd; no gradient flows through the second result."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = forward(q, k, v, indices, scale)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = forward(q, k, v, v_dim, indices, scale)
         ctx.save_for_backward(q, k, v, indices, out, lse)
         ctx.scale = scale
         ctx.mark_non_differentiable(lse)
@@ -257,4 +230,5 @@ class SparseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, indices, out, lse = ctx.saved_tensors
-        return (*backward(q, k, v, indices, ctx.scale, out, lse, d_out.contiguous()), None, None)
+        d_q, d_k, d_v = backward(q, k, v, indices, ctx.scale, out, lse, d_out.contiguous())
+        return d_q, d_k, d_v, None, None, None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from indexcache_kernels.backends import Backend, runs_triton
 from indexcache_kernels.errors import KernelInputError
 from indexcache_kernels.topk_overlap import naive
 
 
-def topk_overlap(indices: Tensor, backend: Literal["auto", "naive", "triton"] = "auto") -> Tensor:
+def topk_overlap(indices: Tensor, backend: Backend = "auto") -> Tensor:
     """|Ti & Tj| of all pairs of layers, on each row.
 
     Args:
@@ -30,7 +29,7 @@ def topk_overlap(indices: Tensor, backend: Literal["auto", "naive", "triton"] = 
         raise KernelInputError(
             f"indices is {list(indices.shape)} of {indices.dtype}, expected [layers, rows, k] of int32"
         )
-    if backend == "naive" or (backend == "auto" and not indices.is_cuda):
+    if not runs_triton(backend, indices):
         return naive.topk_overlap(indices)
     from indexcache_kernels.topk_overlap import triton
 

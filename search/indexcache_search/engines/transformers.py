@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel, Pattern
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ATTENTIONS = ("auto", "naive", "kernels")
 LOGIT_ROWS = 1024  # rows of the [rows, vocabulary] float32 logits that exist at a time: 0.6 GB for GLM-5
 
 
@@ -33,7 +36,8 @@ class TransformersEngine:
 
     transformers builds dense `[queries, keys]` scores and masks, so context length is bounded by memory: an indexer of
     H heads needs `4 H L^2` bytes a sequence. With more than one sequence a batch it also copies the index keys for
-    every query, which is why `batch_size` 1 is the default and the fastest on CPU.
+    every query, which is why `batch_size` 1 is the default and the fastest on CPU. The project's kernels do without,
+    on a CUDA device.
 
     Args:
         model: a DSA model of transformers in evaluation mode.
@@ -41,9 +45,17 @@ class TransformersEngine:
         batch_size: sequences a forward.
         prefix_cache_gb: host memory for layer outputs, so that a pattern runs from the first layer in which it differs
             from an earlier one; without room for a pattern's run of all sequences asked for, it runs in full.
+        attention: `naive`, transformers' own, or `kernels`.
     """
 
-    def __init__(self, model: Any, description: DsaModel, batch_size: int = 1, prefix_cache_gb: float = 2.0) -> None:
+    def __init__(
+        self,
+        model: Any,
+        description: DsaModel,
+        batch_size: int = 1,
+        prefix_cache_gb: float = 2.0,
+        attention: str = "naive",
+    ) -> None:
         self.torch_model = model
         self.model = description
         self.batch_size = batch_size
@@ -56,7 +68,11 @@ class TransformersEngine:
             "device": kind,
             "dtype": dtype,
             "batch_size": str(batch_size),
+            "attention": attention,
         }
+        self._attention: Callable[[], AbstractContextManager[None]] = nullcontext
+        if attention == "kernels":
+            self._attention = partial(_on_kernels, model)
         self._baselines: dict[tuple[str, int], Tensor] = {}
 
     @classmethod
@@ -67,22 +83,24 @@ class TransformersEngine:
         dtype: str = "float32",
         batch_size: int = 1,
         prefix_cache_gb: float = 2.0,
+        attention: str = "auto",
     ) -> TransformersEngine:
-        """Load `model`, a folder or a hub id.
+        """Load `model`, a folder or a hub id; `attention` `auto` means kernels where they run.
 
         Raises:
-            SearchError: if it can't be found or loaded, or the device or dtype is not there.
+            SearchError: if it can't be found or loaded, or the device, dtype or attention is not there.
             ModelConfigError: if it has no DSA attention.
         """
         if dtype not in DTYPES:
             raise SearchError(f"--dtype is {dtype}, expected one of {', '.join(DTYPES)}")
         target = _device(device)
+        attention = _resolve(attention, target, dtype)
         description = describe_model(model)
         try:
             loaded = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
         except (OSError, ValueError, RuntimeError) as error:
             raise SearchError(f"{model}: can't be loaded: {_one_line(error)}") from None
-        return cls(loaded.eval().to(target), description, batch_size, prefix_cache_gb)
+        return cls(loaded.eval().to(target), description, batch_size, prefix_cache_gb, attention)
 
     def evaluate(
         self,
@@ -116,11 +134,13 @@ class TransformersEngine:
 
     def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64]:
         """See `Engine.topk_overlap`."""
-        return measurements.topk_overlap(self.torch_model, self.model, self._batches(data, 1), rows)
+        with self._attention():
+            return measurements.topk_overlap(self.torch_model, self.model, self._batches(data, 1), rows)
 
     def output_similarity(self, data: TokenSet) -> NDArray[np.float64]:
         """See `Engine.output_similarity`."""
-        return measurements.output_similarity(self.torch_model, self.model, self._batches(data, 1))
+        with self._attention():
+            return measurements.output_similarity(self.torch_model, self.model, self._batches(data, 1))
 
     def _batches(self, data: TokenSet, size: int) -> list[Tensor]:
         tokens = torch.from_numpy(data.tokens.astype(np.int64))
@@ -132,10 +152,11 @@ class TransformersEngine:
     ) -> tuple[Tensor, int]:
         """Post-norm hidden states `[rows, seq_len, hidden]`, and how many layers ran."""
         tokens = torch.from_numpy(data.tokens[list(rows)].astype(np.int64)).to(self.torch_model.device)
-        if cache is None:
+        with self._attention():
+            if cache is not None:
+                return run_from_cache(self.torch_model, tokens, pattern, cache, f"{data.sha256} {rows}")
             with apply_roles(self.torch_model, pattern):
                 return self.torch_model.model(input_ids=tokens, use_cache=False).last_hidden_state, len(pattern)
-        return run_from_cache(self.torch_model, tokens, pattern, cache, f"{data.sha256} {rows}")
 
     @torch.inference_mode()
     def _score(self, hidden: Tensor, index: int, data: TokenSet, objective: Objective) -> tuple[float, int, int]:
@@ -255,6 +276,32 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise SearchError(f"--device is {name}, but PyTorch sees {torch.cuda.device_count()} CUDA devices")
     return device
+
+
+def _resolve(attention: str, device: torch.device, dtype: str) -> str:
+    """`naive` or `kernels`."""
+    if attention not in ATTENTIONS:
+        raise SearchError(f"--attention is {attention}, expected one of {', '.join(ATTENTIONS)}")
+    installed = find_spec("indexcache_kernels") is not None and find_spec("triton") is not None
+    if attention == "kernels" and device.type != "cuda":
+        raise SearchError(f"--attention kernels needs a CUDA device, found {device.type}; expected auto or naive")
+    if attention == "kernels" and not installed:
+        raise SearchError("--attention kernels needs the package triton; expected it, auto or naive")
+    if attention == "auto":
+        return "kernels" if device.type == "cuda" and installed and dtype != "float32" else "naive"
+    return attention
+
+
+@contextmanager
+def _on_kernels(model: Any) -> Iterator[None]:
+    from indexcache_kernels.errors import KernelInputError
+    from indexcache_kernels.transformers import use_kernels
+
+    try:
+        with use_kernels(model):
+            yield
+    except KernelInputError as error:
+        raise SearchError(f"the kernels can't run this model: {error}; expected --attention naive") from None
 
 
 def _one_line(error: Exception) -> str:

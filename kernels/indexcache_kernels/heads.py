@@ -1,0 +1,43 @@
+"""What kernels over attention heads have in common: heads of any size as two parts whose sizes are powers of two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def load_heads(rows, exists, DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):
+    """Both parts of the heads that `rows` points to, `[n, MAIN]` and `[n, TAIL]`; 0 where they don't exist."""
+    main, tail = tl.arange(0, MAIN), MAIN + tl.arange(0, TAIL)
+    first = tl.load(rows[:, None] + main[None, :], mask=exists[:, None] & (main < DIM)[None, :], other=0.0)
+    second = tl.load(rows[:, None] + tail[None, :], mask=exists[:, None] & (tail < DIM)[None, :], other=0.0)
+    if UPCAST:
+        first, second = first.to(tl.float32), second.to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def products(q_main, q_tail, k_main, k_tail, scale, PRECISION: tl.constexpr):
+    """Scaled products of all queries and keys."""
+    score = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
+    return tl.dot(q_tail, tl.trans(k_tail), score, input_precision=PRECISION) * scale
+
+
+def head_sizes(q: Tensor, kv_heads: int, block_h: int) -> dict[str, Any]:
+    """How heads of `q`, `[T, H, D]`, are split: D into MAIN + TAIL, powers of two, and the heads of a key head."""
+    heads, dim = q.shape[1:]
+    main = max(16, 1 << (dim.bit_length() - 1))
+    return {
+        "GROUP": heads // kv_heads,
+        "DIM": dim,
+        "MAIN": main,
+        "TAIL": max(16, triton.next_power_of_2(max(0, dim - main))),
+        "BLOCK_H": min(block_h, max(16, triton.next_power_of_2(heads // kv_heads))),
+        "UPCAST": q.dtype == torch.bfloat16 and not q.is_cuda,  # Triton's interpreter multiplies the bits
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }

@@ -1,0 +1,197 @@
+"""transformers' DSA models on these kernels: no `[queries, keys]` tensor at all, in inference and in training.
+
+Three places change while it lasts. The mask is each query's range of keys. The indexer selects with `indexer_topk`.
+Keys stay latent, and the attention over the selected ones is absorbed MLA: `q . (W k) = (W^T q) . k`, so that all heads
+share what is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.deepseek_v32 import modeling_deepseek_v32
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
+
+from indexcache_kernels.backends import Backend
+from indexcache_kernels.errors import KernelInputError
+from indexcache_kernels.indexer_topk import indexer_topk
+from indexcache_kernels.sparse_attention import sparse_attention
+
+NAME = "indexcache_kernels"  # among transformers' attention implementations
+ROWS = 8192  # queries whose absorbed copies exist at a time: 0.6 GB for 64 heads in bfloat16
+INDEXER_ROPES = {  # by model type; V3.2 rotates halves of an index vector, GLM-5 pairs
+    "deepseek_v32": modeling_deepseek_v32.apply_rotary_pos_emb,
+    "glm_moe_dsa": modeling_glm_moe_dsa.apply_rotary_pos_emb_interleave,
+}
+
+
+@contextmanager
+def use_kernels(model: nn.Module, backend: Backend = "auto") -> Iterator[None]:
+    """Run a transformers DSA model on the kernels inside the `with` block; leave it as it was afterwards.
+
+    What is computed is the same but for rounding. Of equal index scores the lowest keys are selected, and queries that
+    see fewer keys than index_topk have -1 for the rest, where transformers fills up with keys that they don't see.
+
+    Args:
+        model: a `DeepseekV32ForCausalLM` or `GlmMoeDsaForCausalLM`, on one or more devices. Key/value caches are not
+            exchangeable with those of the untouched model.
+        backend: see `indexcache_kernels.indexer_topk`.
+
+    Raises:
+        KernelInputError: if the model is another one, or its projections are quantised; inside the block also for
+            packed sequences, masks with gaps and attention dropout.
+        RuntimeError: if the model runs on the kernels already.
+    """
+    config: Any = model.config
+    rope = INDEXER_ROPES.get(config.model_type)
+    if rope is None:
+        raise KernelInputError(f"model_type is {config.model_type}, expected one of {', '.join(INDEXER_ROPES)}")
+    if config._attn_implementation == NAME:
+        raise RuntimeError("this model runs on the kernels already; leave the first `with` block before")
+    decoder: Any = model.model
+    attentions = [layer.self_attn for layer in decoder.layers]
+    for attention in attentions:
+        weight = attention.kv_b_proj.weight
+        if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
+            raise KernelInputError(f"kv_b_proj is {weight.dtype}, expected float32, bfloat16 or float16")
+    before = config._attn_implementation
+    try:
+        config._attn_implementation = NAME
+        for attention in attentions:
+            attention.expand_kv = _keep_latent
+            attention.indexcache_backend = backend
+            if attention.indexer is not None:
+                attention.indexer.forward = _indexer_forward(attention.indexer, rope, backend)
+        yield
+    finally:
+        config._attn_implementation = before
+        for attention in attentions:
+            attention.__dict__.pop("expand_kv", None)
+            attention.__dict__.pop("indexcache_backend", None)
+            if attention.indexer is not None:
+                attention.indexer.__dict__.pop("forward", None)
+
+
+def _key_ranges(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Tensor:
+    """First key and one past the last of each query, `[batch, 1, queries, 2]`, int32, in place of a mask."""
+    if mask_function is not causal_mask_function:
+        raise KernelInputError("sequences are packed or the mask is a custom one, expected causal sequences")
+    if kv_offset:
+        raise KernelInputError("the cache has dropped keys, expected one that keeps all")
+    ends = (q_offset + torch.arange(1, q_length + 1, device=device)).expand(batch_size, -1)
+    starts = torch.zeros_like(ends)
+    if attention_mask is not None:
+        seen = attention_mask[:, :kv_length]
+        count, first = seen.sum(dim=1, keepdim=True), seen.int().argmax(dim=1, keepdim=True)
+        place = torch.arange(seen.shape[1], device=seen.device)
+        if not torch.equal(seen, (place >= first) & (place < first + count)):
+            raise KernelInputError("the attention mask has gaps, expected padding on one side or both")
+        starts, ends = first.expand(-1, q_length), torch.minimum(ends, first + count)
+    return torch.stack([starts, ends], dim=-1).int()[:, None]
+
+
+def _keep_latent(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    """Instead of keys and values of all heads: latent and rotary part, which hold both, and nothing."""
+    latent = torch.cat([kv_nope, k_rot], dim=-1)
+    return latent, latent[..., :0]
+
+
+def _indexer_forward(
+    indexer: Any, rope: Callable[..., tuple[Tensor, Tensor]], backend: Backend
+) -> Callable[..., Tensor]:
+    @torch.no_grad()
+    def forward(
+        hidden_states: Tensor,
+        q_resid: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+    ) -> Tensor:
+        batch, length, _ = hidden_states.shape
+        sizes = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
+        q_rot, q_pass = indexer.wq_b(q_resid).view(batch, length, indexer.n_heads, -1).split(sizes, dim=-1)
+        k_rot, k_pass = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2).split(sizes, dim=-1)
+        q_rot, k_rot = rope(q_rot, k_rot, *position_embeddings, unsqueeze_dim=2)
+        q, k = torch.cat([q_rot, q_pass], dim=-1), torch.cat([k_rot, k_pass], dim=-1).squeeze(2)
+        if past_key_values is not None:
+            k = past_key_values.update_indexer(k, indexer.layer_idx)
+        weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
+        weights *= indexer.n_heads**-0.5 * indexer.softmax_scale  # positive, so it may stand behind the ReLU
+        first = _first_keys(k)
+        starts, ends = (attention_mask + first).flatten(0, 1).unbind(dim=1)
+        queries, keys = q.flatten(0, 1), k.flatten(0, 1).to(q.dtype)
+        topk = min(indexer.index_topk, k.shape[1])
+        found = indexer_topk(queries, keys, weights.flatten(0, 1), starts, ends, topk, backend=backend)
+        found = found.view(batch, length, topk)
+        return found if batch == 1 else torch.where(found < 0, found, found - first)
+
+    return forward
+
+
+def _first_keys(k: Tensor) -> Tensor:
+    """Where the keys of each sequence begin once they stand one behind the other, `[batch, 1, 1]`, int32."""
+    return torch.arange(k.shape[0], dtype=torch.int32, device=k.device)[:, None, None] * k.shape[-2]
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    *,
+    indices: Tensor,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Absorbed MLA over selected keys, as an attention function of transformers.
+
+    Args:
+        module: the attention, for the two halves of its `kv_b_proj`.
+        query: `[batch, heads, queries, nope + rope]`.
+        key: `[batch, 1, keys, latent + rope]`.
+        value: empty.
+        attention_mask: ranges, of which the indexer made `indices`.
+        scaling: of the products.
+        dropout: must be 0.
+        indices: `[batch, queries, k]`, -1 for none.
+
+    Returns:
+        `[batch, queries, heads, value]`.
+    """
+    if dropout:
+        raise KernelInputError(f"attention dropout is {dropout}, expected 0")
+    nope = module.qk_nope_head_dim
+    weight = module.kv_b_proj.weight.view(module.num_heads, nope + module.v_head_dim, module.kv_lora_rank)
+    w_k, w_v = weight[:, :nope], weight[:, nope:]
+    keys = key[:, 0].flatten(0, 1)[:, None]
+    chosen = indices if len(indices) == 1 else torch.where(indices < 0, indices, indices + _first_keys(key[:, 0]))
+    queries, chosen = query.transpose(1, 2).flatten(0, 1), chosen.flatten(0, 1)
+    parts = []
+    for rows, those in zip(torch.split(queries, ROWS), torch.split(chosen, ROWS), strict=True):
+        absorbed = torch.cat([torch.einsum("thd,hdc->thc", rows[..., :nope], w_k), rows[..., nope:]], dim=-1)
+        latent, _lse = sparse_attention(absorbed, keys, module.kv_lora_rank, those, scaling, module.indexcache_backend)
+        parts.append(torch.einsum("thc,hdc->thd", latent, w_v))
+    return torch.cat(parts).view(*indices.shape[:2], module.num_heads, module.v_head_dim), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _key_ranges)
