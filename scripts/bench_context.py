@@ -106,7 +106,7 @@ def demo_losses() -> list[dict[str, Any]]:
     sources = list(demo.EVALUATION)
     reader = TokenReader(lambda: load_tokenizer(name), read_config(name).vocab_size, 512)
     data, _ = build_token_sets(
-        reader, description, sources, sources, seq_len=512, num_calibration=64, num_evaluation=1, seed=0
+        reader, description, sources, sources, seq_len=512, num_calibration=48, num_evaluation=48, seed=0
     )
     pattern = Pattern("FS" * (description.num_layers // 2))
     for dtype in ("float32", "bfloat16"):

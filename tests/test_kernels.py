@@ -17,8 +17,9 @@ from indexcache_kernels import KernelInputError, causal_ranges, indexer_kl, inde
 from indexcache_kernels.indexer_kl import naive as naive_kl
 from indexcache_kernels.indexer_kl import triton as indexer_kl_triton
 from indexcache_kernels.indexer_kl import visible_keys
-from indexcache_kernels.indexer_topk import naive
+from indexcache_kernels.indexer_topk import deep_gemm, naive
 from indexcache_kernels.indexer_topk import triton as indexer_topk_triton
+from indexcache_kernels.sparse_attention import flash_mla
 from indexcache_kernels.sparse_attention import triton as sparse_attention_triton
 from indexcache_kernels.topk_overlap import triton as topk_overlap_triton
 
@@ -238,6 +239,43 @@ def test_sparse_attention_says_what_does_not_fit() -> None:
         sparse_attention(q[:, :2], k.bfloat16(), k, indices, 1.0)
     with pytest.raises(KernelInputError, match=r"expected \[2, K\] of torch.int32"):
         sparse_attention(q[:, :2], k, k, indices.long(), 1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="no CUDA device")
+def test_flash_mla_is_the_same_attention() -> None:
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    q = torch.randn(9, 64, 576, device=DEVICE, generator=generator).bfloat16()
+    k = torch.randn(3000, 1, 576, device=DEVICE, generator=generator).bfloat16()
+    if not flash_mla.fits(q, k, 512):
+        with pytest.raises(KernelInputError, match="flash_mla can't run this"):
+            sparse_attention(q, k, 512, torch.zeros(9, 4, dtype=torch.int32, device=DEVICE), 1.0, backend="flash_mla")
+        pytest.skip("sgl_kernel is not installed")
+    indices = torch.stack([torch.randperm(3000, device=DEVICE, generator=generator)[:2000] for _ in range(9)]).int()
+    indices[1, 100:], indices[2] = -1, -1
+    found, gradients = [], []
+    for backend in ("flash_mla", "triton"):
+        leaves = [item.clone().requires_grad_() for item in (q, k)]
+        out, lse = sparse_attention(*leaves, 512, indices, 0.04, backend=backend)  # type: ignore[arg-type]
+        found.append((out, lse))
+        gradients.append(torch.autograd.grad(out.float().square().sum(), leaves))
+    assert (found[0][0][2] == 0).all() and (found[0][1][2] == -torch.inf).all()
+    seen = [0, 1, 3, 4, 5, 6, 7, 8]
+    for one, other in zip(found[0], found[1], strict=True):
+        assert relative_rms(one[seen], other[seen].double()) < 5e-3
+    for one, other in zip(*gradients, strict=True):
+        assert relative_rms(one, other.double()) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="no CUDA device")
+def test_deep_gemm_takes_the_highest_scores() -> None:
+    given, (starts, ends) = inputs(3, 5000, 32, 128, torch.float8_e4m3fn), causal(3, 5000)
+    starts[1] = 2900
+    if not deep_gemm.fits(given["q"], 2048, given["k_scale"]):
+        pytest.skip("DeepGEMM or sgl_kernel is not installed")
+    found = indexer_topk(**given, starts=starts, ends=ends, topk=2048, backend="deep_gemm")
+    check_topk(found, given, starts, ends, 2048)
 
 
 @pytest.mark.parametrize("selected", [True, False], ids=["selected", "all keys"])

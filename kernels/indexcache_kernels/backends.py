@@ -13,7 +13,7 @@ Backend = Literal["auto", "naive", "triton"]
 
 
 def runs_triton(backend: str, tensor: Tensor) -> bool:
-    """Whether the Triton kernel runs: where asked for, and with `auto` on a CUDA device; else PyTorch.
+    """Whether the project's kernel runs: where asked for, and with `auto` on a CUDA device; else PyTorch.
 
     Raises:
         KernelInputError: if there is no such backend, or Triton is not installed.

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -57,6 +58,8 @@ def use_kernels(model: nn.Module, backend: Backend = "auto") -> Iterator[None]:
     decoder: Any = model.model
     attentions = [layer.self_attn for layer in decoder.layers]
     for attention in attentions:
+        if not hasattr(attention, "expand_kv"):
+            raise KernelInputError(f"transformers is {transformers.__version__}, expected 5.17 or newer")
         weight = attention.kv_b_proj.weight
         if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
             raise KernelInputError(f"kv_b_proj is {weight.dtype}, expected float32, bfloat16 or float16")

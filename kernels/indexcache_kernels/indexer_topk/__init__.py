@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from indexcache_kernels.backends import Backend, runs_triton
 from indexcache_kernels.errors import KernelInputError
-from indexcache_kernels.indexer_topk import naive
+from indexcache_kernels.indexer_topk import deep_gemm, naive
 
 KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
@@ -20,7 +22,7 @@ def indexer_topk(
     ends: Tensor,
     topk: int,
     k_scale: Tensor | None = None,
-    backend: Backend = "auto",
+    backend: Backend | Literal["deep_gemm"] = "auto",
 ) -> Tensor:
     """The `topk` keys that score highest for each query: score = the sum over heads of weight x ReLU(q . k) x k_scale.
 
@@ -35,15 +37,20 @@ def indexer_topk(
         topk: keys of a query.
         k_scale: `[L]`, float32, of the rows of a quantised `k`.
         backend: `naive` is PyTorch with dense scores, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes
-            that on CUDA.
+            that on CUDA. `deep_gemm` is DeepGEMM with sgl_kernel, for float8 on Hopper: it takes any of equal scores,
+            writes them in no order, and needs more memory.
 
     Returns:
-        `[T, topk]`, int32: rows of `k`, in no order; -1 behind them where a query sees fewer.
+        `[T, topk]`, int32: rows of `k`, ascending; -1 behind them where a query sees fewer.
 
     Raises:
-        KernelInputError: if shapes, dtypes or devices don't fit together.
+        KernelInputError: if shapes, dtypes or devices don't fit together, or the backend can't run them.
     """
     _check(q, k, weights, starts, ends, topk, k_scale)
+    if backend == "deep_gemm":
+        if k_scale is None or not deep_gemm.fits(q, topk, k_scale):
+            raise KernelInputError("deep_gemm can't run this, see indexcache_kernels.indexer_topk.deep_gemm.fits")
+        return deep_gemm.indexer_topk(q, k, weights, starts, ends, k_scale)
     if not runs_triton(backend, q):
         return naive.indexer_topk(q, k, weights, starts, ends, topk, k_scale)
     from indexcache_kernels.indexer_topk import triton

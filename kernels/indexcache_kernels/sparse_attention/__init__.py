@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from indexcache_kernels.backends import Backend, runs_triton
 from indexcache_kernels.errors import KernelInputError
-from indexcache_kernels.sparse_attention import naive
+from indexcache_kernels.sparse_attention import flash_mla, naive
 
 
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor | int, indices: Tensor, scale: float, backend: Backend = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | int,
+    indices: Tensor,
+    scale: float,
+    backend: Backend | Literal["flash_mla"] = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over gathered keys, with gradients of `q`, `k` and `v`.
 
@@ -23,15 +30,16 @@ def sparse_attention(
         v: `[S, G, V]`; or V, where the first V dimensions of a key are its value, as in absorbed MLA (D 576, V 512).
         indices: `[T, K]`, int32: rows of `k`, in any order, -1 for none; the same for all heads.
         scale: of the products, before the softmax.
-        backend: `naive` is PyTorch with gathered copies, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto`
-            takes that on CUDA.
+        backend: `naive` is PyTorch with gathered copies, `triton` needs a CUDA device or TRITON_INTERPRET=1,
+            `flash_mla` sgl_kernel, and runs its forward for absorbed MLA in bfloat16 on Hopper. `auto` takes the first
+            that fits of the last, `triton` on CUDA, and `naive`.
 
     Returns:
         `[T, H, V]` in the dtype of `q`, 0 where a query has no key, and the logarithm of the softmax's denominator,
         `[T, H]`, float32, -inf there; the second has no gradient.
 
     Raises:
-        KernelInputError: if shapes or dtypes don't fit together.
+        KernelInputError: if shapes or dtypes don't fit together, or the backend can't run them.
     """
     if q.ndim != 3 or k.ndim != 3 or q.shape[2] != k.shape[2]:
         raise KernelInputError(f"q is {list(q.shape)} and k {list(k.shape)}, expected [T, H, D] and [S, G, D]")
@@ -48,13 +56,16 @@ def sparse_attention(
         raise KernelInputError(
             f"indices is {list(indices.shape)} of {indices.dtype}, expected [{len(q)}, K] of torch.int32"
         )
-    if not runs_triton(backend, q):
+    flash = backend in ("auto", "flash_mla") and flash_mla.fits(q, k, v)
+    if backend == "flash_mla" and not flash:
+        raise KernelInputError("flash_mla can't run this, see indexcache_kernels.sparse_attention.flash_mla.fits")
+    if not flash and not runs_triton(backend, q):
         return naive.sparse_attention(q, k, values, indices, scale)
     from indexcache_kernels.sparse_attention.triton import SparseAttention
 
     k, values = (item if item.stride(2) == 1 else item.contiguous() for item in (k, values))
     in_keys = isinstance(v, int) and v == 1 << (q.shape[2].bit_length() - 1) and v >= 16  # the kernel reads them once
     out, lse = SparseAttention.apply(  # type: ignore[no-untyped-call]
-        q.contiguous(), k, None if in_keys else values, values.shape[2], indices.contiguous(), scale
+        q.contiguous(), k, None if in_keys else values, values.shape[2], indices.contiguous(), scale, flash
     )
     return out, lse

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from indexcache_kernels.heads import head_sizes, load_heads, products
+from indexcache_kernels.sparse_attention import flash_mla
 
 
 @triton.jit
@@ -215,13 +216,13 @@ def _strides(item: Tensor | None) -> tuple[int, int]:
 
 
 class SparseAttention(torch.autograd.Function):
-    """The kernels for autograd; no gradient flows through the second result."""
+    """The kernels for autograd, with `flash` FlashMLA forward; no gradient flows through the second result."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, scale: float, flash: bool
     ) -> tuple[Tensor, Tensor]:
-        out, lse = forward(q, k, v, v_dim, indices, scale)
+        out, lse = flash_mla.forward(q, k, indices, scale) if flash else forward(q, k, v, v_dim, indices, scale)
         ctx.save_for_backward(q, k, v, indices, out, lse)
         ctx.scale = scale
         ctx.mark_non_differentiable(lse)
@@ -231,4 +232,4 @@ class SparseAttention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, indices, out, lse = ctx.saved_tensors
         d_q, d_k, d_v = backward(q, k, v, indices, ctx.scale, out, lse, d_out.contiguous())
-        return d_q, d_k, d_v, None, None, None
+        return d_q, d_k, d_v, None, None, None, None
