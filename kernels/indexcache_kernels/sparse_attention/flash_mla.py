@@ -27,9 +27,8 @@ def fits(q: Tensor, k: Tensor, v: Tensor | int) -> bool:
     """Whether it can run: absorbed MLA in bfloat16 with a multiple of 64 heads, on a Hopper device."""
     if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9 or _library() is None:
         return False
-    return (
-        v == V_DIM and q.shape[2] == DIM and k.shape[1] == 1 and q.shape[1] % HEADS == 0 and q.dtype == torch.bfloat16
-    )
+    shape = isinstance(v, int) and (v, q.shape[2], k.shape[1]) == (V_DIM, DIM, 1)
+    return shape and q.shape[1] % HEADS == 0 and q.dtype == torch.bfloat16
 
 
 def forward(q: Tensor, k: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -194,7 +194,7 @@ def backward(
     d_v = None if v is None else torch.zeros(v.shape, dtype=torch.float32, device=q.device)
     _backward_kernel[(tokens, triton.cdiv(sizes["GROUP"], sizes["BLOCK_H"]), k.shape[1])](
         q, k, v, indices, lse, delta, d_out, d_q, d_k, d_v, scale, *_strides(k), *_strides(v), heads, k.shape[1],
-        BLOCK_K=32, num_warps=8, num_stages=1, **sizes,
+        BLOCK_K=32, num_warps=8, num_stages=2, **sizes,
     )  # fmt: skip
     return d_q, d_k.to(k.dtype), None if v is None or d_v is None else d_v.to(v.dtype)
 
