@@ -332,8 +332,7 @@ def ptx(kernel, types, constants, **options):
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
-integers = ("starts", "ends", "passed", "candidates", "counts", "found", "found_values", "queue", "parts")
-integers += ("part_values",)
+integers = ("starts", "ends", "candidates", "counts", "found", "found_values", "queue", "parts", "part_values")
 numbers = dict.fromkeys(("rows", "blocks", "layers"), "i32")
 common = {**dict.fromkeys(integers, "*i32"), "scores": "*fp32", "bounds": "*fp32", **numbers}
 for key in ("fp8e4nv", "bf16"):

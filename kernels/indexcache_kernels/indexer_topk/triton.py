@@ -95,14 +95,22 @@ def _finish(
 
 @triton.jit(noinline=True)
 def _take_segment(
-    scores, passed, values, indices, counts, bounds, segment, highest,
+    scores, values, indices, counts, bounds, starts, ends, rows, segment, highest,
     BLOCK_Q: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys of a segment that passed to the candidates of BLOCK_Q rows, after shrinking them where there is no
-    room; not inlined, to leave registers to the products."""
-    row, word = tl.arange(0, BLOCK_Q), tl.arange(0, SEGMENT // 16)
-    written = segment + word[None, :] * 16 < highest
-    bits = tl.load(passed + row[:, None] * (SEGMENT // 16) + word[None, :], mask=written, other=0)
+    """Add the keys of a segment that exceed the bounds of BLOCK_Q rows to their candidates, after shrinking them where
+    there is no room; not inlined, to leave registers to the products.
+
+    Which keys those are is a bit each, 16 in a word: only words are counted and placed.
+    """
+    row, word, lane = tl.arange(0, BLOCK_Q), tl.arange(0, SEGMENT // 16), tl.arange(0, SEGMENT)
+    start = tl.load(starts + row, mask=row < rows, other=2147483647)
+    end = tl.minimum(tl.load(ends + row, mask=row < rows, other=0), highest)
+    key = (segment + lane)[None, :]
+    seen = (key >= start[:, None]) & (key < end[:, None])
+    score = tl.load(scores + row[:, None] * SEGMENT + lane[None, :], mask=seen, other=float("-inf"))
+    passed = (seen & (score > tl.load(bounds + row)[:, None])).to(tl.int32) << (lane & 15)[None, :]
+    bits = tl.sum(tl.reshape(passed, (BLOCK_Q, SEGMENT // 16, 16)), axis=2)
     ones = bits - ((bits >> 1) & 0x5555)
     ones = (ones & 0x3333) + ((ones >> 2) & 0x3333)
     ones = (ones + (ones >> 4)) & 0x0F0F
@@ -126,7 +134,7 @@ def _take_segment(
 
 @triton.jit
 def _stream_kernel(
-    q, k, weights, k_scale, starts, ends, scores, passed, candidates, counts, bounds, found, found_values, queue,
+    q, k, weights, k_scale, starts, ends, scores, candidates, counts, bounds, found, found_values, queue,
     rows, blocks,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr, TOPK: tl.constexpr,
@@ -134,31 +142,28 @@ def _stream_kernel(
 ):  # fmt: skip
     """Takes BLOCK_Q queries and one of SPLITS parts of their keys at a time from the queue, the last queries first.
 
-    Keys are the rows of the product, so heads add up inside a thread. Of a segment's scores those that exceed the bound
-    of their row go to memory of the program's own, which stays in the cache, and so does a bit for each key.
+    Keys are the rows of the product, so heads add up inside a thread. Scores of a segment go to memory of the
+    program's own, which stays in the cache.
     """
     program, row = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_Q)
     scores += program * BLOCK_Q * SEGMENT
-    passed += program * BLOCK_Q * (SEGMENT // 16)
     counts += program * BLOCK_Q
     bounds += program * BLOCK_Q
     values = candidates + program * BLOCK_Q * ROOM * 2
     indices = values + BLOCK_Q * ROOM
     part = tl.arange(0, BLOCK_Q * PADDED_HEADS)
     part_row, head = part // PADDED_HEADS, part % PADDED_HEADS
-    dim, lane = tl.arange(0, PADDED_DIM), tl.arange(0, BLOCK_K)
+    dim = tl.arange(0, PADDED_DIM)
     item = tl.atomic_add(queue, 1)
     while item < blocks * SPLITS:
         first, split = (blocks - 1 - item // SPLITS) * BLOCK_Q, item % SPLITS
         here = first + row < rows
-        start = tl.load(starts + first + row, mask=here, other=2147483647)
-        end = tl.load(ends + first + row, mask=here, other=0)
-        lowest, highest = tl.min(start), tl.max(end)
+        lowest = tl.min(tl.load(starts + first + row, mask=here, other=2147483647))
+        highest = tl.max(tl.load(ends + first + row, mask=here, other=0))
         if SPLITS > 1:
             length = tl.cdiv(tl.cdiv(tl.maximum(highest - lowest, 0), SPLITS), BLOCK_K) * BLOCK_K
             lowest += split * length
             highest = tl.minimum(highest, lowest + length)
-            end = tl.minimum(end, highest)
         there = (first + part_row < rows) & (head < HEADS)
         place = (first + part_row).to(tl.int64) * HEADS + head
         query = tl.load(q + place[None, :] * DIM + dim[:, None], mask=there[None, :] & (dim < DIM)[:, None], other=0.0)
@@ -170,9 +175,8 @@ def _stream_kernel(
         tl.store(bounds + row, float("-inf"))
         tl.debug_barrier()
         for segment in range(lowest, highest, SEGMENT):
-            bound = tl.load(bounds + row)[None, :]
             for at in range(segment, tl.minimum(segment + SEGMENT, highest), BLOCK_K):
-                key = at + lane
+                key = at + tl.arange(0, BLOCK_K)
                 exists = key < highest
                 vectors = tl.load(
                     k + key.to(tl.int64)[:, None] * DIM + dim[None, :],
@@ -186,15 +190,12 @@ def _stream_kernel(
                 score = tl.sum(tl.reshape(product, (BLOCK_K, BLOCK_Q, PADDED_HEADS)), axis=2)
                 if SCALED:
                     score *= tl.load(k_scale + key, mask=exists, other=0.0)[:, None]
-                passes = (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :]) & (score > bound)
-                tl.store(scores + row[None, :] * SEGMENT + (key - segment)[:, None], score, mask=passes)
-                bits = tl.reshape(passes.to(tl.int32) << (lane & 15)[:, None], (BLOCK_K // 16, 16, BLOCK_Q))
-                word = (at - segment) // 16 + tl.arange(0, BLOCK_K // 16)
-                tl.store(passed + row[None, :] * (SEGMENT // 16) + word[:, None], tl.sum(bits, axis=1))
+                tl.store(scores + row[None, :] * SEGMENT + (key - segment)[:, None], score)
             tl.debug_barrier()
             _take_segment(
-                scores, passed, values, indices, counts, bounds, segment, highest, BLOCK_Q, ROWS, SEGMENT, TOPK, ROOM
-            )
+                scores, values, indices, counts, bounds, starts + first, ends + first, rows - first, segment, highest,
+                BLOCK_Q, ROWS, SEGMENT, TOPK, ROOM,
+            )  # fmt: skip
             tl.debug_barrier()
         for at in range(0, BLOCK_Q, ROWS):
             target = ((first + at).to(tl.int64) * SPLITS + split) * TOPK
@@ -276,7 +277,6 @@ def indexer_topk(
         starts,
         ends,
         workspace(programs, block_q, segment, dtype=torch.float32),
-        workspace(programs, block_q, segment // 16),
         candidates,
         counts,
         bounds,
