@@ -100,7 +100,7 @@ def test_indexer_topk_of_ragged_sequences() -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("kind", ["random", "rising", "equal"])
+@pytest.mark.parametrize("kind", ["random", "misleading sample", "rising", "equal"])
 def test_indexer_topk_of_rows_longer_than_the_room_for_candidates(
     kind: str, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +110,10 @@ def test_indexer_topk_of_rows_longer_than_the_room_for_candidates(
     given["weights"].abs_()
     starts, ends = causal(queries, keys)
     starts[1], ends[1] = 300, 400
-    if kind == "rising":  # every key is a candidate
+    if kind == "misleading sample":
+        sampled = given["k"][:: keys // splits // 64]
+        sampled[:] = given["q"][0, 0] * torch.arange(9, 9 + len(sampled), device=DEVICE)[:, None]
+    elif kind == "rising":  # every key is a candidate
         given["k"][:] = given["q"][0, 0] * torch.arange(keys, device=DEVICE)[:, None]
     elif kind == "equal":
         given["weights"][:] = 0.0
@@ -337,10 +340,10 @@ numbers = dict.fromkeys(("rows", "blocks", "layers"), "i32")
 common = {**dict.fromkeys(integers, "*i32"), "scores": "*fp32", "bounds": "*fp32", **numbers}
 for key in ("fp8e4nv", "bf16"):
     types = {**common, "q": "*" + key, "k": "*" + key, "weights": "*fp32", "k_scale": "*fp32"}
-    constants = dict(HEADS=32, PADDED_HEADS=32, DIM=128, PADDED_DIM=128, BLOCK_Q=4, BLOCK_K=128, ROWS=2, SEGMENT=2048)
+    constants = dict(HEADS=32, PADDED_HEADS=32, DIM=128, PADDED_DIM=128, BLOCK_Q=4, BLOCK_K=64, SEGMENT=1024)
     constants |= dict(TOPK=2048, ROOM=4096, SPLITS=2, SCALED=key == "fp8e4nv", PRECISION="tf32", UPCAST=False)
-    assert "wgmma" in ptx(_stream_kernel, types, constants, num_warps=8, num_stages=3, maxnreg=128), key
-ptx(_merge_kernel, common, dict(TOTAL=4096, TOPK=2048, ROOM=4096, SEGMENT=2048), num_warps=4)
+    assert "wgmma" in ptx(_stream_kernel, types, constants, num_warps=4, num_stages=3, maxnreg=128), key
+ptx(_merge_kernel, common, dict(TOTAL=4096, TOPK=2048, ROOM=4096, SEGMENT=1024), num_warps=4)
 ptx(_overlap_kernel, {**common, "ordered": "*i32"}, dict(TOPK=2048, STEPS=12, BLOCK=1024), num_warps=4)
 types = {"indices": "*i32", "lse": "*fp32", "scale": "fp32", **dict.fromkeys(("q", "k", "v", "out"), "*bf16")}
 types |= dict.fromkeys(("k_row", "k_head", "v_row", "v_head", "heads", "kv_heads"), "i32")

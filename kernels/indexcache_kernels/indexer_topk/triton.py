@@ -11,11 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS = 128  # pairs of query and head of a program
-BLOCK_K, WARPS = 128, 8
-ROWS = 2  # that are shrunk side by side
-PROGRAMS = 2  # a multiprocessor; more than fit at a time wait, and each takes the next block of queries when it is free
-REGISTERS = 128  # a thread, so that two programs fit
-SEGMENT = 1024  # keys between two looks at what they scored, at least; more with more than 1024 to find
+BLOCK_K, WARPS = 64, 4
+PROGRAMS = 4  # a multiprocessor; more than fit at a time wait, and each takes the next block of queries when it is free
+REGISTERS = 128  # a thread, so that four programs fit
+SEGMENT = 1024  # keys between two looks at what they scored; also how many keys are sampled
 
 
 @triton.jit
@@ -33,117 +32,153 @@ def _score(ordered):
 
 
 @triton.jit
-def _best(values, count, ROWS: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr):
-    """The TOPK best of the `count` candidates of each row, of equal ones the first.
-
-    Returns where all candidates stand, whether each is one of the best, its place among them, and the lowest of them.
-    """
-    place = tl.broadcast_to(tl.arange(0, ROOM)[None, :], (ROWS, ROOM))
-    slot = tl.arange(0, ROWS)[:, None] * ROOM + place
-    exists = place < count[:, None]
-    ordered = tl.load(values + slot, mask=exists, other=0).to(tl.uint32, bitcast=True)
-    last = tl.zeros((ROWS,), tl.uint32)  # the TOPK-th largest, from its highest bit down; 0 where there are fewer
+def _nth_largest(ordered, n):
+    """Of unsigned integers, along the last axis; 0 where there are fewer. Built from its highest bit down."""
+    found = tl.zeros_like(n).to(tl.uint32)
     bit = tl.full((), 2147483648, tl.uint32)
     for _ in range(32):
-        higher = last | bit
+        higher = found | bit
         bit = bit >> 1
-        last = tl.where(tl.sum((ordered >= higher[:, None]).to(tl.int32), 1) >= TOPK, higher, last)
-    above = (exists & (ordered > last[:, None])).to(tl.int32)
-    equal = (exists & (ordered == last[:, None])).to(tl.int32)
-    wanted = TOPK - tl.sum(above, 1)[:, None]
-    both = tl.cumsum(above + (equal << 16), 1)  # two sums in one
+        reach = tl.sum((ordered >= tl.expand_dims(higher, -1)).to(tl.int32), -1)
+        found = tl.where(reach >= n, higher, found)
+    return found
+
+
+@triton.jit
+def _best(values, count, TOPK: tl.constexpr, ROOM: tl.constexpr):
+    """The TOPK best of the `count` candidates of a row, of equal ones the first.
+
+    Returns whether each is one of them, its place among them, and the lowest of them.
+    """
+    place = tl.arange(0, ROOM)
+    exists = place < count
+    ordered = tl.load(values + place, mask=exists, other=0).to(tl.uint32, bitcast=True)
+    last = _nth_largest(ordered[None, :], tl.full((1,), TOPK, tl.int32))
+    above = (exists & (ordered > last)).to(tl.int32)
+    equal = (exists & (ordered == last)).to(tl.int32)
+    wanted = TOPK - tl.sum(above)
+    both = tl.cumsum(above + (equal << 16), 0)  # two sums in one
     before = both >> 16
     taken = (above == 1) | ((equal == 1) & (before <= wanted))
-    return slot, taken, (both & 65535) + tl.minimum(before, wanted) - 1, last
+    return taken, (both & 65535) + tl.minimum(before, wanted) - 1, last
 
 
 @triton.jit(noinline=True)
-def _shrink(values, indices, counts, bounds, ROWS: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr):
-    """Keep the TOPK best candidates of each row, in their order, and set the score that later ones must exceed."""
-    row = tl.arange(0, ROWS)
-    count = tl.load(counts + row)
-    slot, taken, place, last = _best(values, count, ROWS, TOPK, ROOM)
-    to = row[:, None] * ROOM + place
-    value = tl.load(values + slot, mask=taken, other=0)
+def _shrink(values, indices, counts, bounds, TOPK: tl.constexpr, ROOM: tl.constexpr):
+    """Keep the TOPK best candidates of a row, in their order, and set the score that later ones must exceed."""
+    row, place = tl.arange(0, 1), tl.arange(0, ROOM)
+    count = tl.load(counts)
+    taken, to, last = _best(values, count, TOPK, ROOM)
+    value = tl.load(values + place, mask=taken, other=0)
     tl.debug_barrier()
     tl.store(values + to, value, mask=taken)
-    index = tl.load(indices + slot, mask=taken, other=0)
+    index = tl.load(indices + place, mask=taken, other=0)
     tl.debug_barrier()
     tl.store(indices + to, index, mask=taken)
-    tl.store(bounds + row, _score(last), mask=count >= TOPK)
-    tl.store(counts + row, tl.minimum(count, TOPK))
+    tl.store(bounds + row, _score(last), mask=(row == 0) & (count >= TOPK))
+    tl.store(counts + row, tl.minimum(count, TOPK) + tl.zeros_like(row))
 
 
 @triton.jit(noinline=True)
-def _finish(
-    values, indices, counts, result, result_values, stride, rows,
-    MERGE: tl.constexpr, ROWS: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr,
-):  # fmt: skip
-    """Write the best TOPK candidates of each row, ascending, -1 behind them; their values where they will be merged."""
-    row = tl.arange(0, ROWS)
-    count = tl.load(counts + row)
-    slot, taken, place, _ = _best(values, count, ROWS, TOPK, ROOM)
-    taken = taken & (row < rows)[:, None]
-    to = row.to(tl.int64)[:, None] * stride + place
-    tl.store(result + to, tl.load(indices + slot, mask=taken, other=0), mask=taken)
-    lane = tl.arange(0, ROOM)[None, :]
-    left = (lane >= count[:, None]) & (lane < TOPK) & (row < rows)[:, None]
-    tl.store(result + row.to(tl.int64)[:, None] * stride + lane, -1, mask=left)
+def _finish(values, indices, count, result, result_values, MERGE: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr):
+    """Write the best TOPK candidates of a row, ascending, -1 behind them; their values where they will be merged."""
+    taken, to, _ = _best(values, count, TOPK, ROOM)
+    place = tl.arange(0, ROOM)
+    tl.store(result + to, tl.load(indices + place, mask=taken, other=0), mask=taken)
+    tl.store(result + place, -1, mask=(place >= count) & (place < TOPK))
     if MERGE:
-        tl.store(result_values + to, tl.load(values + slot, mask=taken, other=0), mask=taken)
+        tl.store(result_values + to, tl.load(values + place, mask=taken, other=0), mask=taken)
+
+
+@triton.jit(noinline=True)
+def _take_sample(
+    scores, bounds, starts, ends, rows, lowest, highest, step,
+    BLOCK_Q: tl.constexpr, SEGMENT: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """Set the bounds of BLOCK_Q rows so that a few more than TOPK of their keys should exceed them, judged by every
+    `step`-th key; -inf where they may all be candidates."""
+    row, lane = tl.arange(0, BLOCK_Q), tl.arange(0, SEGMENT)
+    start = tl.load(starts + row, mask=row < rows, other=2147483647)
+    end = tl.minimum(tl.load(ends + row, mask=row < rows, other=0), highest)
+    start = tl.maximum(start, lowest)
+    key = (lowest + lane * step)[None, :]
+    seen = (key >= start[:, None]) & (key < end[:, None])
+    score = tl.load(scores + row[:, None] * SEGMENT + lane[None, :], mask=seen, other=0.0)
+    count, sampled = tl.maximum(end - start, 1), tl.sum(seen.to(tl.int32), 1)
+    expected = TOPK / count * sampled  # of the sample are in
+    rank = (expected + 4.0 * tl.sqrt(expected) + 4.0).to(tl.int32)  # four standard deviations, and rounding
+    found = _nth_largest(tl.where(seen, _ordered(score), 0), rank)
+    tl.store(bounds + row, tl.where((count > ROOM) & (rank <= sampled), _score(found), float("-inf")))
 
 
 @triton.jit(noinline=True)
 def _take_segment(
     scores, values, indices, counts, bounds, starts, ends, rows, segment, highest,
-    BLOCK_Q: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr,
+    BLOCK_Q: tl.constexpr, SEGMENT: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Add the keys of a segment that exceed the bounds of BLOCK_Q rows to their candidates, after shrinking them where
-    there is no room; not inlined, to leave registers to the products.
-
-    Which keys those are is a bit each, 16 in a word: only words are counted and placed.
-    """
-    row, word, lane = tl.arange(0, BLOCK_Q), tl.arange(0, SEGMENT // 16), tl.arange(0, SEGMENT)
+    there is no room."""
+    row, lane = tl.arange(0, BLOCK_Q), tl.arange(0, SEGMENT)
     start = tl.load(starts + row, mask=row < rows, other=2147483647)
     end = tl.minimum(tl.load(ends + row, mask=row < rows, other=0), highest)
-    key = (segment + lane)[None, :]
+    key = tl.broadcast_to((segment + lane)[None, :], (BLOCK_Q, SEGMENT))
     seen = (key >= start[:, None]) & (key < end[:, None])
-    score = tl.load(scores + row[:, None] * SEGMENT + lane[None, :], mask=seen, other=float("-inf"))
-    passed = (seen & (score > tl.load(bounds + row)[:, None])).to(tl.int32) << (lane & 15)[None, :]
-    bits = tl.sum(tl.reshape(passed, (BLOCK_Q, SEGMENT // 16, 16)), axis=2)
-    ones = bits - ((bits >> 1) & 0x5555)
-    ones = (ones & 0x3333) + ((ones >> 2) & 0x3333)
-    ones = (ones + (ones >> 4)) & 0x0F0F
-    ones = (ones + (ones >> 8)) & 31
-    count, added = tl.load(counts + row), tl.sum(ones, 1)
+    score = tl.load(scores + row[:, None] * SEGMENT + lane[None, :], mask=seen, other=0.0)
+    passed = seen & (score > tl.load(bounds + row)[:, None])
+    flags = passed.to(tl.int32)
+    count, added = tl.load(counts + row), tl.sum(flags, 1)
     if tl.max(count + added) > ROOM:
-        for at in range(0, BLOCK_Q, ROWS):
-            _shrink(values + at * ROOM, indices + at * ROOM, counts + at, bounds + at, ROWS, TOPK, ROOM)
+        for at in range(BLOCK_Q):
+            _shrink(values + at * ROOM, indices + at * ROOM, counts + at, bounds + at, TOPK, ROOM)
         tl.debug_barrier()
         count = tl.load(counts + row)
-    to = row[:, None] * ROOM + count[:, None] + tl.cumsum(ones, 1) - ones
-    for bit in tl.static_range(16):
-        there = ((bits >> bit) & 1) == 1
-        key = word[None, :] * 16 + bit
-        score = tl.load(scores + row[:, None] * SEGMENT + key, mask=there, other=0.0)
-        tl.store(values + to, _ordered(score).to(tl.int32, bitcast=True), mask=there)
-        tl.store(indices + to, tl.broadcast_to(segment + key, (BLOCK_Q, SEGMENT // 16)), mask=there)
-        to += there.to(tl.int32)
+    to = row[:, None] * ROOM + count[:, None] + tl.cumsum(flags, 1) - 1
+    tl.store(values + to, _ordered(score).to(tl.int32, bitcast=True), mask=passed)
+    tl.store(indices + to, key, mask=passed)
+    tl.debug_barrier()
     tl.store(counts + row, count + added)
 
 
 @triton.jit
+def _products(
+    q_block, weight, k, k_scale, scores, first, step, stop,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, PADDED_HEADS: tl.constexpr,
+    BLOCK_K: tl.constexpr, SEGMENT: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Scores of BLOCK_Q queries and every `step`-th of SEGMENT keys, to `scores`, `[BLOCK_Q, SEGMENT]`.
+
+    Keys are the rows of the product, so heads add up inside a thread.
+    """
+    row, dim = tl.arange(0, BLOCK_Q), tl.arange(0, PADDED_DIM)
+    for at in range(0, tl.minimum(SEGMENT, tl.cdiv(stop - first, step)), BLOCK_K):
+        lane = at + tl.arange(0, BLOCK_K)
+        key = first + lane * step
+        exists = key < stop
+        vectors = tl.load(
+            k + key.to(tl.int64)[:, None] * DIM + dim[None, :], mask=exists[:, None] & (dim < DIM)[None, :], other=0.0
+        )
+        if UPCAST:
+            vectors = vectors.to(tl.float32)
+        product = tl.dot(vectors, q_block, input_precision=PRECISION)
+        product = tl.maximum(product, 0.0) * weight[None, :]
+        score = tl.sum(tl.reshape(product, (BLOCK_K, BLOCK_Q, PADDED_HEADS)), axis=2)
+        if SCALED:
+            score *= tl.load(k_scale + key, mask=exists, other=0.0)[:, None]
+        tl.store(scores + row[None, :] * SEGMENT + lane[:, None], score)
+    tl.debug_barrier()
+
+
+@triton.jit
 def _stream_kernel(
-    q, k, weights, k_scale, starts, ends, scores, candidates, counts, bounds, found, found_values, queue,
-    rows, blocks,
+    q, k, weights, k_scale, starts, ends, scores, candidates, counts, bounds, found, found_values, queue, rows, blocks,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr, TOPK: tl.constexpr,
-    ROOM: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SEGMENT: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr,
+    SPLITS: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Takes BLOCK_Q queries and one of SPLITS parts of their keys at a time from the queue, the last queries first.
 
-    Keys are the rows of the product, so heads add up inside a thread. Scores of a segment go to memory of the
-    program's own, which stays in the cache.
+    Scores of a segment go to memory of the program's own, which stays in the cache. What is done with them is not
+    inlined, to leave registers to the products.
     """
     program, row = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_Q)
     scores += program * BLOCK_Q * SEGMENT
@@ -158,12 +193,14 @@ def _stream_kernel(
     while item < blocks * SPLITS:
         first, split = (blocks - 1 - item // SPLITS) * BLOCK_Q, item % SPLITS
         here = first + row < rows
-        lowest = tl.min(tl.load(starts + first + row, mask=here, other=2147483647))
-        highest = tl.max(tl.load(ends + first + row, mask=here, other=0))
+        start = tl.load(starts + first + row, mask=here, other=2147483647)
+        end = tl.load(ends + first + row, mask=here, other=0)
+        lowest, highest = tl.min(start), tl.max(end)
         if SPLITS > 1:
             length = tl.cdiv(tl.cdiv(tl.maximum(highest - lowest, 0), SPLITS), BLOCK_K) * BLOCK_K
             lowest += split * length
             highest = tl.minimum(highest, lowest + length)
+        visible = tl.maximum(tl.minimum(end, highest) - tl.maximum(start, lowest), 0)
         there = (first + part_row < rows) & (head < HEADS)
         place = (first + part_row).to(tl.int64) * HEADS + head
         query = tl.load(q + place[None, :] * DIM + dim[:, None], mask=there[None, :] & (dim < DIM)[:, None], other=0.0)
@@ -171,37 +208,43 @@ def _stream_kernel(
         if UPCAST:
             query = query.to(tl.float32)
         tl.debug_barrier()
-        tl.store(counts + row, 0)
         tl.store(bounds + row, float("-inf"))
         tl.debug_barrier()
-        for segment in range(lowest, highest, SEGMENT):
-            for at in range(segment, tl.minimum(segment + SEGMENT, highest), BLOCK_K):
-                key = at + tl.arange(0, BLOCK_K)
-                exists = key < highest
-                vectors = tl.load(
-                    k + key.to(tl.int64)[:, None] * DIM + dim[None, :],
-                    mask=exists[:, None] & (dim < DIM)[None, :],
-                    other=0.0,
-                )
-                if UPCAST:
-                    vectors = vectors.to(tl.float32)
-                product = tl.dot(vectors, query, input_precision=PRECISION)
-                product = tl.maximum(product, 0.0) * weight[None, :]
-                score = tl.sum(tl.reshape(product, (BLOCK_K, BLOCK_Q, PADDED_HEADS)), axis=2)
-                if SCALED:
-                    score *= tl.load(k_scale + key, mask=exists, other=0.0)[:, None]
-                tl.store(scores + row[None, :] * SEGMENT + (key - segment)[:, None], score)
-            tl.debug_barrier()
-            _take_segment(
-                scores, values, indices, counts, bounds, starts + first, ends + first, rows - first, segment, highest,
-                BLOCK_Q, ROWS, SEGMENT, TOPK, ROOM,
+        if highest - lowest > ROOM:
+            step = (highest - lowest) // SEGMENT
+            _products(
+                query, weight, k, k_scale, scores, lowest, step, highest,
+                DIM, PADDED_DIM, BLOCK_Q, PADDED_HEADS, BLOCK_K, SEGMENT, SCALED, PRECISION, UPCAST,
             )  # fmt: skip
+            _take_sample(
+                scores, bounds, starts + first, ends + first, rows - first, lowest, highest, step,
+                BLOCK_Q, SEGMENT, TOPK, ROOM,
+            )  # fmt: skip
+        attempts = 1
+        while attempts > 0:
             tl.debug_barrier()
-        for at in range(0, BLOCK_Q, ROWS):
+            tl.store(counts + row, 0)
+            tl.debug_barrier()
+            for segment in range(lowest, highest, SEGMENT):
+                _products(
+                    query, weight, k, k_scale, scores, segment, 1, highest,
+                    DIM, PADDED_DIM, BLOCK_Q, PADDED_HEADS, BLOCK_K, SEGMENT, SCALED, PRECISION, UPCAST,
+                )  # fmt: skip
+                _take_segment(
+                    scores, values, indices, counts, bounds, starts + first, ends + first, rows - first, segment,
+                    highest, BLOCK_Q, SEGMENT, TOPK, ROOM,
+                )  # fmt: skip
+                tl.debug_barrier()
+            missing = tl.minimum(visible, TOPK) - tl.load(counts + row)
+            attempts = tl.max(missing)  # the sample misled, which random scores do not do in ten thousand rows
+            tl.debug_barrier()
+            tl.store(bounds + row, float("-inf"))
+        for at in range(tl.minimum(BLOCK_Q, rows - first)):
             target = ((first + at).to(tl.int64) * SPLITS + split) * TOPK
+            size = tl.load(counts + at)
             _finish(
-                values + at * ROOM, indices + at * ROOM, counts + at, found + target, found_values + target,
-                SPLITS * TOPK, rows - first - at, SPLITS > 1, ROWS, TOPK, ROOM,
+                values + at * ROOM, indices + at * ROOM, size, found + target, found_values + target,
+                SPLITS > 1, TOPK, ROOM,
             )  # fmt: skip
         item = tl.atomic_add(queue, 1)
 
@@ -219,23 +262,24 @@ def _merge_kernel(
     row = tl.arange(0, 1)
     tl.store(counts + row, 0)
     for at in range(0, TOTAL, SEGMENT):
-        place = (at + tl.arange(0, SEGMENT))[None, :]
+        place = at + tl.arange(0, SEGMENT)
         index = tl.load(parts + token * TOTAL + place, mask=place < TOTAL, other=-1)
-        there = (index >= 0).to(tl.int32)
+        flags = (index >= 0).to(tl.int32)
         value = tl.load(part_values + token * TOTAL + place, mask=index >= 0, other=0)
         tl.debug_barrier()
-        count, added = tl.load(counts + row), tl.sum(there, 1)
-        if tl.max(count + added) > ROOM:
-            _shrink(values, indices, counts, bounds + token, 1, TOPK, ROOM)
+        count, added = tl.load(counts), tl.sum(flags)
+        if count + added > ROOM:
+            _shrink(values, indices, counts, bounds + token, TOPK, ROOM)
             tl.debug_barrier()
-            count = tl.load(counts + row)
-        to = count[:, None] + tl.cumsum(there, 1) - 1
+            count = tl.load(counts)
+        to = count + tl.cumsum(flags, 0) - 1
         tl.store(values + to, value, mask=index >= 0)
         tl.store(indices + to, index, mask=index >= 0)
-        tl.store(counts + row, count + added)
+        tl.debug_barrier()
+        tl.store(counts + row, count + added + tl.zeros_like(row))
     tl.debug_barrier()
     result = found + token * TOPK
-    _finish(values, indices, counts, result, result, TOPK, 1, False, 1, TOPK, ROOM)
+    _finish(values, indices, tl.load(counts), result, result, False, TOPK, ROOM)
 
 
 def indexer_topk(
@@ -256,8 +300,7 @@ def indexer_topk(
     padded_heads = max(4, triton.next_power_of_2(heads))
     block_q = max(1, min(4, COLUMNS // padded_heads))
     blocks = triton.cdiv(queries, block_q)
-    segment = max(SEGMENT, triton.next_power_of_2(topk))
-    room = 2 * segment  # a whole segment fits beside the best
+    room = 2 * max(SEGMENT, triton.next_power_of_2(topk))  # a whole segment fits beside the best
     programs = PROGRAMS * torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 2
     if splits is None:
         splits = max(1, min(programs // blocks, len(k) // (4 * room)))
@@ -276,7 +319,7 @@ def indexer_topk(
         k if k_scale is None else k_scale,
         starts,
         ends,
-        workspace(programs, block_q, segment, dtype=torch.float32),
+        workspace(programs, block_q, SEGMENT, dtype=torch.float32),
         candidates,
         counts,
         bounds,
@@ -290,9 +333,8 @@ def indexer_topk(
         DIM=dim,
         PADDED_DIM=max(32 if k.itemsize == 1 else 16, triton.next_power_of_2(dim)),
         BLOCK_Q=block_q,
-        BLOCK_K=min(BLOCK_K, segment),
-        ROWS=min(ROWS, block_q),
-        SEGMENT=segment,
+        BLOCK_K=BLOCK_K,
+        SEGMENT=SEGMENT,
         TOPK=topk,
         ROOM=room,
         SPLITS=splits,
@@ -306,6 +348,6 @@ def indexer_topk(
     if splits > 1:
         total = splits * topk
         _merge_kernel[(queries,)](
-            parts, part_values, candidates, counts, bounds, found, TOTAL=total, TOPK=topk, ROOM=room, SEGMENT=segment
+            parts, part_values, candidates, counts, bounds, found, TOTAL=total, TOPK=topk, ROOM=room, SEGMENT=SEGMENT
         )
     return found
