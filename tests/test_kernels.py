@@ -341,7 +341,8 @@ common = {**dict.fromkeys(integers, "*i32"), "scores": "*fp32", "bounds": "*fp32
 for key in ("fp8e4nv", "bf16"):
     types = {**common, "q": "*" + key, "k": "*" + key, "weights": "*fp32", "k_scale": "*fp32"}
     constants = dict(HEADS=32, PADDED_HEADS=32, DIM=128, PADDED_DIM=128, BLOCK_Q=4, BLOCK_K=64, SEGMENT=1024)
-    constants |= dict(TOPK=2048, ROOM=4096, SPLITS=2, SCALED=key == "fp8e4nv", PRECISION="tf32", UPCAST=False)
+    constants |= dict(STEPS=6, CHUNK=128, TOPK=2048, ROOM=4096, SPLITS=2, SCALED=key == "fp8e4nv")
+    constants |= dict(PRECISION="tf32", UPCAST=False)
     assert "wgmma" in ptx(_stream_kernel, types, constants, num_warps=4, num_stages=3, maxnreg=128), key
 ptx(_merge_kernel, common, dict(TOTAL=4096, TOPK=2048, ROOM=4096, SEGMENT=1024), num_warps=4)
 ptx(_overlap_kernel, {**common, "ordered": "*i32"}, dict(TOPK=2048, STEPS=12, BLOCK=1024), num_warps=4)

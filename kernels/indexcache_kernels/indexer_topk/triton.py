@@ -14,6 +14,7 @@ COLUMNS = 128  # pairs of query and head of a program
 BLOCK_K, WARPS = 64, 4
 PROGRAMS = 4  # a multiprocessor; more than fit at a time wait, and each takes the next block of queries when it is free
 REGISTERS = 128  # a thread, so that four programs fit
+CHUNK = 128  # candidates that are looked for at a time
 SEGMENT = 1024  # keys between two looks at what they scored; also how many keys are sampled
 
 
@@ -111,30 +112,62 @@ def _take_sample(
     tl.store(bounds + row, tl.where((count > ROOM) & (rank <= sampled), _score(found), float("-inf")))
 
 
+@triton.jit
+def _ones(word):
+    """How many bits are set in words of 16."""
+    word = word - ((word >> 1) & 0x5555)
+    word = (word & 0x3333) + ((word >> 2) & 0x3333)
+    word = (word + (word >> 4)) & 0x0F0F
+    return (word + (word >> 8)) & 31
+
+
 @triton.jit(noinline=True)
 def _take_segment(
     scores, values, indices, counts, bounds, starts, ends, rows, segment, highest,
-    BLOCK_Q: tl.constexpr, SEGMENT: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr,
+    BLOCK_Q: tl.constexpr, SEGMENT: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr, TOPK: tl.constexpr,
+    ROOM: tl.constexpr,
 ):  # fmt: skip
     """Add the keys of a segment that exceed the bounds of BLOCK_Q rows to their candidates, after shrinking them where
-    there is no room."""
+    there is no room.
+
+    Few do, so which ones is a bit each, 16 in a word, and every candidate then looks for its bit.
+    """
     row, lane = tl.arange(0, BLOCK_Q), tl.arange(0, SEGMENT)
     start = tl.load(starts + row, mask=row < rows, other=2147483647)
     end = tl.minimum(tl.load(ends + row, mask=row < rows, other=0), highest)
-    key = tl.broadcast_to((segment + lane)[None, :], (BLOCK_Q, SEGMENT))
+    key = (segment + lane)[None, :]
     seen = (key >= start[:, None]) & (key < end[:, None])
     score = tl.load(scores + row[:, None] * SEGMENT + lane[None, :], mask=seen, other=0.0)
-    passed = seen & (score > tl.load(bounds + row)[:, None])
-    flags = passed.to(tl.int32)
-    count, added = tl.load(counts + row), tl.sum(flags, 1)
+    passed = (seen & (score > tl.load(bounds + row)[:, None])).to(tl.int32) << (lane & 15)[None, :]
+    words = tl.sum(tl.reshape(passed, (BLOCK_Q, SEGMENT // 16, 16)), axis=2)
+    ones = _ones(words)
+    reach = tl.cumsum(ones, 1)  # candidates in a word and before it
+    count, added = tl.load(counts + row), tl.sum(ones, 1)
     if tl.max(count + added) > ROOM:
         for at in range(BLOCK_Q):
             _shrink(values + at * ROOM, indices + at * ROOM, counts + at, bounds + at, TOPK, ROOM)
         tl.debug_barrier()
         count = tl.load(counts + row)
-    to = row[:, None] * ROOM + count[:, None] + tl.cumsum(flags, 1) - 1
-    tl.store(values + to, _ordered(score).to(tl.int32, bitcast=True), mask=passed)
-    tl.store(indices + to, key, mask=passed)
+    for first in range(0, tl.max(added), CHUNK):
+        rank = tl.broadcast_to((first + tl.arange(0, CHUNK))[None, :], (BLOCK_Q, CHUNK))
+        there = rank < added[:, None]
+        word = tl.zeros((BLOCK_Q, CHUNK), tl.int32)  # words whose candidates all come before
+        for step in tl.static_range(STEPS):
+            width = SEGMENT // 32 >> step
+            word += tl.where(tl.gather(reach, word + width - 1, 1) <= rank, width, 0)
+        bits = tl.gather(words, word, 1)
+        left = rank - tl.gather(reach - ones, word, 1)  # candidates before it in its word
+        bit = tl.zeros((BLOCK_Q, CHUNK), tl.int32)
+        for step in tl.static_range(4):
+            width = 8 >> step
+            low = _ones((bits >> bit) & ((1 << width) - 1))
+            bit += tl.where(left >= low, width, 0)
+            left -= tl.where(left >= low, low, 0)
+        place = word * 16 + bit
+        score = tl.load(scores + row[:, None] * SEGMENT + place, mask=there, other=0.0)
+        to = row[:, None] * ROOM + count[:, None] + rank
+        tl.store(values + to, _ordered(score).to(tl.int32, bitcast=True), mask=there)
+        tl.store(indices + to, segment + place, mask=there)
     tl.debug_barrier()
     tl.store(counts + row, count + added)
 
@@ -173,7 +206,8 @@ def _stream_kernel(
     q, k, weights, k_scale, starts, ends, scores, candidates, counts, bounds, found, found_values, queue, rows, blocks,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SEGMENT: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr,
-    SPLITS: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    STEPS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Takes BLOCK_Q queries and one of SPLITS parts of their keys at a time from the queue, the last queries first.
 
@@ -220,8 +254,8 @@ def _stream_kernel(
                 scores, bounds, starts + first, ends + first, rows - first, lowest, highest, step,
                 BLOCK_Q, SEGMENT, TOPK, ROOM,
             )  # fmt: skip
-        attempts = 1
-        while attempts > 0:
+        attempt = 0
+        while attempt < 2:
             tl.debug_barrier()
             tl.store(counts + row, 0)
             tl.debug_barrier()
@@ -232,11 +266,11 @@ def _stream_kernel(
                 )  # fmt: skip
                 _take_segment(
                     scores, values, indices, counts, bounds, starts + first, ends + first, rows - first, segment,
-                    highest, BLOCK_Q, SEGMENT, TOPK, ROOM,
+                    highest, BLOCK_Q, SEGMENT, STEPS, CHUNK, TOPK, ROOM,
                 )  # fmt: skip
                 tl.debug_barrier()
             missing = tl.minimum(visible, TOPK) - tl.load(counts + row)
-            attempts = tl.max(missing)  # the sample misled, which random scores do not do in ten thousand rows
+            attempt += tl.where(tl.max(missing) > 0, 1, 2)  # the sample misled: once more, without a bound
             tl.debug_barrier()
             tl.store(bounds + row, float("-inf"))
         for at in range(tl.minimum(BLOCK_Q, rows - first)):
@@ -337,6 +371,8 @@ def indexer_topk(
         SEGMENT=SEGMENT,
         TOPK=topk,
         ROOM=room,
+        STEPS=(SEGMENT // 16).bit_length() - 1,
+        CHUNK=min(CHUNK, SEGMENT),
         SPLITS=splits,
         SCALED=k_scale is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
