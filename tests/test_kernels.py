@@ -335,12 +335,12 @@ def ptx(kernel, types, constants, **options):
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
-integers = ("starts", "ends", "candidates", "counts", "found", "found_values", "queue", "parts", "part_values")
+integers = ("starts", "ends", "marks", "candidates", "counts", "found", "found_values", "queue", "parts", "part_values")
 numbers = dict.fromkeys(("rows", "blocks", "layers"), "i32")
 common = {**dict.fromkeys(integers, "*i32"), "scores": "*fp32", "bounds": "*fp32", **numbers}
 for key in ("fp8e4nv", "bf16"):
     types = {**common, "q": "*" + key, "k": "*" + key, "weights": "*fp32", "k_scale": "*fp32"}
-    constants = dict(HEADS=32, PADDED_HEADS=32, DIM=128, PADDED_DIM=128, BLOCK_Q=4, BLOCK_K=64, SEGMENT=1024)
+    constants = dict(HEADS=64, PADDED_HEADS=64, DIM=128, PADDED_DIM=128, BLOCK_Q=2, BLOCK_K=64, SEGMENT=1024)
     constants |= dict(STEPS=6, CHUNK=128, TOPK=2048, ROOM=4096, SPLITS=2, SCALED=key == "fp8e4nv")
     constants |= dict(PRECISION="tf32", UPCAST=False)
     assert "wgmma" in ptx(_stream_kernel, types, constants, num_warps=4, num_stages=3, maxnreg=128), key

@@ -123,7 +123,7 @@ def _ones(word):
 
 @triton.jit(noinline=True)
 def _take_segment(
-    scores, values, indices, counts, bounds, starts, ends, rows, segment, highest,
+    scores, marks, values, indices, counts, bounds, starts, ends, rows, segment, highest,
     BLOCK_Q: tl.constexpr, SEGMENT: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr, TOPK: tl.constexpr,
     ROOM: tl.constexpr,
 ):  # fmt: skip
@@ -141,22 +141,26 @@ def _take_segment(
     passed = (seen & (score > tl.load(bounds + row)[:, None])).to(tl.int32) << (lane & 15)[None, :]
     words = tl.sum(tl.reshape(passed, (BLOCK_Q, SEGMENT // 16, 16)), axis=2)
     ones = _ones(words)
-    reach = tl.cumsum(ones, 1)  # candidates in a word and before it
+    before = tl.cumsum(ones, 1) - ones
+    at_word = row[:, None] * (SEGMENT // 16) + tl.arange(0, SEGMENT // 16)[None, :]
+    tl.store(marks + at_word, words | (before << 16))
     count, added = tl.load(counts + row), tl.sum(ones, 1)
     if tl.max(count + added) > ROOM:
         for at in range(BLOCK_Q):
             _shrink(values + at * ROOM, indices + at * ROOM, counts + at, bounds + at, TOPK, ROOM)
         tl.debug_barrier()
         count = tl.load(counts + row)
+    tl.debug_barrier()
+    its_marks = marks + row[:, None] * (SEGMENT // 16)
     for first in range(0, tl.max(added), CHUNK):
         rank = tl.broadcast_to((first + tl.arange(0, CHUNK))[None, :], (BLOCK_Q, CHUNK))
         there = rank < added[:, None]
-        word = tl.zeros((BLOCK_Q, CHUNK), tl.int32)  # words whose candidates all come before
+        word = tl.zeros((BLOCK_Q, CHUNK), tl.int32)  # the last one that has at most `rank` candidates before it
         for step in tl.static_range(STEPS):
             width = SEGMENT // 32 >> step
-            word += tl.where(tl.gather(reach, word + width - 1, 1) <= rank, width, 0)
-        bits = tl.gather(words, word, 1)
-        left = rank - tl.gather(reach - ones, word, 1)  # candidates before it in its word
+            word += tl.where(tl.load(its_marks + word + width) >> 16 <= rank, width, 0)
+        mark = tl.load(its_marks + word)
+        bits, left = mark & 65535, rank - (mark >> 16)  # candidates before it in its word
         bit = tl.zeros((BLOCK_Q, CHUNK), tl.int32)
         for step in tl.static_range(4):
             width = 8 >> step
@@ -164,9 +168,9 @@ def _take_segment(
             bit += tl.where(left >= low, width, 0)
             left -= tl.where(left >= low, low, 0)
         place = word * 16 + bit
-        score = tl.load(scores + row[:, None] * SEGMENT + place, mask=there, other=0.0)
+        value = _ordered(tl.load(scores + row[:, None] * SEGMENT + place, mask=there, other=0.0))
         to = row[:, None] * ROOM + count[:, None] + rank
-        tl.store(values + to, _ordered(score).to(tl.int32, bitcast=True), mask=there)
+        tl.store(values + to, value.to(tl.int32, bitcast=True), mask=there)
         tl.store(indices + to, segment + place, mask=there)
     tl.debug_barrier()
     tl.store(counts + row, count + added)
@@ -203,7 +207,8 @@ def _products(
 
 @triton.jit
 def _stream_kernel(
-    q, k, weights, k_scale, starts, ends, scores, candidates, counts, bounds, found, found_values, queue, rows, blocks,
+    q, k, weights, k_scale, starts, ends, scores, marks, candidates, counts, bounds, found, found_values, queue,
+    rows, blocks,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SEGMENT: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr,
     STEPS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
@@ -216,6 +221,7 @@ def _stream_kernel(
     """
     program, row = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_Q)
     scores += program * BLOCK_Q * SEGMENT
+    marks += program * BLOCK_Q * (SEGMENT // 16)
     counts += program * BLOCK_Q
     bounds += program * BLOCK_Q
     values = candidates + program * BLOCK_Q * ROOM * 2
@@ -265,8 +271,8 @@ def _stream_kernel(
                     DIM, PADDED_DIM, BLOCK_Q, PADDED_HEADS, BLOCK_K, SEGMENT, SCALED, PRECISION, UPCAST,
                 )  # fmt: skip
                 _take_segment(
-                    scores, values, indices, counts, bounds, starts + first, ends + first, rows - first, segment,
-                    highest, BLOCK_Q, SEGMENT, STEPS, CHUNK, TOPK, ROOM,
+                    scores, marks, values, indices, counts, bounds, starts + first, ends + first, rows - first,
+                    segment, highest, BLOCK_Q, SEGMENT, STEPS, CHUNK, TOPK, ROOM,
                 )  # fmt: skip
                 tl.debug_barrier()
             missing = tl.minimum(visible, TOPK) - tl.load(counts + row)
@@ -354,6 +360,7 @@ def indexer_topk(
         starts,
         ends,
         workspace(programs, block_q, SEGMENT, dtype=torch.float32),
+        workspace(programs, block_q, SEGMENT // 16),
         candidates,
         counts,
         bounds,
