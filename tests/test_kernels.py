@@ -121,6 +121,32 @@ def test_indexer_topk_of_rows_longer_than_the_room_for_candidates(
     assert torch.equal(found, indexer_topk(**given, starts=starts, ends=ends, topk=60, backend="naive"))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="no CUDA device")
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_indexer_topk_of_long_contexts(dtype: torch.dtype, heads: int) -> None:
+    queries, keys = 2000, 20_000  # more blocks of queries than programs, and every path of the kernel
+    given, (starts, ends) = inputs(queries, keys, heads, 128, dtype), causal(queries, keys)
+    starts[100:200], ends[300:400] = 15_000, 3_000
+    found = indexer_topk(**given, starts=starts, ends=ends, topk=2048)
+    for rows in torch.arange(queries, device=DEVICE).split(250):
+        part = {name: tensor[rows] if name in ("q", "weights") else tensor for name, tensor in given.items()}
+        scores = naive.indexer_scores(**{name: tensor.double() for name, tensor in part.items()})
+        place = torch.arange(keys, device=DEVICE)
+        outside = (place < starts[rows, None]) | (place >= ends[rows, None])
+        scores = scores.masked_fill(outside, -torch.inf)
+        chosen = torch.zeros(len(rows), keys + 1, dtype=torch.bool, device=DEVICE)
+        chosen = chosen.scatter_(1, found[rows].long() % (keys + 1), True)[:, :keys]
+        assert torch.equal(chosen.sum(1), (~outside).sum(1).clamp(max=2048)) and not (chosen & outside).any()
+        lowest = scores.masked_fill(~chosen, torch.inf).amin(1)
+        left_out = scores.masked_fill(chosen, -torch.inf).amax(1)
+        excess = (left_out - lowest) / scores.masked_fill(outside, 0.0).abs().amax(1)
+        assert excess.max() <= (1e-3 if dtype == torch.float8_e4m3fn else 1e-5)  # its tensor cores keep fewer bits
+    for _ in range(100):
+        assert torch.equal(found, indexer_topk(**given, starts=starts, ends=ends, topk=2048))
+
+
 def test_indexer_topk_takes_the_lowest_of_equal_scores() -> None:
     queries, keys = 4, 100
     given = {name: tensor.round() for name, tensor in inputs(queries, keys, 2, 16, torch.float32).items()}  # exact
@@ -144,8 +170,32 @@ def test_indexer_topk_of_rows_that_see_nothing() -> None:
 def test_indexer_topk_repeats_bit_for_bit() -> None:
     given, (starts, ends) = inputs(20, 300, 4, 32, torch.bfloat16), causal(20, 300)
     first = indexer_topk(**given, starts=starts, ends=ends, topk=50, backend="triton")
-    for _ in range(100 if DEVICE == "cuda" else 2):
+    for _ in range(2):
         assert torch.equal(first, indexer_topk(**given, starts=starts, ends=ends, topk=50, backend="triton"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="no CUDA device")
+def test_what_has_an_order_repeats_bit_for_bit() -> None:
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=DEVICE, generator=generator).bfloat16()
+
+    q, k, index_q, index_k = normal(50, 64, 576), normal(3000, 1, 576), normal(50, 32, 128), normal(3000, 128)
+    indices = torch.stack([torch.randperm(3000, device=DEVICE, generator=generator)[:1000] for _ in range(50)]).int()
+    weights, layers = torch.randn(50, 32, device=DEVICE, generator=generator), indices.view(5, 10, 1000)
+    starts, ends = causal(50, 3000)
+    q.requires_grad_()
+
+    def run() -> list[Tensor]:
+        out, lse = sparse_attention(q, k, 512, indices, 0.05, backend="triton")
+        loss = indexer_kl(q, k, lse, 0.05, index_q, index_k, weights, starts, ends, indices)
+        return [out, lse, torch.autograd.grad(out.float().sum(), q)[0], loss, topk_overlap(layers)]
+
+    first = run()
+    for _ in range(100):
+        assert all(torch.equal(one, other) for one, other in zip(first, run(), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 128  # pairs of query and head of a program
-BLOCK_K, WARPS = 64, 4
-PROGRAMS = 4  # a multiprocessor; more than fit at a time wait, and each takes the next block of queries when it is free
-REGISTERS = 128  # a thread, so that four programs fit
+BLOCK_K, WARPS, STAGES = 64, 4, 3
+# By bytes of a number:
+COLUMNS = {1: 128, 2: 128, 4: 32}  # pairs of query and head of a program
+PROGRAMS = {1: 4, 2: 2, 4: 2}  # a multiprocessor; each takes the next block of queries when it is free
+REGISTERS = {1: 128, 2: 255, 4: 255}  # a thread, so that as many programs fit
 CHUNK = 128  # candidates that are looked for at a time
 SEGMENT = 1024  # keys between two looks at what they scored; also how many keys are sampled
 
@@ -178,15 +179,25 @@ def _take_segment(
 
 @triton.jit
 def _products(
-    q_block, weight, k, k_scale, scores, first, step, stop,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, PADDED_HEADS: tl.constexpr,
-    BLOCK_K: tl.constexpr, SEGMENT: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    q, weights, k, k_scale, scores, rows, first, step, stop,
+    HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SEGMENT: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Scores of BLOCK_Q queries and every `step`-th of SEGMENT keys, to `scores`, `[BLOCK_Q, SEGMENT]`.
+    """Scores of the BLOCK_Q queries from `q` on and every `step`-th of SEGMENT keys, to `scores`, `[BLOCK_Q, SEGMENT]`.
 
-    Keys are the rows of the product, so heads add up inside a thread.
+    Keys are the rows of the product, so heads add up inside a thread. Queries are loaded here, each time: functions
+    that are not inlined must find no shared memory in use, or Triton (3.6, 3.7) lets them overwrite it.
     """
     row, dim = tl.arange(0, BLOCK_Q), tl.arange(0, PADDED_DIM)
+    part = tl.arange(0, BLOCK_Q * PADDED_HEADS)
+    head = part % PADDED_HEADS
+    there = (part // PADDED_HEADS < rows) & (head < HEADS)
+    place = part // PADDED_HEADS * HEADS + head
+    query = tl.load(q + place[None, :] * DIM + dim[:, None], mask=there[None, :] & (dim < DIM)[:, None], other=0.0)
+    weight = tl.load(weights + place, mask=there, other=0.0)
+    if UPCAST:
+        query = query.to(tl.float32)
     for at in range(0, tl.minimum(SEGMENT, tl.cdiv(stop - first, step)), BLOCK_K):
         lane = at + tl.arange(0, BLOCK_K)
         key = first + lane * step
@@ -196,7 +207,7 @@ def _products(
         )
         if UPCAST:
             vectors = vectors.to(tl.float32)
-        product = tl.dot(vectors, q_block, input_precision=PRECISION)
+        product = tl.dot(vectors, query, input_precision=PRECISION)
         product = tl.maximum(product, 0.0) * weight[None, :]
         score = tl.sum(tl.reshape(product, (BLOCK_K, BLOCK_Q, PADDED_HEADS)), axis=2)
         if SCALED:
@@ -210,8 +221,8 @@ def _stream_kernel(
     q, k, weights, k_scale, starts, ends, scores, marks, candidates, counts, bounds, found, found_values, queue,
     rows, blocks,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SEGMENT: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr,
-    STEPS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SEGMENT: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr,
+    TOPK: tl.constexpr, ROOM: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Takes BLOCK_Q queries and one of SPLITS parts of their keys at a time from the queue, the last queries first.
@@ -226,9 +237,6 @@ def _stream_kernel(
     bounds += program * BLOCK_Q
     values = candidates + program * BLOCK_Q * ROOM * 2
     indices = values + BLOCK_Q * ROOM
-    part = tl.arange(0, BLOCK_Q * PADDED_HEADS)
-    part_row, head = part // PADDED_HEADS, part % PADDED_HEADS
-    dim = tl.arange(0, PADDED_DIM)
     item = tl.atomic_add(queue, 1)
     while item < blocks * SPLITS:
         first, split = (blocks - 1 - item // SPLITS) * BLOCK_Q, item % SPLITS
@@ -241,20 +249,16 @@ def _stream_kernel(
             lowest += split * length
             highest = tl.minimum(highest, lowest + length)
         visible = tl.maximum(tl.minimum(end, highest) - tl.maximum(start, lowest), 0)
-        there = (first + part_row < rows) & (head < HEADS)
-        place = (first + part_row).to(tl.int64) * HEADS + head
-        query = tl.load(q + place[None, :] * DIM + dim[:, None], mask=there[None, :] & (dim < DIM)[:, None], other=0.0)
-        weight = tl.load(weights + place, mask=there, other=0.0)
-        if UPCAST:
-            query = query.to(tl.float32)
+        queries = q + first.to(tl.int64) * (HEADS * DIM)
+        its_weights = weights + first.to(tl.int64) * HEADS
         tl.debug_barrier()
         tl.store(bounds + row, float("-inf"))
         tl.debug_barrier()
         if highest - lowest > ROOM:
             step = (highest - lowest) // SEGMENT
             _products(
-                query, weight, k, k_scale, scores, lowest, step, highest,
-                DIM, PADDED_DIM, BLOCK_Q, PADDED_HEADS, BLOCK_K, SEGMENT, SCALED, PRECISION, UPCAST,
+                queries, its_weights, k, k_scale, scores, rows - first, lowest, step, highest,
+                HEADS, PADDED_HEADS, DIM, PADDED_DIM, BLOCK_Q, BLOCK_K, SEGMENT, SCALED, PRECISION, UPCAST,
             )  # fmt: skip
             _take_sample(
                 scores, bounds, starts + first, ends + first, rows - first, lowest, highest, step,
@@ -267,8 +271,8 @@ def _stream_kernel(
             tl.debug_barrier()
             for segment in range(lowest, highest, SEGMENT):
                 _products(
-                    query, weight, k, k_scale, scores, segment, 1, highest,
-                    DIM, PADDED_DIM, BLOCK_Q, PADDED_HEADS, BLOCK_K, SEGMENT, SCALED, PRECISION, UPCAST,
+                    queries, its_weights, k, k_scale, scores, rows - first, segment, 1, highest,
+                    HEADS, PADDED_HEADS, DIM, PADDED_DIM, BLOCK_Q, BLOCK_K, SEGMENT, SCALED, PRECISION, UPCAST,
                 )  # fmt: skip
                 _take_segment(
                     scores, marks, values, indices, counts, bounds, starts + first, ends + first, rows - first,
@@ -338,10 +342,12 @@ def indexer_topk(
     if not queries:
         return found
     padded_heads = max(4, triton.next_power_of_2(heads))
-    block_q = max(1, min(4, COLUMNS // padded_heads))
+    block_q = max(1, min(4, COLUMNS[k.itemsize] // padded_heads))
     blocks = triton.cdiv(queries, block_q)
     room = 2 * max(SEGMENT, triton.next_power_of_2(topk))  # a whole segment fits beside the best
-    programs = PROGRAMS * torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 2
+    programs = (
+        PROGRAMS[k.itemsize] * torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 2
+    )
     if splits is None:
         splits = max(1, min(programs // blocks, len(k) // (4 * room)))
     programs = min(programs, blocks * splits)
@@ -385,8 +391,8 @@ def indexer_topk(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         UPCAST=q.dtype == torch.bfloat16 and not q.is_cuda,  # Triton's interpreter multiplies the bits
         num_warps=WARPS,
-        num_stages=3 if k.itemsize == 1 else 2,
-        maxnreg=REGISTERS,
+        num_stages=STAGES,
+        maxnreg=REGISTERS[k.itemsize],
     )
     if splits > 1:
         total = splits * topk
