@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels import causal_ranges, indexer_kl, indexer_topk, sparse_attention, topk_overlap
+from indexcache_kernels.sparse_attention import flash_mla
 from indexcache_kernels.topk_overlap import naive as naive_overlap
 
 RATES = {torch.bfloat16: 989e12, torch.float8_e4m3fn: 1979e12, torch.int32: 989e12}  # NVIDIA H100 and H200 SXM
@@ -140,13 +141,6 @@ def torch_attention(q: Tensor, k: Tensor, v: int, indices: Tensor, scale: float)
     return torch.cat(found)
 
 
-def flash_mla(q: Tensor, k: Tensor, v: int, indices: Tensor, scale: float) -> Tensor:
-    from sgl_kernel.flash_mla import flash_mla_sparse_fwd
-
-    out: Tensor = flash_mla_sparse_fwd(q, k, indices[:, None], scale)[0]
-    return out
-
-
 def attention_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
     given = attention_inputs(length, heads)
     q, k, indices = given["q"], given["k"], given["indices"]
@@ -155,8 +149,8 @@ def attention_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
     calls: dict[str, Callable[[], Any]] = {
         "sparse_attention": lambda: sparse_attention(**given, backend="triton")[0],
     }
-    if installed("sgl_kernel"):
-        calls["FlashMLA"] = lambda: flash_mla(**given)
+    if flash_mla.fits(q, k, V_DIM):
+        calls["FlashMLA"] = lambda: flash_mla.forward(q, k, indices, given["scale"])[0]
     calls["PyTorch"] = lambda: torch_attention(**given)
     for name, call in calls.items():
         yield Case("sparse_attention", q.dtype, heads, length, name, call, operations, least)
@@ -277,7 +271,8 @@ def main() -> None:
     print("| operation | dtype | heads | length | implementation | ms | TFLOP/s | of the roofline | MiB |")
     print("|---|---|---:|---:|---|---:|---:|---:|---:|")
     for operation in options.operations.split(","):
-        for heads in map(int, options.heads.split(",")):
+        all_heads = [int(item) for item in options.heads.split(",")]
+        for heads in all_heads[:1] if operation == "topk_overlap" else all_heads:
             for length in map(int, options.lengths.split(",")):
                 for case in CASES[operation](length, heads, length <= options.plain_up_to):
                     try:
