@@ -43,6 +43,38 @@ def test_losses_are_those_of_the_scored_positions(config: dict[str, Any]) -> Non
         assert evaluation.tokens[row] == data.seq_len - TOPK - 1
 
 
+def test_the_kernels_give_the_same(config: dict[str, Any]) -> None:
+    for objective in ("nll", "kl"):
+        naive = by_pattern(tiny_engine(config), objective)
+        engine = tiny_engine(config, attention="kernels")  # on CPU their definitions run, without dense scores as well
+        for roles, evaluation in by_pattern(engine, objective).items():
+            assert evaluation.losses == pytest.approx(naive[roles].losses, rel=1e-4, abs=1e-5)
+    assert engine.settings["attention"] == "kernels"
+    data = random_tokens()
+    np.testing.assert_allclose(engine.topk_overlap(data, 8), tiny_engine(config).topk_overlap(data, 8))
+    np.testing.assert_allclose(engine.output_similarity(data), tiny_engine(config).output_similarity(data), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        ("fast", "--attention is fast, expected one of auto, naive, kernels"),
+        ("kernels", "--attention kernels needs a CUDA device, found cpu; expected auto or naive"),
+    ],
+)
+def test_an_attention_that_is_not_there(attention: str, message: str) -> None:
+    with pytest.raises(SearchError) as error:
+        TransformersEngine.load("anything", "cpu", attention=attention)
+    assert str(error.value) == message
+
+
+def test_a_model_that_the_kernels_can_not_run() -> None:
+    engine = tiny_engine(tiny_config(), attention="kernels")
+    engine.torch_model.config.model_type = "llama"
+    with pytest.raises(SearchError, match="the kernels can't run this model: model_type is llama"):
+        by_pattern(engine)
+
+
 def test_masked_tokens_do_not_count() -> None:
     engine, data = tiny_engine(tiny_config()), random_tokens(sequences=1)
     data.scored[0, 20:] = False

@@ -145,8 +145,8 @@ def search(
     attention: Annotated[
         str,
         typer.Option(
-            help="auto, naive (transformers' own, dense) or kernels (this project's, no L x L tensor; CUDA). auto:"
-            " kernels where they run, in bfloat16 and float16."
+            help="auto, naive (transformers' own, dense) or kernels (this project's: no L x L tensor, CUDA only)."
+            " auto: kernels on a CUDA device."
         ),
     ] = "auto",
     seed: Annotated[int, typer.Option(help="Order of the calibration documents.")] = 0,

@@ -77,7 +77,7 @@ def _shrink(values, indices, counts, bounds, TOPK: tl.constexpr, ROOM: tl.conste
     index = tl.load(indices + place, mask=taken, other=0)
     tl.debug_barrier()
     tl.store(indices + to, index, mask=taken)
-    tl.store(bounds + row, _score(last), mask=(row == 0) & (count >= TOPK))
+    tl.store(bounds + row, tl.where(count >= TOPK, _score(last), tl.load(bounds + row)))
     tl.store(counts + row, tl.minimum(count, TOPK) + tl.zeros_like(row))
 
 

@@ -94,7 +94,7 @@ class TransformersEngine:
         if dtype not in DTYPES:
             raise SearchError(f"--dtype is {dtype}, expected one of {', '.join(DTYPES)}")
         target = _device(device)
-        attention = _resolve(attention, target, dtype)
+        attention = _resolve(attention, target)
         description = describe_model(model)
         try:
             loaded = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
@@ -278,7 +278,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _resolve(attention: str, device: torch.device, dtype: str) -> str:
+def _resolve(attention: str, device: torch.device) -> str:
     """`naive` or `kernels`."""
     if attention not in ATTENTIONS:
         raise SearchError(f"--attention is {attention}, expected one of {', '.join(ATTENTIONS)}")
@@ -288,7 +288,7 @@ def _resolve(attention: str, device: torch.device, dtype: str) -> str:
     if attention == "kernels" and not installed:
         raise SearchError("--attention kernels needs the package triton; expected it, auto or naive")
     if attention == "auto":
-        return "kernels" if device.type == "cuda" and installed and dtype != "float32" else "naive"
+        return "kernels" if device.type == "cuda" and installed else "naive"
     return attention
 
 
