@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,8 @@ def main() -> None:
     options = parser.parse_args()
     set_quiet()
     results = demo_losses() + longest([int(item) for item in options.lengths.split(",")])
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    versions = {name: version(name) for name in ("torch", "transformers", "triton")}
+    about = {"device": torch.cuda.get_device_name(), "versions": versions}
     options.output.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
 
 

@@ -187,7 +187,7 @@ def _products(
     """Scores of the BLOCK_Q queries from `q` on and every `step`-th of SEGMENT keys, to `scores`, `[BLOCK_Q, SEGMENT]`.
 
     Keys are the rows of the product, so heads add up inside a thread. Queries are loaded here, each time: functions
-    that are not inlined must find no shared memory in use, or Triton (3.6, 3.7) lets them overwrite it.
+    that are not inlined must find no shared memory in use; Triton 3.6 let them overwrite it (README.md).
     """
     row, dim = tl.arange(0, BLOCK_Q), tl.arange(0, PADDED_DIM)
     part = tl.arange(0, BLOCK_Q * PADDED_HEADS)
