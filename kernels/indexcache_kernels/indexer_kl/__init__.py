@@ -18,8 +18,8 @@ def indexer_kl(
     index_q: Tensor,
     index_k: Tensor,
     index_weights: Tensor,
-    starts: Tensor,
-    ends: Tensor,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
     indices: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -35,7 +35,7 @@ def indexer_kl(
         index_q: `[T, I, C]`, in the dtype of `q`.
         index_k: `[S, C]`, in the dtype of `q`.
         index_weights: `[T, I]`, float32.
-        starts: `[T]`, int32, the first key that a query sees; see `causal_ranges`.
+        starts: `[T]`, int32, the first key that a query sees; see `causal_ranges`. Not looked at with `indices`.
         ends: `[T]`, int32, one past the last.
         indices: `[T, K]`, int32: what was selected, -1 for none; None for all keys that a query sees.
         backend: `naive` is PyTorch with dense scores, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes
@@ -56,11 +56,13 @@ def indexer_kl(
         "index_q": (index_q, (queries, heads, dim), q.dtype),
         "index_k": (index_k, (keys, dim), q.dtype),
         "index_weights": (index_weights, (queries, heads), torch.float32),
-        "starts": (starts, (queries,), torch.int32),
-        "ends": (ends, (queries,), torch.int32),
     }
     if indices is not None:
         expected["indices"] = (indices, (queries, indices.shape[-1]), torch.int32)
+    elif starts is None or ends is None:
+        raise KernelInputError("neither indices nor starts and ends are given, expected one of them")
+    else:
+        expected |= {"starts": (starts, (queries,), torch.int32), "ends": (ends, (queries,), torch.int32)}
     for name, (tensor, shape, dtype) in expected.items():
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             raise KernelInputError(
@@ -77,10 +79,11 @@ def indexer_kl(
     return loss
 
 
-def visible_keys(keys: int, starts: Tensor, ends: Tensor, indices: Tensor | None) -> Tensor:
-    """`[T, S]`, bool: the keys that a query sees, or that were selected for it."""
-    if indices is None:
-        place = torch.arange(keys, device=starts.device)
-        return (place >= starts[:, None]) & (place < ends[:, None])
-    found = torch.zeros((len(starts), keys + 1), dtype=torch.bool, device=starts.device)
-    return found.scatter_(1, indices.long() % (keys + 1), True)[:, :keys]  # -1 becomes the last column
+def visible_keys(keys: int, starts: Tensor | None, ends: Tensor | None, indices: Tensor | None) -> Tensor:
+    """`[T, S]`, bool: the keys that were selected for a query, or that it sees."""
+    if indices is not None:
+        found = torch.zeros((len(indices), keys + 1), dtype=torch.bool, device=indices.device)
+        return found.scatter_(1, indices.long() % (keys + 1), True)[:, :keys]  # -1 becomes the last column
+    assert starts is not None and ends is not None
+    place = torch.arange(keys, device=starts.device)
+    return (place >= starts[:, None]) & (place < ends[:, None])

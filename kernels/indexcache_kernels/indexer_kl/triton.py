@@ -61,13 +61,16 @@ def _forward_kernel(
 ):  # fmt: skip
     """The divergence of one query, and the logarithm of the denominator of its index scores."""
     token = tl.program_id(0).to(tl.int64)
-    start, count = tl.load(starts + token), tl.load(ends + token) - tl.load(starts + token)
+    start, count = 0, TOPK
+    if not SELECTED:
+        start = tl.load(starts + token)
+        count = tl.load(ends + token) - start
     row = tl.arange(0, BLOCK_I)
     queries = _load(index_q, token * INDEXERS + row, row < INDEXERS, INDEX_DIM, BLOCK_C, UPCAST)
     weight = tl.load(weights + token * INDEXERS + row, mask=row < INDEXERS, other=0.0)
     highest, total = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
     entropy, cross = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
-    for at in range(0, TOPK if SELECTED else count, BLOCK_K):
+    for at in range(0, count, BLOCK_K):
         key = _keys(indices, token, start, at, count, BLOCK_K, SELECTED, TOPK)
         target = _target(q, k, lse, key, token, scale, HEADS, GROUP, DIM, MAIN, TAIL, BLOCK_H, UPCAST, PRECISION)
         vectors = _load(index_k, key, key >= 0, INDEX_DIM, BLOCK_C, UPCAST)
@@ -95,7 +98,10 @@ def _backward_kernel(
 ):  # fmt: skip
     """Gradients from one query: the index scores' is softmax - target; those of keys are added up in memory."""
     token = tl.program_id(0).to(tl.int64)
-    start, count = tl.load(starts + token), tl.load(ends + token) - tl.load(starts + token)
+    start, count = 0, TOPK
+    if not SELECTED:
+        start = tl.load(starts + token)
+        count = tl.load(ends + token) - start
     row, dim = tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_C)
     place = (token * INDEXERS + row[:, None]) * INDEX_DIM + dim[None, :]
     there = (row < INDEXERS)[:, None] & (dim < INDEX_DIM)[None, :]
@@ -104,7 +110,7 @@ def _backward_kernel(
     base, upstream = tl.load(index_lse + token), tl.load(d_loss + token)
     dq = tl.zeros((BLOCK_I, BLOCK_C), tl.float32)
     dw = tl.zeros((BLOCK_I,), tl.float32)
-    for at in range(0, TOPK if SELECTED else count, BLOCK_K):
+    for at in range(0, count, BLOCK_K):
         key = _keys(indices, token, start, at, count, BLOCK_K, SELECTED, TOPK)
         target = _target(q, k, lse, key, token, scale, HEADS, GROUP, DIM, MAIN, TAIL, BLOCK_H, UPCAST, PRECISION)
         exists = (key >= 0)[:, None] & (dim < INDEX_DIM)[None, :]
@@ -152,24 +158,23 @@ class IndexerKL(torch.autograd.Function):
         index_q: Tensor,
         index_k: Tensor,
         weights: Tensor,
-        starts: Tensor,
-        ends: Tensor,
+        starts: Tensor | None,
+        ends: Tensor | None,
         indices: Tensor | None,
     ) -> Tensor:
         loss, index_lse = (torch.empty(len(q), dtype=torch.float32, device=q.device) for _ in range(2))
-        selected = starts if indices is None else indices
-        given = (q, k, lse, scale, index_q, index_k, weights, starts, ends, selected)
+        given = (q, k, lse, scale, index_q, index_k, weights, starts, ends, indices)
         sizes = _sizes(q, k, index_q, indices)
         _forward_kernel[(len(q),)](*given, loss, index_lse, **sizes)
-        ctx.save_for_backward(q, k, lse, index_q, index_k, weights, starts, ends, selected, index_lse)
+        ctx.save_for_backward(q, k, lse, index_q, index_k, weights, starts, ends, indices, index_lse)
         ctx.scale, ctx.sizes = scale, sizes
         return loss
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, lse, index_q, index_k, weights, starts, ends, selected, index_lse = ctx.saved_tensors
+        q, k, lse, index_q, index_k, weights, starts, ends, indices, index_lse = ctx.saved_tensors
         d_q, d_weights = torch.empty_like(index_q), torch.empty_like(weights)
         d_k = torch.zeros(index_k.shape, dtype=torch.float32, device=q.device)
-        given = (q, k, lse, ctx.scale, index_q, index_k, weights, starts, ends, selected, index_lse)
+        given = (q, k, lse, ctx.scale, index_q, index_k, weights, starts, ends, indices, index_lse)
         _backward_kernel[(len(q),)](*given, d_loss.contiguous(), d_q, d_k, d_weights, **ctx.sizes)
         return None, None, None, None, d_q, d_k.to(index_k.dtype), d_weights, None, None, None
