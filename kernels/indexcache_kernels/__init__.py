@@ -1,6 +1,7 @@
 """Memory-lean kernels for DeepSeek Sparse Attention, in Triton.
 
 Every operation is a folder: `naive.py` is its definition in PyTorch, `triton.py` the kernel, `README.md` the maths.
+`transformers.use_kernels` runs DSA models of transformers on them.
 """
 
 from indexcache_kernels.errors import KernelInputError

@@ -40,14 +40,14 @@ def use_kernels(model: nn.Module, backend: Backend = "auto") -> Iterator[None]:
     see fewer keys than index_topk have -1 for the rest, where transformers fills up with keys that they don't see.
 
     Args:
-        model: a `DeepseekV32ForCausalLM` or `GlmMoeDsaForCausalLM`, on one or more devices. Key/value caches are not
+        model: a `DeepseekV32ForCausalLM` or `GlmMoeDsaForCausalLM`, on one device. Key/value caches are not
             exchangeable with those of the untouched model.
         backend: see `indexcache_kernels.indexer_topk`.
 
     Raises:
         KernelInputError: if the model is another one, or its projections are quantised; inside the block also for
             packed sequences, masks with gaps and attention dropout.
-        RuntimeError: if the model runs on the kernels already.
+        RuntimeError: if the model runs on the kernels already, or something else has replaced an indexer's forward.
     """
     config: Any = model.config
     rope = INDEXER_ROPES.get(config.model_type)
@@ -60,6 +60,8 @@ def use_kernels(model: nn.Module, backend: Backend = "auto") -> Iterator[None]:
     for attention in attentions:
         if not hasattr(attention, "expand_kv"):
             raise KernelInputError(f"transformers is {transformers.__version__}, expected 5.17 or newer")
+        if attention.indexer is not None and "forward" in attention.indexer.__dict__:
+            raise RuntimeError("an indexer's forward is replaced already; expected use_kernels before what does that")
         weight = attention.kv_b_proj.weight
         if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
             raise KernelInputError(f"kv_b_proj is {weight.dtype}, expected float32, bfloat16 or float16")
