@@ -29,7 +29,7 @@ if INTERPRETED:
 assert indexer_kl_triton and sparse_attention_triton and topk_overlap_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 
 
 @pytest.fixture(autouse=True)

@@ -96,9 +96,12 @@ def test_gradients(config: dict[str, Any]) -> None:
 
 def test_what_can_not_be_done_is_said() -> None:
     model, given = tiny_model(tiny_config()).to(DEVICE), tokens(1)
-    with apply_roles(model, Pattern("FSFFSF")):  # the kernels would run the indexers of S layers
-        with pytest.raises(RuntimeError, match="an indexer's forward is replaced already"), use_kernels(model):
-            pass
+    with (
+        apply_roles(model, Pattern("FSFFSF")),  # the kernels would run the indexers of S layers
+        pytest.raises(RuntimeError, match="an indexer's forward is replaced already"),
+        use_kernels(model),
+    ):
+        pass
     with use_kernels(model):
         with pytest.raises(RuntimeError, match="runs on the kernels already"), use_kernels(model):
             pass
