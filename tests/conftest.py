@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import pytest
 import torch
+
+if not torch.cuda.is_available() and find_spec("triton") is not None and find_spec("sglang") is None:
+    os.environ["TRITON_INTERPRET"] = "1"  # for the functions of Triton itself, whatever imports it first
+    import triton.language  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_search.engines.transformers import TransformersEngine
