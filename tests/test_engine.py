@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from indexcache_search.engines import transformers as transformers_engine
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.prefix import LayerState, PrefixCache
 from indexcache_search.engines.roles import apply_roles
@@ -66,6 +67,16 @@ def test_an_attention_that_is_not_there(attention: str, message: str) -> None:
     with pytest.raises(SearchError) as error:
         TransformersEngine.load("anything", "cpu", attention=attention)
     assert str(error.value) == message
+
+
+def test_auto_takes_the_kernels_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve = transformers_engine._resolve
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert resolve("auto", cpu) == resolve("naive", cuda) == "naive" and resolve("auto", cuda) == "kernels"
+    monkeypatch.setattr("indexcache_kernels.transformers.supported", lambda: False)
+    assert resolve("auto", cuda) == "naive"
+    with pytest.raises(SearchError, match=r"--attention kernels needs transformers 5\.17 or newer, found "):
+        resolve("kernels", cuda)
 
 
 def test_a_model_that_the_kernels_can_not_run() -> None:

@@ -215,11 +215,14 @@ def test_what_has_an_order_repeats_bit_for_bit() -> None:
         ("weights", lambda weights: weights[:2], "weights is [2, 2], expected [4, 2]"),
         ("starts", lambda starts: starts.long(), "starts is torch.int64, expected torch.int32"),
         ("topk", lambda topk: 0, "topk is 0, expected at least 1"),
+        ("topk", lambda topk: 8193, "topk is 8193, expected at most 8192 with backend triton"),
+        ("backend", lambda backend: "fast", "backend is fast, expected auto, naive or triton"),
+        ("backend", lambda backend: "deep_gemm", "deep_gemm can't run this"),
     ],
 )
 def test_indexer_topk_says_what_does_not_fit(name: str, change: object, message: str) -> None:
     starts, ends = causal(4, 9)
-    given = {**inputs(4, 9, 2, 16, torch.float32), "starts": starts, "ends": ends, "topk": 2}
+    given = {**inputs(4, 9, 2, 16, torch.float32), "starts": starts, "ends": ends, "topk": 2, "backend": "triton"}
     given[name] = change(given[name])  # type: ignore[operator]
     with pytest.raises(KernelInputError) as error:
         indexer_topk(**given)  # type: ignore[arg-type]

@@ -74,8 +74,11 @@ def test_a_cache_goes_on(config: dict[str, Any]) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_gradients(config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients(config: dict[str, Any], checkpointing: bool) -> None:
     model, given = tiny_model(config).to(DEVICE).train(), tokens(2, 24)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
     losses, gradients = [], []
     for kernels in (False, True):
         model.zero_grad()

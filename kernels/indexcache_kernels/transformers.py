@@ -32,12 +32,18 @@ INDEXER_ROPES = {  # by model type; V3.2 rotates halves of an index vector, GLM-
 }
 
 
+def supported() -> bool:
+    """Whether this version of transformers has the places that change."""
+    return hasattr(modeling_glm_moe_dsa.GlmMoeDsaAttention, "expand_kv")
+
+
 @contextmanager
 def use_kernels(model: nn.Module, backend: Backend = "auto") -> Iterator[None]:
     """Run a transformers DSA model on the kernels inside the `with` block; leave it as it was afterwards.
 
     What is computed is the same but for rounding. Of equal index scores the lowest keys are selected, and queries that
     see fewer keys than index_topk have -1 for the rest, where transformers fills up with keys that they don't see.
+    With gradient checkpointing the backward pass belongs into the block, too, since it runs layers again.
 
     Args:
         model: a `DeepseekV32ForCausalLM` or `GlmMoeDsaForCausalLM`, on one device. Key/value caches are not
@@ -50,6 +56,8 @@ def use_kernels(model: nn.Module, backend: Backend = "auto") -> Iterator[None]:
         RuntimeError: if the model runs on the kernels already, or something else has replaced an indexer's forward.
     """
     config: Any = model.config
+    if not supported():
+        raise KernelInputError(f"transformers is {transformers.__version__}, expected 5.17 or newer")
     rope = INDEXER_ROPES.get(config.model_type)
     if rope is None:
         raise KernelInputError(f"model_type is {config.model_type}, expected one of {', '.join(INDEXER_ROPES)}")
@@ -58,8 +66,6 @@ def use_kernels(model: nn.Module, backend: Backend = "auto") -> Iterator[None]:
     decoder: Any = model.model
     attentions = [layer.self_attn for layer in decoder.layers]
     for attention in attentions:
-        if not hasattr(attention, "expand_kv"):
-            raise KernelInputError(f"transformers is {transformers.__version__}, expected 5.17 or newer")
         if attention.indexer is not None and "forward" in attention.indexer.__dict__:
             raise RuntimeError("an indexer's forward is replaced already; expected use_kernels before what does that")
         weight = attention.kv_b_proj.weight

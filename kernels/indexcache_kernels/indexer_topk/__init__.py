@@ -11,6 +11,7 @@ from indexcache_kernels.backends import Backend, runs_triton
 from indexcache_kernels.errors import KernelInputError
 from indexcache_kernels.indexer_topk import deep_gemm, naive
 
+MOST = 8192  # to find with Triton: twice as many candidates are counted in 15 bits
 KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
@@ -34,7 +35,7 @@ def indexer_topk(
         weights: `[T, H]`, float32; softmax scale and scales of `q` included.
         starts: `[T]`, int32, the first key that a query sees; see `causal_ranges`.
         ends: `[T]`, int32, one past the last.
-        topk: keys of a query.
+        topk: keys of a query; at most 8192 with `triton`.
         k_scale: `[L]`, float32, of the rows of a quantised `k`.
         backend: `naive` is PyTorch with dense scores, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes
             that on CUDA. `deep_gemm` is DeepGEMM with sgl_kernel, for float8 on Hopper: it takes any of equal scores,
@@ -53,6 +54,8 @@ def indexer_topk(
         return deep_gemm.indexer_topk(q, k, weights, starts, ends, k_scale)
     if not runs_triton(backend, q):
         return naive.indexer_topk(q, k, weights, starts, ends, topk, k_scale)
+    if topk > MOST:
+        raise KernelInputError(f"topk is {topk}, expected at most {MOST} with backend triton")
     from indexcache_kernels.indexer_topk import triton
 
     return triton.indexer_topk(

@@ -282,14 +282,18 @@ def _resolve(attention: str, device: torch.device) -> str:
     """`naive` or `kernels`."""
     if attention not in ATTENTIONS:
         raise SearchError(f"--attention is {attention}, expected one of {', '.join(ATTENTIONS)}")
-    installed = find_spec("indexcache_kernels") is not None and find_spec("triton") is not None
-    if attention == "kernels" and device.type != "cuda":
+    if attention == "naive" or (attention == "auto" and device.type != "cuda"):
+        return "naive"
+    if device.type != "cuda":
         raise SearchError(f"--attention kernels needs a CUDA device, found {device.type}; expected auto or naive")
-    if attention == "kernels" and not installed:
-        raise SearchError("--attention kernels needs the package triton; expected it, auto or naive")
-    if attention == "auto":
-        return "kernels" if device.type == "cuda" and installed else "naive"
-    return attention
+    missing = "the package triton" if find_spec("triton") is None else ""
+    if not missing:
+        from indexcache_kernels.transformers import supported
+
+        missing = "" if supported() else f"transformers 5.17 or newer, found {transformers.__version__}"
+    if missing and attention == "kernels":
+        raise SearchError(f"--attention kernels needs {missing}; expected it, auto or naive")
+    return "naive" if missing else "kernels"
 
 
 @contextmanager
