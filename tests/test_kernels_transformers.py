@@ -111,6 +111,9 @@ def test_what_can_not_be_done_is_said() -> None:
         packed = torch.cat([torch.arange(20), torch.arange(20)])[None].to(DEVICE)
         with pytest.raises(KernelInputError, match="sequences are packed"):
             model(given, position_ids=packed, use_cache=False)
+        ready = torch.ones(1, 1, 40, 40, dtype=torch.bool, device=DEVICE).tril()
+        with pytest.raises(KernelInputError, match=r"the mask is a ready-made one of torch\.bool"):
+            model(given, attention_mask=ready, use_cache=False)
     model.config.attention_dropout = 0.5
     for attention in dsa_attentions(model):
         attention.attention_dropout = 0.5

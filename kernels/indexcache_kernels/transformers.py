@@ -52,7 +52,7 @@ def use_kernels(model: nn.Module, backend: Backend = "auto") -> Iterator[None]:
 
     Raises:
         KernelInputError: if the model is another one, or its projections are quantised; inside the block also for
-            packed sequences, masks with gaps and attention dropout.
+            packed sequences, ready-made masks or ones with gaps, and attention dropout.
         RuntimeError: if the model runs on the kernels already, or something else has replaced an indexer's forward.
     """
     config: Any = model.config
@@ -135,6 +135,8 @@ def _indexer_forward(
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
     ) -> Tensor:
+        if attention_mask.dtype != torch.int32:
+            raise KernelInputError(f"the mask is a ready-made one of {attention_mask.dtype}, expected none or a 2D one")
         batch, length, _ = hidden_states.shape
         sizes = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
         q_rot, q_pass = indexer.wq_b(q_resid).view(batch, length, indexer.n_heads, -1).split(sizes, dim=-1)
