@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from indexcache_search.engines import calibration_server
+from indexcache_search.engines import calibration_server, own_server
 from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
@@ -340,3 +341,14 @@ def test_losses_that_are_not_numbers_stay_so(stubs: list[Stub]) -> None:
     stubs[0].scores = poisoned  # type: ignore[method-assign]
     [item] = engine(stubs[0]).evaluate(PATTERNS[:1], DATA, "nll")
     assert all(loss != loss for loss in item.losses)
+
+
+def test_the_port_of_a_new_server_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = own_server.free_port()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        taken = other.getsockname()[1]
+        monkeypatch.setattr(own_server, "_PORTS", range(taken, taken + 1))
+        with pytest.raises(SearchError, match=f"No port of {taken} to {taken} is free"):
+            own_server.free_port()
+    assert 10000 <= free < 30000

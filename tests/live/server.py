@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from indexcache_search.engines.own_server import die_with_parent
+from indexcache_search.engines.own_server import die_with_parent, free_port
 from tests.live.inprocess import ENVIRONMENT, Served
 
 START_TIMEOUT, REQUEST_TIMEOUT = 600, 300
@@ -85,9 +84,7 @@ def running(
     model: Path, log: Path, *flags: str, launcher: Sequence[str] = LAUNCHER, **changes: str
 ) -> Iterator[Server]:
     """A server that has answered /health; all its processes are ended afterwards."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with log.open("w") as output:
         process = subprocess.Popen(
             command(model, *flags, "--port", str(port), launcher=launcher),

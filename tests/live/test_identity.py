@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from indexcache_search.engines.own_server import free_port
 from sglang_indexcache import Pattern
 from tests.live import models
 from tests.live.inprocess import call, load_runner
@@ -54,12 +54,6 @@ def test_storage_keys_differ_by_pattern(model: Path, files: list[str], tmp_path:
     found = [call(storage_suffix, model, tmp_path, SGLANG_INDEXCACHE_PATTERN=file) for file in files]
     assert found == [f"_org-glm-indexcache-{pattern.fingerprint[:16]}" for pattern in PATTERNS]
     assert call(storage_suffix, model, tmp_path) == "_org-glm"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def kv_manager(model: Path, mode: str, port: int) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ pytest.importorskip("sglang")
 
 from safetensors.torch import load_file, save_file
 
+from indexcache_search.engines.own_server import free_port
 from sglang_indexcache import Pattern, probes
 from sglang_indexcache.spellings import indexer_types
 from tests.live import models
@@ -157,9 +157,7 @@ def test_a_model_that_does_not_run_the_pattern(model: Path, file: str, broken: s
 
 def two_nodes(model: Path, first: dict[str, str], second: dict[str, str]) -> list[tuple[int, list[str]]]:
     """Exit codes and lines of two nodes with one rank each and these environments."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     shared = ("--skip-tokenizer-init", "--tp-size", "2", "--nnodes", "2", "--dist-init-addr", address)
     launcher = (sys.executable, "-m", "sglang.launch_server")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from indexcache_search.engines.calibration_server import CalibrationServer, Serv
 from indexcache_search.errors import SearchError
 
 START_SECONDS = 3600  # hundreds of gigabytes from a slow disk
+_PORTS = range(10000, 30000)
 _OURS = "indexcache: "
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -35,9 +37,7 @@ def own_server(model: str, arguments: Sequence[str], log: Path) -> Iterator[Cali
     """
     if find_spec("sglang") is None:
         raise SearchError("SGLang is not installed here; expected it, or --endpoint with servers that run elsewhere")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "sglang_indexcache.launch_server", "--indexcache-calibrate"]
     command += ["--model-path", model, "--host", "127.0.0.1", "--port", str(port), *arguments]
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -57,6 +57,19 @@ def own_server(model: str, arguments: Sequence[str], log: Path) -> Iterator[Cali
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def free_port() -> int:
+    """A port that nothing on this machine listens on, for a server that binds it only once its model is loaded.
+
+    It lies below the ports that Linux and macOS hand out by themselves (32768 and up): one of those would go to the
+    first connection that asks, SGLang's own among them, before the server binds it.
+    """
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise SearchError(f"No port of {_PORTS.start} to {_PORTS.stop - 1} is free here; expected one for SGLang")
 
 
 def die_with_parent() -> None:
