@@ -89,7 +89,7 @@ def use_kernels(model: nn.Module, backend: Backend = "auto") -> Iterator[None]:
                 attention.indexer.__dict__.pop("forward", None)
 
 
-def _key_ranges(
+def key_ranges(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -137,25 +137,50 @@ def _indexer_forward(
     ) -> Tensor:
         if attention_mask.dtype != torch.int32:
             raise KernelInputError(f"the mask is a ready-made one of {attention_mask.dtype}, expected none or a 2D one")
-        batch, length, _ = hidden_states.shape
-        sizes = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
-        q_rot, q_pass = indexer.wq_b(q_resid).view(batch, length, indexer.n_heads, -1).split(sizes, dim=-1)
-        k_rot, k_pass = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2).split(sizes, dim=-1)
-        q_rot, k_rot = rope(q_rot, k_rot, *position_embeddings, unsqueeze_dim=2)
-        q, k = torch.cat([q_rot, q_pass], dim=-1), torch.cat([k_rot, k_pass], dim=-1).squeeze(2)
+        q, k, weights = index_vectors(indexer, rope, hidden_states, q_resid, position_embeddings)
         if past_key_values is not None:
             k = past_key_values.update_indexer(k, indexer.layer_idx)
-        weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
-        weights *= indexer.n_heads**-0.5 * indexer.softmax_scale  # positive, so it may stand behind the ReLU
         first = _first_keys(k)
         starts, ends = (attention_mask + first).flatten(0, 1).unbind(dim=1)
         queries, keys = q.flatten(0, 1), k.flatten(0, 1).to(q.dtype)
         topk = min(indexer.index_topk, k.shape[1])
         found = indexer_topk(queries, keys, weights.flatten(0, 1), starts, ends, topk, backend=backend)
-        found = found.view(batch, length, topk)
-        return found if batch == 1 else torch.where(found < 0, found, found - first)
+        found = found.view(*q.shape[:2], topk)
+        return found if len(found) == 1 else torch.where(found < 0, found, found - first)
 
     return forward
+
+
+def index_vectors(
+    indexer: Any,
+    rope: Callable[..., tuple[Tensor, Tensor]],
+    hidden_states: Tensor,
+    q_resid: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a lightning indexer scores with, as its own forward makes them, but with gradients.
+
+    Args:
+        indexer: of a transformers DSA model.
+        rope: of its model type, see `INDEXER_ROPES`.
+        hidden_states: `[batch, length, hidden]`.
+        q_resid: `[batch, length, q_lora_rank]`.
+        position_embeddings: cosine and sine.
+
+    Returns:
+        Queries `[batch, length, heads, dim]`, keys `[batch, length, dim]`, and the weights of the heads
+        `[batch, length, heads]`, in float32 or wider, with all scales in them.
+    """
+    batch, length, _ = hidden_states.shape
+    sizes = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
+    q_rot, q_pass = indexer.wq_b(q_resid).view(batch, length, indexer.n_heads, -1).split(sizes, dim=-1)
+    k_rot, k_pass = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2).split(sizes, dim=-1)
+    q_rot, k_rot = rope(q_rot, k_rot, *position_embeddings, unsqueeze_dim=2)
+    weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype))
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32)) * (
+        indexer.n_heads**-0.5 * indexer.softmax_scale  # positive, so it may stand behind the ReLU
+    )
+    return torch.cat([q_rot, q_pass], dim=-1), torch.cat([k_rot.squeeze(2), k_pass.squeeze(2)], dim=-1), weights
 
 
 def _first_keys(k: Tensor) -> Tensor:
@@ -207,4 +232,4 @@ def _attend(
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _key_ranges)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, key_ranges)

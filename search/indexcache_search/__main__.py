@@ -1,4 +1,4 @@
-"""Entry points of indexcache-search and indexcache-eval, with a clear line where dependencies are not installed."""
+"""Entry points of the command lines, with a clear line where dependencies are not installed."""
 
 import importlib
 import sys
@@ -12,6 +12,11 @@ def main() -> None:
 def evaluate() -> None:
     """Run indexcache-eval."""
     _run("indexcache-eval", "indexcache_search.eval_cli")
+
+
+def distill() -> None:
+    """Run indexcache-distill."""
+    _run("indexcache-distill", "indexcache_search.distill_cli")
 
 
 def _run(command: str, module: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -182,6 +182,30 @@ def build_token_sets(
     return packer.collect(calibration, num_calibration, seed, "calibration"), held_out
 
 
+def build_training_sets(
+    reader: TokenReader,
+    model: DsaModel,
+    training: Sequence[str],
+    evaluation: Sequence[str],
+    *,
+    seq_len: int,
+    num_training: int,
+    num_evaluation: int,
+    seed: int,
+) -> tuple[TokenSet, TokenSet]:
+    """Build a training set, every token of which counts that its source lets count, and the held-out set.
+
+    Args: as those of `build_token_sets`.
+
+    Raises:
+        DataError: as there.
+    """
+    packer = _packer(reader, model, seq_len)
+    held_out = packer.collect(evaluation, num_evaluation, EVALUATION_ORDER_SEED, "evaluation")
+    packer = replace(packer, first_scored=1)
+    return packer.collect(training, num_training, seed, "training"), held_out
+
+
 def held_out_set(reader: TokenReader, model: DsaModel, sources: Sequence[str], *, seq_len: int, count: int) -> TokenSet:
     """The held-out set that `build_token_sets` makes of the same sources, whatever the calibration set.
 
@@ -197,16 +221,21 @@ def _packer(reader: TokenReader, model: DsaModel, seq_len: int) -> _Packer:
             f"--seq-len is {seq_len}, but queries see every token up to index_topk={model.index_topk}, where all"
             f" patterns are equal; expected at least {model.index_topk + 2}"
         )
-    return _Packer(reader, seq_len, model.index_topk, set())
+    return _Packer(reader, seq_len, model.index_topk + 1, set())
 
 
 @dataclass(frozen=True)
 class _Packer:
-    """Packs sections into sequences; `used` holds the digests of those that were drawn from."""
+    """Packs sections into sequences.
+
+    Attributes:
+        first_scored: the first token of a sequence that may count; token t is predicted by a query that sees t tokens.
+        used: digests of the sections that were drawn from.
+    """
 
     reader: TokenReader
     seq_len: int
-    index_topk: int
+    first_scored: int
     used: set[bytes]
 
     def collect(self, sources: Sequence[str], count: int, seed: int, what: str) -> TokenSet:
@@ -231,14 +260,14 @@ class _Packer:
         """Join sections that are not used yet and cut them into sequences with at least one scored token."""
         packed: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
         tokens, mask = np.empty(0, np.int32), np.empty(0, np.bool_)
-        sees_more = np.arange(self.seq_len) > self.index_topk  # token t is predicted by a query that sees t tokens
+        may_count = np.arange(self.seq_len) >= self.first_scored
         for section in sections:
             if section.digest in self.used:
                 continue
             self.used.add(section.digest)
             tokens, mask = np.concatenate([tokens, section.tokens]), np.concatenate([mask, section.mask])
             while len(tokens) >= self.seq_len:
-                scored = mask[: self.seq_len] & sees_more
+                scored = mask[: self.seq_len] & may_count
                 if scored.any():
                     packed.append((tokens[: self.seq_len], scored))
                 tokens, mask = tokens[self.seq_len :], mask[self.seq_len :]

@@ -1,0 +1,65 @@
+"""The log of a training run: JSON lines that a resumed run continues without gaps or repeats."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from sglang_indexcache.pattern_file import write_atomically
+
+
+class TrainingLog:
+    """Records with a `step`, the number of steps done, one JSON object a line.
+
+    Args:
+        path: of the file.
+        step: what is recorded of later steps is dropped, since they are done again; with 0 everything is.
+        tensorboard: folder for TensorBoard event files, or None.
+    """
+
+    def __init__(self, path: Path, step: int, tensorboard: Path | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.records = [record for record in read_log(path) if 0 < step >= record["step"]]
+        write_atomically(path, "".join(json.dumps(record) + "\n" for record in self.records))
+        self._file = path.open("a")
+        self._writer: Any = None
+        if tensorboard is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(tensorboard), purge_step=step + 1)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Append a record; it is on disk when this returns."""
+        self.records.append(dict(record))
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._writer is not None:
+            for name, value in record.items():
+                if isinstance(value, float):
+                    self._writer.add_scalar(name, value, record["step"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def read_log(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a log; a line that was cut off by a kill is left out."""
+    if not path.is_file():
+        return
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return

@@ -1,0 +1,102 @@
+"""How much memory a training process will need, before anything large is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from indexcache_search.distill.model import LOGIT_ROWS, Stage, set_trainable
+from indexcache_search.errors import SearchError
+from sglang_indexcache import Pattern
+
+_MASTER = 4  # bytes of a float32 weight that trains, and of its gradient
+_ADAM = 8  # bytes of its two moments
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of one process: what stays, and the most that comes on top while a step runs."""
+
+    weights: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations
+
+
+def estimate(
+    config: PreTrainedConfig,
+    pattern: Pattern,
+    stage: Stage,
+    *,
+    seq_len: int,
+    micro_batch_size: int,
+    processes: int,
+    bfloat16: bool,
+    gradient_checkpointing: bool,
+) -> Estimate:
+    """Count weights exactly, and activations by their largest tensors.
+
+    Args:
+        config: of the model.
+        pattern: says which indexers train.
+        stage: says whether the body trains.
+        seq_len: tokens a sequence.
+        micro_batch_size: sequences a forward.
+        processes: over which FSDP2 shards.
+        bfloat16: computes in bfloat16; else in float32.
+        gradient_checkpointing: in the sparse stage keeps a layer's input alone, and runs the layer again.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    set_trainable(model, pattern, stage)
+    size = 2 if bfloat16 else 4
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    layers = model.model.layers
+    weights = (trained * (2 * _MASTER + _ADAM) + frozen * size) // processes
+    if processes > 1:  # two layers are whole at a time: the one that runs and the next
+        weights += 2 * size * max(sum(p.numel() for p in layer.parameters()) for layer in layers)
+
+    tokens, cells = micro_batch_size * seq_len, micro_batch_size * seq_len**2
+    mlp = max(config.intermediate_size, config.num_experts_per_tok * config.moe_intermediate_size)
+    width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    body = tokens * size * (8 * config.hidden_size + 3 * mlp + 4 * config.num_attention_heads * width)
+    body += cells * config.num_attention_heads * (8 + size)  # scores, weights, and these in the values' dtype
+    indexer = cells * 4 * (2 * config.index_n_heads + 3)
+    logits = min(tokens, LOGIT_ROWS) * config.vocab_size * 12
+    kept = len(pattern.full_layers) * cells * 4  # what indexers say, until the last layer that they serve
+    if stage == "warmup":
+        activations = body + kept + indexer * len(pattern.full_layers)
+    elif gradient_checkpointing:
+        activations = len(layers) * tokens * config.hidden_size * 4 + kept + max(body + indexer, logits)
+    else:
+        activations = len(layers) * body + len(pattern.full_layers) * indexer + kept + logits
+    return Estimate(weights, activations)
+
+
+def available(device: torch.device, local_processes: int) -> int:
+    """Bytes that a process may take on its device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available) // local_processes
+
+
+def check(need: Estimate, there: int, where: Any) -> None:
+    """Refuse a run that would end in the middle.
+
+    Raises:
+        SearchError: if it needs more than there is.
+    """
+    if need.total > there:
+        raise SearchError(
+            f"about {need.total / 1e9:.1f} GB are needed in each process ({need.weights / 1e9:.1f} for weights and"
+            f" optimizer, {need.activations / 1e9:.1f} for activations), {where} has {there / 1e9:.1f} free; expected"
+            " more processes, a shorter --seq-len, a smaller --micro-batch-size, --gradient-checkpointing, or"
+            " --no-memory-check to try it"
+        )

@@ -1,0 +1,241 @@
+"""transformers' DSA models in training: dense or sparse attention, and indexers that learn from all they serve.
+
+Three graphs never meet. The body learns from the language modelling loss alone. Each retained indexer learns from the
+attention of the layers that it serves, which is detached, and its own inputs are detached, too. What it selects has no
+gradient. So a single backward pass through the sum of both losses gives every parameter its own loss's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors, key_ranges
+from indexcache_search.distill.losses import divergence
+from indexcache_search.engines.roles import dsa_attentions
+from sglang_indexcache import Pattern
+
+Stage = Literal["warmup", "sparse"]
+Loss = Literal["multi", "averaged", "own"]
+
+NAME = "indexcache_distill"  # among transformers' attention implementations
+LOGIT_ROWS = 1024  # rows of the [rows, vocabulary] float32 logits that exist at a time: 0.6 GB for GLM-5
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one forward pass gives.
+
+    Attributes:
+        token_losses: `[batch, length - 1]`, float32, of the tokens after the first; None in the warm-up.
+        divergences: `[F layers]`, float32: what each retained indexer is trained on, summed over all queries.
+    """
+
+    token_losses: Tensor | None
+    divergences: Tensor
+
+
+def set_trainable(model: nn.Module, pattern: Pattern, stage: Stage) -> None:
+    """Let train what a stage trains: the indexers of F layers, and in the sparse stage the body."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(stage == "sparse")
+    for layer, attention in enumerate(dsa_attentions(model)):
+        if attention.indexer is not None:
+            attention.indexer.requires_grad_(pattern[layer] == "F")
+
+
+class Distillation:
+    """Runs a transformers DSA model with `pattern`, and measures what its indexers have to learn.
+
+    Warm-up: attention is dense, and a divergence is over all keys that a query sees. Sparse: attention is over what
+    the layer's source has selected, and so is the divergence.
+
+    Args:
+        model: a `GlmMoeDsaForCausalLM` or `DeepseekV32ForCausalLM`, sharded by FSDP2 or not.
+        pattern: must be `S` on layers that have no indexer.
+        stage: `warmup` or `sparse`; may be set to the other between forward passes.
+        loss: `multi` is Eq. 1; `averaged` is Eq. 2, which gives the same gradients for more memory; `own` is each
+            indexer against its own layer only, the paper's ablation.
+    """
+
+    def __init__(self, model: nn.Module, pattern: Pattern, stage: Stage, loss: Loss = "multi") -> None:
+        attentions = dsa_attentions(model)
+        pattern.check_fits(len(attentions), [layer for layer, item in enumerate(attentions) if item.indexer is None])
+        self.model: Any = model
+        self.pattern, self.stage, self.loss = pattern, stage, loss
+        self._served = {source: pattern.source_layers.count(source) for source in pattern.full_layers}
+        self._labels: Tensor | None = None
+        self._indices: dict[int, Tensor] = {}
+        self._log_q: dict[int, Tensor] = {}
+        self._targets: dict[int, Tensor] = {}
+        self._found: dict[int, list[Tensor]] | None = None
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Make the model run that way inside the `with` block; leave it as it was afterwards.
+
+        Backward passes belong into the block, too, since gradient checkpointing runs layers again. Reading or writing
+        weights by name does not: something else stands in the indexers' places.
+        """
+        config, head = self.model.config, self.model.lm_head
+        attentions = dsa_attentions(self.model)
+        gates = [layer.mlp.gate for layer in self.model.model.layers if hasattr(layer.mlp, "gate")]
+        before, rope = config._attn_implementation, INDEXER_ROPES[config.model_type]
+        try:
+            config._attn_implementation = NAME
+            head.forward = partial(self._losses_of_tokens, head)
+            for gate in gates:  # routers compute in float32, which autocast would undo
+                gate.forward = torch.autocast(self.model.device.type, enabled=False)(gate.forward)
+            for layer, attention in enumerate(attentions):
+                attention.__dict__["distillation"] = self
+                if attention.indexer is None:
+                    continue
+                if self.pattern[layer] == "F":
+                    attention.indexer.forward = partial(index_vectors, attention.indexer, rope)
+                attention.__dict__["indexer"] = self._select(layer, attention.indexer)
+            yield
+        finally:
+            config._attn_implementation = before
+            for module in (head, *gates):
+                module.__dict__.pop("forward", None)
+            for attention in attentions:
+                attention.__dict__.pop("distillation", None)
+                if attention.__dict__.get("indexer") is not None:  # of layers without one it is None, there
+                    del attention.__dict__["indexer"]
+                    attention.indexer.__dict__.pop("forward", None)
+            self._forget()
+
+    def __call__(self, tokens: Tensor) -> Output:
+        """Run `tokens`, `[batch, length]` of int64, causal and without padding, inside `attached()`."""
+        self._forget()
+        self._labels, self._found = tokens[:, 1:], {layer: [] for layer in self.pattern.full_layers}
+        try:
+            losses = self.model(input_ids=tokens, use_cache=False).logits
+            divergences = torch.stack([torch.stack(items).sum() for items in self._found.values()])
+        finally:
+            self._found = None  # layers that run again for their gradients report nothing
+        return Output(losses.view_as(self._labels) if self.stage == "sparse" else None, divergences)
+
+    def _forget(self) -> None:
+        for kept in (self._indices, self._log_q, self._targets):
+            kept.clear()
+
+    def _losses_of_tokens(self, head: nn.Linear, hidden: Tensor) -> Tensor:
+        """In place of the output head: losses instead of logits, a block of rows at a time, `[all tokens]`."""
+        assert self._labels is not None
+        if self.stage == "warmup":
+            return hidden.new_zeros(self._labels.numel())
+
+        def losses(rows: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(F.linear(rows, head.weight, head.bias).float(), labels, reduction="none")
+
+        blocks = zip(
+            torch.split(hidden[:, :-1].flatten(0, 1), LOGIT_ROWS),
+            torch.split(self._labels.flatten(), LOGIT_ROWS),
+            strict=True,
+        )
+        found = [checkpoint(losses, rows, labels, use_reentrant=False) for rows, labels in blocks]
+        return torch.cat(found)
+
+    def _select(self, layer: int, indexer: nn.Module) -> Callable[..., Tensor]:
+        """What stands in the place of a layer's indexer."""
+
+        def full(
+            hidden_states: Tensor,
+            q_resid: Tensor,
+            position_embeddings: tuple[Tensor, Tensor],
+            ranges: Tensor,
+            *_: Any,
+            **__: Any,
+        ) -> Tensor:
+            q, k, weights = indexer(hidden_states.detach(), q_resid.detach(), position_embeddings)
+            with torch.autocast(q.device.type, enabled=False):
+                self._score(layer, index_scores(q, k, weights), ranges)
+            return self._indices[layer]
+
+        def shared(*_: Any, **__: Any) -> Tensor:
+            return self._indices[self.pattern.source_layers[layer]]
+
+        return full if self.pattern[layer] == "F" else shared
+
+    def _score(self, layer: int, scores: Tensor, ranges: Tensor) -> None:
+        """Keep what an indexer says and selects."""
+        visible = visible_keys(ranges, scores.shape[-1])
+        scores = scores.masked_fill(~visible, -torch.inf)
+        indices = scores.new_empty(0, dtype=torch.int32)
+        if self.stage == "sparse":
+            topk = min(self.model.config.index_topk, scores.shape[-1])
+            best = scores.detach().topk(topk, dim=-1)
+            indices = best.indices.int().masked_fill(best.values == -torch.inf, -1)
+            scores = scores.masked_fill(~selected_keys(indices, scores.shape[-1]), -torch.inf)
+        self._indices[layer], self._log_q[layer] = indices, scores.log_softmax(-1)
+
+    def attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, ranges: Tensor, scale: float) -> Tensor:
+        """Attention `[batch, queries, heads, dim]` of a layer, after which its source has learned what it did."""
+        layer = attention.layer_idx
+        indices = self._indices[self.pattern.source_layers[layer]]
+        visible = visible_keys(ranges, key.shape[2])
+        if self.stage == "sparse":
+            visible = selected_keys(indices, key.shape[2])
+        scores = torch.matmul(query, key.mT) * scale
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~visible[:, None], -torch.inf)
+        weights = scores.softmax(-1)
+        self._learn(layer, weights.detach().mean(1))
+        return torch.matmul(weights.to(value.dtype), value).transpose(1, 2).contiguous()
+
+    def _learn(self, layer: int, p: Tensor) -> None:
+        source = self.pattern.source_layers[layer]
+        share = 1 / self._served[source]
+        if self.loss == "own":
+            if layer == source:
+                self._report(source, divergence(p, self._log_q[source]))
+        elif self.loss == "multi":
+            self._report(source, divergence(p, self._log_q[source]) * share)
+        else:
+            self._targets[layer] = p * share + (self._targets[layer - 1] if layer > source else 0.0)
+            if layer + 1 == source + self._served[source]:
+                self._report(source, divergence(self._targets[layer], self._log_q[source]))
+
+    def _report(self, source: int, divergences: Tensor) -> None:
+        if self._found is not None:
+            self._found[source].append(divergences.sum())
+
+
+def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    """Lightning-indexer scores `[batch, queries, keys]`, see `indexcache_kernels.indexer_topk`."""
+    dtype = weights.dtype
+    products = torch.einsum("bqhd,bkd->bhqk", q.to(dtype), k.to(dtype)).relu()
+    return torch.einsum("bhqk,bqh->bqk", products, weights)
+
+
+def visible_keys(ranges: Tensor, keys: int) -> Tensor:
+    """`[batch, queries, keys]`, bool, of first keys and ends `[batch, 1, queries, 2]` or `[batch, queries, 2]`."""
+    starts, ends = ranges.view(ranges.shape[0], -1, 2, 1).unbind(dim=2)
+    place = torch.arange(keys, device=ranges.device)
+    return (place >= starts) & (place < ends)
+
+
+def selected_keys(indices: Tensor, keys: int) -> Tensor:
+    """`[batch, queries, keys]`, bool, of `[batch, queries, k]`, -1 for none."""
+    found = torch.zeros((*indices.shape[:2], keys + 1), dtype=torch.bool, device=indices.device)
+    return found.scatter_(2, indices.long() % (keys + 1), True)[..., :keys]  # -1 becomes the last column
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    return module.distillation.attend(module, query, key, value, attention_mask, scaling), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, key_ranges)

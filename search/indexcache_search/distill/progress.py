@@ -1,0 +1,74 @@
+"""What a person sees while a model trains."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from indexcache_search.distill.trainer import Watch
+
+_NAMES = {"warmup": "dense warm-up", "sparse": "sparse training"}
+
+
+class TrainingProgress:
+    """A bar over the steps of all stages, and a line now and then.
+
+    Args:
+        console: quiet in all processes but the first; on something that is no terminal only the lines are written.
+        done: steps that an earlier run has done.
+        steps: of all stages.
+    """
+
+    def __init__(self, console: Console, done: int, steps: int) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=steps, completed=done)
+        self._steps = steps
+        self.watch = Watch(self._record, self.show)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def begin(self, stage: str) -> None:
+        """Say which stage runs."""
+        self._progress.update(self._task, description=_NAMES[stage])
+
+    def _record(self, record: dict[str, Any]) -> None:
+        self._progress.update(self._task, completed=record["step"])
+
+    def show(self, record: dict[str, Any]) -> None:
+        """Print a line about a step or an evaluation."""
+        if "losses" in record:
+            name = f"step {record['step']}" if record["stage"] in _NAMES else record["stage"]
+            text = f"held out, {name}: loss {np.sum(record['losses']) / np.sum(record['tokens']):.4f}"
+            text += f", KL {record['held_out_kl']:.4f}"
+        else:
+            text = f"step {record['step']:>5}/{self._steps} {_NAMES[record['stage']]}: "
+            text += f"loss {record['loss']:.4f}, " if "loss" in record else ""
+            text += f"KL {record['kl']:.4f}, {record['seconds']:.1f} s"
+        self._progress.console.print(text)

@@ -1,0 +1,82 @@
+"""What a distillation run has to show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from indexcache_search import objectives
+from indexcache_search.distill.settings import Settings
+from indexcache_search.engines.base import Evaluation
+from indexcache_search.tokens import TokenSet
+from sglang_indexcache import DsaModel, Pattern
+
+
+def collect(
+    records: Sequence[Mapping[str, Any]],
+    held_out: TokenSet,
+    model: DsaModel,
+    settings: Settings,
+    versions: Mapping[str, str],
+) -> dict[str, Any]:
+    """metrics.json: the held-out losses before, on the way and after, beside the untrained model's.
+
+    Differences are paired: all rows are of the same sequences.
+    """
+    found = [record for record in records if "losses" in record]
+    original = _evaluation(found[0], model.native, held_out)
+    rows = []
+    for record in found:
+        pattern = model.native if record["stage"] == "original" else settings.pattern
+        evaluation = _evaluation(record, pattern, held_out)
+        loss = objectives.loss(evaluation, held_out)
+        rise = objectives.increase(evaluation, original, held_out)
+        rows.append(
+            {
+                "step": record["step"],
+                "stage": record["stage"],
+                "pattern": pattern.roles,
+                "loss": loss.mean,
+                "loss_stderr": loss.stderr,
+                "increase": rise.mean,
+                "increase_stderr": rise.stderr,
+                "kl": record["held_out_kl"],
+            }
+        )
+    return {
+        "model": model.name,
+        "settings": settings.as_dict(),
+        "held_out": {"sha256": held_out.sha256, "sequences": held_out.num_sequences, "sources": held_out.sources},
+        "rows": rows,
+        "seconds": sum(record.get("seconds", 0.0) for record in records),
+        "versions": dict(versions),
+    }
+
+
+def _evaluation(record: Mapping[str, Any], pattern: Pattern, data: TokenSet) -> Evaluation:
+    rows = tuple(range(data.num_sequences))
+    nothing = (0,) * data.num_sequences
+    return Evaluation(pattern, rows, tuple(record["losses"]), nothing, tuple(record["tokens"]), nothing, 0.0)
+
+
+def terminal_table(metrics: Mapping[str, Any]) -> Table:
+    """The rows that a person wants to compare."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "held-out loss", "over the original", "KL of the indexers"):
+        table.add_column(name, justify="left" if not name else "right")
+    rows = metrics["rows"]
+    last = {row["stage"]: row for row in rows}
+    names = {
+        "original": "original model",
+        "training-free": "pattern, not trained",
+        "warmup": "after the warm-up",
+        "sparse": "after sparse training",
+    }
+    for stage, name in names.items():
+        if stage in last:
+            row = last[stage]
+            error = "" if row["increase_stderr"] is None else f" ±{row['increase_stderr']:.4f}"
+            table.add_row(name, f"{row['loss']:.4f}", f"{row['increase']:+.4f}{error}", f"{row['kl']:.3f}")
+    return table

@@ -1,0 +1,94 @@
+"""What a distillation run is asked to do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from indexcache_search.distill.model import Loss, Stage
+from indexcache_search.errors import SearchError
+from sglang_indexcache import Pattern
+
+Schedule = Literal["cosine", "wsd", "constant"]
+
+COSINE_FLOOR = 0.1  # of the peak, at the end
+WSD_DECAY = 0.2  # of a stage's steps
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the trained weights depend on, beside model and data.
+
+    Attributes:
+        pattern: what the model will be served with.
+        loss: see `Distillation`.
+        warmup_steps: of the dense warm-up; 0 leaves it out.
+        sparse_steps: of sparse training; 0 leaves it out.
+        warmup_lr: of the indexers in the warm-up.
+        indexer_lr: of the indexers in sparse training.
+        lr: of the body in sparse training.
+        schedule: after the ramp: `cosine` to a tenth; `wsd` stays and falls to 0 over the last fifth; `constant`.
+        ramp_steps: of a linear ramp that each stage begins with.
+        batch_size: sequences a step, of all processes together.
+        micro_batch_size: sequences a forward of one process.
+        weight_decay: of the body's matrices.
+        max_norm: to which the gradients of indexers and body are clipped, each for itself.
+        seed: order of the training sequences.
+    """
+
+    pattern: Pattern
+    loss: Loss = "multi"
+    warmup_steps: int = 1000
+    sparse_steps: int = 4000
+    warmup_lr: float = 1e-3
+    indexer_lr: float = 7.3e-6
+    lr: float = 7.3e-6
+    schedule: Schedule = "cosine"
+    ramp_steps: int = 50
+    batch_size: int = 16
+    micro_batch_size: int = 1
+    weight_decay: float = 0.1
+    max_norm: float = 1.0
+    seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        return self.warmup_steps + self.sparse_steps
+
+    def stage(self, step: int) -> Stage:
+        """The stage of a step, counted from 0."""
+        return "warmup" if step < self.warmup_steps else "sparse"
+
+    def range(self, stage: Stage) -> tuple[int, int]:
+        """First step of a stage, and one past its last."""
+        return (0, self.warmup_steps) if stage == "warmup" else (self.warmup_steps, self.steps)
+
+    def check(self, processes: int) -> None:
+        """Check what depends on the number of processes.
+
+        Raises:
+            SearchError: if there is nothing to do, or batches can't be divided.
+        """
+        if self.steps < 1:
+            raise SearchError("--warmup-steps and --steps are both 0, expected at least one step")
+        forward = self.micro_batch_size * processes
+        if self.batch_size % forward:
+            raise SearchError(
+                f"--batch-size is {self.batch_size}, expected a multiple of --micro-batch-size x processes ="
+                f" {self.micro_batch_size} x {processes}"
+            )
+
+    def rate(self, step: int) -> float:
+        """What the peak learning rates are multiplied with at a step, counted from 0; each stage has its own curve."""
+        first, end = self.range(self.stage(step))
+        done, total = step - first, end - first
+        ramp = min(1.0, (done + 1) / max(1, min(self.ramp_steps, total)))
+        if self.schedule == "constant":
+            return ramp
+        if self.schedule == "wsd":
+            return ramp * min(1.0, (total - done) / max(1.0, total * WSD_DECAY))
+        return ramp * (COSINE_FLOOR + (1 - COSINE_FLOOR) * 0.5 * (1 + math.cos(math.pi * done / total)))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "pattern": self.pattern.roles}

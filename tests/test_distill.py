@@ -1,0 +1,321 @@
+"""indexcache-distill on tiny models: what it writes, resumes, shards and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from indexcache_search.distill import memory
+from indexcache_search.distill.data import Order
+from indexcache_search.distill.settings import Settings
+from indexcache_search.distill_cli import app
+from indexcache_search.engines.transformers import read_config
+from indexcache_search.errors import SearchError
+from sglang_indexcache import Pattern
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.pattern_file import PatternFile
+from tests.conftest import VOCAB, tiny_config, tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+PATTERN = "FSSFSS"
+SIZES = {"seq-len": 32, "num-sequences": 12, "num-eval-sequences": 3, "warmup-steps": 2, "steps": 4, "batch-size": 4}
+RATES = {"lr": 1e-3, "indexer-lr": 1e-3, "ramp-steps": 1, "evaluate-every": 2, "checkpoint-every": 3}
+
+
+def save(config: dict[str, Any], folder: Path) -> Path:
+    tiny_model(config).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "training.jsonl"
+    rows = np.random.default_rng(2).integers(3, VOCAB, (40, 32)).tolist()
+    path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    return path
+
+
+def arguments(model: Path, data: Path, output: Path, **changes: Any) -> list[str]:
+    options = {"model": model, "pattern": PATTERN, "training": data, "output": output, "device": "cpu"}
+    named = {**options, **SIZES, **RATES, **{name.replace("_", "-"): value for name, value in changes.items()}}
+    flags = [f"--{name}" for name, value in named.items() if value is True]
+    return [*flags, *(part for name, value in named.items() if value is not True for part in (f"--{name}", str(value)))]
+
+
+def distill(*args: Any, **changes: Any) -> tuple[int, str]:
+    """Exit code and what the terminal shows."""
+    result = CliRunner().invoke(app, arguments(*args, **changes))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    """The log without times."""
+    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def trained(model_folder: Path, training: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole run."""
+    output = tmp_path_factory.mktemp("trained") / "out"
+    code, text = distill(model_folder, training, output)
+    assert code == 0, text
+    return output
+
+
+def test_a_run(trained: Path, model_folder: Path) -> None:
+    log = records(trained)
+    steps = [line for line in log if "losses" not in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert [line["stage"] for line in steps] == ["warmup"] * 2 + ["sparse"] * 4
+    assert all("loss" not in line and "norm_body" not in line for line in steps[:2])
+    assert all(np.isfinite([line["loss"], line["kl"], line["norm_body"]]).all() for line in steps[2:])
+    assert [(line["stage"], line["step"]) for line in log if "losses" in line] == [
+        *(("original", 0), ("training-free", 0), ("warmup", 2), ("sparse", 4), ("sparse", 6))
+    ]
+    metrics = json.loads((trained / "metrics.json").read_text())
+    assert metrics["rows"][0]["increase"] == 0 and metrics["settings"]["pattern"] == PATTERN
+    before, after = (load_file(folder / "model.safetensors") for folder in (model_folder, trained / "model"))
+    dropped = {name for name in before if any(f"layers.{layer}.self_attn.indexer" in name for layer in (1, 2, 4, 5))}
+    assert len(dropped) == 20 and before.keys() - after.keys() == dropped
+    unchanged = {name for name in after if torch.equal(before[name], after[name])}
+    assert all("e_score_correction_bias" in name or "experts" in name for name in unchanged)
+
+
+def test_the_result_can_be_served(trained: Path) -> None:
+    file = PatternFile.load(str(trained / "pattern.yaml"))
+    assert file.pattern == PATTERN and file.model.locked_layers == (1, 2, 4, 5)
+    assert Checkpoint.read(str(trained / "model")).misfits(file) == []
+    config = json.loads((trained / "model" / "config.json").read_text())
+    assert config["index_topk_pattern"] == PATTERN and config["indexer_types"][1] == "shared"
+    model, report = AutoModelForCausalLM.from_pretrained(trained / "model", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert [layer.self_attn.indexer is None for layer in model.model.layers] == [letter == "S" for letter in PATTERN]
+
+
+def test_the_same_command_again_trains_nothing(trained: Path, model_folder: Path, training: Path) -> None:
+    before = (trained / "log.jsonl").read_bytes(), (trained / "model" / "model.safetensors").stat().st_mtime_ns
+    code, text = distill(model_folder, training, trained)
+    assert code == 0 and "after sparse training" in text
+    assert (
+        (trained / "log.jsonl").read_bytes(),
+        (trained / "model" / "model.safetensors").stat().st_mtime_ns,
+    ) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [4, 7])
+def test_a_killed_run_goes_on_to_the_same_losses(
+    trained: Path, model_folder: Path, training: Path, tmp_path: Path, lines: int
+) -> None:
+    command = [sys.executable, "-m", "indexcache_search.distill", *arguments(model_folder, training, tmp_path / "out")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    log = tmp_path / "out" / "log.jsonl"
+    while process.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < lines):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    code, text = distill(model_folder, training, tmp_path / "out")
+    assert code == 0, text
+    assert records(tmp_path / "out") == records(trained)
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (tmp_path / "out", trained))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+SHARDED = """
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+
+PartialState(cpu=True)
+PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # Accelerate shards on accelerators only
+from indexcache_search.__main__ import distill
+
+distill()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["glm_moe_dsa", "deepseek_v32"])
+def test_two_processes_train_as_one_does(kind: str, training: Path, tmp_path: Path) -> None:
+    """FSDP2 over gloo: weights, gradients and optimizer sharded, the same losses."""
+    model = save(tiny_config(kind), tmp_path / "model")
+    code, text = distill(model, training, tmp_path / "one")
+    assert code == 0, text
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(
+        [*launcher, *arguments(model, training, tmp_path / "two")], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = records(tmp_path / "one"), records(tmp_path / "two")
+    for ours, theirs in zip(one, two, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ("loss", "kl", "losses", "held_out_kl", "kl_layers"):
+            if name in ours:
+                assert theirs[name] == pytest.approx(ours[name], rel=1e-5, abs=1e-5)
+    ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two"))
+    assert ours.keys() == theirs.keys()
+
+
+def test_shared_indexers_are_kept_by_choice(model_folder: Path, training: Path, tmp_path: Path) -> None:
+    code, text = distill(model_folder, training, tmp_path / "out", warmup_steps=0, steps=1, shared_indexers="keep")
+    assert code == 0, text
+    before, after = (load_file(folder / "model.safetensors") for folder in (model_folder, tmp_path / "out" / "model"))
+    assert before.keys() == after.keys()
+    name = "model.layers.1.self_attn.indexer.wk.weight"
+    assert torch.equal(before[name], after[name])
+
+
+def test_deepseek_keeps_all_indexers(training: Path, tmp_path: Path) -> None:
+    """transformers would make the missing ones up."""
+    model = save(tiny_config("deepseek_v32"), tmp_path / "model")
+    code, text = distill(model, training, tmp_path / "out", shared_indexers="drop")
+    assert code == 2 and "would make up the missing ones; expected keep" in text
+    code, text = distill(model, training, tmp_path / "out", warmup_steps=0, steps=1)
+    assert code == 0, text
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "out" / "model"))
+    assert before.keys() == after.keys()
+
+
+def test_what_transformers_leaves_out_is_copied(training: Path, tmp_path: Path) -> None:
+    config = tiny_config(num_nextn_predict_layers=1)
+    model = save(config, tmp_path / "model")
+    extra = {"model.layers.6.eh_proj.weight": torch.arange(6.0).view(2, 3)}
+    save_file(
+        {**load_file(model / "model.safetensors"), **extra}, model / "model.safetensors", metadata={"format": "pt"}
+    )
+    code, text = distill(model, training, tmp_path / "out", warmup_steps=1, steps=1)
+    assert code == 0, text
+    index = json.loads((tmp_path / "out" / "model" / "model.safetensors.index.json").read_text())["weight_map"]
+    found = load_file(tmp_path / "out" / "model" / index["model.layers.6.eh_proj.weight"])
+    assert torch.equal(found["model.layers.6.eh_proj.weight"], extra["model.layers.6.eh_proj.weight"])
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(model_folder: Path, training: Path, tmp_path: Path) -> None:
+    changes = {"warmup_steps": 0, "steps": 20, "lr": 1e18, "checkpoint_every": 1, "max_norm": 1e18}
+    code, text = distill(model_folder, training, tmp_path / "out", **changes)
+    assert code == 1
+    line = " ".join(text.splitlines()[-1].split())
+    assert (
+        line.startswith("indexcache-distill: step ") and "expected finite numbers; the last good checkpoint is" in line
+    )
+    assert Path(line.rpartition(" ")[2]).is_dir() and not (tmp_path / "out" / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pattern": "FSS"}, "pattern has 3 letters, model has 6 DSA layers"),
+        ({"pattern": "SFFFFF"}, "pattern begins with S"),
+        ({"pattern": "uniform@2/3"}, "--pattern is uniform@2/3, expected uniform@1/N"),
+        ({"pattern": "missing.yaml"}, "missing.yaml"),
+        ({"training": "missing.jsonl"}, "missing.jsonl: no such file"),
+        ({"warmup_steps": 0, "steps": 0}, "expected at least one step"),
+        ({"micro_batch_size": 3}, "--batch-size is 4, expected a multiple of --micro-batch-size x processes = 3 x 1"),
+        ({"seq_len": 8}, "--seq-len is 8, but queries see every token up to index_topk=8"),
+        ({"seq_len": 512}, "--seq-len is 512, but the model was made for 256 tokens"),
+        ({"num_sequences": 4000}, "training sequences of 32 tokens, 4000 were asked for"),
+        ({"dtype": "int8"}, "--dtype is int8, expected auto, float32 or bfloat16"),
+        ({"device": "cuda:1"}, "--device is cuda:1, expected auto or cpu"),
+    ],
+)
+def test_refusals(model_folder: Path, training: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    code, text = distill(model_folder, training, tmp_path / "out", **changes)
+    assert code == 2 and message in text and len(text.strip().splitlines()) == 1
+
+
+def test_missing_indexers_are_refused(training: Path, tmp_path: Path) -> None:
+    types = ["full", "shared", "full", "shared", "shared", "full"]
+    model = save(tiny_config(indexer_types=types), tmp_path / "model")
+    code, text = distill(model, training, tmp_path / "out", pattern="FFSFSS")
+    assert code == 2 and "pattern has F for layer 1, 3, but the checkpoint has no indexer there" in text
+
+
+def test_quantised_weights_are_refused(model_folder: Path, training: Path, tmp_path: Path) -> None:
+    config = {**tiny_config(), "quantization_config": {"quant_method": "fp8"}}
+    model = save(tiny_config(), tmp_path / "model")
+    (model / "config.json").write_text(json.dumps(config))
+    code, text = distill(model, training, tmp_path / "out")
+    assert code == 2 and "its weights are quantised" in text
+
+
+def test_another_run_in_the_same_folder_is_refused(trained: Path, model_folder: Path, training: Path) -> None:
+    code, text = distill(model_folder, training, trained, loss="own")
+    assert code == 2 and "belongs to a run with loss multi, now it is own" in text
+
+
+def test_too_little_memory_is_refused_before_it_starts(
+    model_folder: Path, training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available", lambda *_: 100_000)
+    code, text = distill(model_folder, training, tmp_path / "out")
+    assert code == 2 and "GB are needed in each process" in text and "--no-memory-check" in text
+    assert not (tmp_path / "out").exists()
+    code, text = distill(model_folder, training, tmp_path / "out", warmup_steps=0, steps=1, no_memory_check=True)
+    assert code == 0, text
+
+
+def test_memory_grows_with_what_needs_it(model_folder: Path) -> None:
+    config, pattern = read_config(str(model_folder)), Pattern(PATTERN)
+    given: dict[str, Any] = {
+        "seq_len": 128, "micro_batch_size": 1, "processes": 1, "bfloat16": False, "gradient_checkpointing": True
+    }  # fmt: skip
+    base = memory.estimate(config, pattern, "sparse", **given)
+    parameters = sum(p.numel() for p in tiny_model(tiny_config()).parameters())
+    dropped = 4 * sum(p.numel() for p in tiny_model(tiny_config()).model.layers[0].self_attn.indexer.parameters())
+    assert base.weights == 16 * (parameters - dropped) + 4 * dropped
+    longer = memory.estimate(config, pattern, "sparse", **{**given, "seq_len": 256})
+    assert 2 < longer.activations / base.activations <= 4 and longer.weights == base.weights
+    kept = memory.estimate(config, pattern, "sparse", **{**given, "gradient_checkpointing": False})
+    assert kept.activations > 2 * base.activations
+    assert memory.estimate(config, pattern, "warmup", **given).weights < base.weights / 2
+    with pytest.raises(SearchError, match=r"cpu has 0\.0 free"):
+        memory.check(base, base.total - 1, "cpu")
+    memory.check(base, base.total, "cpu")
+
+
+def test_tensorboard(model_folder: Path, training: Path, tmp_path: Path) -> None:
+    code, text = distill(model_folder, training, tmp_path / "out", warmup_steps=1, steps=1, tensorboard=True)
+    assert code == 0, text
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("kl")] == [1, 2]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_schedules(schedule: Any) -> None:
+    settings = Settings(Pattern(PATTERN), warmup_steps=100, sparse_steps=200, schedule=schedule, ramp_steps=10)
+    rates = [settings.rate(step) for step in range(300)]
+    assert rates[0] == rates[100] == pytest.approx(0.1)
+    assert max(rates) <= 1 and rates[9] == pytest.approx(1, abs=0.03)
+    expected = {"cosine": 0.1, "wsd": 0.025, "constant": 1.0}[schedule]
+    assert rates[-1] == pytest.approx(expected, abs=0.001)
+    if schedule == "wsd":
+        assert rates[100 + 150] == 1
+
+
+def test_every_epoch_takes_each_row_once() -> None:
+    order = Order(10, seed=3)
+    rows = np.concatenate([order.step(step, 4) for step in range(10)])
+    epochs = rows.reshape(4, 10)
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs) and not (epochs[0] == epochs[1]).all()
+    assert np.array_equal(Order(10, seed=3).step(7, 4), rows[28:32])

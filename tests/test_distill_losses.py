@@ -1,0 +1,163 @@
+"""What distillation computes: the paper's losses, what learns from which, and the same model as transformers'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from indexcache_search.distill.losses import averaged, divergence, multi_layer
+from indexcache_search.distill.model import Distillation, Loss, Stage, set_trainable
+from indexcache_search.engines.roles import apply_roles, dsa_attentions
+from sglang_indexcache import Pattern
+from tests.conftest import LAYERS, VOCAB, tiny_config, tiny_model
+
+STAGES: tuple[Stage, ...] = ("warmup", "sparse")
+PATTERNS = st.text("FS", min_size=LAYERS - 1, max_size=LAYERS - 1).map(lambda rest: Pattern("F" + rest))
+
+
+def tokens(batch: int = 2, length: int = 24, seed: int = 0) -> Tensor:
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model: Any, pattern: Pattern, stage: Stage, loss: Loss = "multi", lm: float = 1.0) -> dict[str, Tensor]:
+    """Gradients of both losses by parameter; `lm` weighs the language modelling loss."""
+    distillation = Distillation(model, pattern, stage, loss)
+    model.zero_grad()
+    with distillation.attached():
+        output = distillation(tokens())
+        total = output.divergences.sum()
+        if output.token_losses is not None:
+            total = total + lm * output.token_losses.sum()
+        total.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_both_losses_have_the_same_gradient() -> None:
+    """Proposition 1, on the losses themselves."""
+    generator = torch.Generator().manual_seed(0)
+    targets = [torch.rand(3, 5, 7, dtype=torch.float64, generator=generator).softmax(-1) for _ in range(4)]
+    targets[0][..., -2:] = 0  # a key that one layer does not look at
+    scores = torch.randn(3, 5, 7, dtype=torch.float64, generator=generator, requires_grad=True)
+    found = [
+        torch.autograd.grad(loss(targets, scores.log_softmax(-1)).sum(), scores)[0] for loss in (multi_layer, averaged)
+    ]
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@settings(max_examples=6, deadline=None)
+@given(pattern=PATTERNS, seed=st.integers(0, 1000))
+def test_proposition_1_on_models(stage: Stage, pattern: Pattern, seed: int) -> None:
+    model = tiny_model(tiny_config(first_k_dense_replace=LAYERS), seed).double()
+    set_trainable(model, pattern, stage)
+    multi, average = (gradients(model, pattern, stage, loss) for loss in ("multi", "averaged"))
+    assert multi.keys() == average.keys()
+    for name, gradient in multi.items():
+        torch.testing.assert_close(average[name], gradient, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_loss_is_that_of_the_equation(config: dict[str, Any], stage: Stage) -> None:
+    """What is summed up on the way through the layers against Eq. 1 over what all of them did."""
+    model, pattern = tiny_model(config), Pattern("FSSFFS")
+    targets: dict[int, Tensor] = {}
+    log_q: dict[int, Tensor] = {}
+
+    class Watched(Distillation):
+        def _learn(self, layer: int, p: Tensor) -> None:
+            targets[layer], log_q[layer] = p, self._log_q[pattern.source_layers[layer]]
+            super()._learn(layer, p)
+
+    for loss in ("multi", "averaged", "own"):
+        distillation = Watched(model, pattern, stage, loss)
+        with distillation.attached(), torch.no_grad():
+            found = distillation(tokens()).divergences
+        for place, (first, end) in enumerate([(0, 3), (3, 4), (4, 6)]):
+            served = [targets[layer] for layer in range(first, end)]
+            assert all(torch.equal(log_q[layer], log_q[first]) for layer in range(first, end))
+            expected = {"multi": multi_layer, "averaged": averaged, "own": lambda p, q: divergence(p[0], q)}[loss]
+            torch.testing.assert_close(found[place], expected(served, log_q[first]).sum())
+        assert all(item.sum(-1).allclose(torch.ones(())) for item in targets.values())
+
+
+def test_in_the_warmup_only_the_indexers_of_full_layers_learn(config: dict[str, Any]) -> None:
+    model, pattern = tiny_model(config), Pattern("FSSFSS")
+    set_trainable(model, pattern, "warmup")
+    found = gradients(model, pattern, "warmup")
+    indexers = {f"model.layers.{layer}.self_attn.indexer." for layer in (0, 3)}
+    assert {name[: name.index("indexer.") + 8] for name in found} == indexers
+    assert all(gradient.abs().max() > 0 for gradient in found.values())
+
+
+def test_in_the_sparse_stage_each_part_learns_from_its_own_loss(config: dict[str, Any]) -> None:
+    model, pattern = tiny_model(config), Pattern("FSSFSS")
+    set_trainable(model, pattern, "sparse")
+    both, only = gradients(model, pattern, "sparse"), gradients(model, pattern, "sparse", lm=0.0)
+    moved = {name for name, gradient in only.items() if gradient.any()}
+    assert moved == {name for name in both if "indexer" in name}
+    for name in moved:
+        torch.testing.assert_close(both[name], only[name])
+    body = {name for name, _ in model.named_parameters() if "indexer" not in name}
+    assert body <= both.keys()
+    for layer in (1, 2, 4, 5):
+        assert not any(f"layers.{layer}.self_attn.indexer" in name for name in both)
+
+
+def test_the_sparse_stage_runs_the_model_that_will_be_served(config: dict[str, Any]) -> None:
+    model, pattern = tiny_model(config), Pattern("FSFSSS")
+    with apply_roles(model, pattern), torch.no_grad():
+        logits = model(tokens(), use_cache=False).logits
+    expected = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten(), reduction="none"
+    )
+    distillation = Distillation(model, pattern, "sparse")
+    with distillation.attached(), torch.no_grad():
+        found = distillation(tokens()).token_losses
+    assert found is not None
+    torch.testing.assert_close(found.flatten(), expected)
+    with torch.no_grad():  # left as it was
+        assert torch.equal(model(tokens(), use_cache=False).logits, model(tokens(), use_cache=False).logits)
+    assert all(
+        "forward" not in item.indexer.__dict__ and "indexer" not in item.__dict__ for item in dsa_attentions(model)
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("loss", ["multi", "averaged"])
+def test_gradient_checkpointing_changes_nothing(config: dict[str, Any], stage: Stage, loss: Loss) -> None:
+    model, pattern = tiny_model(config), Pattern("FSSFSS")
+    set_trainable(model, pattern, stage)
+    expected = gradients(model, pattern, stage, loss)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    found = gradients(model, pattern, stage, loss)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+def test_layers_without_an_indexer_teach_their_source() -> None:
+    config = tiny_config(indexer_types=["full", "shared", "full", "shared", "shared", "full"])
+    model, pattern = tiny_model(config), Pattern("FSFSSF")
+    set_trainable(model, pattern, "sparse")
+    own, multi = (gradients(model, pattern, "sparse", loss) for loss in ("own", "multi"))
+    name = "model.layers.2.self_attn.indexer.wq_b.weight"
+    assert not torch.allclose(own[name], multi[name])
+    last = "model.layers.5.self_attn.indexer.wq_b.weight"
+    torch.testing.assert_close(own[last], multi[last])
+
+
+def test_autocast_keeps_routers_in_float32(config: dict[str, Any]) -> None:
+    model, pattern = tiny_model(config), Pattern("FSSFSS")
+    seen = []
+    gate = model.model.layers[2].mlp.gate
+    gate.register_forward_hook(lambda *args: seen.append(args[2][0].dtype))
+    distillation = Distillation(model, pattern, "sparse")
+    with distillation.attached(), torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        distillation(tokens())
+    assert seen == [torch.float32]
