@@ -233,6 +233,9 @@ def test_a_loss_that_is_not_finite_ends_the_run(model_folder: Path, training: Pa
         ({"seq_len": 512}, "--seq-len is 512, but the model was made for 256 tokens"),
         ({"num_sequences": 4000}, "training sequences of 32 tokens, 4000 were asked for"),
         ({"dtype": "int8"}, "--dtype is int8, expected auto, float32 or bfloat16"),
+        ({"attention": "fast"}, "--attention is fast, expected one of auto, naive, kernels"),
+        ({"attention": "kernels"}, "--attention kernels needs a CUDA device, found cpu"),
+        ({"attention": "kernels", "loss": "averaged"}, "--loss averaged needs the whole attention of a layer"),
         ({"device": "cuda:1"}, "--device is cuda:1, expected auto or cpu"),
     ],
 )
@@ -274,9 +277,8 @@ def test_too_little_memory_is_refused_before_it_starts(
 
 def test_memory_grows_with_what_needs_it(model_folder: Path) -> None:
     config, pattern = read_config(str(model_folder)), Pattern(PATTERN)
-    given: dict[str, Any] = {
-        "seq_len": 128, "micro_batch_size": 1, "processes": 1, "bfloat16": False, "gradient_checkpointing": True
-    }  # fmt: skip
+    given: dict[str, Any] = {"seq_len": 128, "micro_batch_size": 1, "processes": 1, "bfloat16": False}
+    given |= {"gradient_checkpointing": True, "kernels": False}
     base = memory.estimate(config, pattern, "sparse", **given)
     parameters = sum(p.numel() for p in tiny_model(tiny_config()).parameters())
     dropped = 4 * sum(p.numel() for p in tiny_model(tiny_config()).model.layers[0].self_attn.indexer.parameters())
@@ -285,6 +287,8 @@ def test_memory_grows_with_what_needs_it(model_folder: Path) -> None:
     assert 2 < longer.activations / base.activations <= 4 and longer.weights == base.weights
     kept = memory.estimate(config, pattern, "sparse", **{**given, "gradient_checkpointing": False})
     assert kept.activations > 2 * base.activations
+    lean = [memory.estimate(config, pattern, "sparse", **{**given, "kernels": True, "seq_len": n}) for n in (128, 256)]
+    assert lean[1].activations <= 2.1 * lean[0].activations
     assert memory.estimate(config, pattern, "warmup", **given).weights < base.weights / 2
     with pytest.raises(SearchError, match=r"cpu has 0\.0 free"):
         memory.check(base, base.total - 1, "cpu")

@@ -24,9 +24,11 @@ def tokens(batch: int = 2, length: int = 24, seed: int = 0) -> Tensor:
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def gradients(model: Any, pattern: Pattern, stage: Stage, loss: Loss = "multi", lm: float = 1.0) -> dict[str, Tensor]:
+def gradients(
+    model: Any, pattern: Pattern, stage: Stage, loss: Loss = "multi", lm: float = 1.0, kernels: Any = None
+) -> dict[str, Tensor]:
     """Gradients of both losses by parameter; `lm` weighs the language modelling loss."""
-    distillation = Distillation(model, pattern, stage, loss)
+    distillation = Distillation(model, pattern, stage, loss, kernels)
     model.zero_grad()
     with distillation.attached():
         output = distillation(tokens())
@@ -161,3 +163,37 @@ def test_autocast_keeps_routers_in_float32(config: dict[str, Any]) -> None:
     with distillation.attached(), torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         distillation(tokens())
     assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("loss", ["multi", "own"])
+def test_the_kernels_compute_the_same(config: dict[str, Any], stage: Stage, loss: Loss) -> None:
+    model, pattern = tiny_model(config), Pattern("FSSFSS")
+    set_trainable(model, pattern, stage)
+    found = []
+    for kernels in (None, "naive"):
+        distillation = Distillation(model, pattern, stage, loss, kernels)  # type: ignore[arg-type]
+        with distillation.attached(), torch.no_grad():
+            output = distillation(tokens())
+        found.append(output.divergences)
+        if output.token_losses is not None:
+            found.append(output.token_losses)
+    half = len(found) // 2
+    torch.testing.assert_close(found[half:], found[:half], rtol=2e-5, atol=2e-5)
+    expected = gradients(model, pattern, stage, loss)
+    for name, gradient in gradients(model, pattern, stage, loss, kernels="naive").items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-3 * expected[name].abs().max().item())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_kernels_with_checkpointing_and_autocast(config: dict[str, Any], stage: Stage) -> None:
+    model, pattern = tiny_model(config), Pattern("FSSFSS")
+    set_trainable(model, pattern, stage)
+    expected = gradients(model, pattern, stage, kernels="naive")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    for name, gradient in gradients(model, pattern, stage, kernels="naive").items():
+        torch.testing.assert_close(gradient, expected[name])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = gradients(model, pattern, stage, kernels="naive")
+    assert rounded.keys() == expected.keys() and all(gradient.isfinite().all() for gradient in rounded.values())

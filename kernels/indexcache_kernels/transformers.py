@@ -75,7 +75,7 @@ def use_kernels(model: nn.Module, backend: Backend = "auto") -> Iterator[None]:
     try:
         config._attn_implementation = NAME
         for attention in attentions:
-            attention.expand_kv = _keep_latent
+            attention.expand_kv = keep_latent
             attention.indexcache_backend = backend
             if attention.indexer is not None:
                 attention.indexer.forward = _indexer_forward(attention.indexer, rope, backend)
@@ -117,7 +117,7 @@ def key_ranges(
     return torch.stack([starts, ends], dim=-1).int()[:, None]
 
 
-def _keep_latent(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+def keep_latent(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
     """Instead of keys and values of all heads: latent and rotary part, which hold both, and nothing."""
     latent = torch.cat([kv_nope, k_rot], dim=-1)
     return latent, latent[..., :0]
@@ -140,13 +140,7 @@ def _indexer_forward(
         q, k, weights = index_vectors(indexer, rope, hidden_states, q_resid, position_embeddings)
         if past_key_values is not None:
             k = past_key_values.update_indexer(k, indexer.layer_idx)
-        first = _first_keys(k)
-        starts, ends = (attention_mask + first).flatten(0, 1).unbind(dim=1)
-        queries, keys = q.flatten(0, 1), k.flatten(0, 1).to(q.dtype)
-        topk = min(indexer.index_topk, k.shape[1])
-        found = indexer_topk(queries, keys, weights.flatten(0, 1), starts, ends, topk, backend=backend)
-        found = found.view(*q.shape[:2], topk)
-        return found if len(found) == 1 else torch.where(found < 0, found, found - first)
+        return select(q, k, weights, attention_mask, indexer.index_topk, backend)
 
     return forward
 
@@ -183,7 +177,27 @@ def index_vectors(
     return torch.cat([q_rot, q_pass], dim=-1), torch.cat([k_rot.squeeze(2), k_pass.squeeze(2)], dim=-1), weights
 
 
-def _first_keys(k: Tensor) -> Tensor:
+def select(q: Tensor, k: Tensor, weights: Tensor, ranges: Tensor, topk: int, backend: Backend) -> Tensor:
+    """The keys with the highest index scores, `[batch, queries, k]`, int32, -1 for none.
+
+    Args:
+        q: `[batch, queries, heads, dim]`, like `k` and `weights` of `index_vectors`.
+        k: `[batch, keys, dim]`.
+        weights: `[batch, queries, heads]`.
+        ranges: first keys and ends, `[batch, queries, 2]`, of `key_ranges`.
+        topk: how many; fewer where there are fewer keys.
+        backend: see `indexcache_kernels.indexer_topk`.
+    """
+    first = first_keys(k)
+    starts, ends = (ranges + first).flatten(0, 1).unbind(dim=1)
+    queries, keys = q.flatten(0, 1), k.flatten(0, 1).to(q.dtype)
+    topk = min(topk, k.shape[1])
+    found = indexer_topk(queries, keys, weights.flatten(0, 1), starts, ends, topk, backend=backend)
+    found = found.view(*q.shape[:2], topk)
+    return found if len(found) == 1 else torch.where(found < 0, found, found - first)
+
+
+def first_keys(k: Tensor) -> Tensor:
     """Where the keys of each sequence begin once they stand one behind the other, `[batch, 1, 1]`, int32."""
     return torch.arange(k.shape[0], dtype=torch.int32, device=k.device)[:, None, None] * k.shape[-2]
 
@@ -217,18 +231,60 @@ def _attend(
     """
     if dropout:
         raise KernelInputError(f"attention dropout is {dropout}, expected 0")
-    nope = module.qk_nope_head_dim
-    weight = module.kv_b_proj.weight.view(module.num_heads, nope + module.v_head_dim, module.kv_lora_rank)
-    w_k, w_v = weight[:, :nope], weight[:, nope:]
+    return attend_latent(module, query, key, indices, scaling, module.indexcache_backend), None
+
+
+def attend_latent(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    indices: Tensor,
+    scaling: float,
+    backend: Backend,
+    observe: Callable[[slice, Tensor, Tensor, Tensor, Tensor], None] | None = None,
+) -> Tensor:
+    """Absorbed MLA over selected keys, a block of queries at a time.
+
+    Args:
+        module: the attention, for the two halves of its `kv_b_proj`.
+        query: `[batch, heads, queries, nope + rope]`.
+        key: `[batch, 1, keys, latent + rope]`, of `keep_latent`.
+        indices: `[batch, queries, k]`, -1 for none.
+        scaling: of the products.
+        backend: see `indexcache_kernels.sparse_attention`.
+        observe: called for each block with its place among all queries, absorbed queries `[rows, heads, dim]`, all
+            keys `[batch x keys, 1, dim]`, logarithms of the denominators `[rows, heads]`, and rows of those keys
+            `[rows, k]`.
+
+    Returns:
+        `[batch, queries, heads, value]`.
+    """
+    nope, (w_k, w_v) = module.qk_nope_head_dim, halves(module)
     keys = key[:, 0].flatten(0, 1)[:, None]
-    chosen = indices if len(indices) == 1 else torch.where(indices < 0, indices, indices + _first_keys(key[:, 0]))
+    chosen = indices if len(indices) == 1 else torch.where(indices < 0, indices, indices + first_keys(key[:, 0]))
     queries, chosen = query.transpose(1, 2).flatten(0, 1), chosen.flatten(0, 1)
     parts = []
-    for rows, those in zip(torch.split(queries, ROWS), torch.split(chosen, ROWS), strict=True):
-        absorbed = torch.cat([torch.einsum("thd,hdc->thc", rows[..., :nope], w_k), rows[..., nope:]], dim=-1)
-        latent, _lse = sparse_attention(absorbed, keys, module.kv_lora_rank, those, scaling, module.indexcache_backend)
+    for start in range(0, len(queries), ROWS):
+        part = slice(start, start + ROWS)
+        absorbed = absorb(queries[part], w_k, nope)
+        with torch.autocast(query.device.type, enabled=False):
+            latent, lse = sparse_attention(absorbed, keys, module.kv_lora_rank, chosen[part], scaling, backend)
+            if observe is not None:
+                observe(part, absorbed, keys, lse, chosen[part])
         parts.append(torch.einsum("thc,hdc->thd", latent, w_v))
-    return torch.cat(parts).view(*indices.shape[:2], module.num_heads, module.v_head_dim), None
+    return torch.cat(parts).view(*indices.shape[:2], module.num_heads, module.v_head_dim)
+
+
+def halves(module: Any) -> tuple[Tensor, Tensor]:
+    """What makes a head's keys and values of a latent: `[heads, nope, latent]` and `[heads, value, latent]`."""
+    sizes = [module.qk_nope_head_dim, module.v_head_dim]
+    w_k, w_v = module.kv_b_proj.weight.view(module.num_heads, sum(sizes), module.kv_lora_rank).split(sizes, dim=1)
+    return w_k, w_v
+
+
+def absorb(queries: Tensor, w_k: Tensor, nope: int) -> Tensor:
+    """Queries `[rows, heads, nope + rope]` against latent keys: `[rows, heads, latent + rope]`."""
+    return torch.cat([torch.einsum("thd,hdc->thc", queries[..., :nope], w_k), queries[..., nope:]], dim=-1)
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)

@@ -137,6 +137,13 @@ def distill(
         str, typer.Option(help="Of the computations: float32, bfloat16 or auto. What trains is float32 in any case.")
     ] = "auto",
     device: Annotated[str, typer.Option(help="auto or cpu.")] = "auto",
+    attention: Annotated[
+        str,
+        typer.Option(
+            help="auto, naive (dense in PyTorch, for short contexts) or kernels (this project's, CUDA only). auto:"
+            " kernels on a CUDA device."
+        ),
+    ] = "auto",
     gradient_checkpointing: Annotated[
         bool, typer.Option(help="Keep the input of each layer alone, and run it again for the gradients.")
     ] = True,
@@ -205,7 +212,7 @@ def distill(
         )
         keep = {SharedIndexers.AUTO: None, SharedIndexers.DROP: False, SharedIndexers.KEEP: True}[shared_indexers]
         intervals = Intervals(evaluate_every, checkpoint_every, show_every)
-        runtime = Runtime(device, dtype, gradient_checkpointing, memory_check, keep, intervals, tensorboard)
+        runtime = Runtime(device, dtype, attention, gradient_checkpointing, memory_check, keep, intervals, tensorboard)
         folder = output or Path(f"indexcache-distilled-{'demo' if is_demo else Path(name).name}")
         result = run(name, data, settings, runtime, Folders(folder, restart), console)
     if not result:

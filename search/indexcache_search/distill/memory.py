@@ -9,6 +9,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from indexcache_kernels.transformers import ROWS
 from indexcache_search.distill.model import LOGIT_ROWS, Stage, set_trainable
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
@@ -39,6 +40,7 @@ def estimate(
     processes: int,
     bfloat16: bool,
     gradient_checkpointing: bool,
+    kernels: bool,
 ) -> Estimate:
     """Count weights exactly, and activations by their largest tensors.
 
@@ -51,6 +53,7 @@ def estimate(
         processes: over which FSDP2 shards.
         bfloat16: computes in bfloat16; else in float32.
         gradient_checkpointing: in the sparse stage keeps a layer's input alone, and runs the layer again.
+        kernels: without `[queries, keys]` tensors.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -67,16 +70,23 @@ def estimate(
     mlp = max(config.intermediate_size, config.num_experts_per_tok * config.moe_intermediate_size)
     width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     body = tokens * size * (8 * config.hidden_size + 3 * mlp + 4 * config.num_attention_heads * width)
-    body += cells * config.num_attention_heads * (8 + size)  # scores, weights, and these in the values' dtype
-    indexer = cells * 4 * (2 * config.index_n_heads + 3)
+    full = len(pattern.full_layers)
+    if kernels:
+        latent = config.kv_lora_rank + config.qk_rope_head_dim
+        body += min(tokens, ROWS) * config.num_attention_heads * latent * size * 4
+        indexer = tokens * (config.index_topk + config.index_n_heads * config.index_head_dim) * 4
+        kept = full * tokens * config.index_n_heads * config.index_head_dim * size
+    else:
+        body += cells * config.num_attention_heads * (8 + size)  # scores, weights, and these in the values' dtype
+        indexer = cells * 4 * (2 * config.index_n_heads + 3)
+        kept = full * cells * 4  # what indexers say, until the last layer that they serve
     logits = min(tokens, LOGIT_ROWS) * config.vocab_size * 12
-    kept = len(pattern.full_layers) * cells * 4  # what indexers say, until the last layer that they serve
     if stage == "warmup":
-        activations = body + kept + indexer * len(pattern.full_layers)
+        activations = body + kept + indexer * full
     elif gradient_checkpointing:
         activations = len(layers) * tokens * config.hidden_size * 4 + kept + max(body + indexer, logits)
     else:
-        activations = len(layers) * body + len(pattern.full_layers) * indexer + kept + logits
+        activations = len(layers) * body + full * indexer + kept + logits
     return Estimate(weights, activations)
 
 

@@ -20,7 +20,21 @@ from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors, key_ranges
+from indexcache_kernels.backends import Backend
+from indexcache_kernels.indexer_kl import indexer_kl
+from indexcache_kernels.transformers import (
+    INDEXER_ROPES,
+    ROWS,
+    absorb,
+    attend_latent,
+    first_keys,
+    halves,
+    index_vectors,
+    keep_latent,
+    key_ranges,
+    select,
+)
+from indexcache_search.distill.dense import dense_attention
 from indexcache_search.distill.losses import divergence
 from indexcache_search.engines.roles import dsa_attentions
 from sglang_indexcache import Pattern
@@ -66,16 +80,21 @@ class Distillation:
         stage: `warmup` or `sparse`; may be set to the other between forward passes.
         loss: `multi` is Eq. 1; `averaged` is Eq. 2, which gives the same gradients for more memory; `own` is each
             indexer against its own layer only, the paper's ablation.
+        kernels: backend of the project's kernels, which need no `[queries, keys]` tensor; None computes in PyTorch.
+            They have no `averaged`.
     """
 
-    def __init__(self, model: nn.Module, pattern: Pattern, stage: Stage, loss: Loss = "multi") -> None:
+    def __init__(
+        self, model: nn.Module, pattern: Pattern, stage: Stage, loss: Loss = "multi", kernels: Backend | None = None
+    ) -> None:
         attentions = dsa_attentions(model)
         pattern.check_fits(len(attentions), [layer for layer, item in enumerate(attentions) if item.indexer is None])
         self.model: Any = model
-        self.pattern, self.stage, self.loss = pattern, stage, loss
+        self.pattern, self.stage, self.loss, self.kernels = pattern, stage, loss, kernels
         self._served = {source: pattern.source_layers.count(source) for source in pattern.full_layers}
         self._labels: Tensor | None = None
         self._indices: dict[int, Tensor] = {}
+        self._vectors: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # what the kernels score with
         self._log_q: dict[int, Tensor] = {}
         self._targets: dict[int, Tensor] = {}
         self._found: dict[int, list[Tensor]] | None = None
@@ -98,6 +117,8 @@ class Distillation:
                 gate.forward = torch.autocast(self.model.device.type, enabled=False)(gate.forward)
             for layer, attention in enumerate(attentions):
                 attention.__dict__["distillation"] = self
+                if self.kernels is not None:
+                    attention.__dict__["expand_kv"] = keep_latent
                 if attention.indexer is None:
                     continue
                 if self.pattern[layer] == "F":
@@ -109,7 +130,8 @@ class Distillation:
             for module in (head, *gates):
                 module.__dict__.pop("forward", None)
             for attention in attentions:
-                attention.__dict__.pop("distillation", None)
+                for name in ("distillation", "expand_kv"):
+                    attention.__dict__.pop(name, None)
                 if attention.__dict__.get("indexer") is not None:  # of layers without one it is None, there
                     del attention.__dict__["indexer"]
                     attention.indexer.__dict__.pop("forward", None)
@@ -127,7 +149,7 @@ class Distillation:
         return Output(losses.view_as(self._labels) if self.stage == "sparse" else None, divergences)
 
     def _forget(self) -> None:
-        for kept in (self._indices, self._log_q, self._targets):
+        for kept in (self._indices, self._vectors, self._log_q, self._targets):
             kept.clear()
 
     def _losses_of_tokens(self, head: nn.Linear, hidden: Tensor) -> Tensor:
@@ -160,13 +182,24 @@ class Distillation:
         ) -> Tensor:
             q, k, weights = indexer(hidden_states.detach(), q_resid.detach(), position_embeddings)
             with torch.autocast(q.device.type, enabled=False):
-                self._score(layer, index_scores(q, k, weights), ranges)
+                if self.kernels is None:
+                    self._score(layer, index_scores(q, k, weights), ranges)
+                else:
+                    self._vectors[layer] = (q, k, weights)
+                    self._indices[layer] = self._select_by_kernel(q, k, weights, ranges)
             return self._indices[layer]
 
         def shared(*_: Any, **__: Any) -> Tensor:
             return self._indices[self.pattern.source_layers[layer]]
 
         return full if self.pattern[layer] == "F" else shared
+
+    @torch.no_grad()
+    def _select_by_kernel(self, q: Tensor, k: Tensor, weights: Tensor, ranges: Tensor) -> Tensor:
+        assert self.kernels is not None
+        if self.stage == "warmup":
+            return q.new_empty(0, dtype=torch.int32)
+        return select(q, k, weights, ranges, self.model.config.index_topk, self.kernels)
 
     def _score(self, layer: int, scores: Tensor, ranges: Tensor) -> None:
         """Keep what an indexer says and selects."""
@@ -183,6 +216,8 @@ class Distillation:
     def attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, ranges: Tensor, scale: float) -> Tensor:
         """Attention `[batch, queries, heads, dim]` of a layer, after which its source has learned what it did."""
         layer = attention.layer_idx
+        if self.kernels is not None:
+            return self._attend_by_kernel(attention, query, key, ranges, scale)
         indices = self._indices[self.pattern.source_layers[layer]]
         visible = visible_keys(ranges, key.shape[2])
         if self.stage == "sparse":
@@ -192,6 +227,50 @@ class Distillation:
         weights = scores.softmax(-1)
         self._learn(layer, weights.detach().mean(1))
         return torch.matmul(weights.to(value.dtype), value).transpose(1, 2).contiguous()
+
+    def _attend_by_kernel(self, attention: Any, query: Tensor, key: Tensor, ranges: Tensor, scale: float) -> Tensor:
+        """The same without any `[queries, keys]` tensor; `key` is latent."""
+        assert self.kernels is not None
+        layer, kind = attention.layer_idx, query.device.type
+        source, backend = self.pattern.source_layers[layer], self.kernels
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+        query, key = query.to(dtype), key.to(dtype)
+        q, k, weights = self._vectors[source]
+        index_q, index_k, weights = q.flatten(0, 1).to(dtype), k.flatten(0, 1).to(dtype), weights.flatten(0, 1)
+
+        edges = (ranges[:, 0] + first_keys(key[:, 0])).flatten(0, 1)
+        own = self.loss == "own"
+
+        def learn(part: slice, absorbed: Tensor, keys: Tensor, lse: Tensor, indices: Tensor | None) -> None:
+            if own and layer != source:
+                return
+            found = indexer_kl(
+                absorbed.detach(),
+                keys.detach(),
+                lse.detach(),
+                scale,
+                index_q[part],
+                index_k,
+                weights[part],
+                edges[part, 0].contiguous(),
+                edges[part, 1].contiguous(),
+                indices,
+                backend,
+            )
+            self._report(source, found if own else found / self._served[source])
+
+        if self.stage == "sparse":
+            return attend_latent(attention, query, key, self._indices[source], scale, backend, learn)
+        with torch.no_grad():
+            output, lse = dense_attention(attention, query, key, scale)
+            w_k, _ = halves(attention)
+            queries, lse = query.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+        for start in range(0, len(queries), ROWS):
+            part = slice(start, start + ROWS)
+            absorbed = absorb(queries[part], w_k, attention.qk_nope_head_dim)
+            with torch.autocast(kind, enabled=False):
+                learn(part, absorbed, key[:, 0].flatten(0, 1)[:, None], lse[part].contiguous(), None)
+        return output
 
     def _learn(self, layer: int, p: Tensor) -> None:
         source = self.pattern.source_layers[layer]

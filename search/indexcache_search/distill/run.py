@@ -19,6 +19,7 @@ from rich.console import Console
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from indexcache_kernels.backends import Backend
 from indexcache_search.calibration import TokenReader, build_training_sets
 from indexcache_search.distill import memory
 from indexcache_search.distill.checkpoints import Checkpoints
@@ -31,7 +32,14 @@ from indexcache_search.distill.result import collect
 from indexcache_search.distill.settings import Settings
 from indexcache_search.distill.sharding import create_accelerator
 from indexcache_search.distill.trainer import Intervals, StageTrainer
-from indexcache_search.engines.transformers import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
+from indexcache_search.engines.transformers import (
+    check_seq_len,
+    describe_model,
+    load_tokenizer,
+    read_config,
+    resolve_attention,
+    set_quiet,
+)
 from indexcache_search.errors import JournalError, NonFiniteLossError, SearchError
 from indexcache_search.search import today
 from indexcache_search.tokens import TokenSet
@@ -60,11 +68,13 @@ class Runtime:
     Attributes:
         device: `auto` or `cpu`.
         dtype: that of the computations: `auto`, `float32` or `bfloat16`; what trains is float32 in any case.
+        attention: `auto`, `naive` or `kernels`.
         keep_shared: write the indexers of S layers, too; None: where transformers needs them.
     """
 
     device: str
     dtype: str
+    attention: str
     gradient_checkpointing: bool
     check_memory: bool
     keep_shared: bool | None
@@ -109,13 +119,14 @@ def run(
     _check_model(model, description, config, settings, runtime)
     accelerator = _accelerator(runtime, config)
     settings.check(accelerator.num_processes)
+    attention = _attention(settings, runtime, accelerator)
     if not accelerator.is_main_process:
         console = Console(quiet=True)
     stages = [stage for stage in STAGES if len(range(*settings.range(stage)))]
     if runtime.check_memory:
         for stage in stages:
-            _check_memory(config, settings, stage, data, runtime, accelerator)
-    with _work_folder(folders, _identity(description, data, settings, runtime, accelerator), accelerator):
+            _check_memory(config, settings, stage, data, runtime, attention, accelerator)
+    with _work_folder(folders, _identity(description, data, settings, runtime, attention, accelerator), accelerator):
         train, held_out = _load_data(model, description, config, data, settings, folders, accelerator)
         checkpoints = Checkpoints(folders.work / "checkpoints", accelerator)
         done = checkpoints.latest()
@@ -133,7 +144,8 @@ def run(
                     source = str(folders.of_stage(last=False)) if first else model
                     loaded = _load(source, runtime.gradient_checkpointing and stage == "sparse")
                     dtypes = {name: value.dtype for name, value in loaded.state_dict().items()}
-                    trainer = StageTrainer(accelerator, loaded, settings, stage, train, held_out)
+                    kernels: Backend | None = "auto" if attention == "kernels" else None
+                    trainer = StageTrainer(accelerator, loaded, settings, stage, train, held_out, kernels)
                     if not done:
                         trainer.evaluate_before(description.native, log, progress.watch)
                     trainer.train(done, checkpoints, log, progress.watch, runtime.intervals)
@@ -176,13 +188,26 @@ def _accelerator(runtime: Runtime, config: PreTrainedConfig) -> Accelerator:
     return create_accelerator(config.model_type, runtime.device == "cpu", _bfloat16(runtime))
 
 
+def _attention(settings: Settings, runtime: Runtime, accelerator: Accelerator) -> str:
+    if settings.loss == "averaged" and runtime.attention == "kernels":
+        raise SearchError("--loss averaged needs the whole attention of a layer, expected --attention naive with it")
+    wanted = "naive" if settings.loss == "averaged" and runtime.attention == "auto" else runtime.attention
+    return resolve_attention(wanted, accelerator.device)
+
+
 def _bfloat16(runtime: Runtime) -> bool:
     on_gpu = runtime.device == "auto" and torch.cuda.is_available()
     return runtime.dtype == "bfloat16" or (runtime.dtype == "auto" and on_gpu)
 
 
 def _check_memory(
-    config: PreTrainedConfig, settings: Settings, stage: Stage, data: Data, runtime: Runtime, accelerator: Accelerator
+    config: PreTrainedConfig,
+    settings: Settings,
+    stage: Stage,
+    data: Data,
+    runtime: Runtime,
+    attention: str,
+    accelerator: Accelerator,
 ) -> None:
     need = memory.estimate(
         config,
@@ -193,13 +218,14 @@ def _check_memory(
         processes=accelerator.num_processes,
         bfloat16=_bfloat16(runtime),
         gradient_checkpointing=runtime.gradient_checkpointing,
+        kernels=attention == "kernels",
     )
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     memory.check(need, memory.available(accelerator.device, local), accelerator.device)
 
 
 def _identity(
-    description: DsaModel, data: Data, settings: Settings, runtime: Runtime, accelerator: Accelerator
+    description: DsaModel, data: Data, settings: Settings, runtime: Runtime, attention: str, accelerator: Accelerator
 ) -> dict[str, Any]:
     """What the trained weights depend on."""
     return {
@@ -208,6 +234,7 @@ def _identity(
         **settings.as_dict(),
         **asdict(data),
         "dtype": "bfloat16" if _bfloat16(runtime) else "float32",
+        "attention": attention,
         "processes": accelerator.num_processes,
     }
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from indexcache_kernels.backends import Backend
 from indexcache_search.distill.checkpoints import Checkpoints
 from indexcache_search.distill.data import Order
 from indexcache_search.distill.log import TrainingLog
@@ -54,6 +55,7 @@ class StageTrainer:
         stage: to train.
         train: training sequences; `scored` says which tokens count in the language modelling loss.
         held_out: evaluation sequences.
+        kernels: see `Distillation`.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class StageTrainer:
         stage: Stage,
         train: TokenSet,
         held_out: TokenSet,
+        kernels: Backend | None = None,
     ) -> None:
         self._accelerator, self._settings, self._stage = accelerator, settings, stage
         self._train, self._held_out = train, held_out
@@ -73,7 +76,7 @@ class StageTrainer:
                 parameter.data = parameter.data.float()
         optimizer = torch.optim.AdamW(self._groups(model), betas=BETAS)
         self.model, self._optimizer = prepare(accelerator, model, optimizer)
-        self.distillation = Distillation(self.model, settings.pattern, stage, settings.loss)
+        self.distillation = Distillation(self.model, settings.pattern, stage, settings.loss, kernels)
         self._order = Order(train.num_sequences, settings.seed)
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
@@ -194,7 +197,8 @@ class StageTrainer:
     def evaluate_before(self, native: Pattern, log: TrainingLog | None, watch: Watch) -> None:
         """Record what the untrained model does with its own pattern, and with the one to be trained."""
         for name, pattern in (("original", native), ("training-free", self._settings.pattern)):
-            found = self.evaluate(Distillation(self.model, pattern, "sparse"))
+            kernels, loss = self.distillation.kernels, self.distillation.loss
+            found = self.evaluate(Distillation(self.model, pattern, "sparse", loss, kernels))
             self._note({"step": 0, "stage": name, **found}, log, watch.show)
 
     @torch.no_grad()

@@ -94,7 +94,7 @@ class TransformersEngine:
         if dtype not in DTYPES:
             raise SearchError(f"--dtype is {dtype}, expected one of {', '.join(DTYPES)}")
         target = _device(device)
-        attention = _resolve(attention, target)
+        attention = resolve_attention(attention, target)
         description = describe_model(model)
         try:
             loaded = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
@@ -278,8 +278,12 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _resolve(attention: str, device: torch.device) -> str:
-    """`naive` or `kernels`."""
+def resolve_attention(attention: str, device: torch.device) -> str:
+    """`naive` or `kernels`, whichever `auto` means on a device.
+
+    Raises:
+        SearchError: if it is neither, or kernels are asked for where they don't run.
+    """
     if attention not in ATTENTIONS:
         raise SearchError(f"--attention is {attention}, expected one of {', '.join(ATTENTIONS)}")
     if attention == "naive" or (attention == "auto" and device.type != "cuda"):
