@@ -148,7 +148,8 @@ def recovered(results: Sequence[dict[str, Any]], key: str, trained: str) -> str:
     seeds = sorted({item["seed"] for item in results if item["row"] == trained} - {None})
     lost = of("1/4 uniform, training-free", None) - of("original, not trained", None)
     shares = [1 - (of(trained, seed) - of("original", seed)) / lost for seed in seeds]
-    return f"{trained}, {key}: {np.mean(shares):.0%} of {lost:+.4f} recovered (seeds: {', '.join(f'{s:.0%}' for s in shares)})"
+    each = ", ".join(f"{share:.0%}" for share in shares)
+    return f"{trained}, {key}: {np.mean(shares):.0%} of {lost:+.4f} recovered (by seed: {each})"
 
 
 def main(options: argparse.Namespace) -> None:

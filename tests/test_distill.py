@@ -193,6 +193,20 @@ def test_deepseek_keeps_all_indexers(training: Path, tmp_path: Path) -> None:
     assert before.keys() == after.keys()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_bfloat16_checkpoint_stays_one(training: Path, tmp_path: Path, dtype: str) -> None:
+    """Whatever is computed in, what trains is float32 meanwhile."""
+    folder = tmp_path / "model"
+    tiny_model(tiny_config()).bfloat16().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({**tiny_config(), "dtype": "bfloat16"}))
+    code, text = distill(folder, training, tmp_path / "out", warmup_steps=1, steps=1, dtype=dtype)
+    assert code == 0, text
+    before, after = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "out" / "model"))
+    wider = {name for name, value in after.items() if value.dtype != before[name].dtype}
+    assert all("e_score_correction_bias" in name for name in wider)  # transformers itself reads these as float32
+    assert all(np.isfinite(line["kl"]) for line in records(tmp_path / "out") if "kl" in line)
+
+
 def test_what_transformers_leaves_out_is_copied(training: Path, tmp_path: Path) -> None:
     config = tiny_config(num_nextn_predict_layers=1)
     model = save(config, tmp_path / "model")

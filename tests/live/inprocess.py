@@ -5,11 +5,15 @@ A fork server imports SGLang once; every case is a fork of it with its own distr
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
+import runpy
+import sys
 import traceback
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -86,6 +90,24 @@ def _child(pipe: Connection, environment: dict[str, str], function: Callable[...
     pipe.send(answer)
     pipe.close()
     os._exit(0)  # no SGLang clean-up hooks
+
+
+def launch(arguments: Sequence[str], **environment: str) -> tuple[int, list[str]]:
+    """Exit code of a launch that should end by itself, and its lines that begin with `indexcache: `."""
+    answer: tuple[int, list[str]] = call(_launch, list(arguments), **environment)
+    return answer
+
+
+def _launch(arguments: list[str]) -> tuple[int, list[str]]:
+    output = io.StringIO()
+    sys.argv = ["launch_server", *arguments]
+    try:
+        with redirect_stdout(output), redirect_stderr(output):
+            runpy.run_module("sglang_indexcache.launch_server", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        lines = [line for line in output.getvalue().splitlines() if line.startswith("indexcache: ")]
+        return int(end.code or 0), lines
+    raise AssertionError(f"the launch went on: {output.getvalue()[-1000:]}")
 
 
 def load_runner(model: Path) -> Any:

@@ -21,7 +21,8 @@ from indexcache_search.engines.own_server import free_port
 from sglang_indexcache import Pattern, probes
 from sglang_indexcache.spellings import indexer_types
 from tests.live import models
-from tests.live.server import command, ended, environment
+from tests.live.inprocess import launch
+from tests.live.server import LAUNCHER, command, ended, environment
 from tests.patterns import pattern_file, write_pattern
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -41,8 +42,12 @@ def file(model: Path, tmp_path: Path) -> str:
 
 
 def refused(model: Path, file: str, *flags: str, **changes: str) -> str:
-    """The line of a launch that the main process refuses."""
-    code, lines = ended(command(model, "--indexcache-pattern", file, "--skip-tokenizer-init", *flags), **changes)
+    """The line of a launch that the main process refuses; another SGLang needs a process that has not imported one."""
+    arguments = command(model, "--indexcache-pattern", file, "--skip-tokenizer-init", *flags)
+    if "PYTHONPATH" in changes:
+        code, lines = ended(arguments, **changes)
+    else:
+        code, lines = launch(arguments[len(LAUNCHER) :], **changes)
     assert code == 2 and len(lines) == 1, (code, lines)
     return lines[0].removeprefix("indexcache: ")
 

@@ -144,6 +144,8 @@ def run(
                     source = str(folders.of_stage(last=False)) if first else model
                     loaded = _load(source, runtime.gradient_checkpointing and stage == "sparse")
                     dtypes = {name: value.dtype for name, value in loaded.state_dict().items()}
+                    if not _bfloat16(runtime):
+                        loaded.float()
                     kernels: Backend | None = "auto" if attention == "kernels" else None
                     trainer = StageTrainer(accelerator, loaded, settings, stage, train, held_out, kernels)
                     if not done:
