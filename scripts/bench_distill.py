@@ -27,9 +27,8 @@ from rich.console import Console
 
 from indexcache_search import demo, objectives
 from indexcache_search.distill.model import Loss
-from indexcache_search.distill.run import Data, Folders, Runtime, run
-from indexcache_search.distill.settings import Settings
-from indexcache_search.distill.trainer import Intervals
+from indexcache_search.distill.run import run
+from indexcache_search.distill.settings import Data, Folders, Intervals, Runtime, Settings
 from indexcache_search.engines.transformers import TransformersEngine, describe_model
 from indexcache_search.tokens import TokenSet
 from scripts.demo_model.recall import ANSWER, TEXT, UNSCORED, RecallTasks

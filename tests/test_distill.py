@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -33,6 +34,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 PATTERN = "FSSFSS"
 SIZES = {"seq-len": 32, "num-sequences": 12, "num-eval-sequences": 3, "warmup-steps": 2, "steps": 4, "batch-size": 4}
 RATES = {"lr": 1e-3, "indexer-lr": 1e-3, "ramp-steps": 1, "evaluate-every": 2, "checkpoint-every": 3}
+
+
+@pytest.fixture(autouse=True)
+def a_process_of_its_own() -> None:
+    """Accelerate's settings are those of a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def save(config: dict[str, Any], folder: Path) -> Path:

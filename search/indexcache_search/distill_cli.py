@@ -175,9 +175,8 @@ def distill(
             if find_spec(package) is None:
                 raise SearchError(f"{package} is not installed; expected: pip install 'sglang-indexcache[distill]'")
         from indexcache_search.distill.result import terminal_table
-        from indexcache_search.distill.run import Data, Folders, Runtime, run
-        from indexcache_search.distill.settings import Settings
-        from indexcache_search.distill.trainer import Intervals
+        from indexcache_search.distill.run import run
+        from indexcache_search.distill.settings import Data, Folders, Intervals, Runtime, Settings
         from indexcache_search.engines.transformers import describe_model
 
         if is_demo and training is None:

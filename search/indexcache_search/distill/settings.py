@@ -1,9 +1,10 @@
-"""What a distillation run is asked to do."""
+"""What a distillation run is asked to do: with what, how, and where."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from indexcache_search.distill.model import Loss, Stage
@@ -92,3 +93,64 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "pattern": self.pattern.roles}
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Steps between evaluations, checkpoints and lines for people; the last step of a stage has all three."""
+
+    evaluate: int
+    checkpoint: int
+    show: int
+
+
+@dataclass(frozen=True)
+class Data:
+    """Sources and sizes of the training and the held-out set."""
+
+    training: tuple[str, ...]
+    evaluation: tuple[str, ...]
+    seq_len: int
+    num_sequences: int
+    num_eval_sequences: int
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """How a run trains; see `indexcache-distill --help`.
+
+    Attributes:
+        device: `auto` or `cpu`.
+        dtype: that of the computations: `auto`, `float32` or `bfloat16`; what trains is float32 in any case.
+        attention: `auto`, `naive` or `kernels`.
+        keep_shared: write the indexers of S layers, too; None: where transformers needs them.
+    """
+
+    device: str
+    dtype: str
+    attention: str
+    gradient_checkpointing: bool
+    check_memory: bool
+    keep_shared: bool | None
+    intervals: Intervals
+    tensorboard: bool
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where a run writes; `restart` discards what an earlier one left there."""
+
+    output: Path
+    restart: bool
+
+    @property
+    def work(self) -> Path:
+        return self.output / "work"
+
+    @property
+    def model(self) -> Path:
+        return self.output / "model"
+
+    @property
+    def warmed_up(self) -> Path:
+        return self.work / "warmed-up"

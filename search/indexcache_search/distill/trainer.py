@@ -19,22 +19,13 @@ from indexcache_search.distill.checkpoints import Checkpoints
 from indexcache_search.distill.data import Order
 from indexcache_search.distill.log import TrainingLog
 from indexcache_search.distill.model import Distillation, Stage, set_trainable
-from indexcache_search.distill.settings import Settings
+from indexcache_search.distill.settings import Intervals, Settings
 from indexcache_search.distill.sharding import prepare
 from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import Pattern
 
 BETAS = (0.9, 0.95)
-
-
-@dataclass(frozen=True)
-class Intervals:
-    """Steps between evaluations, checkpoints and lines for people; the last step of a stage has all three."""
-
-    evaluate: int
-    checkpoint: int
-    show: int
 
 
 @dataclass(frozen=True)

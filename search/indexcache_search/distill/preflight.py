@@ -1,0 +1,94 @@
+"""What can be refused before anything large is loaded."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedConfig
+
+from indexcache_search.distill import memory
+from indexcache_search.distill.model import Stage
+from indexcache_search.distill.settings import Data, Runtime, Settings
+from indexcache_search.engines.transformers import check_seq_len, resolve_attention
+from indexcache_search.errors import SearchError
+from sglang_indexcache import DsaModel
+from sglang_indexcache.checkpoint import Checkpoint
+
+
+def check_model(
+    model: str, description: DsaModel, config: PreTrainedConfig, data: Data, settings: Settings, runtime: Runtime
+) -> None:
+    """Check that a model can be trained as asked.
+
+    Raises:
+        IndexCacheError: if not.
+    """
+    check_seq_len(data.seq_len, config)
+    settings.pattern.check_fits(description.num_layers, Checkpoint.read(model).locked)
+    if getattr(config, "quantization_config", None) is not None:
+        raise SearchError(f"{model}: its weights are quantised, expected a bfloat16 or float32 checkpoint")
+    if config.attention_dropout:
+        raise SearchError(f"{model}: attention_dropout is {config.attention_dropout}, expected 0")
+    if config.model_type == "deepseek_v32" and runtime.keep_shared is False:
+        raise SearchError(
+            "--shared-indexers drop: transformers runs every indexer of a deepseek_v32 model, whatever its config.json"
+            " says, and would make up the missing ones; expected keep"
+        )
+
+
+def computes_in_bfloat16(runtime: Runtime) -> bool:
+    """Whether the forward pass does; `auto` does so on a GPU.
+
+    Raises:
+        SearchError: if device or dtype is none that is known.
+    """
+    if runtime.device not in ("auto", "cpu"):
+        raise SearchError(f"--device is {runtime.device}, expected auto or cpu; CUDA_VISIBLE_DEVICES chooses a GPU")
+    if runtime.dtype not in ("auto", "float32", "bfloat16"):
+        raise SearchError(f"--dtype is {runtime.dtype}, expected auto, float32 or bfloat16")
+    on_gpu = runtime.device == "auto" and torch.cuda.is_available()
+    return runtime.dtype == "bfloat16" or (runtime.dtype == "auto" and on_gpu)
+
+
+def choose_attention(settings: Settings, runtime: Runtime, device: torch.device) -> str:
+    """`naive` or `kernels`.
+
+    Raises:
+        SearchError: if what is asked for does not run.
+    """
+    if settings.loss != "averaged":
+        return resolve_attention(runtime.attention, device)
+    if runtime.attention == "kernels":
+        raise SearchError("--loss averaged needs the whole attention of a layer, expected --attention naive with it")
+    return resolve_attention("naive" if runtime.attention == "auto" else runtime.attention, device)
+
+
+def check_memory(
+    config: PreTrainedConfig,
+    settings: Settings,
+    stage: Stage,
+    data: Data,
+    runtime: Runtime,
+    attention: str,
+    accelerator: Accelerator,
+) -> None:
+    """Check that a stage fits into what is free.
+
+    Raises:
+        SearchError: if it does not.
+    """
+    need = memory.estimate(
+        config,
+        settings.pattern,
+        stage,
+        seq_len=data.seq_len,
+        micro_batch_size=settings.micro_batch_size,
+        processes=accelerator.num_processes,
+        bfloat16=computes_in_bfloat16(runtime),
+        gradient_checkpointing=runtime.gradient_checkpointing,
+        kernels=attention == "kernels",
+    )
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    memory.check(need, memory.available(accelerator.device, local), accelerator.device)

@@ -1,0 +1,57 @@
+"""The folder of a run: held by one run at a time, and kept for the same one."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate import Accelerator
+
+from indexcache_search.distill.settings import Folders
+from indexcache_search.errors import JournalError
+from sglang_indexcache.pattern_file import write_atomically
+
+
+@contextmanager
+def work_folder(folders: Folders, identity: Mapping[str, Any], accelerator: Accelerator) -> Iterator[None]:
+    """Hold the folder of a run inside the `with` block, in all of its processes.
+
+    Args:
+        folders: `restart` discards what an earlier run left there.
+        identity: what the trained weights depend on; another run's folder is refused.
+        accelerator: of the processes.
+
+    Raises:
+        JournalError: if the folder belongs to another run, or another process uses it.
+    """
+    if not accelerator.is_main_process:
+        accelerator.wait_for_everyone()
+        yield
+        return
+    path = folders.work / "run.json"
+    folders.work.mkdir(parents=True, exist_ok=True)
+    with (folders.output / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise JournalError(f"{folders.output}: another run is using this folder") from None
+        if folders.restart:
+            for folder in (folders.work, folders.model, folders.output / "tensorboard"):
+                shutil.rmtree(folder, ignore_errors=True)
+            for name in ("log.jsonl", "metrics.json", "pattern.yaml"):
+                (folders.output / name).unlink(missing_ok=True)
+        wanted = json.loads(json.dumps(identity))
+        found = json.loads(path.read_text()) if path.is_file() else wanted
+        for key in sorted({*found, *wanted}):
+            if found.get(key) != wanted.get(key):
+                raise JournalError(
+                    f"{path}: belongs to a run with {key} {found.get(key)}, now it is {wanted.get(key)};"
+                    " choose another --output, or --restart to discard it"
+                )
+        write_atomically(path, json.dumps(wanted, indent=1) + "\n")
+        accelerator.wait_for_everyone()
+        yield
