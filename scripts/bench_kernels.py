@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels import causal_ranges, indexer_kl, indexer_topk, sparse_attention, topk_overlap
+from indexcache_kernels.indexer_topk import deep_gemm
 from indexcache_kernels.sparse_attention import flash_mla
 from indexcache_kernels.topk_overlap import naive as naive_overlap
 
@@ -69,24 +70,6 @@ def index_inputs(length: int, heads: int, dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
-def deep_gemm_topk(
-    q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, k_scale: Tensor, chunk: int
-) -> Tensor:
-    """DeepGEMM's scores and sgl_kernel's selection; relative to the first key, in no order."""
-    import deep_gemm
-    from sgl_kernel import fast_topk_v2
-
-    found = []
-    for first in range(0, len(q), chunk):
-        rows = slice(first, first + chunk)
-        logits = deep_gemm.fp8_mqa_logits(
-            q[rows], (k, k_scale), weights[rows], starts[rows], ends[rows], clean_logits=False
-        )
-        found.append(fast_topk_v2(logits, ends[rows] - starts[rows], TOPK, row_starts=starts[rows]))
-        del logits
-    return torch.cat(found)
-
-
 def torch_topk(q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     """PyTorch, as many rows at a time as give 4 GB of products."""
     step = max(1, (4 << 30) // (q.shape[1] * len(k) * 4))
@@ -106,8 +89,8 @@ def topk_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
         least = size(*given.values()) + 4 * length * TOPK
         calls: dict[str, Callable[[], Tensor]] = {"indexer_topk": lambda given=given: indexer_topk(**given, topk=TOPK)}
         if dtype == torch.float8_e4m3fn and installed("deep_gemm", "sgl_kernel"):
-            calls["DeepGEMM + fast_topk"] = lambda given=given: deep_gemm_topk(**given, chunk=length)
-            calls["DeepGEMM + fast_topk, 8K rows"] = lambda given=given: deep_gemm_topk(**given, chunk=CHUNK)
+            calls["DeepGEMM + fast_topk"] = lambda given=given: deep_gemm.indexer_topk(**given, rows=length)
+            calls["DeepGEMM + fast_topk, 8K rows"] = lambda given=given: deep_gemm.indexer_topk(**given, rows=CHUNK)
         elif plain:
             calls["PyTorch"] = lambda given=given: torch_topk(**given)
         for name, call in calls.items():

@@ -22,6 +22,16 @@ def load_heads(rows, exists, DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.con
 
 
 @triton.jit
+def load_rows(rows, exists, DIM: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr):
+    """The vectors that `rows` points to, `[n, PADDED]`; 0 where they don't exist."""
+    dim = tl.arange(0, PADDED)
+    found = tl.load(rows[:, None] + dim[None, :], mask=exists[:, None] & (dim < DIM)[None, :], other=0.0)
+    if UPCAST:
+        found = found.to(tl.float32)
+    return found
+
+
+@triton.jit
 def products(q_main, q_tail, k_main, k_tail, scale, PRECISION: tl.constexpr):
     """Scaled products of all queries and keys."""
     score = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
@@ -38,6 +48,13 @@ def head_sizes(q: Tensor, kv_heads: int, block_h: int) -> dict[str, Any]:
         "MAIN": main,
         "TAIL": max(16, triton.next_power_of_2(max(0, dim - main))),
         "BLOCK_H": min(block_h, max(16, triton.next_power_of_2(heads // kv_heads))),
+        **arithmetic(q),
+    }
+
+
+def arithmetic(q: Tensor) -> dict[str, Any]:
+    """How products with `q` are computed."""
+    return {
         "UPCAST": q.dtype == torch.bfloat16 and not q.is_cuda,  # Triton's interpreter multiplies the bits
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }

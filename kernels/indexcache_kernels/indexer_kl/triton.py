@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from indexcache_kernels.heads import head_sizes, load_heads, products
+from indexcache_kernels.heads import head_sizes, load_heads, load_rows, products
 
 
 @triton.jit
@@ -19,18 +19,6 @@ def _keys(indices, token, start, at, count, BLOCK: tl.constexpr, SELECTED: tl.co
     if SELECTED:
         return tl.load(indices + token * TOPK + place, mask=place < TOPK, other=-1).to(tl.int64)
     return tl.where(place < count, start + place, -1).to(tl.int64)
-
-
-@triton.jit
-def _load(vectors, rows, exists, DIM: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
-    """Index vectors `[n, BLOCK]`; 0 where they don't exist."""
-    dim = tl.arange(0, BLOCK)
-    found = tl.load(
-        vectors + rows[:, None] * DIM + dim[None, :], mask=exists[:, None] & (dim < DIM)[None, :], other=0.0
-    )
-    if UPCAST:
-        found = found.to(tl.float32)
-    return found
 
 
 @triton.jit
@@ -66,14 +54,14 @@ def _forward_kernel(
         start = tl.load(starts + token)
         count = tl.load(ends + token) - start
     row = tl.arange(0, BLOCK_I)
-    queries = _load(index_q, token * INDEXERS + row, row < INDEXERS, INDEX_DIM, BLOCK_C, UPCAST)
+    queries = load_rows(index_q + (token * INDEXERS + row) * INDEX_DIM, row < INDEXERS, INDEX_DIM, BLOCK_C, UPCAST)
     weight = tl.load(weights + token * INDEXERS + row, mask=row < INDEXERS, other=0.0)
     highest, total = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
     entropy, cross = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
     for at in range(0, count, BLOCK_K):
         key = _keys(indices, token, start, at, count, BLOCK_K, SELECTED, TOPK)
         target = _target(q, k, lse, key, token, scale, HEADS, GROUP, DIM, MAIN, TAIL, BLOCK_H, UPCAST, PRECISION)
-        vectors = _load(index_k, key, key >= 0, INDEX_DIM, BLOCK_C, UPCAST)
+        vectors = load_rows(index_k + key * INDEX_DIM, key >= 0, INDEX_DIM, BLOCK_C, UPCAST)
         product = tl.dot(queries, tl.trans(vectors), input_precision=PRECISION)
         score = tl.sum(tl.maximum(product, 0.0) * weight[:, None], 0)
         entropy += tl.sum(tl.where(target > 0, target * tl.log(tl.where(target > 0, target, 1.0)), 0.0))
@@ -105,7 +93,7 @@ def _backward_kernel(
     row, dim = tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_C)
     place = (token * INDEXERS + row[:, None]) * INDEX_DIM + dim[None, :]
     there = (row < INDEXERS)[:, None] & (dim < INDEX_DIM)[None, :]
-    queries = _load(index_q, token * INDEXERS + row, row < INDEXERS, INDEX_DIM, BLOCK_C, UPCAST)
+    queries = load_rows(index_q + (token * INDEXERS + row) * INDEX_DIM, row < INDEXERS, INDEX_DIM, BLOCK_C, UPCAST)
     weight = tl.load(weights + token * INDEXERS + row, mask=row < INDEXERS, other=0.0)
     base, upstream = tl.load(index_lse + token), tl.load(d_loss + token)
     dq = tl.zeros((BLOCK_I, BLOCK_C), tl.float32)
@@ -114,7 +102,7 @@ def _backward_kernel(
         key = _keys(indices, token, start, at, count, BLOCK_K, SELECTED, TOPK)
         target = _target(q, k, lse, key, token, scale, HEADS, GROUP, DIM, MAIN, TAIL, BLOCK_H, UPCAST, PRECISION)
         exists = (key >= 0)[:, None] & (dim < INDEX_DIM)[None, :]
-        vectors = _load(index_k, key, key >= 0, INDEX_DIM, BLOCK_C, UPCAST)
+        vectors = load_rows(index_k + key * INDEX_DIM, key >= 0, INDEX_DIM, BLOCK_C, UPCAST)
         product = tl.dot(queries, tl.trans(vectors), input_precision=PRECISION)
         positive = tl.maximum(product, 0.0)
         score = tl.sum(positive * weight[:, None], 0)

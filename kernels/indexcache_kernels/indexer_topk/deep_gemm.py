@@ -31,13 +31,24 @@ def fits(q: Tensor, topk: int, k_scale: Tensor | None) -> bool:
     return quantised and topk == TOPK and q.shape[2] == DIM and q.shape[1] in HEADS
 
 
-def indexer_topk(q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, k_scale: Tensor) -> Tensor:
-    """As `indexcache_kernels.indexer_topk`, but any of equal scores is taken, and the order is no particular one."""
+def indexer_topk(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    k_scale: Tensor,
+    rows: int | None = None,
+) -> Tensor:
+    """As `indexcache_kernels.indexer_topk`, but any of equal scores is taken, and the order is no particular one.
+
+    `rows` says of how many queries scores exist at a time; the default is as many as fit into a gigabyte.
+    """
     deep_gemm, sgl_kernel = _libraries()
     found = torch.empty((len(q), TOPK), dtype=torch.int32, device=q.device)
-    step = max(1, WORKSPACE // (4 * len(k)))
-    for first in range(0, len(q), step):
-        part = slice(first, first + step)
+    rows = rows or max(1, WORKSPACE // (4 * len(k)))
+    for first in range(0, len(q), rows):
+        part = slice(first, first + rows)
         start, end = starts[part], ends[part]
         logits = deep_gemm.fp8_mqa_logits(q[part], (k, k_scale), weights[part], start, end, clean_logits=False)
         chosen = sgl_kernel.fast_topk_v2(logits, end - start, TOPK, row_starts=start)

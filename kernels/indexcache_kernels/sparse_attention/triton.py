@@ -9,17 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from indexcache_kernels.heads import head_sizes, load_heads, products
+from indexcache_kernels.heads import head_sizes, load_heads, load_rows, products
 from indexcache_kernels.sparse_attention import flash_mla
-
-
-@triton.jit
-def _load_values(rows, exists, V_DIM: tl.constexpr, V_PADDED: tl.constexpr, UPCAST: tl.constexpr):
-    dim = tl.arange(0, V_PADDED)
-    values = tl.load(rows[:, None] + dim[None, :], mask=exists[:, None] & (dim < V_DIM)[None, :], other=0.0)
-    if UPCAST:
-        values = values.to(tl.float32)
-    return values
 
 
 @triton.jit
@@ -67,7 +58,7 @@ def _forward_kernel(
         k_main, k_tail = load_heads(k + key * k_row + kv_head * k_head, exists, DIM, MAIN, TAIL, UPCAST)
         values = k_main
         if not SHARED:
-            values = _load_values(v + key * v_row + kv_head * v_head, exists, V_DIM, V_PADDED, UPCAST)
+            values = load_rows(v + key * v_row + kv_head * v_head, exists, V_DIM, V_PADDED, UPCAST)
         score = products(q_main, q_tail, k_main, k_tail, scale, PRECISION)
         score = tl.where(exists[None, :], score, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, 1))
@@ -123,7 +114,7 @@ def _backward_kernel(
     in_main, in_tail = (main < DIM)[None, :], (tail < DIM)[None, :]
     here = member < GROUP
     q_main, q_tail = load_heads(q + head * DIM, here, DIM, MAIN, TAIL, UPCAST)
-    grad = _load_values(d_out + head * V_DIM, here, V_DIM, V_PADDED, UPCAST)
+    grad = load_rows(d_out + head * V_DIM, here, V_DIM, V_PADDED, UPCAST)
     base = tl.load(lse + head, mask=here, other=0.0)
     base = tl.where(base == float("-inf"), 0.0, base)
     mean = tl.load(delta + head, mask=here, other=0.0)
@@ -136,7 +127,7 @@ def _backward_kernel(
         k_main, k_tail = load_heads(k + key * k_row + kv_head * k_head, key >= 0, DIM, MAIN, TAIL, UPCAST)
         values = k_main
         if not SHARED:
-            values = _load_values(v + key * v_row + kv_head * v_head, key >= 0, V_DIM, V_PADDED, UPCAST)
+            values = load_rows(v + key * v_row + kv_head * v_head, key >= 0, V_DIM, V_PADDED, UPCAST)
         score = products(q_main, q_tail, k_main, k_tail, scale, PRECISION)
         weight = tl.where((key >= 0)[None, :] & here[:, None], tl.exp(score - base[:, None]), 0.0)
         change = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
