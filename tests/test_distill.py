@@ -180,6 +180,36 @@ def test_two_processes_train_as_one_does(kind: str, training: Path, tmp_path: Pa
     assert ours.keys() == theirs.keys()
 
 
+def test_a_body_whose_learning_rate_is_0_stays(model_folder: Path, training: Path, tmp_path: Path) -> None:
+    code, text = distill(model_folder, training, tmp_path / "out", warmup_steps=0, steps=2, lr=0)
+    assert code == 0, text
+    before, after = (load_file(folder / "model.safetensors") for folder in (model_folder, tmp_path / "out" / "model"))
+    changed = {name for name in after if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in after if ".indexer." in name}
+
+
+def test_the_demo(tmp_path: Path) -> None:
+    """What happens without options, for one step of each stage."""
+    few = [
+        "--warmup-steps",
+        "1",
+        "--steps",
+        "1",
+        "--seq-len",
+        "128",
+        "--num-sequences",
+        "4",
+        "--num-eval-sequences",
+        "6",
+    ]
+    result = CliRunner().invoke(app, [*few, "--output", str(tmp_path / "out"), "--device", "cpu", "--json"])
+    assert result.exit_code == 0, result.output
+    metrics = json.loads(result.stdout)
+    assert metrics["settings"]["pattern"] == "FSSS" * 4 and len(metrics["rows"]) == 4
+    assert metrics == json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert (tmp_path / "out" / "model" / "tokenizer.json").is_file()
+
+
 def test_shared_indexers_are_kept_by_choice(model_folder: Path, training: Path, tmp_path: Path) -> None:
     code, text = distill(model_folder, training, tmp_path / "out", warmup_steps=0, steps=1, shared_indexers="keep")
     assert code == 0, text
@@ -307,7 +337,7 @@ def test_memory_grows_with_what_needs_it(model_folder: Path) -> None:
     longer = memory.estimate(config, pattern, "sparse", **{**given, "seq_len": 256})
     assert 2 < longer.activations / base.activations <= 4 and longer.weights == base.weights
     kept = memory.estimate(config, pattern, "sparse", **{**given, "gradient_checkpointing": False})
-    assert kept.activations > 2 * base.activations
+    assert kept.activations > base.activations
     lean = [memory.estimate(config, pattern, "sparse", **{**given, "kernels": True, "seq_len": n}) for n in (128, 256)]
     assert lean[1].activations <= 2.1 * lean[0].activations
     assert memory.estimate(config, pattern, "warmup", **given).weights < base.weights / 2

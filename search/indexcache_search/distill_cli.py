@@ -117,12 +117,13 @@ def distill(
     steps: Annotated[
         int | None, typer.Option(help="Sparse steps in which everything trains. Default: 4000; 0: none.", min=0)
     ] = None,
-    warmup_lr: Annotated[float, typer.Option(help="Peak learning rate of the indexers in the warm-up.")] = 1e-3,
+    warmup_lr: Annotated[float, typer.Option(help="Peak learning rate of the indexers in the warm-up.", min=0)] = 1e-3,
     indexer_lr: Annotated[
-        float | None, typer.Option(help="Peak learning rate of the indexers in the sparse stage. Default: 7.3e-6.")
+        float | None,
+        typer.Option(help="Peak learning rate of the indexers in the sparse stage. Default: 7.3e-6.", min=0),
     ] = None,
     lr: Annotated[
-        float | None, typer.Option(help="Peak learning rate of the body in the sparse stage. Default: 7.3e-6.")
+        float | None, typer.Option(help="Peak learning rate of the body in the sparse stage. Default: 7.3e-6.", min=0)
     ] = None,
     schedule: Annotated[
         ScheduleName, typer.Option(help="cosine: to a tenth. wsd: stays, and falls to 0 over the last fifth.")
@@ -131,7 +132,7 @@ def distill(
     batch_size: Annotated[int | None, typer.Option(help="Sequences a step. Default: 16.", min=1)] = None,
     micro_batch_size: Annotated[int, typer.Option(help="Sequences a forward of one process.", min=1)] = 1,
     weight_decay: Annotated[float, typer.Option(help="Of the body's matrices.", min=0)] = 0.1,
-    max_norm: Annotated[float, typer.Option(help="To which gradients are clipped.")] = 1.0,
+    max_norm: Annotated[float, typer.Option(help="To which gradients are clipped.", min=0)] = 1.0,
     seed: Annotated[int, typer.Option(help="Order of the training sequences.")] = 0,
     dtype: Annotated[
         str, typer.Option(help="Of the computations: float32, bfloat16 or auto. What trains is float32 in any case.")
@@ -192,8 +193,8 @@ def distill(
             defaults.warmup_steps if warmup_steps is None else warmup_steps,
             defaults.steps if steps is None else steps,
             warmup_lr,
-            indexer_lr or defaults.indexer_lr,
-            lr or defaults.lr,
+            defaults.indexer_lr if indexer_lr is None else indexer_lr,
+            defaults.lr if lr is None else lr,
             schedule.value,
             ramp_steps,
             batch_size or defaults.batch_size,

@@ -66,27 +66,32 @@ def estimate(
     if processes > 1:  # two layers are whole at a time: the one that runs and the next
         weights += 2 * size * max(sum(p.numel() for p in layer.parameters()) for layer in layers)
 
+    # What a layer keeps for its gradients, and what it needs on top while it runs or runs backwards.
     tokens, cells = micro_batch_size * seq_len, micro_batch_size * seq_len**2
+    heads, index_heads = config.num_attention_heads, config.index_n_heads
     mlp = max(config.intermediate_size, config.num_experts_per_tok * config.moe_intermediate_size)
     width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    body = tokens * size * (8 * config.hidden_size + 3 * mlp + 4 * config.num_attention_heads * width)
+    body = tokens * size * (8 * config.hidden_size + 3 * mlp + 4 * heads * width)
     full = len(pattern.full_layers)
     if kernels:
         latent = config.kv_lora_rank + config.qk_rope_head_dim
-        body += min(tokens, ROWS) * config.num_attention_heads * latent * size * 4
-        indexer = tokens * (config.index_topk + config.index_n_heads * config.index_head_dim) * 4
-        kept = full * tokens * config.index_n_heads * config.index_head_dim * size
+        body += tokens * heads * latent * size
+        indexer = tokens * index_heads * config.index_head_dim * size + tokens * config.index_topk * 4
+        on_top = min(tokens, ROWS) * heads * latent * size * 3 + 2 * indexer
+        handed_on = full * indexer
     else:
-        body += cells * config.num_attention_heads * (8 + size)  # scores, weights, and these in the values' dtype
-        indexer = cells * 4 * (2 * config.index_n_heads + 3)
-        kept = full * cells * 4  # what indexers say, until the last layer that they serve
+        body += cells * heads * (5 if size == 4 else 7)  # the softmax, its rounded copy, and a mask
+        indexer = cells * 4 * (index_heads + 3)
+        on_top = cells * 4 * (3 * heads + 2 * index_heads)
+        handed_on = full * cells * 4  # what indexers say, until the last layer that they serve
     logits = min(tokens, LOGIT_ROWS) * config.vocab_size * 12
     if stage == "warmup":
-        activations = body + kept + indexer * full
+        activations = body + on_top + full * indexer + handed_on
     elif gradient_checkpointing:
-        activations = len(layers) * tokens * config.hidden_size * 4 + kept + max(body + indexer, logits)
+        inputs = len(layers) * tokens * config.hidden_size * 4
+        activations = inputs + handed_on + max(body + on_top + indexer, logits)
     else:
-        activations = len(layers) * body + full * indexer + kept + logits
+        activations = len(layers) * body + full * indexer + handed_on + max(on_top, logits)
     return Estimate(weights, activations)
 
 
