@@ -21,20 +21,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from indexcache_kernels.backends import Backend
-from indexcache_kernels.indexer_kl import indexer_kl
-from indexcache_kernels.transformers import (
-    INDEXER_ROPES,
-    ROWS,
-    absorb,
-    attend_latent,
-    first_keys,
-    halves,
-    index_vectors,
-    keep_latent,
-    key_ranges,
-    select,
-)
-from indexcache_search.distill.dense import dense_attention
+from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors, keep_latent, key_ranges, select
+from indexcache_search.distill.kernel_attention import Vectors, attend_and_compare
 from indexcache_search.distill.losses import divergence
 from indexcache_search.engines.roles import dsa_attentions
 from sglang_indexcache import Pattern
@@ -94,7 +82,7 @@ class Distillation:
         self._served = {source: pattern.source_layers.count(source) for source in pattern.full_layers}
         self._labels: Tensor | None = None
         self._indices: dict[int, Tensor] = {}
-        self._vectors: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # what the kernels score with
+        self._vectors: dict[int, Vectors] = {}  # what the kernels score with
         self._log_q: dict[int, Tensor] = {}
         self._targets: dict[int, Tensor] = {}
         self._found: dict[int, list[Tensor]] | None = None
@@ -216,61 +204,22 @@ class Distillation:
     def attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, ranges: Tensor, scale: float) -> Tensor:
         """Attention `[batch, queries, heads, dim]` of a layer, after which its source has learned what it did."""
         layer = attention.layer_idx
+        source = self.pattern.source_layers[layer]
+        indices = self._indices[source] if self.stage == "sparse" else None
         if self.kernels is not None:
-            return self._attend_by_kernel(attention, query, key, ranges, scale)
-        indices = self._indices[self.pattern.source_layers[layer]]
-        visible = visible_keys(ranges, key.shape[2])
-        if self.stage == "sparse":
-            visible = selected_keys(indices, key.shape[2])
+            compare, share = (layer == source, 1) if self.loss == "own" else (True, self._served[source])
+            output, found = attend_and_compare(
+                attention, query, key, ranges, scale, self._vectors[source], indices, self.kernels, compare
+            )
+            if found is not None:
+                self._report(source, found / share)
+            return output
+        visible = visible_keys(ranges, key.shape[2]) if indices is None else selected_keys(indices, key.shape[2])
         scores = torch.matmul(query, key.mT) * scale
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~visible[:, None], -torch.inf)
         weights = scores.softmax(-1)
         self._learn(layer, weights.detach().mean(1))
         return torch.matmul(weights.to(value.dtype), value).transpose(1, 2).contiguous()
-
-    def _attend_by_kernel(self, attention: Any, query: Tensor, key: Tensor, ranges: Tensor, scale: float) -> Tensor:
-        """The same without any `[queries, keys]` tensor; `key` is latent."""
-        assert self.kernels is not None
-        layer, kind = attention.layer_idx, query.device.type
-        source, backend = self.pattern.source_layers[layer], self.kernels
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-        query, key = query.to(dtype), key.to(dtype)
-        q, k, weights = self._vectors[source]
-        index_q, index_k, weights = q.flatten(0, 1).to(dtype), k.flatten(0, 1).to(dtype), weights.flatten(0, 1)
-
-        edges = (ranges[:, 0] + first_keys(key[:, 0])).flatten(0, 1)
-        own = self.loss == "own"
-
-        def learn(part: slice, absorbed: Tensor, keys: Tensor, lse: Tensor, indices: Tensor | None) -> None:
-            if own and layer != source:
-                return
-            found = indexer_kl(
-                absorbed.detach(),
-                keys.detach(),
-                lse.detach(),
-                scale,
-                index_q[part],
-                index_k,
-                weights[part],
-                edges[part, 0].contiguous(),
-                edges[part, 1].contiguous(),
-                indices,
-                backend,
-            )
-            self._report(source, found if own else found / self._served[source])
-
-        if self.stage == "sparse":
-            return attend_latent(attention, query, key, self._indices[source], scale, backend, learn)
-        with torch.no_grad():
-            output, lse = dense_attention(attention, query, key, scale)
-            w_k, _ = halves(attention)
-            queries, lse = query.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
-        for start in range(0, len(queries), ROWS):
-            part = slice(start, start + ROWS)
-            absorbed = absorb(queries[part], w_k, attention.qk_nope_head_dim)
-            with torch.autocast(kind, enabled=False):
-                learn(part, absorbed, key[:, 0].flatten(0, 1)[:, None], lse[part].contiguous(), None)
-        return output
 
     def _learn(self, layer: int, p: Tensor) -> None:
         source = self.pattern.source_layers[layer]

@@ -1,0 +1,113 @@
+"""Attention and divergences of a layer by the project's kernels, for long contexts: no `[queries, keys]` tensor."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from indexcache_kernels.backends import Backend
+from indexcache_kernels.indexer_kl import indexer_kl
+from indexcache_kernels.transformers import ROWS, absorb, attend_latent, first_keys, halves
+
+Vectors = tuple[Tensor, Tensor, Tensor]
+"""What an indexer scores with, of `indexcache_kernels.transformers.index_vectors`."""
+
+
+def attend_and_compare(
+    attention: Any,
+    query: Tensor,
+    key: Tensor,
+    ranges: Tensor,
+    scale: float,
+    vectors: Vectors,
+    indices: Tensor | None,
+    backend: Backend,
+    compare: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """What a layer attends to, and how far an indexer is from it.
+
+    Args:
+        attention: the module.
+        query: `[batch, heads, queries, dim]`.
+        key: `[batch, 1, keys, latent + rope]`.
+        ranges: first keys and ends of the queries, `[batch, 1, queries, 2]`.
+        scale: of the products.
+        vectors: of the indexer.
+        indices: `[batch, queries, k]`, what is attended to and compared over; None for all earlier keys, in which case
+            the attention has no gradient.
+        backend: of the kernels.
+        compare: whether to compare at all.
+
+    Returns:
+        `[batch, queries, heads, value]`, and the sum of the queries' divergences, with gradients to the indexer only.
+    """
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    query, key = query.to(dtype), key.to(dtype)
+    index_q, index_k, weights = (item.flatten(0, 1) for item in vectors)
+    index_q, index_k = index_q.to(dtype), index_k.to(dtype)
+    starts, ends = (ranges[:, 0] + first_keys(key[:, 0])).flatten(0, 1).unbind(dim=1)
+    sums: list[Tensor] = []
+
+    def observe(part: slice, absorbed: Tensor, keys: Tensor, lse: Tensor, chosen: Tensor | None) -> None:
+        given = (absorbed.detach(), keys.detach(), lse.detach(), scale, index_q[part], index_k, weights[part])
+        seen = (starts[part].contiguous(), ends[part].contiguous(), chosen)
+        sums.append(indexer_kl(*given, *seen, backend).sum())
+
+    if indices is not None:
+        output = attend_latent(attention, query, key, indices, scale, backend, observe if compare else None)
+        return output, torch.stack(sums).sum() if sums else None
+    with torch.no_grad():
+        output, lse = dense_attention(attention, query, key, scale)
+        if not compare:
+            return output, None
+        queries, lse = query.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+        w_k, _ = halves(attention)
+        blocks = [slice(start, start + ROWS) for start in range(0, len(queries), ROWS)]
+    for part in blocks:
+        with torch.no_grad():
+            absorbed = absorb(queries[part], w_k, attention.qk_nope_head_dim)
+        with torch.autocast(kind, enabled=False):
+            observe(part, absorbed, key[:, 0].flatten(0, 1)[:, None], lse[part].contiguous(), None)
+    return output, torch.stack(sums).sum()
+
+
+def dense_attention(attention: Any, query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of all heads over all earlier keys.
+
+    Args:
+        attention: what makes keys and values of latents.
+        query: `[batch, heads, queries, dim]`.
+        key: `[batch, 1, keys, latent + rope]`, as many keys as queries.
+        scale: of the products.
+
+    Returns:
+        `[batch, queries, heads, value]`, and the logarithms of the softmax's denominators, `[batch, heads, queries]`,
+        float32.
+    """
+    query, key = query.detach(), key.detach()
+    latent, rope = torch.split(key, [attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
+    keys, values = type(attention).expand_kv(attention, latent, rope)
+    run = _compiled() if query.device.type == "cuda" else flex_attention
+    mask = _causal(query.shape[2], query.device)
+    output, lse = run(
+        query, keys.to(query.dtype), values.to(query.dtype), block_mask=mask, scale=scale, return_lse=True
+    )
+    return output.transpose(1, 2).contiguous(), lse.float()
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(flex_attention)
+
+
+@cache
+def _causal(length: int, device: torch.device) -> BlockMask:
+    def earlier(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    return create_block_mask(earlier, None, None, length, length, device=str(device))
