@@ -95,6 +95,8 @@ def test_a_run(trained: Path, model_folder: Path) -> None:
     assert [(line["stage"], line["step"]) for line in log if "losses" in line] == [
         *(("original", 0), ("training-free", 0), ("warmup", 2), ("sparse", 4), ("sparse", 6))
     ]
+    curves = (trained / "curves.svg").read_text()
+    assert curves.startswith("<?xml") and "</svg>" in curves
     metrics = json.loads((trained / "metrics.json").read_text())
     assert metrics["rows"][0]["increase"] == 0 and metrics["settings"]["pattern"] == PATTERN
     before, after = (load_file(folder / "model.safetensors") for folder in (model_folder, trained / "model"))

@@ -167,7 +167,8 @@ def distill(
 ) -> None:
     """Train a DSA model for a pattern, so that each remaining indexer serves all the layers that reuse it.
 
-    Training-aware IndexCache (paper, Section 3.2). Writes model/, pattern.yaml, log.jsonl and metrics.json.
+    Training-aware IndexCache (paper, Section 3.2). Writes model/, pattern.yaml, log.jsonl, curves.svg and
+    metrics.json.
     """
     console = Console(stderr=True, highlight=False, quiet=os.environ.get("RANK", "0") != "0")
     is_demo = model is None
@@ -222,7 +223,7 @@ def distill(
         return
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     out.print(terminal_table(result))
-    names = [folder / name for name in ("model", "pattern.yaml", "metrics.json", "log.jsonl")]
+    names = [folder / name for name in ("model", "pattern.yaml", "curves.svg", "metrics.json", "log.jsonl")]
     out.print(f"Wrote {', '.join(map(str, names))}", soft_wrap=True)
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from indexcache_search.calibration import TokenReader, build_training_sets
 from indexcache_search.distill.checkpoints import Checkpoints
+from indexcache_search.distill.curves import draw
 from indexcache_search.distill.data import load_set, save_set
 from indexcache_search.distill.export import export, trained_pattern_file
 from indexcache_search.distill.log import TrainingLog
@@ -42,7 +43,7 @@ STAGES: tuple[Stage, ...] = ("warmup", "sparse")
 def run(
     model: str, data: Data, settings: Settings, runtime: Runtime, folders: Folders, console: Console
 ) -> Mapping[str, Any]:
-    """Train `model` for a pattern; write model/, pattern.yaml, log.jsonl and metrics.json; return the metrics.
+    """Train `model` for a pattern, write what `indexcache-distill` writes, and return the metrics.
 
     Runs in every process of a launch; the first one writes and speaks.
 
@@ -119,6 +120,7 @@ def _write_results(
     versions = {"sglang_indexcache": __version__, **{name: version(name) for name in packages}}
     metrics = collect(log.records, held_out, description, settings, versions)
     write_atomically(folders.output / "metrics.json", json.dumps(metrics, indent=1) + "\n")
+    write_atomically(folders.output / "curves.svg", draw(log.records, settings.warmup_steps))
     if not (folders.output / "pattern.yaml").exists():
         name = f"{description.name}-distilled"
         file = trained_pattern_file(folders.model, name, settings.pattern, versions, today()["created"])

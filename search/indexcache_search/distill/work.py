@@ -42,7 +42,7 @@ def work_folder(folders: Folders, identity: Mapping[str, Any], accelerator: Acce
         if folders.restart:
             for folder in (folders.work, folders.model, folders.output / "tensorboard"):
                 shutil.rmtree(folder, ignore_errors=True)
-            for name in ("log.jsonl", "metrics.json", "pattern.yaml"):
+            for name in ("curves.svg", "log.jsonl", "metrics.json", "pattern.yaml"):
                 (folders.output / name).unlink(missing_ok=True)
         wanted = json.loads(json.dumps(identity))
         found = json.loads(path.read_text()) if path.is_file() else wanted
