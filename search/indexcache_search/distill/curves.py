@@ -25,7 +25,7 @@ def draw(records: Sequence[Mapping[str, Any]], warmup_steps: int) -> str:
         for record in records
         if "losses" in record
     }
-    figure = Figure(figsize=(10, 3.6))
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
     losses, divergences = figure.subplots(1, 2)
     trained = [record for record in steps if "loss" in record]
     losses.plot([r["step"] for r in trained], [r["loss"] for r in trained], color=_BLUE, alpha=0.35, label="training")
@@ -39,7 +39,7 @@ def draw(records: Sequence[Mapping[str, Any]], warmup_steps: int) -> str:
     colors = matplotlib.colormaps["viridis"]
     for number, layer in enumerate(layers):
         values = [record["kl_layers"][layer] for record in steps]
-        shade = colors(number / max(1, len(layers) - 1))
+        shade = colors(0.9 * number / max(1, len(layers) - 1))
         label = f"layer {layer}" if number in (0, len(layers) - 1) else None
         divergences.plot([record["step"] for record in steps], values, color=shade, linewidth=1, label=label)
     divergences.set_ylabel("KL of each indexer, nats a query")
