@@ -277,7 +277,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(model_folder: Path, training: Pa
     [
         ({"pattern": "FSS"}, "pattern has 3 letters, model has 6 DSA layers"),
         ({"pattern": "SFFFFF"}, "pattern begins with S"),
-        ({"pattern": "uniform@2/3"}, "--pattern is uniform@2/3, expected uniform@1/N"),
+        ({"pattern": "uniform@2/3"}, "uniform needs retentions of the form 1/n, found 2/3"),
         ({"pattern": "missing.yaml"}, "missing.yaml"),
         ({"training": "missing.jsonl"}, "missing.jsonl: no such file"),
         ({"warmup_steps": 0, "steps": 0}, "expected at least one step"),

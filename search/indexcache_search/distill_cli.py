@@ -17,6 +17,7 @@ from rich.console import Console
 from indexcache_search import demo
 from indexcache_search.cli import errors_in_one_line
 from indexcache_search.errors import SearchError
+from indexcache_search.strategies.uniform import uniform_pattern
 from sglang_indexcache import DsaModel, Pattern
 from sglang_indexcache.pattern import parse_retention
 from sglang_indexcache.pattern_file import PatternFile
@@ -236,10 +237,7 @@ def read_pattern(text: str, model: DsaModel) -> Pattern:
     if text and not set(text) - {"F", "S"}:
         found = Pattern(text)
     elif text.startswith("uniform@"):
-        share = parse_retention(text.removeprefix("uniform@"))
-        if share.numerator != 1:
-            raise SearchError(f"--pattern is {text}, expected uniform@1/N")
-        found = Pattern.uniform(model.num_layers, share.denominator)
+        return uniform_pattern(model, parse_retention(text.removeprefix("uniform@")))
     else:
         file = PatternFile.load(text)
         file.check_model(model)

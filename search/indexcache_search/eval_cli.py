@@ -179,7 +179,7 @@ def named_patterns(
         else:
             found.append((label, parse_retention(share), file.as_pattern()))
     if uniform:
-        from indexcache_search.search import uniform_rows
+        from indexcache_search.strategies.uniform import uniform_rows
 
         for kept in dict.fromkeys(kept for _, kept, _ in found if kept.numerator == 1 and kept < 1):
             if full_layer_count(model.num_layers, kept) < model.num_layers:

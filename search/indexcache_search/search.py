@@ -27,9 +27,9 @@ from indexcache_search.strategies.lazy import lazy_greedy
 from indexcache_search.strategies.segment_costs import SegmentCosts
 from indexcache_search.strategies.similarity import similarity_pattern
 from indexcache_search.strategies.swaps import improve
+from indexcache_search.strategies.uniform import uniform_pattern, uniform_rows
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel, Pattern, PatternFile
-from sglang_indexcache.errors import PatternError
 from sglang_indexcache.pattern import full_layer_count
 from sglang_indexcache.pattern_file import (
     CalibrationSection,
@@ -116,33 +116,6 @@ class Row:
     retention: Fraction
     pattern: Pattern
     evaluation: Evaluation
-
-
-def uniform_pattern(model: DsaModel, retention: Fraction, phase: int = 0) -> Pattern:
-    """The paper's uniform pattern at `retention`.
-
-    Raises:
-        SearchError: if the retention is not 1/n, or a locked layer would have to be `F`.
-    """
-    if retention.numerator != 1:
-        raise SearchError(f"--strategy uniform needs retentions of the form 1/n, found {retention}")
-    pattern = Pattern.uniform(model.num_layers, retention.denominator, phase)
-    try:
-        pattern.check_fits(model.num_layers, model.locked)
-    except PatternError as error:
-        raise SearchError(f"uniform {retention}: {error}") from None
-    return pattern
-
-
-def uniform_rows(model: DsaModel, retention: Fraction) -> list[tuple[str, Fraction, Pattern]]:
-    """Name, retention and pattern of uniform at every phase in which no locked layer would be `F`."""
-    rows = []
-    for phase in range(retention.denominator):
-        try:
-            rows.append((f"uniform phase {phase}", retention, uniform_pattern(model, retention, phase)))
-        except SearchError:
-            continue
-    return rows
 
 
 class Search:
