@@ -70,7 +70,7 @@ def test_an_attention_that_is_not_there(attention: str, message: str) -> None:
 
 
 def test_auto_takes_the_kernels_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolve = transformers_engine._resolve
+    resolve = transformers_engine.resolve_attention
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert resolve("auto", cpu) == resolve("naive", cuda) == "naive" and resolve("auto", cuda) == "kernels"
     monkeypatch.setattr("indexcache_kernels.transformers.supported", lambda: False)
