@@ -98,6 +98,7 @@ def test_a_run(trained: Path, model_folder: Path) -> None:
     curves = (trained / "curves.svg").read_text()
     assert curves.startswith("<?xml") and "</svg>" in curves
     metrics = json.loads((trained / "metrics.json").read_text())
+    assert [row["loss"] for row in metrics["rows"]] == [line["held_out_loss"] for line in log if "losses" in line]
     assert metrics["rows"][0]["increase"] == 0 and metrics["settings"]["pattern"] == PATTERN
     before, after = (load_file(folder / "model.safetensors") for folder in (model_folder, trained / "model"))
     dropped = {name for name in before if any(f"layers.{layer}.self_attn.indexer" in name for layer in (1, 2, 4, 5))}

@@ -20,11 +20,7 @@ def draw(records: Sequence[Mapping[str, Any]], warmup_steps: int) -> str:
         warmup_steps: where the sparse stage begins.
     """
     steps = [record for record in records if "losses" not in record]
-    held_out = {
-        (record["stage"], record["step"]): sum(record["losses"]) / sum(record["tokens"])
-        for record in records
-        if "losses" in record
-    }
+    held_out = {(r["stage"], r["step"]): r["held_out_loss"] for r in records if "losses" in r}
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     losses, divergences = figure.subplots(1, 2)
     trained = [record for record in steps if "loss" in record]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -65,8 +64,7 @@ class TrainingProgress:
         """Print a line about a step or an evaluation."""
         if "losses" in record:
             name = f"step {record['step']}" if record["stage"] in _NAMES else record["stage"]
-            text = f"held out, {name}: loss {np.sum(record['losses']) / np.sum(record['tokens']):.4f}"
-            text += f", KL {record['held_out_kl']:.4f}"
+            text = f"held out, {name}: loss {record['held_out_loss']:.4f}, KL {record['held_out_kl']:.4f}"
         else:
             text = f"step {record['step']:>5}/{self._steps} {_NAMES[record['stage']]}: "
             text += f"loss {record['loss']:.4f}, " if "loss" in record else ""

@@ -26,11 +26,11 @@ def collect(
     Differences are paired: all rows are of the same sequences.
     """
     found = [record for record in records if "losses" in record]
-    original = _evaluation(found[0], model.native, held_out)
+    original = as_evaluation(found[0]["losses"], found[0]["tokens"], model.native)
     rows = []
     for record in found:
         pattern = model.native if record["stage"] == "original" else settings.pattern
-        evaluation = _evaluation(record, pattern, held_out)
+        evaluation = as_evaluation(record["losses"], record["tokens"], pattern)
         loss = objectives.loss(evaluation, held_out)
         rise = objectives.increase(evaluation, original, held_out)
         rows.append(
@@ -55,10 +55,10 @@ def collect(
     }
 
 
-def _evaluation(record: Mapping[str, Any], pattern: Pattern, data: TokenSet) -> Evaluation:
-    rows = tuple(range(data.num_sequences))
-    nothing = (0,) * data.num_sequences
-    return Evaluation(pattern, rows, tuple(record["losses"]), nothing, tuple(record["tokens"]), nothing, 0.0)
+def as_evaluation(losses: Sequence[float], tokens: Sequence[int], pattern: Pattern) -> Evaluation:
+    """Held-out losses of all sequences, as searches have them."""
+    nothing = (0,) * len(losses)
+    return Evaluation(pattern, tuple(range(len(losses))), tuple(losses), nothing, tuple(tokens), nothing, 0.0)
 
 
 def terminal_table(metrics: Mapping[str, Any]) -> Table:

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from indexcache_kernels.backends import Backend
+from indexcache_search import objectives
 from indexcache_search.distill.checkpoints import Checkpoints
 from indexcache_search.distill.data import Order
 from indexcache_search.distill.log import TrainingLog
 from indexcache_search.distill.model import Distillation, Stage, set_trainable
+from indexcache_search.distill.result import as_evaluation
 from indexcache_search.distill.settings import Intervals, Settings
 from indexcache_search.distill.sharding import prepare
 from indexcache_search.errors import NonFiniteLossError
@@ -197,8 +199,8 @@ class StageTrainer:
         """Held-out losses of the model as it will be served, which is sparse.
 
         Returns:
-            `losses`: sum over each sequence's scored tokens; `tokens`: how many those are; `held_out_kl`: mean over
-            queries and indexers.
+            `losses`: sum over each sequence's scored tokens; `tokens`: how many those are; `held_out_loss`: mean over
+            tokens, then over sources; `held_out_kl`: mean over queries and indexers.
         """
         data, processes = self._held_out, self._accelerator.num_processes
         size, stage = self._settings.micro_batch_size, distillation.stage
@@ -218,4 +220,10 @@ class StageTrainer:
         losses = self._reduce(losses)
         parts = data.num_sequences * data.seq_len * len(distillation.pattern.full_layers)
         tokens = data.scored[:, 1:].sum(1).tolist()
-        return {"losses": losses[:-1].tolist(), "tokens": tokens, "held_out_kl": losses[-1].item() / parts}
+        evaluation = as_evaluation(losses[:-1].tolist(), tokens, distillation.pattern)
+        return {
+            "held_out_loss": objectives.loss(evaluation, data).mean,
+            "held_out_kl": losses[-1].item() / parts,
+            "losses": list(evaluation.losses),
+            "tokens": tokens,
+        }
