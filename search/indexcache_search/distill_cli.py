@@ -62,7 +62,7 @@ Examples:
 
 \b
   indexcache-distill
-      The demo: 60 small steps on the demo model, uniform 1/4. Two minutes on two cores.
+      The demo: 60 small steps on the demo model, uniform 1/4. Two to three minutes on two cores.
 
 \b
   indexcache-distill --model ./my-dsa-model --pattern uniform@1/4 --training sft.jsonl --seq-len 32768
