@@ -40,6 +40,17 @@ class ModelSection(_Section):
     name: str = Field(description="hub id or folder name, for people")
     locked_layers: _Layers = Field(default=(), description="layers shared in the checkpoint: they can't be F")
 
+    @classmethod
+    def of(cls, model: DsaModel) -> Self:
+        """The section of a pattern file for `model`."""
+        return cls(
+            architecture=model.architecture,
+            num_layers=model.num_layers,
+            config_sha256=model.config_sha256,
+            name=model.name,
+            locked_layers=model.locked,
+        )
+
 
 class TrajectoryStep(_Section):
     """One layer flipped from F to S."""

@@ -72,6 +72,13 @@ def tiny_model(config: dict[str, Any], seed: int = 0) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
 
 
+def save_model(config: dict[str, Any], folder: Path) -> Path:
+    """A random model in `folder`, with `config` as its config.json."""
+    tiny_model(config).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def tiny_engine(config: dict[str, Any], **options: Any) -> TransformersEngine:
     return TransformersEngine(tiny_model(config), DsaModel.from_config(config, "tiny"), **options)
 
@@ -92,11 +99,7 @@ def config(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random GLM-5 model on disk."""
-    folder = tmp_path_factory.mktemp("tiny-glm")
-    config = tiny_config()
-    tiny_model(config).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return save_model(tiny_config(), tmp_path_factory.mktemp("tiny-glm"))
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.pattern_file import PatternFile
-from tests.conftest import VOCAB, tiny_config, tiny_model
+from tests.conftest import VOCAB, save_model, tiny_config, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 PATTERN = "FSSFSS"
@@ -40,12 +40,6 @@ RATES = {"lr": 1e-3, "indexer-lr": 1e-3, "ramp-steps": 1, "evaluate-every": 2, "
 def a_process_of_its_own() -> None:
     """Accelerate's settings are those of a process."""
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def save(config: dict[str, Any], folder: Path) -> Path:
-    tiny_model(config).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +157,7 @@ distill()
 @pytest.mark.parametrize("kind", ["glm_moe_dsa", "deepseek_v32"])
 def test_two_processes_train_as_one_does(kind: str, training: Path, tmp_path: Path) -> None:
     """FSDP2 over gloo: weights, gradients and optimizer sharded, the same losses."""
-    model = save(tiny_config(kind), tmp_path / "model")
+    model = save_model(tiny_config(kind), tmp_path / "model")
     code, text = distill(model, training, tmp_path / "one")
     assert code == 0, text
     script = tmp_path / "sharded.py"
@@ -224,7 +218,7 @@ def test_shared_indexers_are_kept_by_choice(model_folder: Path, training: Path, 
 
 def test_deepseek_keeps_all_indexers(training: Path, tmp_path: Path) -> None:
     """transformers would make the missing ones up."""
-    model = save(tiny_config("deepseek_v32"), tmp_path / "model")
+    model = save_model(tiny_config("deepseek_v32"), tmp_path / "model")
     code, text = distill(model, training, tmp_path / "out", shared_indexers="drop")
     assert code == 2 and "would make up the missing ones; expected keep" in text
     code, text = distill(model, training, tmp_path / "out", warmup_steps=0, steps=1)
@@ -249,7 +243,7 @@ def test_a_bfloat16_checkpoint_stays_one(training: Path, tmp_path: Path, dtype: 
 
 def test_what_transformers_leaves_out_is_copied(training: Path, tmp_path: Path) -> None:
     config = tiny_config(num_nextn_predict_layers=1)
-    model = save(config, tmp_path / "model")
+    model = save_model(config, tmp_path / "model")
     extra = {"model.layers.6.eh_proj.weight": torch.arange(6.0).view(2, 3)}
     save_file(
         {**load_file(model / "model.safetensors"), **extra}, model / "model.safetensors", metadata={"format": "pt"}
@@ -300,14 +294,14 @@ def test_refusals(model_folder: Path, training: Path, tmp_path: Path, changes: d
 
 def test_missing_indexers_are_refused(training: Path, tmp_path: Path) -> None:
     types = ["full", "shared", "full", "shared", "shared", "full"]
-    model = save(tiny_config(indexer_types=types), tmp_path / "model")
+    model = save_model(tiny_config(indexer_types=types), tmp_path / "model")
     code, text = distill(model, training, tmp_path / "out", pattern="FFSFSS")
     assert code == 2 and "pattern has F for layer 1, 3, but the checkpoint has no indexer there" in text
 
 
 def test_quantised_weights_are_refused(model_folder: Path, training: Path, tmp_path: Path) -> None:
     config = {**tiny_config(), "quantization_config": {"quant_method": "fp8"}}
-    model = save(tiny_config(), tmp_path / "model")
+    model = save_model(tiny_config(), tmp_path / "model")
     (model / "config.json").write_text(json.dumps(config))
     code, text = distill(model, training, tmp_path / "out")
     assert code == 2 and "its weights are quantised" in text

@@ -11,6 +11,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -24,6 +25,21 @@ from indexcache_search.tokens import TokenSet
 from sglang_indexcache import Pattern
 
 
+def bar(console: Console, *columns: ProgressColumn) -> Progress:
+    """A bar with counts, time, ETA and `columns`; nothing on something that is no terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        *columns,
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
 class SearchProgress:
     """A bar with ETA and the best loss of the current step; a line for every committed flip.
 
@@ -32,17 +48,7 @@ class SearchProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            TextColumn("{task.fields[best]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
+        self._progress = bar(console, TextColumn("{task.fields[best]}"))
         self._task: TaskID | None = None
         self._data: TokenSet | None = None
         self._baseline: Evaluation | None = None

@@ -318,13 +318,7 @@ class Search:
         chosen = self.calibration.recorded(default)
         return PatternFile(
             schema="indexcache/v1",
-            model=ModelSection(
-                architecture=self.model.architecture,
-                num_layers=self.model.num_layers,
-                config_sha256=self.model.config_sha256,
-                name=self.model.name,
-                locked_layers=self.model.locked,
-            ),
+            model=ModelSection.of(self.model),
             pattern=default.roles,
             retention=default.retention,
             patterns={str(retention): pattern.roles for retention, pattern in others.items()},

@@ -62,13 +62,7 @@ def trained_pattern_file(
     model = DsaModel.from_config(json.loads((folder / "config.json").read_text()), name)
     return PatternFile(
         schema="indexcache/v1",
-        model=ModelSection(
-            architecture=model.architecture,
-            num_layers=model.num_layers,
-            config_sha256=model.config_sha256,
-            name=model.name,
-            locked_layers=model.locked,
-        ),
+        model=ModelSection.of(model),
         pattern=pattern.roles,
         retention=pattern.retention,
         versions=dict(versions),

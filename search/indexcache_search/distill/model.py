@@ -21,17 +21,19 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from indexcache_kernels.backends import Backend
+from indexcache_kernels.indexer_kl import visible_keys
+from indexcache_kernels.indexer_topk.naive import indexer_scores
 from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors, keep_latent, key_ranges, select
 from indexcache_search.distill.kernel_attention import Vectors, attend_and_compare
 from indexcache_search.distill.losses import divergence
 from indexcache_search.engines.roles import dsa_attentions
+from indexcache_search.engines.transformers import LOGIT_ROWS
 from sglang_indexcache import Pattern
 
 Stage = Literal["warmup", "sparse"]
 Loss = Literal["multi", "averaged", "own"]
 
 NAME = "indexcache_distill"  # among transformers' attention implementations
-LOGIT_ROWS = 1024  # rows of the [rows, vocabulary] float32 logits that exist at a time: 0.6 GB for GLM-5
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class Distillation:
             q, k, weights = indexer(hidden_states.detach(), q_resid.detach(), position_embeddings)
             with torch.autocast(q.device.type, enabled=False):
                 if self.kernels is None:
-                    self._score(layer, index_scores(q, k, weights), ranges)
+                    self._score(layer, indexer_scores(q, k, weights), ranges)
                 else:
                     self._vectors[layer] = (q, k, weights)
                     self._indices[layer] = self._select_by_kernel(q, k, weights, ranges)
@@ -191,14 +193,14 @@ class Distillation:
 
     def _score(self, layer: int, scores: Tensor, ranges: Tensor) -> None:
         """Keep what an indexer says and selects."""
-        visible = visible_keys(ranges, scores.shape[-1])
-        scores = scores.masked_fill(~visible, -torch.inf)
+        keys = scores.shape[-1]
+        scores = scores.masked_fill(~visible_keys(keys, ranges[..., 0], ranges[..., 1], None), -torch.inf)
         indices = scores.new_empty(0, dtype=torch.int32)
         if self.stage == "sparse":
-            topk = min(self.model.config.index_topk, scores.shape[-1])
+            topk = min(self.model.config.index_topk, keys)
             best = scores.detach().topk(topk, dim=-1)
             indices = best.indices.int().masked_fill(best.values == -torch.inf, -1)
-            scores = scores.masked_fill(~selected_keys(indices, scores.shape[-1]), -torch.inf)
+            scores = scores.masked_fill(~visible_keys(keys, None, None, indices), -torch.inf)
         self._indices[layer], self._log_q[layer] = indices, scores.log_softmax(-1)
 
     def attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, ranges: Tensor, scale: float) -> Tensor:
@@ -214,7 +216,7 @@ class Distillation:
             if found is not None:
                 self._report(source, found / share)
             return output
-        visible = visible_keys(ranges, key.shape[2]) if indices is None else selected_keys(indices, key.shape[2])
+        visible = visible_keys(key.shape[2], ranges[:, 0, :, 0], ranges[:, 0, :, 1], indices)
         scores = torch.matmul(query, key.mT) * scale
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~visible[:, None], -torch.inf)
         weights = scores.softmax(-1)
@@ -237,26 +239,6 @@ class Distillation:
     def _report(self, source: int, divergences: Tensor) -> None:
         if self._found is not None:
             self._found[source].append(divergences.sum())
-
-
-def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Lightning-indexer scores `[batch, queries, keys]`, see `indexcache_kernels.indexer_topk`."""
-    dtype = weights.dtype
-    products = torch.einsum("bqhd,bkd->bhqk", q.to(dtype), k.to(dtype)).relu()
-    return torch.einsum("bhqk,bqh->bqk", products, weights)
-
-
-def visible_keys(ranges: Tensor, keys: int) -> Tensor:
-    """`[batch, queries, keys]`, bool, of first keys and ends `[batch, 1, queries, 2]` or `[batch, queries, 2]`."""
-    starts, ends = ranges.view(ranges.shape[0], -1, 2, 1).unbind(dim=2)
-    place = torch.arange(keys, device=ranges.device)
-    return (place >= starts) & (place < ends)
-
-
-def selected_keys(indices: Tensor, keys: int) -> Tensor:
-    """`[batch, queries, keys]`, bool, of `[batch, queries, k]`, -1 for none."""
-    found = torch.zeros((*indices.shape[:2], keys + 1), dtype=torch.bool, device=indices.device)
-    return found.scatter_(2, indices.long() % (keys + 1), True)[..., :keys]  # -1 becomes the last column
 
 
 def _attend(

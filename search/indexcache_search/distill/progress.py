@@ -6,16 +6,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from indexcache_search.distill.trainer import Watch
+from indexcache_search.progress import bar
 
 _NAMES = {"warmup": "dense warm-up", "sparse": "sparse training"}
 
@@ -30,16 +23,7 @@ class TrainingProgress:
     """
 
     def __init__(self, console: Console, done: int, steps: int) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            console=console,
-            disable=not console.is_terminal,
-        )
+        self._progress = bar(console)
         self._task = self._progress.add_task("", total=steps, completed=done)
         self._steps = steps
         self.watch = Watch(self._record, self.show)
