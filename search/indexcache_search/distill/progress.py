@@ -53,4 +53,5 @@ class TrainingProgress:
             text = f"step {record['step']:>5}/{self._steps} {_NAMES[record['stage']]}: "
             text += f"loss {record['loss']:.4f}, " if "loss" in record else ""
             text += f"KL {record['kl']:.4f}, {record['seconds']:.1f} s"
+            text += f", {record['peak_gb']:.1f} GB" if "peak_gb" in record else ""
         self._progress.console.print(text)

@@ -96,11 +96,16 @@ class StageTrainer:
         if done > first:
             checkpoints.load(done, self.model, self._optimizer.optimizer)
         self.model.train()
+        device = self._accelerator.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         while done < last:
             began = time.monotonic()
             record = self._step(done)
             done += 1
             record["seconds"] = round(time.monotonic() - began, 3)
+            if device.type == "cuda":
+                record["peak_gb"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 2)
             self._note(record, log, watch.record)
             if done % intervals.show == 0 or done in (1, last):
                 watch.show(record)
