@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from indexcache_search.distill import memory
 from indexcache_search.distill.data import Order
 from indexcache_search.distill.settings import Settings
+from indexcache_search.distill.trainer import StageTrainer
 from indexcache_search.distill_cli import app
 from indexcache_search.engines.transformers import read_config
 from indexcache_search.errors import SearchError
@@ -321,6 +322,17 @@ def test_too_little_memory_is_refused_before_it_starts(
     assert not (tmp_path / "out").exists()
     code, text = distill(model_folder, training, tmp_path / "out", warmup_steps=0, steps=1, no_memory_check=True)
     assert code == 0, text
+
+
+def test_running_out_of_memory_is_one_line(
+    model_folder: Path, training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA")
+
+    monkeypatch.setattr(StageTrainer, "_step", fail)
+    code, text = distill(model_folder, training, tmp_path / "out")
+    assert code == 2 and "out of memory with --seq-len" in text and "Traceback" not in text
 
 
 def test_memory_grows_with_what_needs_it(model_folder: Path) -> None:

@@ -204,13 +204,13 @@ def test_the_kernels_with_checkpointing_and_autocast(config: dict[str, Any], sta
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernels_on_a_gpu(config: dict[str, Any], stage: Stage, dtype: torch.dtype) -> None:
-    """With checkpointing and, in bfloat16, autocast, as the trainer runs them; gradients by their relative error."""
-    model, pattern = tiny_model(config).cuda(), Pattern("FSSFSS")
+    """In bfloat16 the plain path's own rounding, through six layers and their selections, is the measure."""
+    model, pattern = tiny_model({**config, "v_head_dim": 16}).cuda(), Pattern("FSSFSS")  # of flex attention the least
     set_trainable(model, pattern, stage)
     inputs = tokens(2, 200).cuda()
-    found = []
-    for kernels in (None, "auto"):
-        distillation = Distillation(model, pattern, stage, "multi", kernels)  # type: ignore[arg-type]
+
+    def run(kernels: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+        distillation = Distillation(model, pattern, stage, "multi", kernels)
         model.zero_grad()
         with distillation.attached(), torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32):
             output = distillation(inputs)
@@ -218,9 +218,14 @@ def test_the_kernels_on_a_gpu(config: dict[str, Any], stage: Stage, dtype: torch
             if output.token_losses is not None:
                 losses = losses + output.token_losses.sum()
             losses.backward()
-        found.append({name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None})
-    plain, fused = found
-    assert plain.keys() == fused.keys()
-    limit = 5e-3 if dtype == torch.float32 else 0.2  # two roundings of 200 tokens, through six layers and selections
-    errors = {name: ((fused[name] - plain[name]).norm() / plain[name].norm()).item() for name in plain}
-    assert sum(errors.values()) / len(errors) < limit, max(errors.items(), key=lambda item: item[1])
+        return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+
+    def error(found: dict[str, Tensor]) -> float:
+        assert found.keys() == expected.keys()
+        return sum(float((found[name] - g).norm() / g.norm()) for name, g in expected.items()) / len(expected)
+
+    expected = run(None, torch.float32)
+    limit = 5e-3 if dtype == torch.float32 else 1.2 * error(run(None, dtype))
+    found = error(run("auto", dtype))
+    print(f"{stage}, {dtype}: relative error {found:.2g}, limit {limit:.2g}")
+    assert found < limit

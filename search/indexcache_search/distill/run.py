@@ -30,7 +30,13 @@ from indexcache_search.distill.settings import Data, Folders, Runtime, Settings
 from indexcache_search.distill.sharding import create_accelerator
 from indexcache_search.distill.trainer import StageTrainer
 from indexcache_search.distill.work import work_folder
-from indexcache_search.engines.transformers import describe_model, load_tokenizer, read_config, set_quiet
+from indexcache_search.engines.transformers import (
+    describe_model,
+    load_tokenizer,
+    memory_error_in_one_line,
+    read_config,
+    set_quiet,
+)
 from indexcache_search.errors import NonFiniteLossError, SearchError
 from indexcache_search.search import today
 from indexcache_search.tokens import TokenSet
@@ -81,6 +87,10 @@ def run(
             TrainingLog(folders.output / "log.jsonl", done, events) if main else nullcontext() as log,
             TrainingProgress(console if main else Console(quiet=True), done, settings.steps) as progress,
             _last_good(checkpoints),
+            memory_error_in_one_line(
+                f"--seq-len {data.seq_len} and --micro-batch-size {settings.micro_batch_size}",
+                "--gradient-checkpointing, or a run with more processes, shorter sequences or a smaller micro batch",
+            ),
         ):
             for stage in stages:
                 first, last = settings.range(stage)

@@ -116,7 +116,10 @@ class TransformersEngine:
         for pattern in sorted(patterns, key=lambda item: item.roles):
             began = time.monotonic()
             found: list[tuple[float, int, int, int]] = []
-            with _memory_error_in_one_line(data.seq_len, self.batch_size):
+            with memory_error_in_one_line(
+                f"--seq-len {data.seq_len} and --batch-size {self.batch_size}",
+                "shorter sequences, a smaller batch, a smaller --prefix-cache-gb or a larger device",
+            ):
                 for start in range(0, len(wanted), self.batch_size):
                     batch = wanted[start : start + self.batch_size]
                     before = self._keep_baselines(batch, data, cache) if objective == "kl" else 0
@@ -252,16 +255,18 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 @contextmanager
-def _memory_error_in_one_line(seq_len: int, batch_size: int) -> Iterator[None]:
+def memory_error_in_one_line(sizes: str, expected: str) -> Iterator[None]:
+    """Say what was too large, and what would help, when memory runs out.
+
+    Raises:
+        SearchError: if it does.
+    """
     try:
         yield
     except RuntimeError as error:  # of which torch.OutOfMemoryError is one; the CPU allocator raises it plain
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
-        raise SearchError(
-            f"out of memory with --seq-len {seq_len} and --batch-size {batch_size}; expected shorter sequences,"
-            " a smaller batch, a smaller --prefix-cache-gb or a larger device"
-        ) from None
+        raise SearchError(f"out of memory with {sizes}; expected {expected}") from None
 
 
 def _device(name: str) -> torch.device:
