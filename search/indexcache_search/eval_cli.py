@@ -54,6 +54,7 @@ def evaluate(
     pattern: Annotated[
         list[str] | None,
         typer.Option(
+            "--pattern",
             help="[NAME=]FILE[@RETENTION] or NAME=LETTERS; repeatable. Default: the demo's, for the demo model.",
             metavar="PATTERN",
         ),
