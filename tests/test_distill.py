@@ -148,24 +148,44 @@ from accelerate.utils import DistributedType
 
 PartialState(cpu=True)
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # Accelerate shards on accelerators only
-from indexcache_search.__main__ import distill
+import torch
 
+from indexcache_search.__main__ import distill
+from indexcache_search.distill import model, preflight
+
+preflight.resolve_attention = lambda *_: "kernels"  # with their definitions in PyTorch
+forward = model.Distillation.__call__
+
+
+def checked(self, tokens):
+    output = forward(self, tokens)
+    assert output.divergences.dtype == torch.float32
+    assert output.token_losses is None or output.token_losses.dtype == torch.float32
+    return output
+
+
+model.Distillation.__call__ = checked
 distill()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["glm_moe_dsa", "deepseek_v32"])
-def test_two_processes_train_as_one_does(kind: str, training: Path, tmp_path: Path) -> None:
-    """FSDP2 over gloo: weights, gradients and optimizer sharded, the same losses."""
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 5e-2)])
+def test_two_processes_train_as_one_does(kind: str, dtype: str, bound: float, training: Path, tmp_path: Path) -> None:
+    """FSDP2 over gloo: weights, gradients and optimizer sharded, the same losses. In bfloat16 one process keeps its
+    residual stream in float32."""
     model = save_model(tiny_config(kind), tmp_path / "model")
-    code, text = distill(model, training, tmp_path / "one")
+    code, text = distill(model, training, tmp_path / "one", dtype=dtype)
     assert code == 0, text
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(
-        [*launcher, *arguments(model, training, tmp_path / "two")], capture_output=True, text=True, timeout=600
+        [*launcher, *arguments(model, training, tmp_path / "two", dtype=dtype)],
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = records(tmp_path / "one"), records(tmp_path / "two")
@@ -173,7 +193,7 @@ def test_two_processes_train_as_one_does(kind: str, training: Path, tmp_path: Pa
         assert ours.keys() == theirs.keys()
         for name in ("loss", "kl", "losses", "held_out_kl", "kl_layers"):
             if name in ours:
-                assert theirs[name] == pytest.approx(ours[name], rel=1e-5, abs=1e-5)
+                assert theirs[name] == pytest.approx(ours[name], rel=bound, abs=bound)
     ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two"))
     assert ours.keys() == theirs.keys()
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 _PREFIXES = {"glm_moe_dsa": "GlmMoeDsa", "deepseek_v32": "DeepseekV32"}
@@ -16,7 +18,8 @@ def create_accelerator(model_type: str, cpu: bool, bfloat16: bool) -> Accelerato
     """The accelerator of this process; with others beside it (WORLD_SIZE), one that shards.
 
     Decoder layers are units of sharding. Indexers are units within them: their loss reaches them from other layers
-    than the one that they stand in.
+    than the one that they stand in. Gradients are added up in float32, and what a unit gives keeps its dtype, where
+    Accelerate's own policy would round losses and the indexers' weights.
     """
     plugin = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -29,6 +32,7 @@ def create_accelerator(model_type: str, cpu: bool, bfloat16: bool) -> Accelerato
             transformer_cls_names_to_wrap=[f"{prefix}DecoderLayer", f"{prefix}Indexer"],
             reshard_after_forward=True,
             cpu_ram_efficient_loading=True,
+            mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bfloat16 else None,
         )
     return Accelerator(cpu=cpu, mixed_precision="bf16" if bfloat16 else "no", fsdp_plugin=plugin)
 
