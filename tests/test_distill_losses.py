@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -167,7 +168,11 @@ def test_autocast_keeps_routers_in_float32(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("loss", ["multi", "own"])
-def test_the_kernels_compute_the_same(config: dict[str, Any], stage: Stage, loss: Loss) -> None:
+def test_the_kernels_compute_the_same(
+    config: dict[str, Any], stage: Stage, loss: Loss, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("indexcache_kernels.transformers", "indexcache_search.distill.kernel_attention"):
+        monkeypatch.setattr(f"{module}.ROWS", 20)  # blocks that end within sequences
     model, pattern = tiny_model(config), Pattern("FSSFSS")
     set_trainable(model, pattern, stage)
     found = []
@@ -183,6 +188,29 @@ def test_the_kernels_compute_the_same(config: dict[str, Any], stage: Stage, loss
     expected = gradients(model, pattern, stage, loss)
     for name, gradient in gradients(model, pattern, stage, loss, kernels="naive").items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-3 * expected[name].abs().max().item())
+
+
+class Kept:
+    def __init__(self, item: Tensor) -> None:
+        self.item = item
+
+
+def test_the_warm_up_keeps_nothing_of_a_block(config: dict[str, Any]) -> None:
+    """Of what the divergences are computed from; after the forward pass, for the backward pass."""
+    model, pattern, batch = tiny_model(config), Pattern("FSSFSS"), tokens(2, 25)
+    set_trainable(model, pattern, "warmup")
+    kept: WeakSet[Kept] = WeakSet()
+
+    def keep(item: Tensor) -> Kept:
+        holder = Kept(item)
+        kept.add(holder)
+        return holder
+
+    distillation = Distillation(model, pattern, "warmup", kernels="naive")
+    with distillation.attached(), torch.autograd.graph.saved_tensors_hooks(keep, lambda holder: holder.item):
+        output = distillation(batch)
+    assert output.divergences.requires_grad and len(kept) > 10
+    assert all(holder.item.shape[-1:] != (batch.numel(),) for holder in kept)  # a row of scores
 
 
 @pytest.mark.parametrize("stage", STAGES)

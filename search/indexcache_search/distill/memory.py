@@ -72,13 +72,18 @@ def estimate(
     heads, index_heads = config.num_attention_heads, config.index_n_heads
     mlp = max(config.intermediate_size, config.num_experts_per_tok * config.moe_intermediate_size)
     width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    body = tokens * size * (8 * config.hidden_size + 3 * mlp + 4 * heads * width)
+    attention = tokens * size * 4 * heads * width
+    body = tokens * size * (8 * config.hidden_size + 3 * mlp) + attention
     full = len(pattern.full_layers)
     if kernels:
         latent = config.kv_lora_rank + config.qk_rope_head_dim
-        body += tokens * heads * latent * size
-        indexer = tokens * index_heads * config.index_head_dim * size + tokens * config.index_topk * 4
-        on_top = min(tokens, ROWS) * heads * latent * size * 3 + 2 * indexer
+        vectors = tokens * index_heads * config.index_head_dim * size
+        block = min(tokens, ROWS) * heads * latent * size * 3
+        if stage == "warmup":  # a frozen layer keeps nothing but the gradient of what its source says
+            return Estimate(weights, attention + block + (len(layers) + 2 * full) * vectors)
+        body += tokens * heads * (latent + config.kv_lora_rank) * size
+        indexer = vectors + tokens * config.index_topk * 4
+        on_top = block + 2 * tokens * heads * (width - config.v_head_dim) * size + 2 * indexer
         handed_on = full * indexer
     else:
         body += cells * heads * (5 if size == 4 else 7)  # the softmax, its rounded copy, and a mask
