@@ -89,7 +89,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 def distill(
     model: Annotated[str | None, typer.Option(help="Folder or hub id of a DSA model. Default: the demo model.")] = None,
     pattern: Annotated[
-        str, typer.Option("--pattern", help="Pattern file, FILE@1/4, uniform@1/4, or letters.", metavar="PATTERN")
+        str,  # the flag is spelt out since typer 0.27 takes a metavar that is the name for it
+        typer.Option("--pattern", help="Pattern file, FILE@1/4, uniform@1/4, or letters.", metavar="PATTERN"),
     ] = "uniform@1/4",
     training: Annotated[
         list[str] | None, typer.Option(help="Training source: file, folder, hub id; repeatable.", metavar="SOURCE")

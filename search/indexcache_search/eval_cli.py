@@ -54,7 +54,7 @@ def evaluate(
     pattern: Annotated[
         list[str] | None,
         typer.Option(
-            "--pattern",
+            "--pattern",  # typer 0.27 takes a metavar that is the name for the flag
             help="[NAME=]FILE[@RETENTION] or NAME=LETTERS; repeatable. Default: the demo's, for the demo model.",
             metavar="PATTERN",
         ),
