@@ -75,12 +75,13 @@ def estimate(
     attention = tokens * size * 4 * heads * width
     body = tokens * size * (8 * config.hidden_size + 3 * mlp) + attention
     full = len(pattern.full_layers)
+    logits = min(tokens, LOGIT_ROWS) * config.vocab_size * 12
     if kernels:
         latent = config.kv_lora_rank + config.qk_rope_head_dim
         vectors = tokens * index_heads * config.index_head_dim * size
         block = min(tokens, ROWS) * heads * latent * size * 3
         if stage == "warmup":  # a frozen layer keeps nothing but the gradient of what its source says
-            return Estimate(weights, attention + block + (len(layers) + 2 * full) * vectors)
+            return Estimate(weights, max(attention + block, logits) + (len(layers) + 2 * full) * vectors)
         body += tokens * heads * (latent + config.kv_lora_rank) * size
         indexer = vectors + tokens * config.index_topk * 4
         on_top = block + 2 * tokens * heads * (width - config.v_head_dim) * size + 2 * indexer
@@ -90,7 +91,6 @@ def estimate(
         indexer = cells * 4 * (index_heads + 3)
         on_top = cells * 4 * (3 * heads + 2 * index_heads)
         handed_on = full * cells * 4  # what indexers say, until the last layer that they serve
-    logits = min(tokens, LOGIT_ROWS) * config.vocab_size * 12
     if stage == "warmup":
         activations = body + on_top + full * indexer + handed_on
     elif gradient_checkpointing:
