@@ -263,14 +263,15 @@ def attend_latent(
     keys = key[:, 0].flatten(0, 1)[:, None]
     chosen = indices if len(indices) == 1 else torch.where(indices < 0, indices, indices + first_keys(key[:, 0]))
     queries, chosen = query.transpose(1, 2).flatten(0, 1), chosen.flatten(0, 1)
-    parts = []
-    for start in range(0, len(queries), ROWS):
-        part = slice(start, start + ROWS)
-        absorbed = absorb(queries[part], w_k, nope)
+    parts: list[Tensor] = []
+    # Split, not sliced: the gradient of a slice has the size of the whole.
+    for rows, taken in zip(queries.split(ROWS), chosen.split(ROWS), strict=True):
+        absorbed = absorb(rows, w_k, nope)
         with torch.autocast(query.device.type, enabled=False):
-            latent, lse = sparse_attention(absorbed, keys, module.kv_lora_rank, chosen[part], scaling, backend)
+            latent, lse = sparse_attention(absorbed, keys, module.kv_lora_rank, taken, scaling, backend)
             if observe is not None:
-                observe(part, absorbed, keys, lse, chosen[part])
+                start = len(parts) * ROWS
+                observe(slice(start, start + len(rows)), absorbed, keys, lse, taken)
         parts.append(torch.einsum("thc,hdc->thd", latent, w_v))
     return torch.cat(parts).view(*indices.shape[:2], module.num_heads, module.v_head_dim)
 
