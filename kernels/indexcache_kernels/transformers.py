@@ -265,7 +265,7 @@ def attend_latent(
     queries, chosen = query.transpose(1, 2).flatten(0, 1), chosen.flatten(0, 1)
     parts: list[Tensor] = []
     # Split, not sliced: the gradient of a slice has the size of the whole.
-    for rows, taken in zip(queries.split(ROWS), chosen.split(ROWS), strict=True):
+    for rows, taken in zip(torch.split(queries, ROWS), torch.split(chosen, ROWS), strict=True):
         absorbed = absorb(rows, w_k, nope)
         with torch.autocast(query.device.type, enabled=False):
             latent, lse = sparse_attention(absorbed, keys, module.kv_lora_rank, taken, scaling, backend)
