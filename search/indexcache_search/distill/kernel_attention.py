@@ -56,7 +56,7 @@ def attend_and_compare(
     def divergence(
         part: slice, index: Vectors, absorbed: Tensor, keys: Tensor, lse: Tensor, chosen: Tensor | None
     ) -> Tensor:
-        given = (absorbed.detach(), keys.detach(), lse.detach().contiguous(), scale)
+        given = (absorbed.detach(), keys.detach(), lse.detach(), scale)
         return indexer_kl(*given, *index, starts[part].contiguous(), ends[part].contiguous(), chosen, backend).sum()
 
     if indices is not None:
