@@ -1,10 +1,25 @@
 """Cross-layer index sharing for DSA models: patterns, pattern files, and a fork-free SGLang plugin."""
 
-from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.model_config import DsaModel
-from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.pattern_file import PatternFile
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang_indexcache.errors import IndexCacheError
+    from sglang_indexcache.model_config import DsaModel
+    from sglang_indexcache.pattern import Pattern
+    from sglang_indexcache.pattern_file import PatternFile
 
 __all__ = ["DsaModel", "IndexCacheError", "Pattern", "PatternFile", "__version__"]
 
 __version__ = "0.1.0"
+
+_HOMES = {"DsaModel": "model_config", "IndexCacheError": "errors", "Pattern": "pattern", "PatternFile": "pattern_file"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is asked for: SGLang loads the plugin from here, and logs what fails to import."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,8 +1,45 @@
 """Errors that are a user's to mend: one line each, naming what was found and what would be right."""
 
+from __future__ import annotations
+
+import unicodedata
+
+_HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories that a terminal acts on, or does not show
+_WHITE = {"\n", "\r", "\t"}
+
+
+def is_hidden(character: str) -> bool:
+    """Whether a terminal or an editor would not show `character` as something that stands there."""
+    return unicodedata.category(character) in _HIDDEN
+
+
+def one_line(text: object, limit: int = 1000) -> str:
+    """`text` on one line that is safe to print: white space becomes a space, what does not show is escaped.
+
+    Args:
+        text: anything with a `str`.
+        limit: characters of the result.
+    """
+    shown = "".join(
+        " " if letter in _WHITE else f"\\u{ord(letter):04x}" if is_hidden(letter) else letter
+        for letter in str(text)[: 2 * limit]
+    ).strip()
+    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+
 
 class IndexCacheError(ValueError):
-    """Base of every error this project raises for bad input; a command line prints it and exits with 2."""
+    """Base of every error this project raises for bad input; a command line prints it and exits with 2.
+
+    Args:
+        message: one line; names in it may come from files and servers, so what does not print is escaped.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
+
+class FileError(IndexCacheError):
+    """A file that can't be read: not there, no regular file, too large."""
 
 
 class PatternError(IndexCacheError):

@@ -12,12 +12,12 @@ from typing import Any
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.overrides import merge_overrides, parse_overrides
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.plugin import refuse
 from sglang_indexcache.probes import MODEL_CONFIG, Feature, Need, SglangError, SglangSource
+from sglang_indexcache.refusal import refuse, refuse_unforeseen
 
 
 def refusing(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """`hook`, ending the process with one line on an `IndexCacheError`: SGLang logs any other exception and serves."""
+    """`hook`, ending the process on any error: SGLang would log some of them and serve on."""
 
     @functools.wraps(hook)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -25,13 +25,43 @@ def refusing(hook: Callable[..., Any]) -> Callable[..., Any]:
             return hook(*args, **kwargs)
         except IndexCacheError as error:
             refuse(str(error))
+        except Exception as error:
+            refuse_unforeseen(f"hook {hook.__module__}.{hook.__qualname__}", error)
+
+    return guarded
+
+
+def refusing_around(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """As `refusing`, for a hook that calls what it is around; what fails in there is SGLang's, and passes."""
+
+    @functools.wraps(hook)
+    def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        theirs: list[Exception] = []
+
+        @functools.wraps(original)
+        def watched(*inner: Any, **named: Any) -> Any:
+            try:
+                return original(*inner, **named)
+            except Exception as error:
+                theirs.append(error)
+                raise
+
+        try:
+            return hook(watched, *args, **kwargs)
+        except Exception as error:
+            if any(error is other for other in theirs):
+                raise
+            if isinstance(error, IndexCacheError):
+                refuse(str(error))
+            refuse_unforeseen(f"hook {hook.__module__}.{hook.__qualname__}", error)
 
     return guarded
 
 
 def bound_arguments(need: Need, args: Any, kwargs: Any) -> inspect.BoundArguments:
     """The arguments of a hooked call by name; a hook's wrapper has its target's signature."""
-    bound = inspect.signature(resolve_name(f"sglang.{need.module}:{need.name}")).bind(*args, **kwargs)
+    target = resolve_name(f"sglang.{need.module}:{need.name}")
+    bound = inspect.signature(getattr(target, "__func__", target)).bind(*args, **kwargs)  # with a classmethod's class
     bound.apply_defaults()
     return bound
 
@@ -98,7 +128,8 @@ class Hooks:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         self._wanted.add(need.target)
-        HookRegistry.register(need.target, refusing(function), HookType[kind])
+        guard = refusing_around if kind == "AROUND" else refusing
+        HookRegistry.register(need.target, guard(function), HookType[kind])
 
     def _all_are_in(self, *args: Any, **kwargs: Any) -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry

@@ -19,8 +19,16 @@ from importlib.util import find_spec
 
 from sglang_indexcache.calibration.preflight import LAUNCH_FLAGS
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.pattern_file import PatternFile
-from sglang_indexcache.plugin import ALLOW_MISMATCH_VARIABLE, CALIBRATE_VARIABLE, PATTERN_VARIABLE, refuse
+from sglang_indexcache.overrides import FLAG as OVERRIDES_FLAG
+from sglang_indexcache.refusal import (
+    ALLOW_MISMATCH_VARIABLE,
+    CALIBRATE_VARIABLE,
+    PATTERN_VARIABLE,
+    refuse,
+    refuse_unforeseen,
+)
+from sglang_indexcache.serving.ready import carry
+from sglang_indexcache.serving.request import Request
 
 PATTERN_FLAG = "--indexcache-pattern"
 ALLOW_FLAG = "--indexcache-allow-config-mismatch"
@@ -114,10 +122,32 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
         return (*split.rest, *(flag for flag in LAUNCH_FLAGS if flag not in split.rest))
     if split.pattern is None:
         raise LaunchError(f"{PATTERN_FLAG} is missing, expected a pattern file; without one use sglang.launch_server")
-    PatternFile.load(split.pattern)
+    request = Request.load(split.pattern)
     os.environ[PATTERN_VARIABLE] = split.pattern
     os.environ[ALLOW_MISMATCH_VARIABLE] = "1" if split.allow_mismatch else "0"
-    return split.rest
+    return with_carried(split.rest, request)
+
+
+def with_carried(rest: Sequence[str], request: Request) -> Sequence[str]:
+    """SGLang's arguments with the pattern among the model overrides, for schedulers that lose their environment.
+
+    A configuration file of SGLang's may have overrides, too, which a flag would replace: then there is no such flag.
+
+    Raises:
+        SpellingError: if the overrides that are there say another pattern.
+    """
+    if any(word.partition("=")[0] == "--config" for word in rest):
+        return rest
+    kept: list[str] = []
+    overrides = "{}"
+    words = iter(rest)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == OVERRIDES_FLAG:
+            overrides = value if equals else next(words, "")
+        else:
+            kept.append(word)
+    return (*kept, OVERRIDES_FLAG, carry(overrides, request))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -126,6 +156,8 @@ def main(arguments: Sequence[str]) -> None:
         rest = prepare(arguments)
     except IndexCacheError as error:
         refuse(str(error))
+    except Exception as error:
+        refuse_unforeseen("the launcher", error)
     sys.argv = ["sglang.launch_server", *rest]
     runpy.run_module("sglang.launch_server", run_name="__main__")
 

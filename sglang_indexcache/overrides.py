@@ -22,7 +22,7 @@ def parse_overrides(text: str) -> dict[str, Any]:
     """
     try:
         content = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise SpellingError(f"{FLAG} is not JSON: {text[:80]}") from None
     if not isinstance(content, dict):
         raise SpellingError(f"{FLAG} is {type(content).__name__}, expected a JSON object")
@@ -35,8 +35,14 @@ def merge_overrides(user: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]
     Each sharing key that the user gives is read on its own, since versions differ in which one wins.
 
     Raises:
-        SpellingError: if one of them says another pattern, or `cli_factor` would win over any.
+        SpellingError: if one of them says another pattern, `cli_factor` would win over any, or the model would have
+            another number of layers.
     """
+    if user.get("num_hidden_layers", len(pattern)) != len(pattern):
+        raise SpellingError(
+            f"{FLAG}: num_hidden_layers is {user['num_hidden_layers']}, the pattern has {len(pattern)} letters;"
+            " expected a file made for that model"
+        )
     if (user.get("cli_factor") or 1) != 1:
         raise SpellingError(f"{FLAG}: cli_factor is {user['cli_factor']}, which wins over any pattern; expected none")
     for keys in ((PATTERN_KEY,), (TYPES_KEY,), (FREQ_KEY, OFFSET_KEY)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -12,6 +13,7 @@ from functools import cached_property
 from sglang_indexcache.errors import PatternError
 
 FULL, SHARED = "F", "S"
+_RETENTION = re.compile(r"[0-9]{1,4}/[1-9][0-9]{0,3}|[0-9](\.[0-9]{1,9})?|\.[0-9]{1,9}")
 
 
 @dataclass(frozen=True)
@@ -151,15 +153,14 @@ class Pattern:
 
 
 def parse_retention(text: str) -> Fraction:
-    """Parse a retention: a fraction (`1/4`) or a decimal (`0.25`), above 0 and at most 1.
+    """Parse a retention: a fraction (`1/4`, four digits at most on either side) or a decimal (`0.25`), 0 < r <= 1.
 
     Raises:
         PatternError: if it is neither, or out of range.
     """
-    try:
-        retention = Fraction(text.strip())
-    except (ValueError, ZeroDivisionError):
-        raise PatternError(f"retention is {text!r}, expected a fraction like 1/4 or a decimal like 0.25") from None
+    if not _RETENTION.fullmatch(text.strip()):
+        raise PatternError(f"retention is {text[:40]!r}, expected a fraction like 1/4 or a decimal like 0.25")
+    retention = Fraction(text.strip())
     if not 0 < retention <= 1:
         raise PatternError(f"retention is {text}, expected more than 0 and at most 1")
     return retention

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
-from collections.abc import Hashable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -13,12 +11,13 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sglang_indexcache.errors import IndexCacheError, PatternError, PatternFileError
+from sglang_indexcache import strict_yaml
+from sglang_indexcache.errors import FileError, IndexCacheError, PatternError, PatternFileError, is_hidden, one_line
+from sglang_indexcache.files import read_regular, write_atomically
 from sglang_indexcache.model_config import DsaModel
 from sglang_indexcache.pattern import Pattern, full_layer_count, parse_retention
 
 SCHEMA = "indexcache/v1"
-MAX_BYTES = 1 << 20
 
 _Finite = Annotated[float, AllowInfNan(False)]
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -121,6 +120,8 @@ class PatternFile(_Section):
         for name, roles in self.patterns.items():
             pattern = Pattern(roles)
             pattern.check_fits(model.num_layers, model.locked_layers)
+            if name != str(parse_retention(name)):
+                raise PatternError(f"patterns.{name}: expected {parse_retention(name)}, the one way to write it")
             expected = full_layer_count(model.num_layers, parse_retention(name))
             if len(pattern.full_layers) != expected:
                 found = len(pattern.full_layers)
@@ -156,9 +157,8 @@ class PatternFile(_Section):
         Raises:
             PatternError: if the file has none.
         """
-        for name, roles in self.patterns.items():
-            if parse_retention(name) == retention:
-                return Pattern(roles)
+        if str(retention) in self.patterns:
+            return Pattern(self.patterns[str(retention)])
         wanted = full_layer_count(self.model.num_layers, retention)
         steps = self.trajectory_patterns() if self.trajectory else [self.as_pattern()]
         for pattern in steps:
@@ -203,9 +203,9 @@ class PatternFile(_Section):
         """
         path, retention = _split_spec(str(spec))
         try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise PatternFileError(f"{path}: {error.strerror or error}") from None
+            data = read_regular(path, strict_yaml.MAX_BYTES)
+        except FileError as error:
+            raise PatternFileError(str(error)) from None
         file = cls.loads(data, str(path))
         if retention is None:
             return file
@@ -222,7 +222,11 @@ class PatternFile(_Section):
             PatternFileError: as `load`.
         """
         try:
-            return cls.model_validate(_parse_yaml(data))
+            content = strict_yaml.load(data if isinstance(data, bytes) else data.encode())
+            if not isinstance(content, dict):
+                found = type(content).__name__
+                raise PatternFileError(f"found {found}, expected a mapping that begins with schema: {SCHEMA}")
+            return cls.model_validate(content)
         except ValidationError as error:
             raise PatternFileError(f"{source}: {_first_error(error)}") from None
         except IndexCacheError as error:
@@ -246,25 +250,9 @@ class PatternFile(_Section):
         write_atomically(Path(path), self.dumps())
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` beside `path` and rename: a reader sees the old file or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
 def _split_spec(spec: str) -> tuple[Path, str | None]:
     head, mark, tail = spec.rpartition("@")
-    if mark and head and not Path(spec).exists():
+    if mark and head and not os.path.exists(spec):  # noqa: PTH110 (Path.exists raises for names that are too long)
         return Path(head), tail
     return Path(spec), None
 
@@ -280,8 +268,7 @@ def _first_error(error: ValidationError) -> str:
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, IndexCacheError):
         return f"{where}: {cause}" if where else str(cause)
-    found = " ".join(repr(first["input"]).split())
-    found = found if len(found) <= 60 else found[:57] + "..."
+    found = one_line(repr(first["input"]), 60)
     return f"{where or 'the file'}: found {found}, expected: {first['msg'].removeprefix('Input should be ')}"
 
 
@@ -290,58 +277,18 @@ class _Inline(dict[str, Any]):
 
 
 class _Dumper(yaml.SafeDumper):
-    pass
+    """Writes what `strict_yaml` reads back: a string that would be a number there, or does not show, in quotes."""
+
+    def represent_text(self, text: str) -> yaml.Node:
+        try:
+            plain = strict_yaml.resolve(text) == text
+        except PatternFileError:
+            plain = False
+        style = None if plain and not any(map(is_hidden, text)) else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
 
 
+_Dumper.add_representer(str, _Dumper.represent_text)
 _Dumper.add_representer(
     _Inline, lambda dumper, data: dumper.represent_mapping("tag:yaml.org,2002:map", data, flow_style=True)
 )
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML without what a review would miss: repeated keys, anchors and aliases, dates turned into objects."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise PatternFileError(f"line {event.start_mark.line + 1}: anchors and aliases are not allowed")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
-            if key is None or key_node.tag != "tag:yaml.org,2002:str":
-                raise PatternFileError(f"line {key_node.start_mark.line + 1}: keys must be words")
-            if key in seen:
-                raise PatternFileError(f"line {key_node.start_mark.line + 1}: key {key!r} stands there twice")
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(("timestamp", "merge"))]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-
-
-def _parse_yaml(data: bytes | str) -> Mapping[str, Any]:
-    if len(data) > MAX_BYTES:
-        raise PatternFileError(f"has {len(data)} bytes, expected at most {MAX_BYTES}")
-    try:
-        text = data.decode("utf-8") if isinstance(data, bytes) else data
-        loader = _Loader(text)
-        try:
-            content = loader.get_single_data()
-        finally:
-            loader.dispose()
-    except yaml.MarkedYAMLError as error:
-        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise PatternFileError(f"{line}not YAML: {error.problem}") from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise PatternFileError(f"not YAML: {' '.join(str(error).split())[:120]}") from None
-    except RecursionError:
-        raise PatternFileError("not a pattern file: nested too deeply") from None
-    if not isinstance(content, dict):
-        raise PatternFileError(f"found {type(content).__name__}, expected a mapping that begins with schema: {SCHEMA}")
-    return content

@@ -1,42 +1,64 @@
-"""SGLang plugin (entry point group `sglang.srt.plugins`): serve the pattern that the environment names, or refuse.
+"""SGLang plugin (entry point group `sglang.srt.plugins`): serve the pattern that is asked for, or refuse.
 
-With `SGLANG_INDEXCACHE_CALIBRATE=1` it makes a server for a search instead; with neither it does nothing at all.
-SGLang's plugin loader and hook registry log what fails and go on; `SystemExit` is the one thing they let through, so
-every refusal here is one.
+`SGLANG_INDEXCACHE_PATTERN` names a pattern, `SGLANG_INDEXCACHE_CALIBRATE=1` makes a server for a search instead. A
+scheduler that has lost the variable finds the pattern among its server arguments. With none of these the plugin does
+nothing. This module imports nothing of the project, so that what can't be imported is refused, not logged.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from typing import NoReturn
 
-PATTERN_VARIABLE = "SGLANG_INDEXCACHE_PATTERN"
-ALLOW_MISMATCH_VARIABLE = "SGLANG_INDEXCACHE_ALLOW_CONFIG_MISMATCH"
-CALIBRATE_VARIABLE = "SGLANG_INDEXCACHE_CALIBRATE"
+from sglang_indexcache.refusal import (
+    ALLOW_MISMATCH_VARIABLE,
+    CALIBRATE_VARIABLE,
+    PATTERN_VARIABLE,
+    refuse,
+    refuse_unforeseen,
+)
 
 
 def register() -> None:
-    """Entry point: register the hooks for what the environment asks for, if anything."""
+    """Entry point: register the hooks for what is asked for, if anything."""
     spec, calibrate = os.environ.get(PATTERN_VARIABLE), os.environ.get(CALIBRATE_VARIABLE) == "1"
-    if not spec and not calibrate:
-        return
-    from sglang_indexcache import calibration, serving
-    from sglang_indexcache.errors import IndexCacheError
-
     try:
         if spec and calibrate:
-            raise IndexCacheError(f"{PATTERN_VARIABLE} and {CALIBRATE_VARIABLE} are set, expected one of them")
+            refuse(f"{PATTERN_VARIABLE} and {CALIBRATE_VARIABLE} are set, expected one of them")
         if spec:
+            from sglang_indexcache import serving
+
             serving.install(spec, allow_config_mismatch=os.environ.get(ALLOW_MISMATCH_VARIABLE) == "1")
-        else:
+        elif calibrate:
+            from sglang_indexcache import calibration
+
             calibration.install()
-    except IndexCacheError as error:
-        refuse(str(error))
+        else:
+            _watch_for_carried_pattern()
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] == "sglang_indexcache":
+            refuse(str(error))
+        refuse_unforeseen("the plugin could not be registered", error)
 
 
-def refuse(reason: str) -> NoReturn:
-    """End this process with one line and exit code 2."""
-    sys.stderr.write(f"indexcache: {reason}\n")
-    sys.stderr.flush()
-    raise SystemExit(2)
+def _watch_for_carried_pattern() -> None:
+    """Two hooks on `Scheduler.__init__`, which look into the server arguments and do nothing else."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target, finish = "sglang.srt.managers.scheduler.Scheduler.__init__", []
+
+    def before(scheduler: object, server_args: object, *args: object, **kwargs: object) -> None:
+        text = getattr(server_args, "json_model_override_args", None)
+        if isinstance(text, str) and '"indexcache"' in text:
+            try:
+                from sglang_indexcache import serving
+
+                finish.append(serving.install_carried(text))
+            except Exception as error:
+                refuse_unforeseen("the pattern among the server arguments can't be served", error)
+
+    def after(result: object, scheduler: object, *args: object, **kwargs: object) -> None:
+        while finish:
+            finish.pop()(result, scheduler)
+
+    HookRegistry.register(target, before, HookType.BEFORE)
+    HookRegistry.register(target, after, HookType.AFTER)

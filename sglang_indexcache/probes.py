@@ -69,6 +69,13 @@ CONFIG_READER = Need(
 ATTENTION = Need(
     "srt.models.deepseek_v2", "DeepseekV2AttentionMLA.__init__", ("layer_id",), ("skip_topk", "next_skip_topk")
 )
+ROLE_READER = Need(
+    "srt.models.deepseek_common.attention_forward_methods.forward_mla",
+    "DeepseekMLAForwardMixin",
+    mentions=("skip_topk",),
+)
+LAUNCH = Need("srt.entrypoints.engine", "Engine._launch_subprocesses", ("server_args",))
+READY = Need("srt.managers.scheduler", "Scheduler.get_init_info")
 NEW_MODEL = Need("srt.model_loader.loader", "_initialize_model", ("model_config", "load_config"))
 LOAD_MODEL = Need("srt.model_executor.model_runner", "ModelRunner.load_model")
 WORLD = Need("srt.distributed.parallel_state", "get_world_group")
@@ -102,13 +109,13 @@ HTTP = Need("srt.entrypoints.http_server", "_setup_and_run_http_server", ("serve
 SERVE = Feature(
     "serve",
     "hand the pattern over through SGLang's own configuration",
-    (MODEL_CONFIG, SERVER_ARGS, ATTENTION, SCHEDULER),
+    (MODEL_CONFIG, SERVER_ARGS, ATTENTION, ROLE_READER, SCHEDULER),
     "no server",
 )
 PROVE = Feature(
     "prove",
     "compare every attention module with the pattern, on every rank",
-    (LOAD_MODEL, ATTENTION, WORLD, GATHER),
+    (LOAD_MODEL, ATTENTION, WORLD, GATHER, READY, LAUNCH),
     "no server",
 )
 WEIGHTS = Feature("weights", "see that the indexers of F layers were loaded", (NEW_MODEL, LOAD_MODEL), "no server")

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_indexcache import DsaModel, Pattern, PatternFile
-from sglang_indexcache.errors import PatternError, PatternFileError
+from sglang_indexcache.errors import PatternError, PatternFileError, is_hidden
 from tests.conftest import tiny_config
 
 GOOD = """\
@@ -76,8 +78,18 @@ def test_numbers_that_look_like_something_else_survive() -> None:
     for digest in ("1" * 64, "0" * 63 + "1", "12e4" + "5" * 60):
         content = good()
         content["model"]["config_sha256"] = digest
-        file = PatternFile.loads(yaml.safe_dump(content))
+        file = PatternFile.model_validate(content)
         assert PatternFile.loads(file.dumps()).model.config_sha256 == digest
+
+
+@given(name=st.text(max_size=40))
+def test_what_is_written_is_read_back(name: str) -> None:
+    """Names that look like numbers, hold line breaks, or what an editor does not show."""
+    content = good()
+    content["model"]["name"] = name
+    file = PatternFile.model_validate(content)
+    assert PatternFile.loads(file.dumps()) == file
+    assert not any(map(is_hidden, file.dumps().replace("\n", "")))
 
 
 @pytest.mark.parametrize(
@@ -186,17 +198,30 @@ def test_every_mistake_has_its_line(edit: Callable[[dict[str, Any]], None], mess
         ("FSSS", "found str"),
         ("a: [", "line 1: not YAML"),
         ("a: b: c", "line 1: not YAML"),
-        ("\tx: 1", "not YAML"),
-        (b"\xff\xfe\x00", "not YAML"),
+        ("\tx: 1", "line 1: character U+0009 is not allowed"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+        ("# a comment\u2028schema: hidden\n", "line 1: character U+2028 is not allowed"),
+        ("# a comment\x85schema: hidden\n", "line 1: character U+0085 is not allowed"),
+        ("a: b\rc: d\n", "line 1: character U+000D is not allowed"),
+        ("# \u202egnirts\n", "line 1: character U+202E is not allowed"),
+        ("x: 010\n", "line 1: number 010 begins with 0"),
+        ("x: |\n  text\n", "line 1: a value of several lines"),
+        ("x: [a,\n  b]\n", "line 1: brackets of several lines"),
+        ("%YAML 1.1\n---\nx: 1\n", "directives are not allowed"),
+        ("x: !!bool y\n", "line 1: tags are not allowed"),
+        ("!!str {=: FFFF, comment: X}\n", "line 1: tags are not allowed"),
         ("schema: &a indexcache/v1\nmodel: *a\n", "line 1: anchors and aliases are not allowed"),
         ("pattern: FS\npattern: FF\n", "line 2: key 'pattern' stands there twice"),
-        ("schema: !!python/object:os.system x\n", "not YAML"),
+        ("schema: !!python/object:os.system x\n", "tags are not allowed"),
         ("1: 2\n", "keys must be words"),
         ("[a]: 2\n", "keys must be words"),
         ("a: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
-        ("---\na: 1\n---\nb: 2\n", "not YAML"),
+        ("---\na: 1\n---\nb: 2\n", "a second document is not allowed"),
         ("x" * (1 << 21), "expected at most"),
-        ("seed: " + "9" * 5000, "not YAML"),
+        ("seed: " + "9" * 5000, "has 5000 characters, expected at most 40"),
+        ("seed: 0x" + "f" * 5000, "has 5002 characters, expected at most 40"),
+        ("a\x1b[31m: 1\n", "character U+001B"),
+        ('"a\\e[31m\\n": 1\n', "a\\u001b[31m : unknown key"),
         ("a: 0x\nb: 1:99:99\n", "unknown key"),
     ],
 )

@@ -6,45 +6,145 @@ The same against real SGLang is in tests/live.
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from sglang_indexcache import Pattern, plugin, serving
-from sglang_indexcache.hooks import refusing
-from sglang_indexcache.launch_server import Arguments, LaunchError, check_plugin_is_found, split_arguments
-from sglang_indexcache.serving import identity, proof
-from sglang_indexcache.serving.proof import effective_roles, mark_unloaded, mismatch
+from sglang_indexcache import Pattern, plugin, refusal, serving
+from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.hooks import refusing, refusing_around
+from sglang_indexcache.launch_server import Arguments, LaunchError, check_plugin_is_found, split_arguments, with_carried
+from sglang_indexcache.serving import identity, proof, ready
+from sglang_indexcache.serving.proof import Proof, Proven, effective_roles, mark_unloaded, mismatch
 from sglang_indexcache.serving.ranks import MEET_VARIABLE, ProofError, RankReport, _meet_seconds, disagreement
 from sglang_indexcache.serving.request import Request
 from tests.conftest import tiny_config
 from tests.patterns import pattern_file
 
 PATTERN = Pattern("FSSFSS")
-REQUEST = Request("deploy.yaml@1/3", pattern_file(PATTERN, tiny_config()))
+REQUEST = Request("deploy.yaml@1/3", PATTERN, pattern_file(PATTERN, tiny_config()))
+PROVEN = Proven()
+PROVEN.set(Proof(PATTERN, 6, 2))
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 
 
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Hooks that were registered with a stand-in for SGLang's registry: kind and function."""
+    found: list[tuple[str, Any]] = []
+    registry = SimpleNamespace(register=lambda target, hook, kind: found.append((kind, hook)))
+    module = ModuleType("sglang.srt.plugins.hook_registry")
+    module.HookRegistry, module.HookType = registry, SimpleNamespace(BEFORE="BEFORE", AFTER="AFTER")
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return found
+
+
 @pytest.mark.parametrize("value", [None, ""])
-def test_without_a_pattern_the_plugin_does_nothing(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "install", lambda *_, **__: pytest.fail("installed"))
-    monkeypatch.delenv(plugin.PATTERN_VARIABLE, raising=False)
+def test_without_a_pattern_the_plugin_does_nothing(
+    value: str | None, monkeypatch: pytest.MonkeyPatch, registered: list[tuple[str, Any]]
+) -> None:
+    monkeypatch.setattr(serving, "_register", lambda *_, **__: pytest.fail("installed"))
+    monkeypatch.delenv(refusal.PATTERN_VARIABLE, raising=False)
     if value is not None:
-        monkeypatch.setenv(plugin.PATTERN_VARIABLE, value)
+        monkeypatch.setenv(refusal.PATTERN_VARIABLE, value)
     plugin.register()
+    hooks = dict(registered)
+    for text in ("{}", '{"index_topk_freq": 4}', None):
+        hooks["BEFORE"](None, SimpleNamespace(json_model_override_args=text))
+        hooks["AFTER"](None, None, None)
+
+
+def test_a_scheduler_that_lost_the_variable_finds_the_pattern_in_its_arguments(
+    monkeypatch: pytest.MonkeyPatch, registered: list[tuple[str, Any]]
+) -> None:
+    monkeypatch.delenv(refusal.PATTERN_VARIABLE, raising=False)
+    seen: list[Any] = []
+    monkeypatch.setattr(serving, "install_carried", lambda text: lambda *args: seen.append((text, args)))
+    plugin.register()
+    hooks, text = dict(registered), ready.carry('{"rope_theta": 1}', REQUEST)
+    hooks["BEFORE"]("scheduler", SimpleNamespace(json_model_override_args=text), "port")
+    hooks["AFTER"](None, "scheduler")
+    assert seen == [(text, (None, "scheduler"))]
+    assert Request.from_overrides(text) == Request("deploy.yaml@1/3", PATTERN)
+
+
+@pytest.mark.parametrize(
+    "error", [AttributeError("gone"), KeyError("BEFORE"), OSError(5, "bad disk"), ImportError("x")]
+)
+def test_whatever_goes_wrong_while_the_plugin_registers_ends_the_process(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(serving, "install", fail)
+    monkeypatch.setenv(refusal.PATTERN_VARIABLE, "p.yaml")
+    with pytest.raises(SystemExit) as caught:
+        plugin.register()
+    lines = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2 and lines[0].startswith("Traceback")
+    assert lines[-1].startswith(f"indexcache: the plugin could not be registered: {type(error).__name__}")
+
+
+@pytest.mark.parametrize("error", [AttributeError("gone"), KeyError("BEFORE"), OSError(5, "bad disk")])
+def test_whatever_goes_wrong_in_a_hook_ends_the_process(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    for guard, args in ((refusing, ()), (refusing_around, (print,))):
+        with pytest.raises(SystemExit):
+            guard(fail)(*args)
+        assert capsys.readouterr().err.splitlines()[-1].startswith("indexcache: hook tests.test_serving")
+
+
+def test_what_fails_inside_what_a_hook_is_around_is_not_ours() -> None:
+    def around(original: Any) -> Any:
+        return original()
+
+    def original() -> None:
+        raise KeyError("of SGLang")
+
+    with pytest.raises(KeyError, match="of SGLang"):
+        refusing_around(around)(original)
+
+
+def test_in_another_thread_the_process_ends_too() -> None:
+    code = "import threading, time; from sglang_indexcache.refusal import refuse\n"
+    code += "threading.Thread(target=refuse, args=('no',)).start(); time.sleep(60)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert (result.returncode, result.stderr) == (2, "indexcache: no\n")
+
+
+def test_the_plugin_can_be_loaded_where_the_package_is_broken(tmp_path: Path) -> None:
+    """SGLang logs an entry point that can't be loaded, and serves on: what is broken must show while it registers."""
+    (tmp_path / "pydantic.py").write_text("raise ImportError('no wheel for this machine')")
+    code = "from sglang_indexcache.plugin import register; print('loaded', flush=True); register()"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "SGLANG_INDEXCACHE_PATTERN": "p.yaml"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 2 and result.stdout == "loaded\n"
+    assert result.stderr.splitlines()[-1].startswith("indexcache: the plugin could not be registered: ImportError")
 
 
 def test_an_unusable_pattern_ends_the_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """SystemExit, since SGLang's plugin loader logs every Exception and serves on."""
-    monkeypatch.setenv(plugin.PATTERN_VARIABLE, "nothing.yaml@1/2")
+    monkeypatch.setenv(refusal.PATTERN_VARIABLE, "nothing.yaml@1/2")
     with pytest.raises(SystemExit) as caught:
         plugin.register()
     assert caught.value.code == 2
@@ -123,6 +223,15 @@ class Attention(nn.Module):
         self.indexer, self.is_nextn = (nn.ModuleDict({"wk": nn.Linear(2, 2)}) if indexer else None), is_nextn
 
 
+class Decides(Attention):
+    """Carries SGLang's own decision, too, as from 0.5.15 on."""
+
+    ignores = False
+
+    def should_run_indexer(self, carried: Any = None) -> bool:
+        return self.ignores or not self.skip_topk
+
+
 def loaded(roles: str, first: int = 0, **options: Any) -> nn.Module:
     return nn.ModuleList([nn.Sequential(Attention(first + i, role, **options)) for i, role in enumerate(roles)])
 
@@ -188,13 +297,67 @@ def test_how_long_ranks_wait_for_each_other_is_a_number(text: str, monkeypatch: 
 
 def test_a_mismatch_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(proof, "all_ranks", lambda report: [report])
-    prove = refusing(proof.prover(REQUEST))
+    proven = Proven()
+    prove = refusing(proof.prover(REQUEST, proven))
     prove(None, SimpleNamespace(model=loaded("FSSFSS"), is_draft_worker=False))
     prove(None, SimpleNamespace(model=loaded("FFFFFF"), is_draft_worker=True))  # a draft model has no pattern
     with pytest.raises(SystemExit) as caught:
         prove(None, SimpleNamespace(model=loaded("FFFFFF"), is_draft_worker=False))
     assert caught.value.code == 2
     assert capsys.readouterr().err == "indexcache: layer 1 would run as F, the pattern says S\n"
+    assert proven.proof == Proof(PATTERN, 6, 1)
+
+
+def test_a_layer_whose_indexer_runs_whatever_its_attribute_says_is_found() -> None:
+    """The attribute is right; SGLang's own decision is asked as well."""
+    model = nn.ModuleList([Decides(layer, role) for layer, role in enumerate("FSSFSS")])
+    assert mismatch(PATTERN, effective_roles(model)) is None
+    model[1].ignores = True
+    with pytest.raises(ProofError, match="layer 1 decides by something else than skip_topk"):
+        effective_roles(model)
+
+
+def test_nothing_is_reported_without_a_proof() -> None:
+    for hook in (serving.status(REQUEST, Proven()), ready.reporter(REQUEST, Proven())):
+        with pytest.raises(ProofError, match="was not compared with the pattern"):
+            hook(SimpleNamespace(internal_state={}), SimpleNamespace(dp_rank=None))
+
+
+def test_a_scheduler_that_is_ready_sends_its_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ready.FOLDER_VARIABLE, str(tmp_path))
+    info: dict[str, Any] = {"status": "ready"}
+    ready.reporter(REQUEST, PROVEN)(info, SimpleNamespace(dp_rank=1))
+    [left] = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+    assert info["indexcache"] == left and left["dp_rank"] == 1 and left["pattern"] == "FSSFSS"
+
+
+def test_the_server_waits_for_every_proof() -> None:
+    own = {**PROVEN.proof.status("p"), "dp_rank": 0}
+    other = {**own, "dp_rank": 1}
+    ready.check(REQUEST, [own, own], [], 1)  # two tensor-parallel ranks
+    ready.check(REQUEST, [None], [own, other, other], 2)  # a data-parallel controller says nothing
+    for sent, left, replicas in (([own, None], [own], 1), ([], [], 1), ([None], [own], 2), ([None], [], 2)):
+        with pytest.raises(ProofError, match="has not proven that it runs the pattern; expected the plugin"):
+            ready.check(REQUEST, sent, left, replicas)
+    wrong = {**own, "pattern": "FFFFFF", "fingerprint": Pattern("FFFFFF").fingerprint}
+    with pytest.raises(ProofError, match="a scheduler runs FFFFFF, the pattern is FSSFSS"):
+        ready.check(REQUEST, [own, wrong], [], 1)
+
+
+@pytest.mark.parametrize(
+    "flags", [(), ("--json-model-override-args", '{"a": 1}'), ('--json-model-override-args={"a": 1}',)]
+)
+def test_the_launcher_puts_the_pattern_into_the_server_arguments(flags: tuple[str, ...]) -> None:
+    *rest, flag, text = with_carried(("--tp", "8", *flags), REQUEST)
+    assert rest == ["--tp", "8"] and flag == "--json-model-override-args"
+    assert Request.from_overrides(text).pattern == PATTERN and json.loads(text).get("a") == (1 if flags else None)
+    assert with_carried(("--config", "c.yaml", *flags), REQUEST) == ("--config", "c.yaml", *flags)
+    for wrong, message in (
+        ('{"index_topk_freq": 3}', "index_topk_freq means"),
+        ('{"num_hidden_layers": 2}', "has 6 letters"),
+    ):
+        with pytest.raises(IndexCacheError, match=message):
+            with_carried(("--json-model-override-args", wrong), REQUEST)
 
 
 # -- status and identity
@@ -202,7 +365,7 @@ def test_a_mismatch_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_the_status_is_added_to_the_internal_state() -> None:
     reply = SimpleNamespace(internal_state={"tp_size": 1})
-    serving.status(REQUEST)(reply, None)
+    serving.status(REQUEST, PROVEN)(reply, None)
     assert reply.internal_state["indexcache"] == {
         "pattern": "FSSFSS",
         "fingerprint": PATTERN.fingerprint,
@@ -210,6 +373,7 @@ def test_the_status_is_added_to_the_internal_state() -> None:
         "full_layers": 2,
         "shared_layers": 4,
         "source": "deploy.yaml@1/3",
+        "proven_ranks": 2,
     }
 
 

@@ -34,7 +34,7 @@ from indexcache_search.search import Search, Settings, identity, today
 from indexcache_search.strategies.greedy import Step
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import Pattern
-from sglang_indexcache.pattern_file import write_atomically
+from sglang_indexcache.files import write_atomically
 
 OVERLAP_ROWS = 64  # queries a sequence for the overlap matrix
 

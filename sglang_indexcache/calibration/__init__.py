@@ -29,11 +29,13 @@ def install() -> None:
     source = installed_source((*probes.REQUIRED, probes.CALIBRATE))
     os.environ["SGLANG_DSA_TOPK_BROADCAST"] = "1"  # all tensor-parallel ranks attend to what the first one selected
     hooks, calibration = Hooks(), Calibration()
-    hooks.guard(probes.SERVER_ARGS, probes.MODEL_CONFIG, probes.LOAD_MODEL, probes.SCHEDULER)
+    hooks.guard(probes.SERVER_ARGS, probes.MODEL_CONFIG, probes.LOAD_MODEL, probes.READY)
     hooks.before(probes.SERVER_ARGS, calibration.server_args)
     hooks.before(probes.MODEL_CONFIG, calibration.model_config)
     hooks.after(probes.NEW_MODEL, proof.prepare)
-    hooks.after(probes.LOAD_MODEL, proof.prover(calibration))
+    proven = proof.Proven()
+    hooks.after(probes.LOAD_MODEL, proof.prover(calibration, proven))
+    hooks.after(probes.READY, lambda info, *_, **__: info.update(indexcache=proven.proof.status("calibration")))
     divergence = overlap = None
     if source.refusal(probes.DIVERGENCE) is None:
         divergence = Divergence(limit_gb())

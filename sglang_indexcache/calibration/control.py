@@ -12,8 +12,9 @@ from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.pattern import SHARED, Pattern
-from sglang_indexcache.plugin import refuse
+from sglang_indexcache.refusal import refuse
 from sglang_indexcache.serving.proof import attention_modules, current_roles
+from sglang_indexcache.serving.ranks import data_parallel_rank
 from sglang_indexcache.spellings import FREQ_KEY, PATTERN_KEY, TYPES_KEY, to_sglang
 
 METHOD = "indexcache"
@@ -72,7 +73,7 @@ class Controller:
         action = self._actions.get(str(body.get("action")))
         if action is None:
             raise CalibrationError(f"action is {body.get('action')!r}, expected {', '.join(self._actions)}")
-        rank, wanted = _dp_rank(scheduler), body.get("dp_rank")
+        rank, wanted = data_parallel_rank(scheduler), body.get("dp_rank")
         runner, native = scheduler.tp_worker.model_runner, self._calibration.pattern
         answer = action(scheduler, body) if wanted in (None, rank) else {}
         return {
@@ -157,16 +158,6 @@ def apply(runner: Any, pattern: Pattern) -> None:
                 setattr(config, key, value)
     except Exception as error:
         refuse(f"switching failed half-way: {error}")
-
-
-def _dp_rank(scheduler: Any) -> int:
-    """Of this rank's data-parallel group, as requests are routed to; 0 without any."""
-    ranks = getattr(scheduler, "ps", scheduler)  # `ps` from 0.5.13 to 0.5.20
-    if not hasattr(ranks, "dp_rank"):
-        from sglang.srt.runtime_context import get_parallel  # 0.5.22 and newer
-
-        ranks = get_parallel()
-    return int(ranks.dp_rank or 0)
 
 
 def _ranges(given: Any) -> list[tuple[int, int]]:

@@ -6,8 +6,11 @@ What is hooked, and when each runs:
 |---|---|---|
 | before `ModelConfig.from_server_args` | `preflight` | what the command line must not ask for |
 | before `ModelConfig.__init__` | `preflight` | the model fits; the pattern is merged into its overrides |
+| before `Engine._launch_subprocesses` | `ready` | the pattern travels with the server arguments |
 | after `_initialize_model`, `ModelRunner.load_model` | `proof`, `ranks` | roles and weights of each rank, all alike |
 | after `Scheduler.__init__` | `metrics` | metrics, if they are on |
+| after `Scheduler.get_init_info` | `ready` | a scheduler is not ready without its proof, and sends it along |
+| after `Engine._launch_subprocesses` | `ready` | no server before every scheduler has sent its proof |
 | after `Scheduler.get_internal_state` | here | `/server_info` |
 | after `HiCacheController._generate_storage_config` | `identity` | keys of HiCache storage |
 | before `CommonKVManager.__init__` | `identity` | the handshake of prefill and decode servers |
@@ -23,10 +26,10 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_indexcache import probes
-from sglang_indexcache.hooks import Hooks, installed_source
-from sglang_indexcache.pattern_file import PatternFile
-from sglang_indexcache.serving import identity, metrics, preflight, proof
-from sglang_indexcache.serving.request import Request
+from sglang_indexcache.hooks import Hooks, installed_source, refusing
+from sglang_indexcache.serving import identity, metrics, preflight, proof, ready
+from sglang_indexcache.serving.proof import Proven
+from sglang_indexcache.serving.request import KEY, Request
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +40,43 @@ def install(spec: str, allow_config_mismatch: bool = False) -> None:
     Raises:
         IndexCacheError: if the file can't be used, or this SGLang lacks what serving needs.
     """
-    request = Request(spec, PatternFile.load(spec), allow_config_mismatch)
+    _register(Request.load(spec, allow_config_mismatch), Proven())
+
+
+def install_carried(overrides: str) -> Callable[..., None]:
+    """Do the same for a pattern that came with the server arguments, before a process builds its scheduler.
+
+    Args:
+        overrides: `--json-model-override-args` of the server.
+
+    Returns:
+        The hook after `Scheduler.__init__`, which is hooked already.
+
+    Raises:
+        IndexCacheError: as `install`.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    request, proven = Request.from_overrides(overrides), Proven()
+    _register(request, proven)
+    HookRegistry.apply_hooks()
+    return refusing(metrics.reporter(request, proven))
+
+
+def _register(request: Request, proven: Proven) -> None:
     source = installed_source(probes.REQUIRED)
     hooks, check = Hooks(), preflight.Preflight(request, source)
-    hooks.guard(probes.SERVER_ARGS, probes.MODEL_CONFIG, probes.LOAD_MODEL, probes.SCHEDULER)
+    hooks.guard(probes.SERVER_ARGS, probes.MODEL_CONFIG, probes.LOAD_MODEL, probes.READY, probes.LAUNCH)
     hooks.before(probes.SERVER_ARGS, check.server_args)
     hooks.before(probes.MODEL_CONFIG, check.model_config)
+    hooks.before(probes.LAUNCH, ready.carrier(request))
     hooks.after(probes.NEW_MODEL, proof.prepare)
-    hooks.after(probes.LOAD_MODEL, proof.prover(request))
+    hooks.after(probes.LOAD_MODEL, proof.prover(request, proven))
+    hooks.after(probes.READY, ready.reporter(request, proven))
+    hooks.after(probes.LAUNCH, ready.gate(request))
     for feature, register, need, function in (
-        (probes.STATUS, hooks.after, probes.STATE, status(request)),
-        (probes.PROMETHEUS, hooks.after, probes.SCHEDULER, metrics.reporter(request)),
+        (probes.STATUS, hooks.after, probes.STATE, status(request, proven)),
+        (probes.PROMETHEUS, hooks.after, probes.SCHEDULER, metrics.reporter(request, proven)),
         (probes.CACHE_KEYS, hooks.after, probes.STORAGE, identity.cache_keys(request)),
         (probes.PEERS, hooks.before, probes.PEER, identity.handshake(request)),
     ):
@@ -58,10 +87,10 @@ def install(spec: str, allow_config_mismatch: bool = False) -> None:
             logger.warning("indexcache: no %s: %s", feature.name, reason)
 
 
-def status(request: Request) -> Callable[..., None]:
-    """Hook after `Scheduler.get_internal_state`: the pattern, in `/server_info` of each DP rank."""
+def status(request: Request, proven: Proven) -> Callable[..., None]:
+    """Hook after `Scheduler.get_internal_state`: what was proven, in `/server_info` of each DP rank."""
 
     def after(reply: Any, *args: Any, **kwargs: Any) -> None:
-        reply.internal_state["indexcache"] = request.status()
+        reply.internal_state[KEY] = proven.proof.status(request.source)
 
     return after

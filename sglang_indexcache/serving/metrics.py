@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_indexcache import probes
-from sglang_indexcache.pattern import FULL
-from sglang_indexcache.serving.proof import current_roles
+from sglang_indexcache.pattern import FULL, Pattern
+from sglang_indexcache.serving.proof import Proven, current_roles
 from sglang_indexcache.serving.request import Request
 
 
-def reporter(request: Request) -> Callable[..., None]:
+def reporter(request: Request, proven: Proven) -> Callable[..., None]:
     """Hook after `Scheduler.__init__`: make the metrics if this scheduler reports any, and count forward passes."""
 
     def after(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -22,17 +22,20 @@ def reporter(request: Request) -> Callable[..., None]:
 
         runner = scheduler.tp_worker.model_runner
         roles = list(current_roles(runner.model).values())
-        count = make_metrics(request, dict(context.collector.labels), roles.count(FULL), len(roles) - roles.count(FULL))
+        labels, full = dict(context.collector.labels), roles.count(FULL)
+        count = make_metrics(proven.proof.pattern, request.source, labels, full, len(roles) - full)
         HookRegistry.register(probes.FORWARD.target, count_passes(runner, count), HookType.AFTER)
         HookRegistry.apply_hooks()
 
     return after
 
 
-def make_metrics(request: Request, labels: dict[str, Any], full: int, shared: int) -> Callable[[], None]:
+def make_metrics(pattern: Pattern, source: str, labels: dict[str, Any], full: int, shared: int) -> Callable[[], None]:
     """Create gauges and counters for this rank's layers.
 
     Args:
+        pattern: that was proven.
+        source: the file that it came from.
         labels: of SGLang's own metrics on this rank.
         full: F layers on this rank; a pipeline stage has some of the layers only.
         shared: S layers on this rank.
@@ -48,8 +51,8 @@ def make_metrics(request: Request, labels: dict[str, Any], full: int, shared: in
         [*labels, "fingerprint", "retention", "source"],
         multiprocess_mode="mostrecent",
     )
-    retention = f"{request.pattern.retention:.4f}"
-    info.labels(**labels, fingerprint=request.pattern.fingerprint, retention=retention, source=request.source).set(1)
+    retention = f"{pattern.retention:.4f}"
+    info.labels(**labels, fingerprint=pattern.fingerprint, retention=retention, source=source).set(1)
     layers = Gauge(
         "sglang:indexcache_layers",
         "DSA layers of this rank by role: F runs its indexer, S reuses indices.",

@@ -62,8 +62,12 @@ class Preflight:
     def _pattern_for(self, model: str) -> Pattern:
         """Checked once for each model, however many configurations SGLang builds of it."""
         if model not in self._checked:
-            for error in Checkpoint.read(model).misfits(self._request.file, self._request.allow_config_mismatch):
-                raise error
+            checkpoint, request = Checkpoint.read(model), self._request
+            if request.file is None:
+                request.pattern.check_fits(checkpoint.model.num_layers, checkpoint.locked)
+            else:
+                for error in checkpoint.misfits(request.file, request.allow_config_mismatch):
+                    raise error
             self._checked.add(model)
         return self._request.pattern
 

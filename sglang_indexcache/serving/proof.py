@@ -1,4 +1,7 @@
-"""After loading: every attention module of every rank does what the pattern says, with weights from the checkpoint."""
+"""After loading: every attention module of every rank does what the pattern says, with weights from the checkpoint.
+
+What this process has proven is all that `/server_info`, metrics and the word to the main process ever report.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
-from sglang_indexcache.serving.ranks import ProofError, RankReport, all_ranks, disagreement, meet_all_ranks
+from sglang_indexcache.serving.ranks import (
+    ProofError,
+    RankReport,
+    all_ranks,
+    disagreement,
+    meet_all_ranks,
+    read_back,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +38,54 @@ class Effective:
     role: str
     has_indexer: bool
     unloaded: str | None = None
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What all ranks of this process's model were found to run.
+
+    Attributes:
+        pattern: read from the loaded modules of all ranks, layer by layer.
+        modules: attention modules on this rank.
+        ranks: that agreed.
+    """
+
+    pattern: Pattern
+    modules: int
+    ranks: int
+
+    def status(self, source: str) -> dict[str, str | int | float]:
+        """Plain types, for `/server_info`; `source` is the file that was asked for."""
+        return {
+            "pattern": self.pattern.roles,
+            "fingerprint": self.pattern.fingerprint,
+            "retention": self.pattern.retention,
+            "full_layers": len(self.pattern.full_layers),
+            "shared_layers": len(self.pattern.shared_layers),
+            "source": source,
+            "proven_ranks": self.ranks,
+        }
+
+
+class Proven:
+    """The proof of this process, once there is one."""
+
+    def __init__(self) -> None:
+        self._proof: Proof | None = None
+
+    def set(self, proof: Proof) -> None:
+        self._proof = proof
+
+    @property
+    def proof(self) -> Proof:
+        """The proof.
+
+        Raises:
+            ProofError: if the model was loaded without one.
+        """
+        if self._proof is None:
+            raise ProofError("the loaded model was not compared with the pattern, since SGLang loads it in another way")
+        return self._proof
 
 
 def attention_modules(model: Any) -> Iterator[Any]:
@@ -58,7 +116,7 @@ def mark_unloaded(model: Any) -> None:
 
 def current_roles(model: Any) -> dict[int, str]:
     """The role of each layer of this rank, `F` or `S`."""
-    return {module.layer_id: SHARED if module.skip_topk else FULL for module in attention_modules(model)}
+    return {module.layer_id: _role(module) for module in attention_modules(model)}
 
 
 def effective_roles(model: Any) -> dict[int, Effective]:
@@ -72,8 +130,17 @@ def effective_roles(model: Any) -> dict[int, Effective]:
                 name for name, parameter in _checkpoint_tensors(indexer) if parameter.data.float().isnan().any().item()
             )
             unloaded = next(names, None)
-        found[module.layer_id] = Effective(SHARED if module.skip_topk else FULL, indexer is not None, unloaded)
+        found[module.layer_id] = Effective(_role(module), indexer is not None, unloaded)
     return found
+
+
+def _role(module: Any) -> str:
+    """What the module would do: SGLang's own decision where it has one (0.5.15 and newer), else what it reads."""
+    decide = getattr(module, "should_run_indexer", None)
+    runs = not module.skip_topk if decide is None else bool(decide(object()))  # with indices carried to it
+    if runs != (not module.skip_topk):
+        raise ProofError(f"layer {module.layer_id} decides by something else than skip_topk whether its indexer runs")
+    return FULL if runs else SHARED
 
 
 def mismatch(pattern: Pattern, effective: dict[int, Effective]) -> str | None:
@@ -99,7 +166,7 @@ class Asked(Protocol):
     def pattern(self) -> Pattern: ...
 
 
-def prover(request: Asked) -> Callable[..., None]:
+def prover(request: Asked, proven: Proven) -> Callable[..., None]:
     """Hook after `ModelRunner.load_model`: compare this rank with the pattern, and all ranks with each other.
 
     Every rank hears of every other's problem and ends with the same line.
@@ -111,19 +178,25 @@ def prover(request: Asked) -> Callable[..., None]:
     def after(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         if getattr(runner, "is_draft_worker", False):
             return
-        effective = effective_roles(runner.model)
-        problem = mismatch(request.pattern, effective)
-        report = RankReport(request.pattern.fingerprint, tuple(sorted(effective)), problem)
+        try:
+            effective = effective_roles(runner.model)
+            problem = mismatch(request.pattern, effective)
+        except Exception as error:  # the other ranks must hear of it, or they wait for this one
+            effective, problem = {}, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        roles = "".join(effective[layer].role if layer in effective else "-" for layer in range(len(request.pattern)))
+        report = RankReport(request.pattern.fingerprint, tuple(sorted(effective)), problem, roles)
         reports = all_ranks(report)
         problem = disagreement(request.pattern, reports)
         if problem is not None:
             raise ProofError(problem)
+        proof = Proof(Pattern(read_back(reports)), len(effective), len(reports))
+        proven.set(proof)
         logger.info(
             "indexcache: serving %s, fingerprint %s, proven on %d attention modules here and %d rank(s)",
-            request.pattern,
-            request.pattern.fingerprint,
-            len(effective),
-            len(reports),
+            proof.pattern,
+            proof.pattern.fingerprint,
+            proof.modules,
+            proof.ranks,
         )
 
     return after

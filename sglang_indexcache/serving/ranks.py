@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.plugin import PATTERN_VARIABLE
+from sglang_indexcache.refusal import PATTERN_VARIABLE
 
 MEET_VARIABLE = "SGLANG_INDEXCACHE_MEET_SECONDS"
 
@@ -19,11 +20,12 @@ class ProofError(IndexCacheError):
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank found."""
+    """What one rank found; `roles` has a letter for each layer, `-` for layers that are on other ranks."""
 
     fingerprint: str
     layers: tuple[int, ...]
     problem: str | None
+    roles: str = ""
 
 
 def disagreement(pattern: Pattern, reports: list[RankReport]) -> str | None:
@@ -41,6 +43,13 @@ def disagreement(pattern: Pattern, reports: list[RankReport]) -> str | None:
     if missing:
         return f"layer {min(missing)} is on no rank, so its role can't be proven"
     return None
+
+
+def read_back(reports: list[RankReport]) -> str:
+    """The pattern that all ranks together run: of each layer the role that the first rank with that layer found."""
+    return "".join(
+        next(role for role in column if role != "-") for column in zip(*(r.roles for r in reports), strict=True)
+    )
 
 
 def meet_all_ranks() -> None:
@@ -78,3 +87,13 @@ def all_ranks(report: RankReport) -> list[RankReport]:
 
     group = get_world_group()
     return group.all_gather_object(report) if group.world_size > 1 else [report]
+
+
+def data_parallel_rank(scheduler: Any) -> int:
+    """Of a scheduler's data-parallel group, as requests are routed to; 0 without any."""
+    ranks = getattr(scheduler, "ps", scheduler)  # `ps` from 0.5.13 to 0.5.20
+    if not hasattr(ranks, "dp_rank"):
+        from sglang.srt.runtime_context import get_parallel  # 0.5.22 and newer
+
+        ranks = get_parallel()
+    return int(ranks.dp_rank or 0)

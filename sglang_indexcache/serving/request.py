@@ -1,11 +1,17 @@
-"""What was asked for."""
+"""What was asked for, and what travels with the server arguments to schedulers that have lost the variable."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
+from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file import PatternFile
+
+KEY = "indexcache"  # in SGLang's model overrides, in /server_info and in what a scheduler says when it is ready
 
 
 @dataclass(frozen=True)
@@ -14,25 +20,39 @@ class Request:
 
     Attributes:
         source: the file and retention, as the user wrote it.
-        file: its content.
+        pattern: what it says.
+        file: its content; `None` in a process that has it from the server arguments, whose main process checked it.
         allow_config_mismatch: whether the file may be made for another config.json.
     """
 
     source: str
-    file: PatternFile
+    pattern: Pattern
+    file: PatternFile | None = None
     allow_config_mismatch: bool = False
 
-    @property
-    def pattern(self) -> Pattern:
-        return self.file.as_pattern()
+    @classmethod
+    def load(cls, spec: str, allow_config_mismatch: bool = False) -> Self:
+        """Read the pattern file `spec`.
 
-    def status(self) -> dict[str, str | int | float]:
-        """What `/server_info` shows; plain types only."""
-        return {
-            "pattern": self.pattern.roles,
-            "fingerprint": self.pattern.fingerprint,
-            "retention": self.pattern.retention,
-            "full_layers": len(self.pattern.full_layers),
-            "shared_layers": len(self.pattern.shared_layers),
-            "source": self.source,
-        }
+        Raises:
+            PatternFileError: if it can't be used.
+        """
+        file = PatternFile.load(spec)
+        return cls(spec, file.as_pattern(), file, allow_config_mismatch)
+
+    def carried(self) -> dict[str, str]:
+        """What stands under `KEY` in the model overrides."""
+        return {"source": self.source, "pattern": self.pattern.roles}
+
+    @classmethod
+    def from_overrides(cls, text: str) -> Self:
+        """Read back what `carried` put into `--json-model-override-args`.
+
+        Raises:
+            IndexCacheError: if it is not there.
+        """
+        content: Any = json.loads(text)
+        found = content.get(KEY) if isinstance(content, Mapping) else None
+        if not isinstance(found, Mapping) or set(found) != {"source", "pattern"}:
+            raise IndexCacheError(f"the model overrides have no {KEY} section with source and pattern")
+        return cls(str(found["source"]), Pattern(found["pattern"]))

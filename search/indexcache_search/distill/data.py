@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.tokens import TokenSet
-from sglang_indexcache.pattern_file import write_atomically
+from sglang_indexcache.files import write_atomically
 
 _ARRAYS = ("tokens", "scored", "source_of")
 

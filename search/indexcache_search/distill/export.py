@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sglang_indexcache import DsaModel, Pattern
-from sglang_indexcache.pattern_file import ModelSection, PatternFile, write_atomically
+from sglang_indexcache.files import write_atomically
+from sglang_indexcache.pattern_file import ModelSection, PatternFile
 from sglang_indexcache.spellings import to_sglang
 
 _INDEX = "model.safetensors.index.json"

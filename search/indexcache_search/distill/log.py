@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from sglang_indexcache.pattern_file import write_atomically
+from sglang_indexcache.files import write_atomically
 
 
 class TrainingLog:

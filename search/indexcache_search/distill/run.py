@@ -41,7 +41,7 @@ from indexcache_search.errors import NonFiniteLossError, SearchError
 from indexcache_search.search import today
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel, Pattern, __version__
-from sglang_indexcache.pattern_file import write_atomically
+from sglang_indexcache.files import write_atomically
 
 STAGES: tuple[Stage, ...] = ("warmup", "sparse")
 

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from indexcache_search.distill.settings import Folders
 from indexcache_search.errors import JournalError
-from sglang_indexcache.pattern_file import write_atomically
+from sglang_indexcache.files import write_atomically
 
 
 @contextmanager

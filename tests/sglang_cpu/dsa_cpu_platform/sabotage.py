@@ -2,13 +2,15 @@
 
 `DSA_CPU_REMOVE=dotted.path` deletes that function or class before hooks are applied, as a newer SGLang might have.
 `DSA_CPU_BREAK=roles` makes every layer F whatever the configuration says; `weights` keeps the loader from loading one
-indexer tensor of layer 3; `radix` lets calibration run with the prefix cache on, and never flushes it.
+indexer tensor of layer 3; `loader` moves the work of `ModelRunner.load_model` into another method; `radix` lets calibration run with the prefix cache on, and never flushes it.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import pkgutil
+import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -30,6 +32,15 @@ def apply() -> None:
     elif broken == "weights":
         loader = "sglang.srt.models.deepseek_v2.DeepseekV2ForCausalLM.load_weights"
         HookRegistry.register(loader, _lose_weights, HookType.AROUND)
+    elif broken == "loader":
+        from sglang.srt.model_executor.model_runner import ModelRunner
+
+        ModelRunner.load_model_elsewhere = ModelRunner.load_model
+        source = inspect.getsource(ModelRunner.initialize).replace("self.load_model()", "self.load_model_elsewhere()")
+        assert "load_model_elsewhere" in source
+        module = inspect.getmodule(ModelRunner)
+        exec(textwrap.dedent(source), module.__dict__)
+        ModelRunner.initialize = module.__dict__.pop("initialize")
     elif broken == "radix":
         from sglang_indexcache.calibration import preflight
 

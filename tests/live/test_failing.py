@@ -1,0 +1,185 @@
+"""A plugin that fails at any of its steps: the server never answers a request, and says why in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from indexcache_search.engines.own_server import die_with_parent, free_port
+from sglang_indexcache import Pattern
+from tests.live import models
+from tests.live.inprocess import launch
+from tests.live.server import LAUNCHER, START_TIMEOUT, _kill_group, command, environment, running
+from tests.patterns import write_pattern
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+PATTERN = Pattern("FSSFSS")
+PLAIN = (LAUNCHER[0], "-m", "sglang.launch_server")
+
+# Python imports it in every process before anything else, spawned schedulers included.
+SABOTAGE = """
+import os, sys
+
+STEP, ERROR = os.environ.get("TEST_STEP"), os.environ.get("TEST_ERROR")
+if STEP:
+    module, _, path = STEP.partition(":")
+
+    def fail(*args, **kwargs):
+        raise {"AttributeError": AttributeError("gone"), "KeyError": KeyError("BEFORE"), "OSError": OSError(5, "bad disk")}[ERROR]
+
+    class Finder:  # patches the module once it has been imported
+        def find_spec(self, name, *args):
+            if name != module:
+                return None
+            sys.meta_path.remove(self)
+            from importlib.util import find_spec
+            spec = find_spec(name)
+            load = spec.loader.exec_module
+
+            def execute(loaded):
+                load(loaded)
+                owner, _, last = path.rpartition(".")
+                target = getattr(loaded, owner) if owner else loaded
+                if last.startswith("@"):  # a factory: what it makes fails
+                    setattr(target, last[1:], lambda *args, **kwargs: fail)
+                else:
+                    setattr(target, last, fail)
+
+            spec.loader.exec_module = execute
+            return spec
+
+    sys.meta_path.insert(0, Finder())
+if os.environ.get("TEST_LOSE") and "--multiprocessing-fork" in sys.argv:
+    os.environ.pop("SGLANG_INDEXCACHE_PATTERN", None)  # as Ray, or a wrapper that cleans the environment
+    if os.environ["TEST_LOSE"] == "plugin":
+        os.environ["SGLANG_PLUGINS"] = "dsa_cpu"
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.build("glm-dense", tmp_path_factory.mktemp("glm"))
+
+
+@pytest.fixture(scope="module")
+def file(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_pattern(PATTERN, model, tmp_path_factory.mktemp("file") / "pattern.yaml")
+
+
+@pytest.fixture(scope="module")
+def sabotage(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What PYTHONPATH must hold."""
+    folder = tmp_path_factory.mktemp("sabotage")
+    (folder / "sitecustomize.py").write_text(SABOTAGE)
+    return f"{folder}:{environment()['PYTHONPATH']}"
+
+
+def never_answers(
+    model: Path, log: Path, *flags: str, launcher: tuple[str, ...] = LAUNCHER, **changes: str
+) -> list[str]:
+    """Start a server that must end by itself, and ask it all the while; the lines of ours in its log."""
+    port = free_port()
+    arguments = command(model, *flags, "--skip-tokenizer-init", "--port", str(port), launcher=launcher)
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            arguments,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(**changes),
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        try:
+            deadline = time.monotonic() + START_TIMEOUT
+            while process.poll() is None and time.monotonic() < deadline:
+                for path in ("/health", "/server_info"):
+                    try:
+                        with urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
+                            pytest.fail(f"{path} answered {answer.status}: {log.read_text()[-3000:]}")
+                    except HTTPError as error:
+                        assert error.code >= 500
+                    except (URLError, OSError):
+                        pass
+                time.sleep(0.2)
+            assert process.poll() is not None, log.read_text()[-3000:]
+        finally:
+            _kill_group(process)
+    assert process.returncode != 0
+    return [line for line in log.read_text().splitlines() if line.startswith("indexcache: ")]
+
+
+MAIN = [
+    ("sglang_indexcache.serving:install", "AttributeError", "the plugin could not be registered: AttributeError: gone"),
+    ("sglang_indexcache.serving.preflight:Preflight.server_args", "KeyError", "KeyError: 'BEFORE'"),
+    ("sglang_indexcache.serving.preflight:Preflight.model_config", "OSError", "OSError: [Errno 5] bad disk"),
+    ("sglang_indexcache.serving.ready:@carrier", "KeyError", "KeyError: 'BEFORE'"),
+    ("sglang_indexcache.hooks:Hooks._register", "KeyError", "the plugin could not be registered: KeyError: 'BEFORE'"),
+    ("sglang_indexcache.checkpoint:Checkpoint.read", "AttributeError", "AttributeError: gone"),
+]
+SCHEDULER = [
+    ("sglang_indexcache.serving.proof:prepare", "AttributeError", "AttributeError: gone"),
+    ("sglang_indexcache.serving.proof:effective_roles", "KeyError", "KeyError: 'BEFORE'"),
+    ("sglang_indexcache.serving.proof:@prover", "OSError", "OSError: [Errno 5] bad disk"),
+    ("sglang_indexcache.serving.ready:@reporter", "AttributeError", "AttributeError: gone"),
+    ("sglang_indexcache.serving.metrics:@reporter", "KeyError", "KeyError: 'BEFORE'"),
+    ("sglang_indexcache.serving.ready:@gate", "OSError", "OSError: [Errno 5] bad disk"),
+]
+
+
+@pytest.mark.parametrize(("step", "error", "line"), MAIN, ids=[step for step, _, _ in MAIN])
+def test_steps_of_the_main_process(
+    model: Path, file: str, sabotage: str, tmp_path: Path, step: str, error: str, line: str
+) -> None:
+    changes = {"PYTHONPATH": sabotage, "TEST_STEP": step, "TEST_ERROR": error}
+    lines = never_answers(model, tmp_path / "log", "--indexcache-pattern", file, **changes)
+    assert line in lines[0] and lines[0].endswith("; see the traceback above")
+    assert "Traceback" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(("step", "error", "line"), SCHEDULER, ids=[step for step, _, _ in SCHEDULER])
+def test_steps_of_a_scheduler(
+    model: Path, file: str, sabotage: str, tmp_path: Path, step: str, error: str, line: str
+) -> None:
+    """With another launcher and the variable; metrics are on, so that their step runs."""
+    changes = {"PYTHONPATH": sabotage, "TEST_STEP": step, "TEST_ERROR": error, "SGLANG_INDEXCACHE_PATTERN": file}
+    lines = never_answers(model, tmp_path / "log", "--enable-metrics", launcher=PLAIN, **changes)
+    assert line in lines[0]
+
+
+def test_a_model_that_is_loaded_in_another_way(model: Path, file: str, sabotage: str, tmp_path: Path) -> None:
+    """The hook on the loader is applied, and never called: no proof, and no word that the scheduler is ready."""
+    changes = {"PYTHONPATH": sabotage, "DSA_CPU_BREAK": "loader"}
+    lines = never_answers(model, tmp_path / "log", "--indexcache-pattern", file, **changes)
+    assert "the loaded model was not compared with the pattern" in lines[0]
+
+
+def test_a_scheduler_without_the_plugin(model: Path, file: str, sabotage: str, tmp_path: Path) -> None:
+    """It would serve, unproven; the process that was told the pattern ends."""
+    changes = {"PYTHONPATH": sabotage, "TEST_LOSE": "plugin"}
+    lines = never_answers(model, tmp_path / "log", "--indexcache-pattern", file, **changes)
+    assert lines[0].startswith("indexcache: scheduler 0 has not proven that it runs the pattern; expected the plugin")
+
+
+def test_a_scheduler_that_lost_the_variable_serves_the_pattern(
+    model: Path, file: str, sabotage: str, tmp_path: Path
+) -> None:
+    """The pattern travels with the server arguments; status comes from the proof, and metrics are there."""
+    flags = ("--indexcache-pattern", file, "--skip-tokenizer-init", "--enable-metrics")
+    with running(model, tmp_path / "log", *flags, PYTHONPATH=sabotage, TEST_LOSE="variable") as server:
+        assert PATTERN.fingerprint in server.get("/server_info")
+        assert "sglang:indexcache_info" in server.get("/metrics")
+
+
+def test_overrides_that_change_the_number_of_layers(model: Path, file: str) -> None:
+    arguments = command(model, "--indexcache-pattern", file, "--skip-tokenizer-init")
+    flags = ("--json-model-override-args", '{"num_hidden_layers": 3}')
+    code, lines = launch([*arguments[len(LAUNCHER) :], *flags])
+    assert code == 2 and "num_hidden_layers is 3, the pattern has 6 letters" in lines[0]
