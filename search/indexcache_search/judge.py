@@ -6,9 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scipy.stats import norm, t
+
 from indexcache_search import objectives
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.evaluator import Evaluator
+from indexcache_search.objectives import Estimate
 from indexcache_search.tokens import growing_shares
 from sglang_indexcache import Pattern
 
@@ -70,18 +73,21 @@ class Judge:
         best = alive[0]
         return Choice(best, objectives.loss(found[best], self._data).mean, increases)
 
-    def scout(self, patterns: Sequence[Pattern], reference: Pattern, share: int = 0) -> list[float]:
+    def scout(self, patterns: Sequence[Pattern], reference: Pattern, share: int = 0) -> list[Estimate]:
         """Increases of `patterns` over `reference` on one share alone, the first by default: what to look at closer."""
         rows = self.shares[share]
         base = self._evaluator.evaluations([reference], rows)[0]
         found = self._evaluator.evaluations(patterns, rows)
-        return [objectives.increase(item, base, self._data).mean for item in found]
+        return [objectives.increase(item, base, self._data) for item in found]
+
+    def difference(self, pattern: Pattern, other: Pattern) -> Estimate:
+        """How much `pattern` costs more than `other`, both run on all sequences; paired."""
+        one, two = (self._evaluator.evaluations([item], self.shares[-1])[0] for item in (pattern, other))
+        return objectives.increase(one, two, self._data)
 
     def noise(self, pattern: Pattern, reference: Pattern) -> float:
         """Standard error of the difference between two patterns that ran on all sequences; 0 where it is not known."""
-        rows = self.shares[-1]
-        one, other = (self._evaluator.evaluations([item], rows)[0] for item in (pattern, reference))
-        return objectives.increase(one, other, self._data).stderr or 0.0
+        return self.difference(pattern, reference).stderr or 0.0
 
     def _clearly_worse(self, evaluation: Evaluation, leader: Evaluation) -> bool:
         difference = objectives.increase(evaluation, leader, self._data)
@@ -92,8 +98,5 @@ class Judge:
 
 
 def student(z: float, degrees: int) -> float:
-    """The quantile of Student's t where the normal distribution has `z`, by its expansion in 1 / degrees.
-
-    Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5; two terms.
-    """
-    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+    """The quantile of Student's t where the normal distribution has `z`; infinite without a degree of freedom."""
+    return float(t.ppf(norm.cdf(z), degrees)) if degrees > 0 else math.inf

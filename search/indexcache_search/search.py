@@ -18,7 +18,7 @@ from indexcache_search.engines.base import Engine, Evaluation, Objective
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluator import Cost, Evaluator
 from indexcache_search.journal import Journal
-from indexcache_search.judge import Judge
+from indexcache_search.judge import CONFIDENCE, Judge
 from indexcache_search.objectives import Estimate
 from indexcache_search.strategies.exhaustive import count_patterns, every_pattern, layers_to_run
 from indexcache_search.strategies.floating import floating
@@ -109,6 +109,23 @@ class Found:
 
 
 @dataclass(frozen=True)
+class LookAlike:
+    """`other` costs within noise of `best` on the calibration sequences, and keeps fewer than half of its layers."""
+
+    retention: Fraction
+    best: Pattern
+    other: Pattern
+    difference: Estimate
+
+    def __str__(self) -> str:
+        error = "" if self.difference.stderr is None else f" ±{self.difference.stderr:.4f}"
+        return (
+            f"{self.retention}: {self.other} keeps other layers than {self.best} and costs only"
+            f" {self.difference.mean:+.4f}{error} more on these sequences; more of them would tell which is better"
+        )
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of the held-out comparison."""
 
@@ -138,6 +155,7 @@ class Search:
         self.on_step: Callable[[Step, tuple[Step, ...]], None] = lambda step, steps: None
         self.on_pattern: Callable[[Fraction, dict[Fraction, Pattern]], None] = lambda retention, patterns: None
         self.notice: Callable[[str], None] = lambda line: None
+        self.checked: dict[Fraction, list[Pattern]] = {}  # by retention: what ran on all sequences, the best first
         self.calibration = Evaluator(
             engine, calibration, settings.objective, journal, "calibration", lambda item: self.on_evaluation(item)
         )
@@ -224,7 +242,9 @@ class Search:
     def _at_once(self, retention: Fraction, count: int) -> Pattern:
         """The pattern with `count` `F` layers of a strategy that makes no steps."""
         if self.settings.strategy == "segments":
-            return self.segment_costs.cheapest(count)
+            found = self.segment_costs.cheapest(count)
+            self.checked[retention] = [item.pattern for item in found]
+            return found[0].pattern
         if self.settings.strategy == "uniform":
             return uniform_pattern(self.model, retention)
         if self.settings.strategy == "exhaustive":
@@ -254,6 +274,18 @@ class Search:
             )
             pattern = swap.pattern
         return pattern
+
+    def look_alikes(self) -> list[LookAlike]:
+        """Patterns that calibration can't tell from the one found, and that keep other layers: a warning each."""
+        found = []
+        for retention, (best, *others) in self.checked.items():
+            for other in others:
+                difference = self.judge.difference(other, best)
+                common = len(set(best.full_layers) & set(other.full_layers) - {0})
+                wanted = len(best.full_layers) - 1
+                if difference.mean <= CONFIDENCE * (difference.stderr or 0.0) and 2 * common < wanted:
+                    found.append(LookAlike(retention, best, other, difference))
+        return found
 
     # -- held-out comparison
 

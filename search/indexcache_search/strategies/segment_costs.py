@@ -1,35 +1,51 @@
 """A measured model of what sharing costs: how the loss rises when one segment of layers alone shares its first indices.
 
 Segments are patterns, so any engine can measure them; and a segment's cost holds how its layers interact, which costs
-of single layers do not. What is left out is how segments interact.
+of single layers do not. What is left out is how segments interact, so a pattern is believed only once it has run itself.
 """
 
 from __future__ import annotations
 
 import itertools
-from statistics import median
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.judge import Judge
-from indexcache_search.strategies.segments import cheapest_segments
+from indexcache_search.objectives import Estimate
+from indexcache_search.strategies.segments import cheapest_patterns
 from sglang_indexcache import Pattern
 
 Segment = tuple[int, int]
 """(source, end): layers `source` + 1 to `end` - 1 reuse the indices of `source`."""
 
+MOST_CHECKED = 8  # patterns that run on all sequences for each retention
+PROPOSALS = 64  # cheapest patterns by their segments, among which the next one to run is chosen
+LEAST_OF_COST = 0.5  # of what was measured on few sequences, however uncertain
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A pattern that ran on all sequences: what its segments cost together, and what it costs itself."""
+
+    pattern: Pattern
+    predicted: float
+    cost: float
+
 
 class SegmentCosts:
-    """Finds the pattern whose segments cost least, and measures no more of them than that takes.
+    """Finds the pattern that costs least, and measures no more segments than that takes.
 
     First every layer is shared alone, on the first share of the sequences. A segment that was not measured is taken to
     cost what its longest measured beginning does and its other layers alone: reuse from further away rarely costs less,
-    so this errs on the low side, and what the dynamic program chooses by mistake gets measured. It runs again until
-    every segment of its pattern was measured on half of the sequences, by way of the smaller shares. Then the pattern
-    itself runs on all of them. Where it costs more than its segments together, by more than the standard error, it was
-    chosen for what half of the sequences did not show: its segments are measured on all, and so on. Other costs are
-    then taken to rise as these did in the median, or the search would go from one lucky segment to the next.
+    so this errs on the low side. What was measured on few sequences is taken a standard error lower. So a dynamic
+    program proposes too much rather than too little, and what it proposes is measured, until every segment of its
+    pattern was measured on half of the sequences.
+
+    Then the pattern runs itself, on all of them. Where segments interact it costs more than they do together, and other
+    patterns are expected to do so by as much as they have segments in common with it. The next best are proposed, measured
+    and run in turn, until none is expected to cost less than the best that ran.
 
     Args:
         native: the checkpoint's own pattern.
@@ -38,55 +54,83 @@ class SegmentCosts:
 
     def __init__(self, native: Pattern, judge: Judge) -> None:
         self._native, self._judge, self._everything = native, judge, len(judge.shares) - 1
+        self._enough = max(0, self._everything - 1)  # the share of the sequences that segments are measured on
         self._heads = [*native.full_layers, len(native)]  # where a segment can begin or end
         self._unshared = set(itertools.pairwise(self._heads))  # segments of the native pattern; they cost nothing
-        self._costs: dict[Segment, float] = {}
+        self._costs: dict[Segment, Estimate] = {}
         self._shares: dict[Segment, int] = {}  # which share of the sequences a cost was measured on
-        self._rises: list[float] = []  # of costs when they were measured on all sequences after half of them
         self._measure([(before, after) for before, _, after in self._triples()])
 
     def __len__(self) -> int:
         """How many segments were measured."""
         return len(self._costs)
 
-    def cheapest(self, full_layers: int) -> Pattern:
-        """The pattern with `full_layers` `F` layers whose segments cost least together.
+    def cheapest(self, full_layers: int) -> list[Checked]:
+        """The patterns with `full_layers` `F` layers that ran on all sequences, the one that costs least first.
 
         Raises:
             SearchError: if there are fewer layers that can be `F`.
         """
-        enough = max(0, self._everything - 1)
+        checked: list[Checked] = []
+        while len(checked) < MOST_CHECKED:
+            proposal = self._measured_proposal(full_layers, checked)
+            if proposal is None:
+                break
+            expected, predicted, pattern = proposal
+            if checked and expected >= min(item.cost for item in checked):
+                break
+            [cost] = self._judge.scout([pattern], self._native, self._everything)
+            checked.append(Checked(pattern, predicted, cost.mean))
+        return sorted(checked, key=lambda item: (item.cost, item.pattern.roles))
+
+    def _measured_proposal(self, full_layers: int, checked: list[Checked]) -> tuple[float, float, Pattern] | None:
+        """The next pattern to run: expected cost, cost of its segments together, pattern; `None` if there is none."""
         while True:
-            pattern = cheapest_segments(self.estimates(), full_layers, self._native.shared_layers)
-            segments = self._segments(pattern)
-            rough = [item for item in segments if self._share(item) < enough]
-            if rough:
-                least = min(map(self._share, rough))
-                self._measure([item for item in rough if self._share(item) == least])
-            elif enough == self._everything:
-                return pattern
-            else:
-                [cost] = self._judge.scout([pattern], self._native, self._everything)
-                together = sum(self._costs[item] for item in segments)
-                if cost - together <= self._judge.noise(pattern, self._native):
-                    return pattern
-                enough = self._everything
+            done = {item.pattern for item in checked}
+            known = cheapest_patterns(self.estimates(), full_layers, self._native.shared_layers, PROPOSALS)
+            proposals = [
+                (cost + self._interaction(pattern, checked), cost, pattern)
+                for cost, pattern in known
+                if pattern not in done
+            ]
+            if not proposals:
+                return None
+            best = min(proposals, key=lambda item: item[0])
+            rough = [item for item in self._segments(best[2]) if self._share(item) < self._enough]
+            if not rough:
+                return best
+            least = min(map(self._share, rough))
+            self._measure([item for item in rough if self._share(item) == least])
+
+    def _interaction(self, pattern: Pattern, checked: list[Checked]) -> float:
+        """What a pattern is expected to cost beyond its segments: as those that ran, by the segments they share."""
+        own = set(self._segments(pattern))
+        found = [0.0]
+        for item in checked:
+            other = set(self._segments(item.pattern))
+            found.append((item.cost - item.predicted) * len(own & other) / max(1, len(own | other)))
+        return max(found)
 
     def estimates(self) -> NDArray[np.float64]:
         """`[N, N + 1]`, what each segment costs as far as that is known; infinite where a segment can't be."""
-        rise = max(1.0, median(self._rises)) if self._rises else 1.0
         costs = np.full((len(self._native), len(self._native) + 1), np.inf)
-        alone = {layer: max(0.0, self._costs[before, after]) for before, layer, after in self._triples()}
+        alone = {layer: max(0.0, self._low(before, after)) for before, layer, after in self._triples()}
         for number, source in enumerate(self._heads[:-1]):
             value = 0.0
             for before, end in itertools.pairwise(self._heads[number:]):
                 if (source, end) in self._costs:
-                    value = self._costs[source, end]
+                    value = self._low(source, end)
                 elif before != source:
                     value = max(0.0, value) + alone[before]
-                sure = self._share((source, end)) == self._everything
-                costs[source, end] = value if sure else value * rise
+                costs[source, end] = value
         return costs
+
+    def _low(self, source: int, end: int) -> float:
+        """A measured cost; what was measured on few sequences a standard error lower, but not less than half of it."""
+        cost = self._costs[source, end]
+        if self._share((source, end)) >= self._enough:
+            return cost.mean
+        return max(cost.mean - (cost.stderr or 0.0), LEAST_OF_COST * cost.mean)
 
     def _segments(self, pattern: Pattern) -> list[Segment]:
         """Those of `pattern` that are not the native pattern's."""
@@ -102,10 +146,7 @@ class SegmentCosts:
         share = self._share(segments[0]) + 1
         full = [[layer for layer in self._heads[:-1] if not source < layer < end] for source, end in segments]
         patterns = [Pattern.from_full_layers(len(self._native), layers) for layers in full]
-        found = dict(zip(segments, self._judge.scout(patterns, self._native, share), strict=True))
-        if 0 < share == self._everything:
-            self._rises += [found[item] / self._costs[item] for item in segments if self._costs[item] > 0]
-        self._costs |= found
+        self._costs |= zip(segments, self._judge.scout(patterns, self._native, share), strict=True)
         self._shares |= dict.fromkeys(segments, share)
 
     def _triples(self) -> list[tuple[int, int, int]]:

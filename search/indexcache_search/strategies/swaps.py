@@ -37,7 +37,7 @@ def improve(pattern: Pattern, native: Pattern, judge: Judge, tries: int) -> Iter
         if not full or not shared:
             return
         alone = [pattern.share(layer) for layer in full] + [pattern.unshare(layer) for layer in shared]
-        change = dict(zip([*full, *shared], judge.scout(alone, pattern), strict=True))
+        change = {layer: cost.mean for layer, cost in zip([*full, *shared], judge.scout(alone, pattern), strict=True)}
         ranked = sorted(
             ((change[one] + change[other], one, other) for one in full for other in shared),
         )
