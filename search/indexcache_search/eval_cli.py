@@ -17,8 +17,8 @@ from indexcache_search import demo
 from indexcache_search.cli import errors_in_one_line
 from indexcache_search.errors import SearchError
 from sglang_indexcache import DsaModel, Pattern, PatternFile
-from sglang_indexcache.pattern import full_layer_count, parse_retention
 from sglang_indexcache.files import write_atomically
+from sglang_indexcache.pattern import full_layer_count, parse_retention
 
 EPILOG = """
 Examples:

@@ -33,7 +33,8 @@ if STEP:
     module, _, path = STEP.partition(":")
 
     def fail(*args, **kwargs):
-        raise {"AttributeError": AttributeError("gone"), "KeyError": KeyError("BEFORE"), "OSError": OSError(5, "bad disk")}[ERROR]
+        errors = [AttributeError("gone"), KeyError("BEFORE"), OSError(5, "bad disk")]
+        raise next(error for error in errors if type(error).__name__ == ERROR)
 
     class Finder:  # patches the module once it has been imported
         def find_spec(self, name, *args):

@@ -208,7 +208,7 @@ def without(need: probes.Need, folder: Path) -> dict[str, str]:
     text = path.read_text()
     owner, _, name = need.name.rpartition(".")
     start = text.index(f"class {owner}") if owner else 0
-    changed = text[:start] + re.sub(rf"\bdef {name}\(", f"def renamed_{name}(", text[start:], count=1)
+    changed = text[:start] + re.sub(rf"\b(def|class) {name}\b", rf"\1 renamed_{name}", text[start:], count=1)
     assert changed != text
     path.unlink()
     path.write_text(changed)

@@ -1,12 +1,13 @@
 """A measured model of what sharing costs: how the loss rises when one segment of layers alone shares its first indices.
 
 Segments are patterns, so any engine can measure them; and a segment's cost holds how its layers interact, which costs
-of single layers do not. What is left out is how segments interact, so a pattern is believed only once it has run itself.
+of single layers do not. What is left out is how segments interact, so a pattern is believed only once it ran itself.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ Segment = tuple[int, int]
 
 MOST_CHECKED = 8  # patterns that run on all sequences for each retention
 PROPOSALS = 64  # cheapest patterns by their segments, among which the next one to run is chosen
+ROUNDING = 1e-9
 LEAST_OF_COST = 0.5  # of what was measured on few sequences, however uncertain
 
 
@@ -44,8 +46,8 @@ class SegmentCosts:
     pattern was measured on half of the sequences.
 
     Then the pattern runs itself, on all of them. Where segments interact it costs more than they do together, and other
-    patterns are expected to do so by as much as they have segments in common with it. The next best are proposed, measured
-    and run in turn, until none is expected to cost less than the best that ran.
+    patterns are expected to do so by as much as they have segments in common with it. The next best are proposed,
+    measured and run in turn, until none is expected to cost less than the best that ran.
 
     Args:
         native: the checkpoint's own pattern.
@@ -76,31 +78,30 @@ class SegmentCosts:
             proposal = self._measured_proposal(full_layers, checked)
             if proposal is None:
                 break
-            expected, predicted, pattern = proposal
-            if checked and expected >= min(item.cost for item in checked):
-                break
+            predicted, pattern = proposal
             [cost] = self._judge.scout([pattern], self._native, self._everything)
             checked.append(Checked(pattern, predicted, cost.mean))
         return sorted(checked, key=lambda item: (item.cost, item.pattern.roles))
 
-    def _measured_proposal(self, full_layers: int, checked: list[Checked]) -> tuple[float, float, Pattern] | None:
-        """The next pattern to run: expected cost, cost of its segments together, pattern; `None` if there is none."""
+    def _measured_proposal(self, full_layers: int, checked: list[Checked]) -> tuple[float, Pattern] | None:
+        """The next pattern to run and what its segments cost together; `None` if none is expected to cost less."""
+        done = {item.pattern for item in checked}
+        least = min((item.cost for item in checked), default=math.inf)
         while True:
-            done = {item.pattern for item in checked}
             known = cheapest_patterns(self.estimates(), full_layers, self._native.shared_layers, PROPOSALS)
             proposals = [
                 (cost + self._interaction(pattern, checked), cost, pattern)
                 for cost, pattern in known
                 if pattern not in done
             ]
-            if not proposals:
+            expected, cost, pattern = min(proposals, key=lambda item: item[0], default=(math.inf, 0.0, self._native))
+            if not proposals or (checked and expected >= least - ROUNDING * abs(least)):
                 return None
-            best = min(proposals, key=lambda item: item[0])
-            rough = [item for item in self._segments(best[2]) if self._share(item) < self._enough]
+            rough = [item for item in self._segments(pattern) if self._share(item) < self._enough]
             if not rough:
-                return best
-            least = min(map(self._share, rough))
-            self._measure([item for item in rough if self._share(item) == least])
+                return cost, pattern
+            worst = min(map(self._share, rough))
+            self._measure([item for item in rough if self._share(item) == worst])
 
     def _interaction(self, pattern: Pattern, checked: list[Checked]) -> float:
         """What a pattern is expected to cost beyond its segments: as those that ran, by the segments they share."""
