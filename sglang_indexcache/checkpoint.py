@@ -1,7 +1,8 @@
-"""A checkpoint on disk or in the hub's cache: its config.json, and which layers have indexer weights."""
+"""A checkpoint on disk or in the hub's cache: its config.json, which layers have indexer weights, and digests."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -9,13 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.errors import IndexCacheError, ModelConfigError
+from sglang_indexcache.errors import FileError, IndexCacheError, ModelConfigError
+from sglang_indexcache.files import read_json_object, read_regular, reason
 from sglang_indexcache.model_config import DsaModel
 from sglang_indexcache.pattern_file import PatternFile
 
 _INDEX_FILE = "model.safetensors.index.json"
 _INDEXER_WEIGHT = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.indexer\.")
+_MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100 << 20
+_WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
+_TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+_HASHED_WHOLE = 256 << 20
+_BLOCK, _SAMPLE = 1 << 20, 4 << 10
 
 
 class HubFileError(ModelConfigError):
@@ -49,18 +56,15 @@ class Checkpoint:
         Raises:
             ModelConfigError: if it is not there, or not a DSA model.
         """
+        config, name = read_config(model)
         folder = Path(model)
         if folder.is_dir():
-            config = _read_json(folder / "config.json")
             names = _tensor_names(folder)
-            name = folder.resolve().name
         else:
-            config = _read_json(_from_hub(model, "config.json"))
             try:
                 names = _index_names(_from_hub(model, _INDEX_FILE))
             except HubFileError:
                 names = None
-            name = model
         description = DsaModel.from_config(config, name)
         layers = None if names is None else _indexer_layers(names, description.num_layers)
         return cls(description, layers)
@@ -85,16 +89,93 @@ class Checkpoint:
         return found
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_config(model: str) -> tuple[dict[str, Any], str]:
+    """config.json of a folder or hub id, and the model's name.
+
+    Raises:
+        ModelConfigError: if it is not there, or not a JSON object of reasonable size.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        return _read_json(folder / "config.json", _MAX_CONFIG_BYTES), folder.resolve().name
+    return _read_json(_from_hub(model, "config.json"), _MAX_CONFIG_BYTES), model
+
+
+def weights_digest(model: str) -> str:
+    """sha256 that tells one checkpoint's weights from another's; of a hub id that of its commit.
+
+    Names, types and shapes of all tensors, the sizes of all files, and what is in them: everything up to 256 MiB, else
+    the first and last 4 KiB of each tensor, which any training changes.
+
+    Raises:
+        ModelConfigError: if a file can't be read.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        commit = _from_hub(model, "config.json").parent.name
+        return hashlib.sha256(f"{model}@{commit}".encode()).hexdigest()
+    files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHT_ENDINGS and path.is_file())
+    digest = hashlib.sha256()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        everything = sum(path.stat().st_size for path in files) <= _HASHED_WHOLE
+        for path in files:
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+            for start, stop in [(0, path.stat().st_size)] if everything else _samples(path):
+                with path.open("rb") as file:
+                    file.seek(start)
+                    while start < stop:
+                        block = file.read(min(_BLOCK, stop - start))
+                        if not block:
+                            break
+                        digest.update(block)
+                        start += len(block)
     except OSError as error:
-        raise ModelConfigError(f"{path}: {error.strerror or error}") from None
-    except ValueError:
-        raise ModelConfigError(f"{path}: not JSON") from None
-    if not isinstance(content, dict):
-        raise ModelConfigError(f"{path}: found {type(content).__name__}, expected a JSON object")
-    return content
+        raise ModelConfigError(f"{folder}: {reason(error)}") from None
+    return digest.hexdigest()
+
+
+def tokenizer_digest(model: str) -> str:
+    """sha256 of the tokenizer's files of a folder; of a hub id that of its commit.
+
+    Raises:
+        ModelConfigError: if a file can't be read.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return weights_digest(model)
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(_TOKENIZER_FILES) and path.is_file():
+            digest.update(f"{path.name}\n".encode() + _bytes(path, _MAX_HEADER_BYTES))
+    return digest.hexdigest()
+
+
+def _samples(path: Path) -> list[tuple[int, int]]:
+    """The header, and the first and last bytes of each tensor, as ranges of a file; evenly spread ones of another."""
+    size = path.stat().st_size
+    if path.suffix != ".safetensors":
+        return [(at, at + _SAMPLE) for at in range(0, size, max(_SAMPLE, size // 256))]
+    header, data = _header(path)
+    found = [(0, data)]
+    for name, tensor in sorted(header.items()):
+        if name != "__metadata__":
+            start, stop = (data + int(offset) for offset in tensor["data_offsets"])
+            found += [(start, min(stop, start + _SAMPLE)), (max(start, stop - _SAMPLE), stop)]
+    return found
+
+
+def _bytes(path: Path, limit: int) -> bytes:
+    try:
+        return read_regular(path, limit)
+    except FileError as error:
+        raise ModelConfigError(str(error)) from None
+
+
+def _read_json(path: Path, limit: int) -> dict[str, Any]:
+    try:
+        return read_json_object(path, limit)
+    except FileError as error:
+        raise ModelConfigError(str(error)) from None
 
 
 def _from_hub(model: str, name: str) -> Path:
@@ -122,23 +203,37 @@ def _tensor_names(folder: Path) -> set[str] | None:
 
 
 def _index_names(path: Path) -> set[str]:
-    names = _read_json(path).get("weight_map")
+    names = _read_json(path, _MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(names, dict):
         raise ModelConfigError(f"{path}: weight_map is missing")
     return set(names)
 
 
 def _header_names(path: Path) -> Iterable[str]:
-    """Tensor names of one safetensors file: eight bytes of header length, then JSON."""
+    return set(_header(path)[0]) - {"__metadata__"}
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """What one safetensors file says of its tensors, and where their data begin: eight bytes of length, then JSON."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if not 2 <= size <= _MAX_HEADER_BYTES:
                 raise ValueError
-            return set(json.loads(file.read(size))) - {"__metadata__"}
+            content = json.loads(file.read(size))
+            data_bytes = path.stat().st_size - 8 - size
+            for name, tensor in content.items():
+                if (
+                    name != "__metadata__"
+                    and not 0 <= tensor["data_offsets"][0] <= tensor["data_offsets"][1] <= data_bytes
+                ):
+                    raise ModelConfigError(f"{path}: is cut off: {name} is not all there")
+            return content, 8 + size
     except OSError as error:
-        raise ModelConfigError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, TypeError):
+        raise ModelConfigError(f"{path}: {reason(error)}") from None
+    except ModelConfigError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise ModelConfigError(f"{path}: not a safetensors file") from None
 
 

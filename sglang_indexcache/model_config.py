@@ -14,6 +14,8 @@ from sglang_indexcache.spellings import Rule, read_spelling
 
 ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
+MOST_LAYERS = 4096
+
 _REFUSED = {
     "LongcatFlashForCausalLM": "LongCat's sharing (cli_factor) is trained in and wins over any pattern",
     "DeepseekV4ForCausalLM": "DeepSeek-V4 shares indices through a buffer of its own, which patterns don't reach",
@@ -64,9 +66,11 @@ class DsaModel:
             ModelConfigError: if the architecture has no known DSA attention, or a needed key is missing or wrong.
         """
         architectures = config.get("architectures") or []
-        known = [item for item in architectures if item in ARCHITECTURES]
+        if not isinstance(architectures, list):
+            raise ModelConfigError(f"{name}: config.json: architectures is {architectures!r}, expected a list")
+        known = [item for item in ARCHITECTURES if item in architectures]
         if not known:
-            reason = next((_REFUSED[item] for item in architectures if item in _REFUSED), None)
+            reason = next((_REFUSED[item] for item in map(str, architectures) if item in _REFUSED), None)
             if reason is not None:
                 raise ModelConfigError(f"{name}: {reason}; expected {' or '.join(ARCHITECTURES)}")
             found = ", ".join(map(str, architectures)) or config.get("model_type", "no architecture")
@@ -74,6 +78,8 @@ class DsaModel:
                 f"{name}: {found} has no DSA attention known here, expected {' or '.join(ARCHITECTURES)}"
             )
         num_layers = _positive(config, "num_hidden_layers", name)
+        if num_layers > MOST_LAYERS:
+            raise ModelConfigError(f"{name}: config.json: {num_layers} layers, expected at most {MOST_LAYERS}")
         try:
             native = read_spelling(config, num_layers, Rule.SGLANG_TYPES_FIRST).pattern
         except SpellingError as error:

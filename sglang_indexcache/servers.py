@@ -2,62 +2,41 @@
 
 from __future__ import annotations
 
-import json
-import os
-import urllib.error
-import urllib.request
-from typing import Any
+from typing import Annotated
 
-from sglang_indexcache.errors import IndexCacheError
+from pydantic import BaseModel, Field, TypeAdapter
+
+from sglang_indexcache.http_client import ask, shown
 from sglang_indexcache.pattern import Pattern
 
-KEY_VARIABLE = "SGLANG_API_KEY"
-_TIMEOUT = 30
+
+class _Served(BaseModel):
+    """What a scheduler has proven."""
+
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class ServerError(IndexCacheError):
-    """A server that does not answer, or not as SGLang does."""
+class _State(BaseModel):
+    """Of one data-parallel rank; without the plugin it says nothing of a pattern."""
+
+    indexcache: _Served | None = None
 
 
-def server_request(url: str, path: str, body: Any = None) -> urllib.request.Request:
-    """A request with the key from `SGLANG_API_KEY`; a `body` makes it a POST with JSON.
+class _ServerInfo(BaseModel):
+    internal_states: Annotated[list[_State], Field(min_length=1)]
 
-    Raises:
-        ServerError: if `url` is none.
-    """
-    if not url.startswith(("http://", "https://")):
-        raise ServerError(f"{url}: expected a URL like http://host:30000")
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url.rstrip("/") + path, data, {"Content-Type": "application/json"})  # noqa: S310
-    if os.environ.get(KEY_VARIABLE):
-        request.add_header("Authorization", f"Bearer {os.environ[KEY_VARIABLE]}")
-    return request
+
+_FORM = TypeAdapter(_ServerInfo)
 
 
 def served_fingerprints(url: str) -> list[str | None]:
-    """The fingerprint that each data-parallel rank of the server at `url` reports; `None` for one without a pattern.
+    """The fingerprint that each data-parallel rank of the server at `url` has proven; `None` for one without a pattern.
 
     Raises:
-        ServerError: if it can't be asked; a key is taken from `SGLANG_API_KEY`.
+        ServerError: if it can't be asked, or no rank answers; a key is taken from `SGLANG_API_KEY`.
     """
-    request = server_request(url, "/server_info")
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:  # noqa: S310
-            states = json.load(answer)["internal_states"]
-        return [_fingerprint(state) for state in states]
-    except urllib.error.HTTPError as error:
-        hint = f"; expected the key in {KEY_VARIABLE}" if error.code in (401, 403) else ""
-        raise ServerError(f"{url}: /server_info answers {error.code}{hint}") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise ServerError(f"{url}: /server_info can't be read: {reason}") from None
-    except (KeyError, TypeError):
-        raise ServerError(f"{url}: /server_info has no internal_states, expected an SGLang server") from None
-
-
-def _fingerprint(state: dict[str, Any]) -> str | None:
-    found = state.get("indexcache")
-    return None if found is None else str(found["fingerprint"])
+    states = ask(url, "/server_info", _FORM).internal_states
+    return [None if state.indexcache is None else state.indexcache.fingerprint for state in states]
 
 
 def differences(url: str, pattern: Pattern) -> list[str]:
@@ -69,7 +48,7 @@ def differences(url: str, pattern: Pattern) -> list[str]:
     lines = []
     found = served_fingerprints(url)
     for rank, fingerprint in enumerate(found):
-        where = f"{url} DP rank {rank}" if len(found) > 1 else url
+        where = f"{shown(url)} DP rank {rank}" if len(found) > 1 else shown(url)
         if fingerprint is None:
             lines.append(f"{where} serves without a pattern file, expected fingerprint {pattern.fingerprint[:16]}")
         elif fingerprint != pattern.fingerprint:

@@ -5,7 +5,7 @@
 | SGLang 0.5.11 to 0.5.18 | `index_topk_pattern`, `index_topk_freq` with `index_skip_topk_offset`                 |
 | SGLang 0.5.20 to 0.5.23 | `indexer_types`, `cli_factor` (LongCat), then as above                                |
 | transformers, GLM-5     | `indexer_types`, `index_topk_pattern`, `index_topk_freq` with `index_skip_topk_offset` |
-| vLLM                    | `use_index_cache` must be true; `index_topk_pattern`, then `index_topk_freq` with offset |
+| vLLM                    | `index_topk_pattern`, `index_topk_freq` with offset; before 0.33 with `use_index_cache` |
 
 `index_topk_freq` is NOT the paper's uniform interleaving: freq 4 means `FFSSSFSSSF...`, the paper's 1/4 is
 `FSSSFSSSF...`. Read: sglang/srt/configs/model_config.py `dsa_layer_skips_topk` of 0.5.17 and 0.5.23;
@@ -82,10 +82,10 @@ def read_spelling(config: Mapping[str, Any], num_layers: int, rule: Rule) -> Rea
     errors, since nobody means them.
 
     Raises:
-        SpellingError: if the winning key has a wrong length, letter or type, or vLLM's switch is not on.
+        SpellingError: if the winning key has a wrong length, letter or type.
     """
     notes: list[str] = []
-    if rule is Rule.SGLANG_TYPES_FIRST and (config.get("cli_factor") or 1) > 1:
+    if rule is Rule.SGLANG_TYPES_FIRST and (config.get("cli_factor") or 1) != 1:
         raise SpellingError(
             f"cli_factor is {config['cli_factor']}: LongCat's sharing is trained in and wins over patterns"
         )
@@ -93,7 +93,9 @@ def read_spelling(config: Mapping[str, Any], num_layers: int, rule: Rule) -> Rea
     if not present:
         return Reading(Pattern.full(num_layers), None)
     if rule is Rule.VLLM and config.get("use_index_cache") is not True:
-        raise SpellingError(f"{present[0]} is set but use_index_cache is not true, so vLLM may ignore it")
+        notes.append(
+            f"{present[0]} needs use_index_cache beside it in vLLM before 0.33, which does not read it any more"
+        )
     winner = present[0]
     pattern = _read_key(config, winner, num_layers)
     for key in present[1:]:

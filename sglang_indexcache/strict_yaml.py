@@ -86,11 +86,11 @@ def _check_characters(text: str) -> None:
                 raise PatternFileError(f"line {number}: character U+{ord(letter):04X} is not allowed")
 
 
-def _events(text: str) -> Iterator[tuple[int, yaml.Event]]:
+def _events(text: str) -> Iterator[tuple[int, Any]]:
     """Events with the line where they begin."""
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            yield event.start_mark.line + 1, event
+            yield event.start_mark.line + 1, event  # type: ignore[union-attr]
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise PatternFileError(f"{line}not YAML: {error.problem}") from None
@@ -98,7 +98,7 @@ def _events(text: str) -> Iterator[tuple[int, yaml.Event]]:
         raise PatternFileError(f"not YAML: {error}") from None
 
 
-def _document(events: Iterator[tuple[int, yaml.Event]]) -> Any:
+def _document(events: Iterator[tuple[int, Any]]) -> Any:
     next(events)  # the stream begins
     line, event = next(events)
     if isinstance(event, yaml.StreamEndEvent):
@@ -113,7 +113,7 @@ def _document(events: Iterator[tuple[int, yaml.Event]]) -> Any:
     return found
 
 
-def _node(line: int, event: yaml.Event, events: Iterator[tuple[int, yaml.Event]], depth: int) -> Any:
+def _node(line: int, event: Any, events: Iterator[tuple[int, Any]], depth: int) -> Any:
     if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
         raise PatternFileError(f"line {line}: anchors and aliases are not allowed")
     if event.tag is not None:
@@ -127,7 +127,7 @@ def _node(line: int, event: yaml.Event, events: Iterator[tuple[int, yaml.Event]]
     return _mapping(line, event, events, depth)
 
 
-def _scalar(line: int, event: yaml.ScalarEvent) -> Any:
+def _scalar(line: int, event: Any) -> Any:
     if event.style in ("|", ">") or event.end_mark.line + 1 != line:
         raise PatternFileError(f"line {line}: a value of several lines is not allowed")
     if event.style is not None:
@@ -138,8 +138,8 @@ def _scalar(line: int, event: yaml.ScalarEvent) -> Any:
         raise PatternFileError(f"line {line}: {error}") from None
 
 
-def _sequence(line: int, start: yaml.Event, events: Iterator[tuple[int, yaml.Event]], depth: int) -> list[Any]:
-    found = []
+def _sequence(line: int, start: Any, events: Iterator[tuple[int, Any]], depth: int) -> list[Any]:
+    found: list[Any] = []
     for at, event in events:
         if isinstance(event, yaml.SequenceEndEvent):
             _check_one_line(line, start, event)
@@ -148,7 +148,7 @@ def _sequence(line: int, start: yaml.Event, events: Iterator[tuple[int, yaml.Eve
     raise PatternFileError(f"line {line}: the list has no end")
 
 
-def _mapping(line: int, start: yaml.Event, events: Iterator[tuple[int, yaml.Event]], depth: int) -> dict[str, Any]:
+def _mapping(line: int, start: Any, events: Iterator[tuple[int, Any]], depth: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for at, event in events:
         if isinstance(event, yaml.MappingEndEvent):
@@ -165,6 +165,6 @@ def _mapping(line: int, start: yaml.Event, events: Iterator[tuple[int, yaml.Even
     raise PatternFileError(f"line {line}: the mapping has no end")
 
 
-def _check_one_line(line: int, start: yaml.Event, end: yaml.Event) -> None:
+def _check_one_line(line: int, start: Any, end: Any) -> None:
     if start.flow_style and end.end_mark.line + 1 != line:
         raise PatternFileError(f"line {line}: brackets of several lines are not allowed, expected one item a line")

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from indexcache_search import demo
 from indexcache_search.compare import tasks
+from indexcache_search.compare.result import rises
 from indexcache_search.engines.transformers import describe_model, load_tokenizer
 from indexcache_search.errors import DataError
 from indexcache_search.eval_cli import app, named_patterns
@@ -184,7 +185,10 @@ def test_servers_are_compared(stubs: list[Stub], tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     first, second = found["held_out"]["rows"]
-    assert second["name"] == stubs[1].url
+    assert second["name"] == stubs[1].url and second["kind"] == "named"
+    assert (
+        [row["pattern"] for row in (first, second)] == [None, None] == [row["full_layers"] for row in (first, second)]
+    )
     for source in ("demo:copy", "multi_value-style"):
         loss = first["by_source"][source]["loss"]["mean"]
         assert second["by_source"][source]["loss"]["mean"] == pytest.approx(2 * loss) and math.isfinite(loss)
@@ -224,5 +228,37 @@ def test_a_server_without_logprobs_is_refused(stubs: list[Stub], tmp_path: Path)
 def test_the_shipped_patterns_are_for_the_demo_model() -> None:
     model = describe_model(str(demo.MODEL))
     kept = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 8)]
-    names = [(name, str(share)) for name, share, _ in named_patterns(list(demo.PATTERNS), kept, model, False)]
+    lines = named_patterns(list(demo.PATTERNS), kept, model, False)
+    names = [(line.name, str(line.retention)) for line in lines]
     assert names == [(name, share) for name in ("segments", "similarity") for share in ("1/2", "1/4", "1/8")]
+
+
+# -- the gate
+
+
+def lines_of(kind: str, name: str, mean: float) -> dict[str, Any]:
+    rise = {"increase": {"mean": mean, "stderr": 0.1}}
+    return {"kind": kind, "name": name, "by_source": {"a": rise}}
+
+
+@pytest.mark.parametrize("name", ["segments", "uniform", "uniform4", "baseline-prod", "uniform phase 0", "baseline"])
+def test_the_gate_looks_at_what_a_line_is_and_not_at_its_name(name: str) -> None:
+    rows = [
+        lines_of("baseline", "baseline", 9.0),
+        lines_of("phase", "uniform phase 1", 9.0),
+        lines_of("named", name, 3.0),
+    ]
+    assert rises({"held_out": {"rows": rows}}) == pytest.approx(2.8)
+    assert rises({"held_out": {"rows": rows[:2]}}) == math.inf  # nothing was compared
+    assert rises({"held_out": {"rows": [*rows, lines_of("named", "x", math.nan)]}}) == math.inf
+
+
+def test_a_uniform_pattern_passes_no_gate_by_its_name(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    for spec in ("uniform4=FSSSSS", "baseline-prod=FSSSSS"):
+        more = ["--pattern", spec, "--no-uniform", "--max-increase", "-100"]
+        assert run(*options(model_folder, token_file, tmp_path / "out"), *more).exit_code == 1
+    for bad in ("nan", "inf", "-inf"):
+        result = run(
+            *options(model_folder, token_file, tmp_path / "out"), "--pattern", "a=FSSSSS", "--max-increase", bad
+        )
+        assert result.exit_code == 2 and "--max-increase is" in result.stderr

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from indexcache_search.engines import transformers as transformers_engine
 from indexcache_search.engines.base import Evaluation
@@ -15,10 +19,11 @@ from indexcache_search.engines.prefix import LayerState, PrefixCache
 from indexcache_search.engines.roles import apply_roles
 from indexcache_search.engines.transformers import TransformersEngine, describe_model
 from indexcache_search.errors import SearchError
-from sglang_indexcache import Pattern
+from sglang_indexcache import Pattern, checkpoint
+from sglang_indexcache.checkpoint import tokenizer_digest, weights_digest
 from sglang_indexcache.errors import ModelConfigError, PatternError
 from sglang_indexcache.spellings import indexer_types
-from tests.conftest import LAYERS, TOPK, random_tokens, tiny_config, tiny_engine
+from tests.conftest import LAYERS, TOPK, random_tokens, save_model, tiny_config, tiny_engine
 
 PATTERNS = [Pattern(roles) for roles in ("FFFFFF", "FSFFFF", "FFFFFS", "FFSSFF", "FSSSSS", "FFFSFF")]
 
@@ -163,35 +168,57 @@ def test_only_the_rows_asked_for_run(config: dict[str, Any]) -> None:
 
 
 def test_the_prefix_cache_keeps_to_its_limit_and_drops_the_oldest() -> None:
-    def state() -> LayerState:
-        return LayerState(torch.zeros(25), torch.zeros(25))
+    """Room for four tensors of 128 bytes."""
+    cache = PrefixCache(512.0)
 
-    cache, indices = PrefixCache(700.0), torch.zeros(25)
-    cache.add("a", "F", LayerState(torch.zeros(25), indices))
-    cache.add("a", "FS", LayerState(torch.zeros(25), indices))
-    assert cache.size == 300  # the indices of both are one tensor
-    cache.add("a", "FSF", state())
-    cache.add("a", "FSFF", state())
-    assert cache.size == 700
+    def add(batch: str, prefix: str, indices: Tensor | None = None, value: float = 0.0) -> Tensor:
+        made = [cache.copy(torch.full((32,), value)) for _ in range(1 if indices is not None else 2)]
+        assert None not in made
+        own = made[-1] if indices is None else indices
+        cache.add(batch, prefix, LayerState(made[0], own, False))
+        cache.release([item for item in made if item is not None])  # only the state needs them now
+        return own
+
+    indices = add("a", "F", value=1.0)
+    add("a", "FS", indices, 2.0)  # the indices of both are one tensor
+    assert len(cache) == 2
+    add("a", "FSF", indices, 3.0)
     assert cache.longest("a", Pattern("FSSS"))[0] == 2  # renews F and FS
-    cache.add("a", "FF", state())
-    assert cache.size == 700
+    add("a", "FF", value=4.0)
     assert cache.longest("a", Pattern("FSFS"))[0] == 2  # FSF was the oldest
-    assert cache.longest("a", Pattern("FFFF"))[0] == 1 + 1
+    assert cache.longest("a", Pattern("FFFF"))[0] == 2
     assert cache.longest("b", Pattern("FFFF")) == (0, None)
-    cache.add("b", "F", LayerState(torch.zeros(1000), indices))
-    assert len(cache) == cache.size == 0
+    found = cache.longest("a", Pattern("FFFF"))[1]
+    assert found is not None and found.output.eq(4.0).all()
+    assert cache.copy(torch.zeros(1000)) is None and len(cache) == 0  # nothing helps
+    assert cache.copy(torch.zeros(60)) is not None  # another size, once all is free again
+
+
+def test_a_state_that_is_in_use_is_not_overwritten() -> None:
+    cache = PrefixCache(256.0)
+    output, indices = cache.copy(torch.ones(32)), cache.copy(torch.full((32,), 2.0))
+    assert output is not None and indices is not None
+    cache.add("a", "F", LayerState(output, indices, False))
+    cache.release([output, indices])
+    cache.keep([output, indices])  # a run goes on from it
+    assert cache.copy(torch.zeros(32)) is None and len(cache) == 0
+    assert output.eq(1).all() and indices.eq(2).all()
+    cache.release([output, indices])
+    assert cache.copy(torch.zeros(32)) is not None
 
 
 def test_a_small_prefix_cache_changes_nothing(config: dict[str, Any]) -> None:
     data = random_tokens()
     plenty = tiny_engine(config)
     full = {item.pattern: item.losses for item in plenty.evaluate(PATTERNS, data, "nll")}
-    size = plenty._cache.size / 1e9
-    for share in (0.1, 0.5, 0.9):
+    size = plenty._cache._slab._end / 1e9
+    for share in (0.02, 0.1, 0.5, 0.9):
         engine = tiny_engine(config, prefix_cache_gb=size * share)
+        engine._prefixes_fit = lambda *_: True  # also where a run does not fit
         assert {item.pattern: item.losses for item in engine.evaluate(PATTERNS, data, "nll")} == full
-        assert engine._cache.size <= size * share * 1e9
+        assert engine._cache._slab._end <= size * share * 1e9
+        assert set(engine._cache._users) == set(engine._cache._starts)  # nothing is held by a run that is over
+        assert min(engine._cache._users.values(), default=1) > 0
 
 
 def test_kl_of_the_native_pattern_is_zero_and_of_others_positive(config: dict[str, Any]) -> None:
@@ -270,7 +297,7 @@ def test_measurements_know_locked_layers() -> None:
 
 
 def test_loading_names_what_is_wrong(tmp_path: Any, model_folder: Any) -> None:
-    with pytest.raises(SearchError, match=r"no config\.json found"):
+    with pytest.raises(ModelConfigError, match=r"config\.json: No such file"):
         TransformersEngine.load(str(tmp_path))
     with pytest.raises(SearchError, match="--dtype is int8"):
         TransformersEngine.load(str(model_folder), dtype="int8")
@@ -279,6 +306,59 @@ def test_loading_names_what_is_wrong(tmp_path: Any, model_folder: Any) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(ModelConfigError, match="LlamaForCausalLM has no DSA attention"):
         describe_model(str(tmp_path))
+
+
+def test_every_weight_comes_from_the_checkpoint(tmp_path: Path, model_folder: Path) -> None:
+    """transformers makes up what is missing or misnamed, at random and with a warning."""
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.3.self_attn.indexer.wk.weight"
+
+    def refusal(changed: dict[str, Tensor]) -> str:
+        save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(SearchError) as caught:
+            TransformersEngine.load(str(folder), "cpu")
+        return str(caught.value)
+
+    without = {key: value for key, value in weights.items() if key != name}
+    assert f"{name} is not in the checkpoint; expected all weights of GlmMoeDsaForCausalLM" in refusal(without)
+    assert f"{name} is not in the checkpoint" in refusal({**without, name.replace("wk", "key_proj"): weights[name]})
+    assert "such weights)" in refusal({"lm_head.weight": weights["lm_head.weight"]})
+    assert "shape" in refusal({**weights, name: torch.zeros(3, 3)})
+    assert "wk.weight of the indexer of layer 3 is not finite" in refusal({**weights, name: weights[name] * torch.nan})
+    for cut in (100, 5000):
+        (folder / "model.safetensors").write_bytes((model_folder / "model.safetensors").read_bytes()[:-cut])
+        with pytest.raises(SearchError, match="can't be loaded"):
+            TransformersEngine.load(str(folder), "cpu")
+
+
+def test_weights_of_locked_layers_may_be_missing(tmp_path: Path) -> None:
+    config = tiny_config("deepseek_v32", index_topk_pattern="FFSFFF")
+    folder = save_model(config, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    kept = {key: value for key, value in weights.items() if ".layers.2.self_attn.indexer." not in key}
+    assert len(kept) < len(weights)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    assert TransformersEngine.load(str(folder), "cpu").model.locked == (2,)
+
+
+def test_weights_and_tokenizers_have_digests(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a checkpoint is too large to be read whole: then the ends of every tensor are."""
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    for limit in (1 << 40, 0):
+        monkeypatch.setattr(checkpoint, "_HASHED_WHOLE", limit)
+        shutil.copy(model_folder / "model.safetensors", folder)
+        assert weights_digest(str(folder)) == weights_digest(str(model_folder))
+        weights = load_file(model_folder / "model.safetensors")
+        weights["model.layers.3.self_attn.indexer.wk.weight"][-1, -1] += 1e-3
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        assert weights_digest(str(folder)) != weights_digest(str(model_folder))
+        assert TransformersEngine.load(str(folder), "cpu").weights_sha256 == weights_digest(str(folder))
+    before = tokenizer_digest(str(folder))
+    (folder / "tokenizer.json").write_text("{}")
+    assert tokenizer_digest(str(folder)) != before
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("can't allocate memory: you tried")])

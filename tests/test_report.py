@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -12,8 +13,11 @@ from typing import Any
 import matplotlib.image
 import numpy as np
 import pytest
+from rich.console import Console
 
+from indexcache_search import tables
 from indexcache_search.report import render
+from indexcache_search.report.figures import changes_figure
 from indexcache_search.tables import markdown_table
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -27,12 +31,22 @@ def estimate(mean: float, stderr: float | None = 0.01) -> dict[str, float | None
     return {"mean": mean, "stderr": stderr}
 
 
-def row(name: str, retention: str, full: int, pattern: str | None, increase: float) -> dict[str, Any]:
+def row(
+    name: str,
+    retention: str,
+    full: int,
+    pattern: str | None,
+    increase: float,
+    kind: str = "named",
+    phase: int | None = None,
+) -> dict[str, Any]:
     measured = {"loss": estimate(2 + increase), "increase": estimate(increase), "accuracy": estimate(0.9)}
     sources = {"text.jsonl": measured, "demo:kv_end": measured}
     return {
+        "kind": kind,
         "name": name,
         "retention": retention,
+        "phase": phase,
         "full_layers": full,
         "pattern": pattern,
         **measured,
@@ -56,13 +70,13 @@ def sample_metrics(model_name: str = "tiny") -> dict[str, Any]:
                 "candidates": {str(layer): loss},
             }
         )
-    rows = [row("baseline", "1", 8, "F" * 8, 0.0)]
+    rows = [row("baseline", "1", 8, "F" * 8, 0.0, "baseline")]
     for retention, full, found in (("1/2", 4, "FFSSFSFS"), ("1/4", 2, "FSSSFSSS")):
         rows += [
             row("greedy", retention, full, found, 0.05),
-            row("uniform phase 0", retention, full, "FSFSFSFS", 0.2),
-            row("uniform phase 1", retention, full, "FFSFSFSS", -0.01),
-            row("uniform, mean of 2 phases", retention, full, None, 0.1),
+            row("uniform phase 0", retention, full, "FSFSFSFS", 0.2, "phase", 0),
+            row("uniform phase 1", retention, full, "FFSFSFSS", -0.01, "phase", 1),
+            row("uniform, mean of 2 phases", retention, full, None, 0.1, "mean"),
             row("similarity", retention, full, "FFFFSSSS", 0.4),
         ]
     return {
@@ -105,6 +119,7 @@ def sample_metrics(model_name: str = "tiny") -> dict[str, Any]:
         },
         "seconds": {"search": 12.0},
         "steps": steps,
+        "look_alikes": ["1/4: FSSFSSSS keeps other layers than FSSSFSSS"],
         "held_out": {
             "sources": ["text.jsonl", "demo:kv_end"],
             "answer_sources": ["demo:kv_end"],
@@ -131,6 +146,7 @@ def test_the_page_stands_alone_and_shows_everything() -> None:
         "28 patterns",
         "12.3 % of them",
         "+0.0500 ±0.0100",
+        "FSSFSSSS keeps other layers",
     ):
         assert text in page
     assert "uniform phase 1" not in page  # single phases are dots in the figure, not rows
@@ -179,3 +195,32 @@ Array.from(document.querySelectorAll('svg')).map(s => s.getBoundingClientRect().
     for colour in ((253, 231, 36), (200, 53, 43), (37, 99, 168)):
         near = np.abs(image * 255 - np.asarray(colour)).max(axis=-1) < 12
         assert near.sum() > 50, colour
+
+
+def test_a_search_that_keeps_everything_has_a_report() -> None:
+    """`--retain 1`: the pattern found is the baseline's, at the baseline's retention."""
+    metrics = sample_metrics()
+    metrics["held_out"]["rows"] = [
+        row("baseline", "1", 8, "F" * 8, 0.0, "baseline"),
+        row("segments", "1", 8, "F" * 8, 0.0),
+        row("uniform phase 0", "1", 8, "F" * 8, 0.0, "phase", 0),
+    ]
+    metrics["steps"], metrics["pattern_file"]["search"]["strategy"] = [], "segments"
+    assert "segments" in render(metrics)
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are() -> None:
+    metrics = sample_metrics()
+    metrics["held_out"]["sources"] = ["[red]x[bold].jsonl", r"$\frac$.jsonl"]
+    for line in metrics["held_out"]["rows"]:
+        line["name"] = line["name"].replace("similarity", r"$\frac$ [/b]")
+        line["by_source"] = dict(zip(metrics["held_out"]["sources"], line["by_source"].values(), strict=True))
+        for source in line["by_source"].values():
+            source["accuracy_change"] = estimate(0.1)
+    metrics["held_out"]["answer_sources"] = []
+    assert r"$\frac$ [/b]" in render(metrics)
+    assert "<svg" in changes_figure(metrics["held_out"])
+    console = Console(width=300, file=io.StringIO())
+    console.print(tables.terminal_table(metrics["held_out"]))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert r"$\frac$ [/b]" in text and "[red]x[bold].jsonl" in text

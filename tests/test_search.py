@@ -207,7 +207,7 @@ def test_mistakes_get_one_line_and_exit_code_2(
 
 def test_models_and_data_that_are_missing(token_file: Path, tmp_path: Path) -> None:
     for options, message in (
-        (["--model", str(tmp_path), "--calibration", str(token_file)], "no config.json found"),
+        (["--model", str(tmp_path), "--calibration", str(token_file)], "config.json: No such file or directory"),
         (["--model", str(tmp_path)], "--calibration is missing"),
     ):
         result = run(*options)

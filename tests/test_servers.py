@@ -13,7 +13,7 @@ import pytest
 
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
-from sglang_indexcache.servers import KEY_VARIABLE
+from sglang_indexcache.http_client import KEY_VARIABLE
 from tests.conftest import tiny_config
 from tests.patterns import pattern_file
 
@@ -84,7 +84,13 @@ def test_every_rank_that_differs_is_a_problem(server: str, file: str, capsys: py
 
 @pytest.mark.parametrize(
     ("answer", "message"),
-    [({}, "has no internal_states"), ([], "has no internal_states"), (None, "no internal_states")],
+    [
+        ({}, "internal_states: Field required"),
+        ([], "Input should be an object"),
+        (None, "Input should be an object"),
+        ({"internal_states": []}, "internal_states: List should have at least 1 item"),
+        ({"internal_states": [{"indexcache": {"fingerprint": 5}}]}, "fingerprint: Input should be a valid string"),
+    ],
 )
 def test_answers_that_are_not_sglangs(
     server: str, file: str, answer: Any, message: str, capsys: pytest.CaptureFixture[str]
@@ -102,8 +108,14 @@ def test_keys_and_servers_that_are_not_there(
     assert f"answers 401; expected the key in {KEY_VARIABLE}" in capsys.readouterr().err
     monkeypatch.setenv(KEY_VARIABLE, "secret")
     assert main([file, "--server", server]) == 0
-    for url, message in (("http://127.0.0.1:9", "can't be read"), ("file:///etc/passwd", "expected a URL like")):
+    for url, message in (
+        ("http://127.0.0.1:9", "can't be read"),
+        ("file:///etc/passwd", "expected a URL like"),
+        ("http://host:abc", "expected a URL like"),
+        ("http://[::1", "expected a URL like"),
+        ("http://user:hunter2@127.0.0.1:9", "http://127.0.0.1:9: /server_info can't be read"),
+    ):
         capsys.readouterr()
         assert main([file, "--server", url]) == 2
         error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1
+        assert message in error and error.count("\n") == 1 and "hunter2" not in error

@@ -39,6 +39,16 @@ def divergence(pattern: str, ranges: list[list[int]]) -> tuple[float, float, int
     return sum(values), sum(value * value for value in values), len(values)
 
 
+def scored(value: float = -1.0, shift: int = 0, last: int | None = None) -> dict[str, Any]:
+    """An answer to the first sequence."""
+    tokens = [int(token) + shift for token in DATA.tokens[0, 8:last]]
+    own = [[value, token, None] for token in tokens]
+    return {"meta_info": {"input_token_logprobs": own, "input_top_logprobs": [[entry] for entry in own]}}
+
+
+STATUS = {"config_sha256": MODEL.config_sha256, "weights_sha256": "1" * 64, "versions": VERSIONS, "measures": []}
+
+
 class Stub:
     """A calibration server of threads; `fail` decides what a request is answered with instead.
 
@@ -48,6 +58,7 @@ class Stub:
     def __init__(self, ranks: int = 1) -> None:
         self.patterns, self.requests = ["F" * LAYERS] * ranks, 0
         self.config_sha256, self.versions, self.measures = MODEL.config_sha256, VERSIONS, ["kl", "overlap"]
+        self.weights_sha256 = "1" * 64
         self.kept: list[set[int]] = [set() for _ in range(ranks)]
         self.found: dict[str, str] = {}
         self.positions: list[int] = []
@@ -89,6 +100,7 @@ class Stub:
             "pattern": self.patterns[rank],
             "fingerprint": Pattern(self.patterns[rank]).fingerprint,
             "config_sha256": self.config_sha256,
+            "weights_sha256": self.weights_sha256,
             "versions": self.versions,
             "measures": self.measures,
         }
@@ -187,7 +199,7 @@ def test_the_baseline_is_run_once_and_again_after_a_restart(stubs: list[Stub]) -
     stubs[0].kept = [set()]
     list(live.evaluate(PATTERNS[:1], DATA, "kl"))
     assert sum(kept) == 2 * DATA.num_sequences
-    generate, stubs[0].kept = (lambda body: [{"meta_info": stubs[0].scores("F", body["input_ids"][0], 1)}]), [set()]
+    generate, stubs[0].kept = (lambda body: [{"meta_info": stubs[0].scores("F", body["input_ids"][0], 8)}]), [set()]
     with pytest.raises(SearchError, match="kept no baseline of sequence 0"):
         list(live.evaluate(PATTERNS[:1], DATA, "kl"))
 
@@ -297,19 +309,28 @@ def test_a_busy_server_is_waited_for(stubs: list[Stub], monkeypatch: pytest.Monk
     ("path", "answer", "message"),
     [
         ("/indexcache/status", (404, {"detail": "Not Found"}), "is not in calibration mode"),
-        ("/indexcache/status", (200, {"pattern": "FFFFFF"}), "answers as another version of sglang-indexcache"),
-        ("/indexcache/status", (200, []), "answers as another version of sglang-indexcache"),
+        (
+            "/indexcache/status",
+            (200, {"pattern": "FFFFFF"}),
+            "answers in another form: ranks: Field required; expected",
+        ),
+        ("/indexcache/status", (200, []), "answers in another form"),
+        ("/indexcache/status", (302, {}), "redirects are not followed"),
         ("/indexcache/status", (401, {"error": "Unauthorized"}), "refuses the key; expected the admin key"),
         ("/indexcache/switch", (400, {"error": "CUDA graphs are on"}), "CUDA graphs are on"),
         (
             "/indexcache/switch",
-            (200, {"ranks": [{"dp_rank": 1, "pattern": "FFFFFF", "fingerprint": "x"}]}),
+            (200, {"ranks": [{**STATUS, "dp_rank": 1, "pattern": "FFFFFF", "fingerprint": "x"}]}),
             "rank 1 runs FFFFFF, expected FS",
         ),
         ("/indexcache/switch", (200, {"ranks": []}), "has no data-parallel rank None"),
         ("/generate", (400, {"error": {"message": "too long"}}), "too long"),
-        ("/generate", (200, []), "answers without input logprobs"),
-        ("/generate", (200, [{"meta_info": {}}]), "answers without input logprobs"),
+        ("/generate", (200, []), "gave 0 answers to 1 sequences"),
+        ("/generate", (200, [{"meta_info": {}}]), "answers in another form: 0.meta_info.input_token_logprobs"),
+        ("/generate", (409, {"error": "busy"}), "/generate answers 409"),
+        ("/generate", (200, [scored(value=0.5)]), "answers with a logprob above 0"),
+        ("/generate", (200, [scored(shift=1)]), "without input logprobs of the tokens that were sent"),
+        ("/generate", (200, [scored(last=-1)]), "without input logprobs of the tokens that were sent"),
     ],
 )
 def test_refusals_end_the_search(stubs: list[Stub], path: str, answer: Any, message: str) -> None:
@@ -352,3 +373,34 @@ def test_the_port_of_a_new_server_is_free(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(SearchError, match=f"No port of {taken} to {taken} is free"):
             own_server.free_port()
     assert 10000 <= free < 30000
+
+
+@pytest.mark.parametrize("code", [0, 500, 502])
+def test_a_server_whose_status_answers_and_whose_work_fails_is_given_up(stubs: list[Stub], code: int) -> None:
+    """Its patience counts from the first loss, in pauses that grow."""
+    stubs[0].fail = lambda path: (code, {}) if path == "/generate" else None
+    lines: list[str] = []
+    with pytest.raises(SearchError, match="no server came back within 4 s"):
+        list(engine(stubs[0], patience=4, notice=lines.append).evaluate(PATTERNS, DATA, "nll"))
+    assert stubs[0].requests < 40 and len(lines) == 2
+
+
+@pytest.mark.parametrize("sums", [(-1.0, 1.0, None), (1.0, 1.0, 0), ()])
+def test_divergences_that_can_not_be(stubs: list[Stub], sums: Any) -> None:
+    control = stubs[0].control
+
+    def wrong(path: str, body: Any, rank: int) -> dict[str, Any]:
+        found = control(path, body, rank)
+        for rid, (_, _, count) in found.get("sums", {}).items():
+            found["sums"][rid] = [count if value is None else value for value in sums] if sums else None
+        return found
+
+    stubs[0].control = wrong  # type: ignore[method-assign]
+    with pytest.raises(SearchError, match=r"answers in another form|a divergence of -1\.0"):
+        list(engine(stubs[0]).evaluate(PATTERNS[:1], DATA, "kl"))
+
+
+def test_a_server_with_other_weights_is_refused(stubs: list[Stub]) -> None:
+    stubs[1].weights_sha256 = "2" * 64
+    with pytest.raises(SearchError, match="has other weights than"):
+        engine(*stubs)

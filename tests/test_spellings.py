@@ -96,7 +96,7 @@ def test_glm_5_2_native_schedule() -> None:
         ({"index_topk_freq": True}, Rule.SGLANG_TYPES_FIRST, "index_topk_freq is True"),
         ({"index_topk_freq": 2, "index_skip_topk_offset": 0}, Rule.SGLANG_TYPES_FIRST, "index_skip_topk_offset is 0"),
         ({"cli_factor": 2}, Rule.SGLANG_TYPES_FIRST, "cli_factor is 2"),
-        ({"index_topk_pattern": "FSFS"}, Rule.VLLM, "use_index_cache is not true"),
+        ({"cli_factor": "a"}, Rule.SGLANG_TYPES_FIRST, "cli_factor is a"),
     ],
 )
 def test_what_nobody_means_is_refused(config: dict[str, Any], rule: Rule, message: str) -> None:
@@ -118,3 +118,12 @@ def test_to_freq_finds_the_spelling_or_says_there_is_none() -> None:
 
 def test_indexer_types() -> None:
     assert indexer_types(Pattern("FSF")) == ["full", "shared", "full"]
+
+
+def test_vllm_reads_a_pattern_without_its_old_switch() -> None:
+    reading = read_spelling({"index_topk_pattern": "FSFS"}, 4, Rule.VLLM)
+    assert reading.pattern.roles == "FSFS"
+    assert reading.notes == (
+        "index_topk_pattern needs use_index_cache beside it in vLLM before 0.33, which does not read it any more",
+    )
+    assert read_spelling({"index_topk_pattern": "FSFS", "use_index_cache": True}, 4, Rule.VLLM).notes == ()

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from indexcache_search import demo
 from indexcache_search.errors import NonFiniteLossError, SearchError
-from sglang_indexcache import IndexCacheError
+from sglang_indexcache.command_line import ending
 from sglang_indexcache.pattern import parse_retention
 
 # Calibration sequences, held-out sequences, tokens a sequence (None: 4 x index_topk).
@@ -209,15 +209,18 @@ def _short_name(model: str | None) -> str:
 
 @contextmanager
 def errors_in_one_line(console: Console, command: str) -> Iterator[None]:
-    """Turn what a user can mend into one line and an exit code."""
+    """End in one line and an exit code, whatever happens."""
     try:
         yield
-    except IndexCacheError as error:
-        console.print(f"{command}: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+    except typer.Exit:
+        raise
     except NonFiniteLossError as error:
         console.print(f"{command}: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
+    except Exception as error:
+        line, code = ending(error)
+        console.print(f"{command}: {line}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(code) from None
     except KeyboardInterrupt:
         console.print("\nInterrupted. The same command goes on from here.", style="yellow")
         raise typer.Exit(130) from None

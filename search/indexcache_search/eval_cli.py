@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
 from collections.abc import Mapping
 from fractions import Fraction
@@ -16,6 +18,7 @@ from rich.progress import Progress
 from indexcache_search import demo
 from indexcache_search.cli import errors_in_one_line
 from indexcache_search.errors import SearchError
+from indexcache_search.line import NAMED, Line
 from sglang_indexcache import DsaModel, Pattern, PatternFile
 from sglang_indexcache.files import write_atomically
 from sglang_indexcache.pattern import full_layer_count, parse_retention
@@ -108,6 +111,8 @@ def evaluate(
             pattern = pattern or list(demo.PATTERNS)
         if bool(pattern) == bool(endpoint):
             raise SearchError("expected either --pattern or --endpoint")
+        if max_increase is not None and not math.isfinite(max_increase):
+            raise SearchError(f"--max-increase is {max_increase}, expected a number")
         if endpoint and len(endpoint) < 2:
             raise SearchError("--endpoint: found one, expected a baseline server and one to compare it with")
         name = model or str(demo.MODEL)
@@ -136,7 +141,7 @@ def evaluate(
                 lines = measure.servers(endpoint, data, lambda done: progress.advance(bar, done))
                 engine = ", ".join(endpoint)
             else:
-                distinct = 1 + len({item for _, _, item in named})
+                distinct = len({description.native, *(line.pattern for line in named)})
                 bar = progress.add_task("patterns", total=2 * distinct * count)
                 runtime = {"device": device, "dtype": dtype, "batch_size": batch_size, "attention": attention}
                 lines, engine = _patterns(
@@ -153,38 +158,36 @@ def evaluate(
         raise typer.Exit(1)
 
 
-def named_patterns(
-    specs: list[str], retentions: list[Fraction], model: DsaModel, uniform: bool
-) -> list[tuple[str, Fraction, Pattern]]:
-    """Name, retention and pattern of each line that was asked for.
+def named_patterns(specs: list[str], retentions: list[Fraction], model: DsaModel, uniform: bool) -> list[Line]:
+    """The lines that were asked for.
 
     Raises:
         IndexCacheError: if a file can't be read, was made for another model, or a pattern does not fit this one.
     """
-    found: list[tuple[str, Fraction, Pattern]] = []
+    found: list[Line] = []
     for spec in specs:
         name, mark, rest = spec.partition("=")
         text = rest if mark else spec
         if mark and text and not set(text) - {"F", "S"}:
             pattern = Pattern(text)
             pattern.check_fits(model.num_layers, model.locked)
-            found.append((name, Fraction(len(pattern.full_layers), len(pattern)), pattern))
+            found.append(Line(NAMED, name, Fraction(len(pattern.full_layers), len(pattern)), pattern))
             continue
         file = PatternFile.load(text)
         file.check_model(model)
-        whole = Path(text).exists()
+        whole = os.path.exists(text)  # noqa: PTH110 (Path.exists raises for names that are too long)
         path, _, share = (text, "", "") if whole else text.rpartition("@")
         label = name if mark else file.search.strategy if file.search else Path(path).stem
         if whole:
-            found += [(label, kept, file.pattern_at(kept)) for kept in retentions]
+            found += [Line(NAMED, label, kept, file.pattern_at(kept)) for kept in retentions]
         else:
-            found.append((label, parse_retention(share), file.as_pattern()))
+            found.append(Line(NAMED, label, parse_retention(share), file.as_pattern()))
     if uniform:
-        from indexcache_search.strategies.uniform import uniform_rows
+        from indexcache_search.strategies.uniform import uniform_lines
 
-        for kept in dict.fromkeys(kept for _, kept, _ in found if kept.numerator == 1 and kept < 1):
-            if full_layer_count(model.num_layers, kept) < model.num_layers:
-                found += uniform_rows(model, kept)
+        for kept in dict.fromkeys(line.retention for line in found if line.retention is not None):
+            if kept.numerator == 1 and full_layer_count(model.num_layers, kept) < model.num_layers:
+                found += uniform_lines(model, kept)
     return found
 
 
@@ -194,14 +197,12 @@ def _patterns(
     from indexcache_search.compare import measure
     from indexcache_search.engines.transformers import TransformersEngine
     from indexcache_search.evaluator import Evaluator
-    from indexcache_search.journal import FILE_NAME, Journal
+    from indexcache_search.journal import Journal
     from indexcache_search.search import engine_identity, today
 
     engine = TransformersEngine.load(name, **runtime)
     identity = {**engine_identity(engine), "held-out": data.data.sha256}
-    if restart:
-        (output / "work" / FILE_NAME).unlink(missing_ok=True)
-    with Journal(output / "work", identity, today()) as journal:
+    with Journal(output / "work", identity, today(), restart) as journal:
         losses = Evaluator(engine, data.data, "nll", journal, "nll", lambda item: done(len(item.rows)))
         divergences = Evaluator(engine, data.data, "kl", journal, "kl", losses.on_evaluation)
         lines = measure.patterns(losses, divergences, named, data)

@@ -8,36 +8,50 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.errors import JournalError
+from indexcache_search.records import Sealer, complete, damaged, opened
 from sglang_indexcache import Pattern
+from sglang_indexcache.errors import PatternError
 
 FILE_NAME = "journal.jsonl"
+
+_Finite = Annotated[float, AllowInfNan(False)]
+_Count = Annotated[int, Field(ge=0)]
 
 
 class Journal:
     """An append-only JSON-lines file that belongs to one search; use it in a `with` block.
 
     Its first line says what results depend on; a later run with another model, data or objective is refused. Results
-    do not depend on the strategy, so strategies share them. A line that was cut off by a kill is dropped.
+    do not depend on the strategy, so strategies share them. A line that was cut off by a kill is dropped; every line
+    has a checksum, and what does not check is refused.
 
     Args:
         folder: the work directory; created.
         identity: what results depend on.
         facts: remembered from the first run, for instance the date; not compared.
+        restart: discard what is there, once no other process uses it.
 
     Raises:
         JournalError: if the folder holds another search, is damaged, or another process uses it.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, identity: Mapping[str, Any], facts: Mapping[str, Any], restart: bool = False
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE_NAME
         self._file = open(self.path, "a+b")  # noqa: SIM115 (closed by __exit__)
         try:
             self._lock()
+            if restart:
+                self._file.truncate(0)
+            self._sealer = Sealer()
             self.facts: Mapping[str, Any] = dict(facts)
             self._evaluations: dict[tuple[str, str, int], Evaluation] = {}
             self._matrices: dict[str, list[list[float]]] = {}
@@ -55,28 +69,26 @@ class Journal:
     def _read(self, identity: Mapping[str, Any]) -> None:
         self._file.seek(0)
         content = self._file.read()
-        complete = content[: content.rfind(b"\n") + 1]
-        if len(complete) < len(content):
-            self._file.truncate(len(complete))
-        lines = complete.splitlines()
-        if not lines:
+        whole = complete(content)
+        if len(whole) < len(content):
+            self._file.truncate(len(whole))
+        if not whole:
             self._append({"identity": identity, "facts": self.facts})
             return
-        for number, line in enumerate(lines, 1):
+        for number, record in opened(whole, str(self.path), self._sealer):
             try:
-                record = json.loads(line)
                 if number == 1:
-                    self._check_identity(record["identity"], identity)
-                    self.facts = record["facts"]
+                    header = _Header.model_validate(record)
+                    self._check_identity(header.identity, identity)
+                    self.facts = header.facts
                 elif "matrix" in record:
-                    self._matrices[record["matrix"]] = record["values"]
+                    matrix = _Matrix.model_validate(record)
+                    self._matrices[matrix.matrix] = matrix.values
                 else:
-                    key, evaluation = _parse(record)
+                    key, evaluation = _Line.model_validate(record).parse()
                     self._add(key, evaluation)
-            except JournalError:
-                raise
-            except (ValueError, KeyError, TypeError):
-                raise JournalError(f"{self.path}: line {number} is damaged; delete the file to start afresh") from None
+            except (ValidationError, PatternError):
+                raise damaged(self.path, number) from None
 
     def _check_identity(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
         for key in sorted({*found, *wanted}):
@@ -129,19 +141,53 @@ class Journal:
         self._matrices[name] = values
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record).encode() + b"\n")
+        self._file.write(self._sealer.seal(record))
         self._file.flush()
         os.fsync(self._file.fileno())
 
 
-def _parse(record: Mapping[str, Any]) -> tuple[tuple[str, str, int], Evaluation]:
-    evaluation = Evaluation(
-        Pattern(record["pattern"]),
-        tuple(record["rows"]),
-        tuple(record["losses"]),
-        tuple(record["correct"]),
-        tuple(record["tokens"]),
-        tuple(record["layer_tokens"]),
-        record["seconds"],
-    )
-    return (record["set"], record["pattern"], record["repeat"]), evaluation
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Header(_Record):
+    identity: dict[str, Any]
+    facts: dict[str, str]
+
+
+class _Matrix(_Record):
+    matrix: str
+    values: list[list[_Finite]]
+
+
+class _Line(_Record):
+    set: str
+    pattern: str
+    repeat: _Count
+    rows: list[_Count]
+    losses: list[_Finite]
+    correct: list[_Count]
+    tokens: list[_Count]
+    layer_tokens: list[_Count]
+    seconds: _Finite
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        columns = (self.losses, self.correct, self.tokens, self.layer_tokens)
+        if not self.rows or {len(column) for column in columns} != {len(self.rows)}:
+            raise ValueError("columns differ in length")
+        if len(set(self.rows)) < len(self.rows) or 0 in self.tokens:
+            raise ValueError("a sequence stands there twice, or without tokens")
+        return self
+
+    def parse(self) -> tuple[tuple[str, str, int], Evaluation]:
+        evaluation = Evaluation(
+            Pattern(self.pattern),
+            tuple(self.rows),
+            tuple(self.losses),
+            tuple(self.correct),
+            tuple(self.tokens),
+            tuple(self.layer_tokens),
+            self.seconds,
+        )
+        return (self.set, self.pattern, self.repeat), evaluation

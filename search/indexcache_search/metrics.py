@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,13 @@ from numpy.typing import NDArray
 
 from indexcache_search import objectives
 from indexcache_search.engines.base import Evaluation
+from indexcache_search.line import BASELINE, BEST, MEAN, PHASE, Line
 from indexcache_search.objectives import Estimate
-from indexcache_search.search import BASELINE, Found, Row, Search
+from indexcache_search.search import Found, Row, Search
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import PatternFile
 
-SCHEMA = "indexcache-search/metrics/v2"
+SCHEMA = "indexcache-search/metrics/v3"
 
 
 def collect(
@@ -53,6 +53,7 @@ def collect(
         },
         "steps": _steps(search, found),
         "held_out": held_out(rows, search.held_out.data, search.model.index_topk),
+        "look_alikes": [str(item) for item in search.look_alikes()],
         "overlap": None if overlap is None else overlap.round(4).tolist(),
         "similarity": None if similarity is None else np.asarray(similarity).round(4).tolist(),
     }
@@ -74,22 +75,13 @@ def _steps(search: Search, found: Found) -> list[dict[str, Any]]:
 
 def held_out(rows: Sequence[Row], data: TokenSet, index_topk: int) -> dict[str, Any]:
     """The held-out comparison: every pattern, and uniform's mean and best over phases."""
-    baseline = next(row.evaluation for row in rows if row.name == BASELINE)
-    table = [
-        {
-            "name": row.name,
-            "retention": str(row.retention),
-            "full_layers": len(row.pattern.full_layers),
-            "pattern": row.pattern.roles,
-            **_measure(row.evaluation, baseline, data),
-        }
-        for row in rows
-    ]
+    baseline = next(row.evaluation for row in rows if row.line.kind == BASELINE)
+    table = [{**described(row.line), **_measure(row.evaluation, baseline, data)} for row in rows]
     summaries = []
-    for retention in dict.fromkeys(row.retention for row in rows):
-        phases = [row for row in rows if row.retention == retention and row.name.startswith("uniform phase")]
+    for retention in dict.fromkeys(row.line.retention for row in rows):
+        phases = [row for row in rows if row.line.retention == retention and row.line.kind == PHASE]
         if phases:
-            summaries += _phase_summaries(phases, retention, baseline, data)
+            summaries += _phase_summaries(phases, baseline, data)
     return {
         "sources": list(data.sources),
         "answer_sources": _answer_sources(data, index_topk),
@@ -100,33 +92,37 @@ def held_out(rows: Sequence[Row], data: TokenSet, index_topk: int) -> dict[str, 
     }
 
 
+def described(line: Line) -> dict[str, Any]:
+    """A line without what was measured."""
+    return {
+        "kind": line.kind,
+        "name": line.name,
+        "retention": None if line.retention is None else str(line.retention),
+        "phase": line.phase,
+        "full_layers": None if line.pattern is None else len(line.pattern.full_layers),
+        "pattern": None if line.pattern is None else line.pattern.roles,
+    }
+
+
 def _answer_sources(data: TokenSet, index_topk: int) -> list[str]:
     """Sources of which a loss mask picks the tokens that count: questions with answers, rather than running text."""
     all_counted = np.asarray(data.scored[:, index_topk + 1 :].all(axis=1))
     return [name for number, name in enumerate(data.sources) if not all_counted[data.source_of == number].all()]
 
 
-def _phase_summaries(
-    phases: Sequence[Row], retention: Fraction, baseline: Evaluation, data: TokenSet
-) -> list[dict[str, Any]]:
+def _phase_summaries(phases: Sequence[Row], baseline: Evaluation, data: TokenSet) -> list[dict[str, Any]]:
     """Mean over phases (its standard error is over sequences: the phases are all there are), and the best phase."""
-    count = len(phases)
+    count, first = len(phases), phases[0]
     losses = tuple(math.fsum(column) / count for column in zip(*(row.evaluation.losses for row in phases), strict=True))
-    mean = replace(phases[0].evaluation, losses=losses)
+    mean = replace(first.evaluation, losses=losses)
     correct = np.mean([row.evaluation.correct for row in phases], axis=0)
     best = min(phases, key=lambda row: objectives.loss(row.evaluation, data).mean)
-    shared = {"retention": str(retention), "full_layers": len(phases[0].pattern.full_layers)}
+    over_all = Line(MEAN, f"uniform, mean of {count} phases", first.line.retention, None)
+    full = {"full_layers": described(first.line)["full_layers"]}
     return [
+        {**described(over_all), **full, **_measure(mean, baseline, data, correct)},
         {
-            "name": f"uniform, mean of {count} phases",
-            **shared,
-            "pattern": None,
-            **_measure(mean, baseline, data, correct),
-        },
-        {
-            "name": "uniform, best phase",
-            **shared,
-            "pattern": best.pattern.roles,
+            **described(replace(best.line, kind=BEST, name="uniform, best phase")),
             **_measure(best.evaluation, baseline, data),
         },
     ]

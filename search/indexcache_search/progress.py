@@ -20,6 +20,8 @@ from rich.progress import (
 
 from indexcache_search import objectives
 from indexcache_search.engines.base import Evaluation
+from indexcache_search.line import NAMED
+from indexcache_search.search import Row
 from indexcache_search.strategies.greedy import Step
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import Pattern
@@ -93,6 +95,14 @@ class SearchProgress:
         best = "" if self._best is None else f"best {self._best:+.4f}"
         self._progress.update(self._task, completed=self._done, best=best)
 
+    def compared(self, row: Row, baseline: Row) -> None:
+        """Say how a line of the held-out comparison came out, where somebody asked for it."""
+        assert self._data is not None
+        if row.line.kind == NAMED:
+            rise = objectives.increase(row.evaluation, baseline.evaluation, self._data)
+            error = "" if rise.stderr is None else f" ±{rise.stderr:.4f}"
+            self.notice(f"held out: {row.line.name} {row.line.retention} {rise.mean:+.4f}{error}  {row.line.pattern}")
+
     def committed(self, step: Step, number: int, steps: int) -> None:
         """Say which layer changed; `number` of about `steps` steps."""
         assert self._task is not None and self._data is not None and self._baseline is not None
@@ -119,4 +129,8 @@ class SearchProgress:
 
     def notice(self, line: str) -> None:
         """Say something else."""
-        self._progress.console.print(line)
+        self._progress.console.print(line, markup=False, soft_wrap=True)
+
+    def warn(self, line: str) -> None:
+        """Say something that a person should look at."""
+        self._progress.console.print(line, style="yellow", markup=False, soft_wrap=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from indexcache_search import metrics, tables
 from indexcache_search.calibration import TokenReader, build_token_sets
@@ -28,12 +29,14 @@ from indexcache_search.engines.transformers import (
     read_config,
     set_quiet,
 )
-from indexcache_search.journal import FILE_NAME, Journal
+from indexcache_search.journal import Journal
+from indexcache_search.line import NAMED
 from indexcache_search.progress import SearchProgress
 from indexcache_search.search import Search, Settings, identity, today
 from indexcache_search.strategies.greedy import Step
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import Pattern
+from sglang_indexcache.command_line import doing
 from sglang_indexcache.files import write_atomically
 
 OVERLAP_ROWS = 64  # queries a sequence for the overlap matrix
@@ -96,14 +99,14 @@ def run(
         IndexCacheError: if something asked for can't be done.
         NonFiniteLossError: if a loss is NaN or infinite.
     """
-    if files.restart:
-        (files.work_dir / FILE_NAME).unlink(missing_ok=True)
     with ExitStack() as stack:
-        with console.status(f"Loading {model}"):
-            calibration, held_out = _load_data(model, data, settings)
-            engine = _load_engine(model, runtime, files, stack, console)
+        with console.status(escape(f"Loading {model}")):
+            with doing("reading the data"):
+                calibration, held_out = _load_data(model, data, settings)
+            with doing("loading the model"):
+                engine = _load_engine(model, runtime, files, stack, console)
         journal = stack.enter_context(
-            Journal(files.work_dir, identity(engine, calibration, held_out, settings), today())
+            Journal(files.work_dir, identity(engine, calibration, held_out, settings), today(), files.restart)
         )
         result = _search(Search(engine, calibration, held_out, settings, journal), files, console)
     write_atomically(files.folder / "metrics.json", json.dumps(result, indent=1) + "\n")
@@ -163,7 +166,8 @@ def _search(search: Search, files: Files, console: Console) -> dict[str, Any]:
     @contextmanager
     def timed(name: str) -> Iterator[None]:
         began = time.monotonic()
-        yield
+        with doing(name):
+            yield
         seconds[name] = time.monotonic() - began
 
     with SearchProgress(console) as progress:
@@ -189,12 +193,17 @@ def _search(search: Search, files: Files, console: Console) -> dict[str, Any]:
         with timed("overlap and similarity"):
             progress.wait("cross-layer overlap and similarity")
             overlap = search.overlap(OVERLAP_ROWS)
-            patterns = search.comparison_patterns(found)
+            lines = search.comparison_lines(found)
+        for look_alike in search.look_alikes():
+            progress.warn(str(look_alike))
         with timed("held-out comparison"):
             held_out = search.held_out.data
-            distinct = len({str(pattern) for _, _, pattern in patterns})
+            distinct = len({line.pattern for line in lines})
             progress.begin("held-out comparison", distinct * held_out.num_sequences, held_out)
-            rows = search.compare(patterns)
+            rows = []
+            for row in search.compare(lines):
+                rows.append(row)
+                progress.compared(row, rows[0])
     file = search.pattern_file(found)
     file.save(files.folder / "pattern.yaml")
     partial.unlink(missing_ok=True)
@@ -207,7 +216,7 @@ def show(result: Mapping[str, Any], files: Files) -> None:
     held_out, strategy = result["held_out"], result["pattern_file"]["search"]["strategy"]
     out.print(tables.terminal_table(held_out))
     for row in held_out["rows"]:
-        if row["name"] == strategy:
+        if row["kind"] == NAMED and row["name"] == strategy:
             out.print(f"{row['retention']:>4}  {row['pattern']}", soft_wrap=True)
     cost = result["cost"]
     out.print(
@@ -215,4 +224,4 @@ def show(result: Mapping[str, Any], files: Files) -> None:
         f" {cost['share_of_algorithm_1']:.1%} of the layer-tokens of Algorithm 1"
     )
     names = ["pattern.yaml", "metrics.json", *(["report.html"] if files.report else [])]
-    out.print(f"Wrote {', '.join(str(files.folder / name) for name in names)}", soft_wrap=True)
+    out.print(f"Wrote {', '.join(str(files.folder / name) for name in names)}", soft_wrap=True, markup=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -19,6 +19,7 @@ from indexcache_search.errors import SearchError
 from indexcache_search.evaluator import Cost, Evaluator
 from indexcache_search.journal import Journal
 from indexcache_search.judge import CONFIDENCE, Judge
+from indexcache_search.line import NAMED, Line
 from indexcache_search.objectives import Estimate
 from indexcache_search.strategies.exhaustive import count_patterns, every_pattern, layers_to_run
 from indexcache_search.strategies.floating import floating
@@ -27,7 +28,7 @@ from indexcache_search.strategies.lazy import lazy_greedy
 from indexcache_search.strategies.segment_costs import SegmentCosts
 from indexcache_search.strategies.similarity import similarity_pattern
 from indexcache_search.strategies.swaps import improve
-from indexcache_search.strategies.uniform import uniform_pattern, uniform_rows
+from indexcache_search.strategies.uniform import uniform_lines, uniform_pattern
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel, Pattern, PatternFile
 from sglang_indexcache.pattern import full_layer_count
@@ -39,8 +40,7 @@ from sglang_indexcache.pattern_file import (
 )
 
 Strategy = Literal["lazy", "greedy", "floating", "segments", "exhaustive", "uniform", "similarity"]
-BASELINE = "baseline"
-JOURNAL_FORMAT = 2
+JOURNAL_FORMAT = 3
 MOST_PATTERNS = 200_000  # of an exhaustive search
 
 
@@ -127,11 +127,9 @@ class LookAlike:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the held-out comparison."""
+    """One line of the held-out comparison, and what was measured."""
 
-    name: str
-    retention: Fraction
-    pattern: Pattern
+    line: Line
     evaluation: Evaluation
 
 
@@ -249,7 +247,7 @@ class Search:
             return uniform_pattern(self.model, retention)
         if self.settings.strategy == "exhaustive":
             patterns = list(every_pattern(self.model.native, count))
-            share = layers_to_run(patterns) * self.calibration.data.tokens.size / self.algorithm_1()
+            share = layers_to_run(patterns) * self.calibration.data.tokens.size / max(self.algorithm_1(), 1)
             self.notice(
                 f"{retention}: {len(patterns):,} patterns with {count} F layers, {share:.0%} of the layer-tokens of"
                 " Algorithm 1 where layers below the first difference are reused"
@@ -289,29 +287,28 @@ class Search:
 
     # -- held-out comparison
 
-    def comparison_patterns(self, found: Found) -> list[tuple[str, Fraction, Pattern]]:
-        """Names, retentions and patterns that `compare` evaluates: found, uniform at every phase, similarity.
+    def comparison_lines(self, found: Found) -> list[Line]:
+        """What `compare` evaluates: the baseline, what was found, uniform at every phase, similarity.
 
         Without similarity, if the engine can't measure it.
         """
         matrix = self.similarity()
-        rows: list[tuple[str, Fraction, Pattern]] = [(BASELINE, Fraction(1), self.model.native)]
+        lines, others = [Line.baseline(self.model.native)], []
         for retention, pattern in found.patterns.items():
-            rows.append((self.settings.strategy, retention, pattern))
+            lines.append(Line(NAMED, self.settings.strategy, retention, pattern))
             if self.settings.strategy != "uniform" and retention.numerator == 1:
-                rows += uniform_rows(self.model, retention)
+                others += uniform_lines(self.model, retention)
             if self.settings.strategy != "similarity" and matrix is not None:
                 count = self.settings.full_layers(self.model)[retention]
-                rows.append(("similarity", retention, similarity_pattern(matrix, count, self.model.locked)))
-        return rows
+                similar = similarity_pattern(matrix, count, self.model.locked)
+                others.append(Line(NAMED, "similarity", retention, similar))
+        return [*lines, *others]
 
-    def compare(self, patterns: Sequence[tuple[str, Fraction, Pattern]]) -> list[Row]:
-        """Evaluate on the held-out set."""
-        evaluations = self.held_out.evaluations([pattern for _, _, pattern in patterns])
-        return [
-            Row(name, retention, pattern, evaluation)
-            for (name, retention, pattern), evaluation in zip(patterns, evaluations, strict=True)
-        ]
+    def compare(self, lines: Sequence[Line]) -> Iterator[Row]:
+        """Evaluate on the held-out set, one line after the other: the baseline and what was found come first."""
+        for line in lines:
+            assert line.pattern is not None
+            yield Row(line, self.held_out.evaluations([line.pattern])[0])
 
     def similarity(self) -> NDArray[np.float64] | None:
         """Cross-layer output similarity on the calibration set, journalled."""
@@ -406,6 +403,7 @@ def engine_identity(engine: Engine) -> dict[str, Any]:
         "format": JOURNAL_FORMAT,
         "model": engine.model.name,
         "config_sha256": engine.model.config_sha256,
+        "weights_sha256": engine.weights_sha256,
         "engine": engine.name,
         **engine.settings,
     }

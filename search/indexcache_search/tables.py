@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
+
+from indexcache_search.line import BASELINE, PHASE
 
 Metrics = Mapping[str, Any]
 
@@ -18,7 +21,7 @@ def shown_rows(held_out: Metrics) -> list[Metrics]:
 
 
 def _is_other_phase(row: Metrics) -> bool:
-    return str(row["name"]).startswith("uniform phase") and row["name"] != "uniform phase 0"
+    return bool(row["kind"] == PHASE and row["phase"] != 0)
 
 
 def columns(held_out: Metrics) -> list[str]:
@@ -28,14 +31,15 @@ def columns(held_out: Metrics) -> list[str]:
 
 def cells(row: Metrics, held_out: Metrics) -> list[str]:
     """One row's texts, in the order of `columns`."""
-    name = "uniform (paper's phase)" if row["name"] == "uniform phase 0" else str(row["name"])
-    values = [name, row["retention"], str(row["full_layers"]), f"{row['loss']['mean']:.4f}"]
-    values.append("" if row["name"] == "baseline" else _with_error(row["increase"], "+.4f"))
+    name = "uniform (paper's phase)" if row["kind"] == PHASE else str(row["name"])
+    full = "" if row["full_layers"] is None else str(row["full_layers"])
+    values = [name, row["retention"] or "", full, f"{row['loss']['mean']:.4f}"]
+    values.append("" if row["kind"] == BASELINE else _with_error(row["increase"], "+.4f"))
     for source in held_out["sources"]:
         measured = row["by_source"][source]
         if source in held_out["answer_sources"]:
             values.append(_with_error(measured["accuracy"], ".3f"))
-        elif row["name"] == "baseline":
+        elif row["kind"] == BASELINE:
             values.append(f"{measured['loss']['mean']:.4f}")
         else:
             values.append(_with_error(measured["increase"], "+.4f"))
@@ -44,19 +48,19 @@ def cells(row: Metrics, held_out: Metrics) -> list[str]:
 
 def label(row: Metrics) -> str:
     """A row's name, with what it keeps unless that is everything."""
-    return f"{row['name']} {row['retention']}" if row["retention"] != "1" else str(row["name"])
+    return f"{row['name']} {row['retention']}" if row["retention"] not in (None, "1") else str(row["name"])
 
 
 def terminal_table(held_out: Metrics) -> Table:
     """The comparison for a terminal."""
     table = Table(title="Held-out comparison: loss, its increase over the baseline; sources with a loss mask: accuracy")
     for index, title in enumerate(columns(held_out)):
-        table.add_column(title, justify="left" if index == 0 else "right", no_wrap=True)
+        table.add_column(Text(title), justify="left" if index == 0 else "right", no_wrap=True)
     previous = None
     for row in shown_rows(held_out):
         if previous not in (None, row["retention"]):
             table.add_section()
-        table.add_row(*cells(row, held_out))
+        table.add_row(*map(Text, cells(row, held_out)))  # plain text: names may look like markup
         previous = row["retention"]
     return table
 
@@ -83,4 +87,4 @@ def _with_error(estimate: Mapping[str, float | None], form: str) -> str:
 
 def retentions(held_out: Metrics) -> Sequence[str]:
     """Retentions compared, the baseline's left out."""
-    return [item for item in dict.fromkeys(row["retention"] for row in held_out["rows"]) if item != "1"]
+    return list(dict.fromkeys(row["retention"] for row in held_out["rows"] if row["kind"] != BASELINE))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from sglang_indexcache.calibration.divergence import Divergence
 from sglang_indexcache.calibration.overlap import Overlap
@@ -22,6 +24,8 @@ STATUS, CHECK, SWITCH = "status", "check", "switch"
 BASELINE, KL, SAMPLE, OVERLAP = "baseline", "kl", "sample", "overlap"
 BUSY = "busy"
 _UNMEASURED = "with pipeline stages, nor by an SGLang without the places for it (indexcache-check --environment)"
+_Position = Annotated[int, Field(strict=True, ge=0, lt=1 << 40)]
+_RANGES: TypeAdapter[list[tuple[int, int]]] = TypeAdapter(list[tuple[_Position, _Position]])
 _GRAPH_RUNNERS = ("prefill_cuda_graph_runner", "decode_cuda_graph_runner", "graph_runner")
 
 
@@ -80,6 +84,7 @@ class Controller:
             **_status(runner, len(native)),
             "dp_rank": rank,
             "config_sha256": self._calibration.config_sha256,
+            "weights_sha256": self._calibration.weights_sha256,
             "versions": _versions(runner),
             "measures": self._measures(runner),
             **answer,
@@ -120,7 +125,7 @@ class Controller:
 
     def _sample(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         runner, positions = scheduler.tp_worker.model_runner, body.get("positions")
-        if not isinstance(positions, list) or not all(isinstance(position, int) for position in positions):
+        if not isinstance(positions, list) or not all(type(position) is int for position in positions):
             raise CalibrationError("positions is missing, expected a list of positions")
         self._sampled(runner).begin(positions, len(current_roles(runner.model)))
         return {}
@@ -163,9 +168,9 @@ def apply(runner: Any, pattern: Pattern) -> None:
 def _ranges(given: Any) -> list[tuple[int, int]]:
     """`[[first, last], ...]` from a request."""
     try:
-        found = [(int(first), int(last)) for first, last in given]
-    except (TypeError, ValueError):
-        raise CalibrationError(f"ranges are {str(given)[:50]}, expected [first, last] pairs") from None
+        found = _RANGES.validate_python(given)
+    except ValidationError:
+        raise CalibrationError(f"ranges are {str(given)[:50]}, expected [first, last] pairs of integers") from None
     if any(not 0 <= first < last for first, last in found):
         raise CalibrationError("a range is empty, expected first < last")
     return found

@@ -6,7 +6,7 @@ import ipaddress
 from typing import Any
 
 from sglang_indexcache import probes
-from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint import Checkpoint, weights_digest
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.hooks import bound_arguments, give_pattern
 from sglang_indexcache.pattern import Pattern
@@ -34,7 +34,7 @@ class Calibration:
 
     def __init__(self) -> None:
         self._pattern: Pattern | None = None
-        self.config_sha256 = ""
+        self.config_sha256 = self.weights_sha256 = ""
 
     @property
     def pattern(self) -> Pattern:
@@ -79,7 +79,7 @@ class Calibration:
         if self._pattern is None:
             checkpoint = Checkpoint.read(model)
             self._pattern = Pattern.full(checkpoint.model.num_layers, checkpoint.locked)
-            self.config_sha256 = checkpoint.model.config_sha256
+            self.config_sha256, self.weights_sha256 = checkpoint.model.config_sha256, weights_digest(model)
         return self._pattern
 
 

@@ -79,7 +79,7 @@ def gate(request: Request) -> Callable[..., None]:
 
     def after(result: Any, *args: Any, **kwargs: Any) -> None:
         server_args = bound_arguments(probes.LAUNCH, args, kwargs).arguments["server_args"]
-        infos = next((item.scheduler_infos for item in result if hasattr(item, "scheduler_infos")), [])
+        infos: list[Any] = next((item.scheduler_infos for item in result if hasattr(item, "scheduler_infos")), [])
         folder = Path(os.environ.pop(FOLDER_VARIABLE, "without-a-folder-of-proofs"))
         left = [read_json_object(path, _LIMIT) for path in sorted(folder.glob("*.json"))]
         shutil.rmtree(folder, ignore_errors=True)

@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from functools import cached_property
-from http.client import HTTPException
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AllowInfNan, BaseModel, Field, TypeAdapter
 
 from indexcache_search.errors import SearchError
-from sglang_indexcache.servers import KEY_VARIABLE, server_request
+from sglang_indexcache.http_client import StatusError, ask, shown
 
-REQUEST_SECONDS = 3600
+REQUEST_SECONDS = 3600.0
+ROUNDING = 1e-3  # nats by which a logprob may be above 0
+_BYTES, _BYTES_A_TOKEN = 4 << 20, 1 << 10  # of an answer
+
+_Logprob = Annotated[float, AllowInfNan(False), Field(le=ROUNDING)]
+_Answer = TypeVar("_Answer")
+
+
+class _Model(BaseModel):
+    id: str
+
+
+class _Models(BaseModel):
+    data: Annotated[list[_Model], Field(min_length=1)]
+
+
+class _Logprobs(BaseModel):
+    token_logprobs: list[_Logprob | None]
+    top_logprobs: list[dict[str, _Logprob] | None]
+
+
+class _Choice(BaseModel):
+    text: str = ""
+    logprobs: _Logprobs | None = None
+
+
+class _Completion(BaseModel):
+    choices: Annotated[list[_Choice], Field(min_length=1)]
+
+
+_MODELS: TypeAdapter[_Models] = TypeAdapter(_Models)
+_COMPLETION: TypeAdapter[_Completion] = TypeAdapter(_Completion)
 
 
 class Endpoint:
@@ -24,7 +53,8 @@ class Endpoint:
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.address = url.rstrip("/").removesuffix("/v1")
+        self.url = shown(self.address)
 
     @cached_property
     def model(self) -> str:
@@ -33,10 +63,7 @@ class Endpoint:
         Raises:
             SearchError: if it does not say.
         """
-        try:
-            return str(self._send("/v1/models", None)["data"][0]["id"])
-        except (KeyError, IndexError, TypeError):
-            raise SearchError(f"{self.url}: /v1/models names no model, expected an OpenAI-compatible server") from None
+        return self._ask("/v1/models", _MODELS, None, 0).data[0].id
 
     def logprobs(self, tokens: Sequence[int]) -> list[tuple[float, bool]]:
         """Logprob of each token but the first, and whether it was the likeliest.
@@ -44,14 +71,14 @@ class Endpoint:
         Raises:
             SearchError: if the server does not give logprobs of a prompt.
         """
-        answer = self._complete(tokens, 1, {"echo": True, "logprobs": 1})
-        try:
-            found = answer["logprobs"]
-            values = found["token_logprobs"][1 : len(tokens)]
-            best = [max(item.values()) for item in found["top_logprobs"][1 : len(tokens)]]
-            pairs = [(float(value), value >= top) for value, top in zip(values, best, strict=True)]
-        except (KeyError, TypeError, ValueError, AttributeError):
-            pairs = []
+        found = self._complete(tokens, 1, {"echo": True, "logprobs": 1}).logprobs
+        own = [] if found is None else found.token_logprobs[1 : len(tokens)]
+        best = [] if found is None else found.top_logprobs[1 : len(tokens)]
+        pairs = [
+            (value, value >= max(top.values()))
+            for value, top in zip(own, best, strict=False)
+            if top and value is not None
+        ]
         if len(pairs) != len(tokens) - 1:
             raise SearchError(
                 f"{self.url}: gives no logprobs of a prompt, expected a server that does for echo with logprobs"
@@ -64,23 +91,15 @@ class Endpoint:
         Raises:
             SearchError: if the server does not answer.
         """
-        return str(self._complete(tokens, count, {}).get("text", ""))
+        return self._complete(tokens, count, {}).text
 
-    def _complete(self, tokens: Sequence[int], count: int, more: dict[str, Any]) -> dict[str, Any]:
+    def _complete(self, tokens: Sequence[int], count: int, more: dict[str, Any]) -> _Choice:
         body = {"model": self.model, "prompt": list(tokens), "max_tokens": count, "temperature": 0, **more}
-        try:
-            choice: dict[str, Any] = self._send("/v1/completions", body)["choices"][0]
-        except (KeyError, IndexError, TypeError):
-            raise SearchError(f"{self.url}: /v1/completions answers without choices") from None
-        return choice
+        return self._ask("/v1/completions", _COMPLETION, body, len(tokens) + count).choices[0]
 
-    def _send(self, path: str, body: Any) -> Any:
+    def _ask(self, path: str, form: TypeAdapter[_Answer], body: Any, tokens: int) -> _Answer:
+        limit = _BYTES + tokens * _BYTES_A_TOKEN
         try:
-            with urllib.request.urlopen(server_request(self.url, path, body), timeout=REQUEST_SECONDS) as answer:  # noqa: S310
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            hint = f"; expected the key in {KEY_VARIABLE}" if error.code in (401, 403) else ""
-            detail = " ".join(error.read(400).decode(errors="replace").split())
-            raise SearchError(f"{self.url}: {path} answers {error.code}{hint}: {detail[:200]}") from None
-        except (OSError, HTTPException, ValueError) as error:
-            raise SearchError(f"{self.url}: {path} can't be read: {getattr(error, 'reason', None) or error}") from None
+            return ask(self.address, path, form, body, seconds=REQUEST_SECONDS, max_bytes=limit)
+        except StatusError as error:
+            raise SearchError(f"{error}: {error.detail}") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 
@@ -13,7 +12,8 @@ from indexcache_search.compare.endpoints import Endpoint
 from indexcache_search.compare.held_out import HeldOut
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.evaluator import Evaluator
-from indexcache_search.search import BASELINE, Row
+from indexcache_search.line import NAMED, Line
+from indexcache_search.search import Row
 from sglang_indexcache import Pattern
 
 Done = Callable[[int], None]
@@ -35,9 +35,7 @@ class Measured:
     generated: Mapping[int, float]
 
 
-def patterns(
-    losses: Evaluator, divergences: Evaluator, named: Sequence[tuple[str, Fraction, Pattern]], held_out: HeldOut
-) -> list[Measured]:
+def patterns(losses: Evaluator, divergences: Evaluator, named: Sequence[Line], held_out: HeldOut) -> list[Measured]:
     """The baseline and each named pattern: loss, accuracy with the right answer so far given, and `kl`.
 
     A task's answer counts as generated where all of its tokens are the likeliest: greedy decoding would have given it.
@@ -45,17 +43,15 @@ def patterns(
     Args:
         losses: evaluates `nll`.
         divergences: evaluates `kl`.
-        named: name, retention and pattern of each line.
+        named: lines with patterns.
         held_out: the evaluators' data.
     """
-    lines = [(BASELINE, Fraction(1), losses.engine.model.native), *named]
-    for pattern in dict.fromkeys(pattern for _, _, pattern in lines):
-        for evaluator in (losses, divergences):  # side by side: the second one finds the layers of the first
-            evaluator.evaluations([pattern])
     found = []
-    for name, kept, pattern in lines:
-        [loss], [divergence] = losses.evaluations([pattern]), divergences.evaluations([pattern])
-        found.append(Measured(Row(name, kept, pattern, loss), divergence, _whole(loss, held_out)))
+    for line in (Line.baseline(losses.engine.model.native), *named):
+        assert line.pattern is not None
+        # one after the other: the divergences find the layers of the losses
+        [loss], [divergence] = losses.evaluations([line.pattern]), divergences.evaluations([line.pattern])
+        found.append(Measured(Row(line, loss), divergence, _whole(loss, held_out)))
     return found
 
 
@@ -86,7 +82,8 @@ def servers(urls: Sequence[str], held_out: HeldOut, done: Done) -> list[Measured
             done(1)
         counts = tuple(int(count) for count in data.scored.sum(axis=1))
         rows, none = tuple(range(data.num_sequences)), (0,) * data.num_sequences
-        unknown = Pattern("F")  # what a server runs is its own affair here
+        unknown = Pattern("F")  # an evaluation has a pattern; the line says that a server's is not known
         evaluation = Evaluation(unknown, rows, tuple(losses), tuple(correct), counts, none, time.monotonic() - began)
-        found.append(Measured(Row(url if number else BASELINE, Fraction(1), unknown, evaluation), None, generated))
+        line = Line(NAMED, endpoint.url, None, None) if number else Line.baseline(None)
+        found.append(Measured(Row(line, evaluation), None, generated))
     return found

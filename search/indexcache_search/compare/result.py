@@ -9,11 +9,13 @@ from typing import Any
 
 import jinja2
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
 from indexcache_search import metrics, objectives, tables
 from indexcache_search.compare.held_out import HeldOut
 from indexcache_search.compare.measure import Measured
+from indexcache_search.line import BASELINE, BEST, MEAN, NAMED, PHASE
 from indexcache_search.objectives import Estimate
 from indexcache_search.report.figures import changes_figure
 
@@ -55,7 +57,7 @@ def findings(table: Mapping[str, Any]) -> list[str]:
     """A line for each row: where it is worse than the baseline by more than two standard errors."""
     lines = []
     for row in table["rows"]:
-        if row["name"] == "baseline" or str(row["name"]).startswith("uniform,"):
+        if row["kind"] not in (NAMED, PHASE):
             continue
         worse = [source for source in table["sources"] if _worse(row["by_source"][source])]
         verdict = f"worse on {', '.join(worse)}" if worse else "no worse on anything"
@@ -64,10 +66,14 @@ def findings(table: Mapping[str, Any]) -> list[str]:
 
 
 def rises(found: Mapping[str, Any]) -> float:
-    """The largest increase of any loss, less two standard errors; only patterns and servers that were named count."""
-    named = [row for row in found["held_out"]["rows"] if not str(row["name"]).startswith(("baseline", "uniform"))]
+    """The largest increase of any loss, less two standard errors; only patterns and servers that were named count.
+
+    Infinite where one is not a number.
+    """
+    named = [row for row in found["held_out"]["rows"] if row["kind"] == NAMED]
     sources = [source["increase"] for row in named for source in row["by_source"].values()]
-    return max((one["mean"] - ERRORS * (one["stderr"] or 0.0) for one in sources), default=0.0)
+    lower = [one["mean"] - ERRORS * (one["stderr"] or 0.0) for one in sources]
+    return max((value if math.isfinite(value) else math.inf for value in lower), default=math.inf)
 
 
 def _worse(source: Mapping[str, Any]) -> bool:
@@ -101,14 +107,14 @@ def task_table(result: Mapping[str, Any]) -> Table | None:
     for task in tasks:
         shown.add_column(task.removesuffix("-style"), justify="right", no_wrap=True)
     for row in table["rows"]:
-        if "kl" not in row and row["name"] != "baseline" and "generated" not in row["by_source"][tasks[0]]:
+        if row["kind"] in (MEAN, BEST):
             continue  # a summary of several patterns
-        cells = [tables.label(row)]
+        cells = [escape(tables.label(row))]
         for task in tasks:
             value, change = row["by_source"][task]["generated"], row["by_source"][task]["generated_change"]
             error = "" if change["stderr"] is None else f" ±{change['stderr']:.3f}"
             cells.append(
-                f"{value['mean']:.3f}" + ("" if row["name"] == "baseline" else f" ({change['mean']:+.3f}{error})")
+                f"{value['mean']:.3f}" + ("" if row["kind"] == BASELINE else f" ({change['mean']:+.3f}{error})")
             )
         shown.add_row(*cells)
     return shown

@@ -1,23 +1,46 @@
-"""Training checkpoints: what trains, its optimizer's state, and the step, sharded as the model is."""
+"""Training checkpoints: what trains, its optimizer's state, and the step, each process's share in files of its own.
+
+Safetensors and JSON with checksums: reading them runs nothing, and one that a kill or a full disk cut short is noticed,
+so that the one before it is used. The number of processes is part of a run's identity, so shares never change hands.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import nn
+from accelerate.utils import gather_object
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from indexcache_search.errors import JournalError
+from sglang_indexcache.errors import FileError
+from sglang_indexcache.files import read_regular, write_atomically
+
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
+_MANIFEST = "checkpoint.json"
+_MAX_BYTES = 16 << 20
+_NAME = re.compile(r"step-(\d{6,})")
 KEPT = 2
+
+
+class _Manifest(BaseModel):
+    """Which files a complete checkpoint has, and their sha256."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    step: int
+    files: dict[str, str]
 
 
 class Checkpoints:
@@ -32,23 +55,39 @@ class Checkpoints:
         self._folder, self._accelerator = folder, accelerator
 
     def latest(self) -> int:
-        """Steps done at the last checkpoint; 0 if there is none."""
-        return max((self._step(path) for path in self._complete()), default=0)
+        """Steps done at the last checkpoint that is whole; 0 if there is none.
+
+        Raises:
+            JournalError: if there are checkpoints, and all of them are damaged.
+        """
+        there = self._complete()
+        for path in reversed(there):
+            if self._is_whole(path):
+                return self._step(path)
+        if there:
+            raise JournalError(f"{there[-1]}: is damaged, and no other checkpoint is whole; --restart trains anew")
+        return 0
 
     def path(self, step: int) -> Path:
         return self._folder / f"step-{step:06d}"
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
         """Write a checkpoint, then delete all but the last two."""
-        partial = self._folder / "partial"
+        partial, main = self._folder / "partial", self._accelerator.is_main_process
         weights, state = get_state_dict(model, optimizer, options=_OPTIONS)
-        if self._accelerator.is_main_process:
+        if main:
             shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
         self._accelerator.wait_for_everyone()
-        with self._quiet():
-            save({"model": weights, "optimizer": state}, checkpoint_id=partial, no_dist=self._alone)
-        self._accelerator.wait_for_everyone()
-        if self._accelerator.is_main_process:
+        tensors, rest = _split({"model": weights, "optimizer": state})
+        name = self._share()
+        save_file(tensors, partial / f"{name}.safetensors")
+        write_atomically(partial / f"{name}.json", json.dumps(rest) + "\n")
+        files = {f"{name}{ending}": _sha256(partial / f"{name}{ending}") for ending in (".safetensors", ".json")}
+        every = gather_object([files]) if self._accelerator.num_processes > 1 else [files]
+        if main:
+            manifest = _Manifest(step=step, files={key: value for item in every for key, value in item.items()})
+            write_atomically(partial / _MANIFEST, manifest.model_dump_json() + "\n")
             shutil.rmtree(self.path(step), ignore_errors=True)
             partial.rename(self.path(step))
             for old in self._complete()[:-KEPT]:
@@ -56,11 +95,20 @@ class Checkpoints:
         self._accelerator.wait_for_everyone()
 
     def load(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
-        """Read a checkpoint into a model whose parameters train as they did when it was written."""
+        """Read a checkpoint into a model whose parameters train as they did when it was written.
+
+        Raises:
+            JournalError: if it holds something else.
+        """
         weights, state = get_state_dict(model, optimizer, options=_OPTIONS)
-        found: dict[str, Any] = {"model": weights, "optimizer": state}
-        with self._quiet():
-            load(found, checkpoint_id=self.path(step), no_dist=self._alone)
+        wanted = {"model": weights, "optimizer": state}
+        path = self.path(step) / self._share()
+        tensors = load_file(path.with_suffix(".safetensors"))
+        rest = json.loads(read_regular(path.with_suffix(".json"), _MAX_BYTES))
+        own, _ = _split(wanted)
+        if set(own) != set(tensors) or any(own[name].shape != tensors[name].shape for name in own):
+            raise JournalError(f"{path}: holds other weights than this model trains; --restart trains anew")
+        found = _joined(wanted, tensors, rest)
         set_state_dict(
             model,
             optimizer,
@@ -69,20 +117,66 @@ class Checkpoints:
             options=_OPTIONS,
         )
 
-    @property
-    def _alone(self) -> bool:
-        return bool(self._accelerator.num_processes == 1)
+    def _share(self) -> str:
+        return f"process-{self._accelerator.process_index}"
 
-    @staticmethod
-    @contextmanager
-    def _quiet() -> Iterator[None]:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be with one process
-            yield
+    def _is_whole(self, path: Path) -> bool:
+        try:
+            manifest = _Manifest.model_validate_json(read_regular(path / _MANIFEST, _MAX_BYTES))
+            return manifest.step == self._step(path) and all(
+                _sha256(path / name) == digest for name, digest in manifest.files.items()
+            )
+        except (FileError, OSError, ValidationError):
+            return False
 
     def _complete(self) -> list[Path]:
-        return sorted(self._folder.glob("step-*"), key=self._step)
+        there = self._folder.iterdir() if self._folder.is_dir() else ()
+        return sorted((path for path in there if _NAME.fullmatch(path.name)), key=self._step)
 
     @staticmethod
     def _step(path: Path) -> int:
         return int(path.name.removeprefix("step-"))
+
+
+def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Paths and values of everything that is not a mapping; lists of mappings count as mappings by number."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _leaves(value, (*path, str(key)))
+    elif isinstance(tree, list) and tree and isinstance(tree[0], Mapping):
+        for number, value in enumerate(tree):
+            yield from _leaves(value, (*path, str(number)))
+    else:
+        yield path, tree
+
+
+def _split(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """This process's share of all tensors, by path, and what is no tensor."""
+    tensors, rest = {}, {}
+    for path, value in _leaves(tree):
+        name = "|".join(path)
+        if isinstance(value, Tensor):
+            tensors[name] = (value.to_local() if isinstance(value, DTensor) else value).detach().contiguous().cpu()
+        else:
+            rest[name] = value
+    return tensors, rest
+
+
+def _joined(tree: Any, tensors: Mapping[str, Tensor], rest: Mapping[str, Any], path: tuple[str, ...] = ()) -> Any:
+    """`tree` with its leaves replaced by what was read, sharded tensors as they are sharded now."""
+    if isinstance(tree, Mapping):
+        return {key: _joined(value, tensors, rest, (*path, str(key))) for key, value in tree.items()}
+    if isinstance(tree, list) and tree and isinstance(tree[0], Mapping):
+        return [_joined(value, tensors, rest, (*path, str(number))) for number, value in enumerate(tree)]
+    name = "|".join(path)
+    if isinstance(tree, DTensor):
+        local = tensors[name].to(tree.to_local())
+        return DTensor.from_local(local, tree.device_mesh, tree.placements, shape=tree.shape, stride=tree.stride())
+    if isinstance(tree, Tensor):
+        return tensors[name].to(tree)
+    return rest[name]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

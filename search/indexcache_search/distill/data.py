@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import errno
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
 
+from indexcache_search.errors import JournalError
 from indexcache_search.tokens import TokenSet
-from sglang_indexcache.files import write_atomically
+from sglang_indexcache.files import read_regular, write_atomically
 
+_MAX_BYTES = 16 << 20
 _ARRAYS = ("tokens", "scored", "source_of")
+
+
+class _About(BaseModel):
+    """What stands beside the arrays."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    sources: list[str]
+    sha256: str
 
 
 def save_set(data: TokenSet, folder: Path) -> None:
@@ -19,16 +31,32 @@ def save_set(data: TokenSet, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in _ARRAYS:
         np.save(folder / f"{name}.npy", getattr(data, name))
-    write_atomically(folder / "set.json", json.dumps({"sources": data.sources, "sha256": data.sha256}) + "\n")
+    about = _About(sources=list(data.sources), sha256=data.sha256)
+    write_atomically(folder / "set.json", about.model_dump_json() + "\n")
 
 
 def load_set(folder: Path) -> TokenSet | None:
-    """The set in `folder`, read as it is used; None if there is none."""
-    if not (folder / "set.json").is_file():
+    """The set in `folder`, read as it is used; `None` if there is none.
+
+    Raises:
+        JournalError: if it is not what was written.
+    """
+    path = folder / "set.json"
+    if not path.is_file():
         return None
-    about = json.loads((folder / "set.json").read_text())
-    tokens, scored, source_of = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS)
-    return TokenSet(tokens, scored, source_of, tuple(about["sources"]))
+    try:
+        about = _About.model_validate_json(read_regular(path, _MAX_BYTES))
+        tokens, scored, source_of = (
+            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS
+        )
+        data = TokenSet(tokens, scored, source_of, tuple(about.sources))
+        if data.tokens.ndim != 2 or data.scored.shape != data.tokens.shape or data.sha256 != about.sha256:
+            raise ValueError
+    except (OSError, ValueError, TypeError) as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+            raise
+        raise JournalError(f"{folder}: the stored tokens are damaged; --restart reads the data anew") from None
+    return data
 
 
 class Order:

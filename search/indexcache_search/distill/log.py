@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from indexcache_search.errors import JournalError
+from indexcache_search.records import Sealer, complete, damaged, opened
 from sglang_indexcache.files import write_atomically
 
 
 class TrainingLog:
-    """Records with a `step`, the number of steps done, one JSON object a line.
+    """Records with a `step`, the number of steps done, one JSON object a line, with checksums.
 
     Args:
         path: of the file.
@@ -24,8 +25,11 @@ class TrainingLog:
     def __init__(self, path: Path, step: int, tensorboard: Path | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.records = [record for record in read_log(path) if 0 < step >= record["step"]]
-        write_atomically(path, "".join(json.dumps(record) + "\n" for record in self.records))
-        self._file = path.open("a")
+        if step and not any(record["step"] == step for record in self.records):
+            raise JournalError(f"{path}: does not reach step {step} of the checkpoint; --restart trains anew")
+        self._sealer = Sealer()
+        write_atomically(path, "".join(self._sealer.seal(record).decode() for record in self.records))
+        self._file = path.open("ab")
         self._writer: Any = None
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -35,7 +39,7 @@ class TrainingLog:
     def add(self, record: Mapping[str, Any]) -> None:
         """Append a record; it is on disk when this returns."""
         self.records.append(dict(record))
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(self._sealer.seal(record))
         self._file.flush()
         os.fsync(self._file.fileno())
         if self._writer is not None:
@@ -55,11 +59,14 @@ class TrainingLog:
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a log; a line that was cut off by a kill is left out."""
+    """The records of a log; a line that was cut off by a kill is left out.
+
+    Raises:
+        JournalError: if a line is damaged.
+    """
     if not path.is_file():
         return
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            return
+    for number, record in opened(complete(path.read_bytes()), str(path), Sealer()):
+        if type(record.get("step")) is not int:
+            raise damaged(path, number)
+        yield record

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from indexcache_search.calibration import TokenReader, build_training_sets
 from indexcache_search.distill.checkpoints import Checkpoints
@@ -32,15 +32,17 @@ from indexcache_search.distill.trainer import StageTrainer
 from indexcache_search.distill.work import work_folder
 from indexcache_search.engines.transformers import (
     describe_model,
+    load_model,
     load_tokenizer,
     memory_error_in_one_line,
     read_config,
     set_quiet,
 )
-from indexcache_search.errors import NonFiniteLossError, SearchError
+from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.search import today
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel, Pattern, __version__
+from sglang_indexcache.checkpoint import tokenizer_digest, weights_digest
 from sglang_indexcache.files import write_atomically
 
 STAGES: tuple[Stage, ...] = ("warmup", "sparse")
@@ -71,6 +73,8 @@ def run(
     identity = {
         "model": description.name,
         "config_sha256": description.config_sha256,
+        "weights_sha256": weights_digest(model),
+        "tokenizer_sha256": tokenizer_digest(model),
         **settings.as_dict(),
         **asdict(data),
         "dtype": "bfloat16" if bfloat16 else "float32",
@@ -99,7 +103,7 @@ def run(
                     continue
                 progress.begin(stage)
                 source = str(folders.warmed_up) if first else model
-                loaded = _load(source, runtime.gradient_checkpointing and stage == "sparse")
+                loaded = _load(source, description, runtime.gradient_checkpointing and stage == "sparse")
                 dtypes = {name: value.dtype for name, value in loaded.state_dict().items()}
                 trainer = StageTrainer(
                     accelerator,
@@ -168,13 +172,9 @@ def _load_data(
     return train, held_out
 
 
-def _load(source: str, gradient_checkpointing: bool) -> Any:
+def _load(source: str, description: DsaModel, gradient_checkpointing: bool) -> Any:
     """The model, in the dtypes of its checkpoint; in the warm-up the frozen body keeps no activations anyway."""
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    except (OSError, ValueError, RuntimeError) as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SearchError(f"{source}: can't be loaded: {line}") from None
+    model = load_model(source, description, "auto")
     if gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})

@@ -13,7 +13,10 @@ from accelerate import Accelerator
 
 from indexcache_search.distill.settings import Folders
 from indexcache_search.errors import JournalError
-from sglang_indexcache.files import write_atomically
+from sglang_indexcache.errors import FileError
+from sglang_indexcache.files import read_json_object, write_atomically
+
+_MAX_BYTES = 1 << 20
 
 
 @contextmanager
@@ -45,7 +48,10 @@ def work_folder(folders: Folders, identity: Mapping[str, Any], accelerator: Acce
             for name in ("curves.svg", "log.jsonl", "metrics.json", "pattern.yaml"):
                 (folders.output / name).unlink(missing_ok=True)
         wanted = json.loads(json.dumps(identity))
-        found = json.loads(path.read_text()) if path.is_file() else wanted
+        try:
+            found = read_json_object(path, _MAX_BYTES) if path.is_file() else wanted
+        except FileError as error:
+            raise JournalError(f"{error}; --restart discards the run") from None
         for key in sorted({*found, *wanted}):
             if found.get(key) != wanted.get(key):
                 raise JournalError(

@@ -80,11 +80,13 @@ class Engine(Protocol):
         name: engine and version: `transformers 5.23.0`.
         settings: what else a result depends on (torch, dtype, device, batch size); part of a search's identity.
         model: the model's layers, locked layers and digest.
+        weights_sha256: digest of its weights, see `sglang_indexcache.checkpoint.weights_digest`.
     """
 
     name: str
     settings: Mapping[str, str]
     model: DsaModel
+    weights_sha256: str
 
     def evaluate(
         self,

@@ -1,24 +1,68 @@
-"""A SGLang server in calibration mode, over HTTP."""
+"""A SGLang server in calibration mode, over HTTP; its answers are checked before anything is made of them."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
-from http.client import HTTPException
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
+
+from pydantic import AllowInfNan, BaseModel, Field, TypeAdapter
 
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
 from sglang_indexcache.calibration.divergence import Range
-from sglang_indexcache.servers import KEY_VARIABLE, server_request
+from sglang_indexcache.http_client import KEY_VARIABLE, NoAnswerError, ServerError, StatusError, ask, shown
 
-REQUEST_SECONDS = 3600  # one sequence of hundreds of thousands of tokens on a busy machine
+CONTROL_SECONDS = 300.0  # a switch is quick; a baseline is announced in megabytes
+REQUEST_SECONDS = 3600.0  # one sequence of hundreds of thousands of tokens on a busy machine
 BUSY_SECONDS = 120
+ROUNDING = 1e-3  # nats by which a sum that can't be negative may be
 _CONFLICT = 409
+_BYTES, _BYTES_A_TOKEN = 4 << 20, 1 << 10  # of an answer
+
+_Finite = Annotated[float, AllowInfNan(False)]
+_Number = _Finite | None  # JSON has null where a number is not finite
+_Answer = TypeVar("_Answer")
+
+
+class Rank(BaseModel):
+    """What one data-parallel rank answers to a control request: what it runs, and what it was asked for.
+
+    Attributes:
+        weights_sha256: digest of the checkpoint that it has loaded.
+        missing: sequences whose baseline is still to be run.
+        sums: sum, sum of squares and count of the divergence, by request.
+    """
+
+    dp_rank: Annotated[int, Field(ge=0)]
+    pattern: str
+    fingerprint: str
+    config_sha256: str
+    weights_sha256: str
+    versions: dict[str, str]
+    measures: list[str]
+    missing: list[Annotated[int, Field(ge=0)]] = []
+    sums: dict[str, tuple[_Number, _Number, Annotated[int, Field(gt=0)]]] = {}
+    overlap: list[list[_Finite]] = []
+    queries: Annotated[int, Field(ge=0)] = 0
+
+
+class _Ranks(BaseModel):
+    ranks: list[Rank]
+
+
+class _Meta(BaseModel):
+    input_token_logprobs: list[tuple[_Number, int, Any]]
+    input_top_logprobs: list[list[tuple[_Number, int, Any]] | None]
+
+
+class _Generated(BaseModel):
+    meta_info: _Meta
+
+
+_RANKS: TypeAdapter[_Ranks] = TypeAdapter(_Ranks)
+_GENERATED: TypeAdapter[list[_Generated]] = TypeAdapter(list[_Generated])
 
 
 class ServerLostError(Exception):
@@ -38,10 +82,10 @@ class CalibrationServer:
     """
 
     def __init__(self, url: str, dp_rank: int | None = None) -> None:
-        self.url, self.dp_rank = url.rstrip("/"), dp_rank
+        self.address, self.url, self.dp_rank = url.rstrip("/"), shown(url), dp_rank
 
-    def status(self) -> dict[str, Any]:
-        """What runs there: pattern, fingerprint, versions, what can be measured, digest of the model's config.json.
+    def status(self) -> Rank:
+        """What runs there: pattern, fingerprint, versions, what can be measured, digests of the model.
 
         Raises:
             ServerLostError: if it does not answer.
@@ -55,8 +99,8 @@ class CalibrationServer:
         Raises:
             ServerLostError, SearchError: as `status`.
         """
-        ranks = sorted(rank["dp_rank"] for rank in self._control("status"))
-        return [self] if len(ranks) == 1 else [CalibrationServer(self.url, rank) for rank in ranks]
+        ranks = sorted(rank.dp_rank for rank in self._control("status"))
+        return [self] if len(ranks) == 1 else [CalibrationServer(self.address, rank) for rank in ranks]
 
     def switch(self, pattern: Pattern) -> None:
         """Make all ranks run `pattern`; waits while requests are running.
@@ -76,8 +120,8 @@ class CalibrationServer:
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
         for rank in ranks:
-            if rank["fingerprint"] != pattern.fingerprint:
-                raise SearchError(f"{self.url}: rank {rank['dp_rank']} runs {rank['pattern']}, expected {pattern}")
+            if rank.fingerprint != pattern.fingerprint:
+                raise SearchError(f"{self.url}: rank {rank.dp_rank} runs {rank.pattern}, expected {pattern}")
 
     def logprobs(
         self, sequences: Sequence[Sequence[int]], start: int, ids: Sequence[str] | None = None
@@ -104,13 +148,20 @@ class CalibrationServer:
             body["rid"] = list(ids)
         if self.dp_rank is not None:
             body["routed_dp_rank"] = self.dp_rank
-        answers = self._post("/generate", body)
-        try:
-            if len(answers) != len(sequences):
-                raise ValueError
-            return [_pairs(answer["meta_info"]) for answer in answers]
-        except (KeyError, IndexError, TypeError, ValueError):
-            raise SearchError(f"{self.url}: /generate answers without input logprobs for each sequence") from None
+        tokens = sum(map(len, sequences))
+        answers = self._ask("/generate", body, _GENERATED, REQUEST_SECONDS, _BYTES + tokens * _BYTES_A_TOKEN)
+        if len(answers) != len(sequences):
+            raise SearchError(f"{self.url}: /generate gave {len(answers)} answers to {len(sequences)} sequences")
+        return [self._pairs(item.meta_info, prompt[start:]) for item, prompt in zip(answers, sequences, strict=True)]
+
+    def _pairs(self, meta: _Meta, prompt: Sequence[int]) -> list[tuple[float, bool]]:
+        """Logprob, NaN for null, and whether it is the likeliest, of each token of `prompt`; the first has none."""
+        own, best = meta.input_token_logprobs[1:], meta.input_top_logprobs[1:]
+        if [token for _, token, _ in own] != list(prompt) or len(best) != len(own) or not all(best):
+            raise SearchError(f"{self.url}: /generate answers without input logprobs of the tokens that were sent")
+        if any(value is not None and value > ROUNDING for value, _, _ in own):
+            raise SearchError(f"{self.url}: /generate answers with a logprob above 0")
+        return [(_number(value), token == top[0][1]) for (value, token, _), top in zip(own, best, strict=True) if top]
 
     def missing_baselines(self, data: str, ranges: Sequence[Range]) -> list[int]:
         """Announce a data set whose divergence will be measured.
@@ -127,7 +178,10 @@ class CalibrationServer:
             SearchError: if it has too little memory for them, or can't measure this.
         """
         ranks = self._control("baseline", data=data, ranges=ranges)
-        return sorted({number for rank in ranks for number in rank["missing"]})
+        missing = sorted({number for rank in ranks for number in rank.missing})
+        if missing and missing[-1] >= len(ranges):
+            raise SearchError(f"{self.url}: lacks sequence {missing[-1]} of {len(ranges)}")
+        return missing
 
     def divergences(self, requests: Mapping[str, Sequence[Range]]) -> dict[str, tuple[float, float, int]]:
         """Sum, sum of squares and count of the divergence over ranges of positions, for requests by id.
@@ -136,7 +190,12 @@ class CalibrationServer:
             ServerLostError: if the server goes away.
             SearchError: if it was not measured there.
         """
-        sums = self._control("kl", requests=requests)[0]["sums"]
+        sums = self._control("kl", requests=requests)[0].sums
+        for rid, ranges in requests.items():
+            wanted = sum(last - first for first, last in ranges)
+            total, _, count = sums.get(rid, (None, None, 0))
+            if count != wanted or (total is not None and total < -ROUNDING):
+                raise SearchError(f"{self.url}: gave a divergence of {total} over {count} tokens, expected {wanted}")
         return {rid: (_number(total), _number(squares), count) for rid, (total, squares, count) in sums.items()}
 
     def sample_indices(self, positions: Sequence[int]) -> None:
@@ -156,55 +215,46 @@ class CalibrationServer:
             SearchError: if nothing was sampled there.
         """
         answer = self._control("overlap")[0]
-        return answer["overlap"], answer["queries"]
+        if not answer.overlap or {len(row) for row in answer.overlap} != {len(answer.overlap)}:
+            raise SearchError(f"{self.url}: gave no overlap of all layers")
+        return answer.overlap, answer.queries
 
-    def _control(self, action: str, **body: Any) -> list[dict[str, Any]]:
+    def _control(self, action: str, **body: Any) -> list[Rank]:
         """The answers of all ranks that `action` was meant for."""
-        answer = self._post(f"/indexcache/{action}", {**body, "dp_rank": self.dp_rank})
-        try:
-            ranks = [rank for rank in answer["ranks"] if self.dp_rank in (None, rank["dp_rank"])]
-        except (KeyError, TypeError):
-            raise SearchError(
-                f"{self.url}: answers as another version of sglang-indexcache; expected this one"
-            ) from None
+        path, content = f"/indexcache/{action}", {**body, "dp_rank": self.dp_rank}
+        ranks = [
+            rank
+            for rank in self._ask(path, content, _RANKS, CONTROL_SECONDS, 16 * _BYTES).ranks
+            if self.dp_rank in (None, rank.dp_rank)
+        ]
         if not ranks:
             raise SearchError(f"{self.url}: has no data-parallel rank {self.dp_rank}")
         return ranks
 
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
-        request = server_request(self.url, path, body)
+    def _ask(
+        self, path: str, body: dict[str, Any], form: TypeAdapter[_Answer], seconds: float, max_bytes: int
+    ) -> _Answer:
         try:
-            with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as answer:  # noqa: S310
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
+            return ask(self.address, path, form, body, seconds=seconds, max_bytes=max_bytes)
+        except NoAnswerError as error:
+            raise ServerLostError(str(error)) from None
+        except StatusError as error:
             self._refuse(error, path)
-        except (OSError, HTTPException, ValueError) as error:
-            raise ServerLostError(f"{self.url}: {getattr(error, 'reason', None) or error}") from None
+        except ServerError as error:
+            raise SearchError(f"{error}; expected a server with this version of sglang-indexcache") from None
 
-    def _refuse(self, error: urllib.error.HTTPError, path: str) -> NoReturn:
-        text = error.read().decode(errors="replace")
-        try:
-            content = json.loads(text)
-        except ValueError:
-            content = {}
-        reason = f"{self.url}: {' '.join(str(content.get('error') or content.get('message') or text).split())[:300]}"
-        if error.code == _CONFLICT:
-            raise ServerBusyError(reason) from None
+    def _refuse(self, error: StatusError, path: str) -> NoReturn:
+        if error.code == _CONFLICT and path.startswith("/indexcache/"):
+            raise ServerBusyError(f"{self.url}: {error.detail}") from None
         if error.code in (401, 403):
             raise SearchError(f"{self.url}: refuses the key; expected the admin key in {KEY_VARIABLE}") from None
         if error.code == 404 and path.startswith("/indexcache/"):
             raise SearchError(f"{self.url}: is not in calibration mode; expected --indexcache-calibrate") from None
         if error.code >= 500:
             raise ServerLostError(f"{self.url}: answers {error.code}") from None
-        raise SearchError(reason) from None
+        raise SearchError(f"{error}: {error.detail}") from None
 
 
 def _number(value: float | None) -> float:
     """JSON has null where a number is not finite."""
     return math.nan if value is None else value
-
-
-def _pairs(meta: Mapping[str, Any]) -> list[tuple[float, bool]]:
-    """Logprob, NaN for null, and whether it is the likeliest, of each token but the first."""
-    pairs = zip(meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:], strict=True)
-    return [(_number(own[0]), own[1] == best[0][1]) for own, best in pairs]

@@ -17,14 +17,59 @@ from sglang_indexcache import Pattern
 
 @dataclass(frozen=True)
 class LayerState:
-    """What the layers below one need not compute again: the last one's output, and the indices it passes up."""
+    """What the layers below one need not compute again: the last one's output, and the indices it passes up.
+
+    Attributes:
+        output: a tensor, or a tuple in which the indices may stand as well.
+        indices: `[batch, queries, k]`.
+        wide: whether indices are int64 in the model; they are kept in int32.
+    """
 
     output: Any
     indices: Tensor
+    wide: bool
 
     def tensors(self) -> list[Tensor]:
         output = self.output if isinstance(self.output, tuple) else (self.output,)
         return [item for item in (*output, self.indices) if isinstance(item, Tensor)]
+
+
+class Slab:
+    """Memory that is taken once and handed out in pieces: what comes and goes leaves no gaps in the process's heap.
+
+    Args:
+        size: bytes; the operating system gives them as they are used.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self._memory, self._end = size, torch.empty(0, dtype=torch.uint8), 0
+        self._free: dict[int, list[int]] = {}  # beginnings of pieces that came back, by their bytes
+
+    def take(self, like: Tensor) -> tuple[int, Tensor] | None:
+        """Beginning and tensor of a piece with the shape and dtype of `like`; `None` if there is no room."""
+        if not len(self._memory):
+            self._memory = torch.empty(self.size, dtype=torch.uint8)
+        room = self._room(like)
+        if self._free.get(room):
+            start = self._free[room].pop()
+        elif self._end + room <= self.size:
+            start, self._end = self._end, self._end + room
+        else:
+            return None
+        return start, self._memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+    def give(self, start: int, piece: Tensor) -> None:
+        """Take a piece back."""
+        self._free.setdefault(self._room(piece), []).append(start)
+
+    def clear(self) -> None:
+        """Take all pieces back, so that others sizes find room."""
+        self._end = 0
+        self._free.clear()
+
+    @staticmethod
+    def _room(piece: Tensor) -> int:
+        return -(-piece.nbytes // 64) * 64
 
 
 class PrefixCache:
@@ -37,9 +82,11 @@ class PrefixCache:
     """
 
     def __init__(self, limit: float) -> None:
-        self.limit, self.size = limit, 0
+        self.limit = limit
+        self._slab = Slab(int(limit))
         self._states: OrderedDict[tuple[str, str], LayerState] = OrderedDict()
-        self._users: Counter[int] = Counter()  # by tensor
+        self._users: Counter[int] = Counter()  # states and runs that need a tensor, by its id
+        self._starts: dict[int, int] = {}  # in the slab, by the tensor's id
 
     def __len__(self) -> int:
         return len(self._states)
@@ -52,20 +99,49 @@ class PrefixCache:
                 self._states.move_to_end((batch, pattern.roles[:below]))
         return depth, self._states.get((batch, pattern.roles[:depth]))
 
-    def add(self, batch: str, prefix: str, state: LayerState) -> None:
-        """Keep the state behind the layers with roles `prefix`."""
-        self._states[batch, prefix] = state
-        for tensor in state.tensors():
-            if not self._users[id(tensor)]:
-                self.size += tensor.nbytes
+    def copy(self, tensor: Tensor) -> Tensor | None:
+        """A copy in host memory, until `release`; `None` if there is no room, even without all other states."""
+        while True:
+            found = self._slab.take(tensor)
+            if found is not None:
+                start, piece = found
+                piece.copy_(tensor)
+                self._starts[id(piece)] = start
+                self._users[id(piece)] = 1
+                return piece
+            if self._states:
+                self._forget_oldest()
+            elif not self._starts:
+                self._slab.clear()
+                if self._slab._room(tensor) > self._slab.size:
+                    return None
+            else:
+                return None
+
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """Hold on to copies for one more user."""
+        for tensor in tensors:
             self._users[id(tensor)] += 1
-        while self.size > self.limit:
-            _, oldest = self._states.popitem(last=False)
-            for tensor in oldest.tensors():
-                self._users[id(tensor)] -= 1
-                if not self._users[id(tensor)]:
-                    del self._users[id(tensor)]
-                    self.size -= tensor.nbytes
+
+    def release(self, tensors: Sequence[Tensor]) -> None:
+        """One user does not need these copies any more."""
+        for tensor in tensors:
+            self._users[id(tensor)] -= 1
+            if not self._users[id(tensor)]:
+                del self._users[id(tensor)]
+                self._slab.give(self._starts.pop(id(tensor)), tensor)
+
+    def add(self, batch: str, prefix: str, state: LayerState) -> None:
+        """Keep the state behind the layers with roles `prefix`, made of copies."""
+        earlier = self._states.pop((batch, prefix), None)
+        self._states[batch, prefix] = state
+        self.keep(state.tensors())
+        if earlier is not None:
+            self.release(earlier.tensors())
+
+    def _forget_oldest(self) -> None:
+        _, oldest = self._states.popitem(last=False)
+        self.release(oldest.tensors())
 
 
 def run_from_cache(
@@ -87,52 +163,86 @@ def run_from_cache(
     """
     decoder: Any = model.model
     start, state = cache.longest(batch, pattern)
-    carried = None if state is None else state.indices.to(tokens.device)
-    selected: dict[int, Tensor] = {}
-    latest = [(carried, None if state is None else state.indices)]  # what an S layer would reuse, and its host copy
-    states: list[tuple[str, LayerState]] = []
-
-    def keep(layer: int, output: Any) -> None:
-        device_copy, host_copy = latest[0]
-        indices = selected.get(layer, device_copy)
-        assert indices is not None  # layer 0 is F in every pattern
-        if host_copy is None or indices is not device_copy:
-            device_copy, host_copy = indices, indices.to("cpu")  # no copy where it is there already
-            latest[0] = (device_copy, host_copy)
-        parts = output if isinstance(output, tuple) else (output,)
-        held = tuple(
-            host_copy if item is device_copy else item.to("cpu") if isinstance(item, Tensor) else item for item in parts
-        )
-        left = LayerState(held if isinstance(output, tuple) else held[0], host_copy)
-        states.append((pattern.roles[: layer + 1], left))
-
+    pinned = [] if state is None else state.tensors()
+    cache.keep(pinned)
+    carried = None if state is None else _restored(state.indices, tokens.device, state.wide)
+    recorder = _Recorder(cache, pattern, carried, state)
     layers = decoder.layers[: len(pattern)]
     hooks = [
-        layer.register_forward_hook(lambda _m, _i, output, _number=number: keep(_number, output))
+        layer.register_forward_hook(lambda _m, _i, output, _number=number: recorder.keep(_number, output))
         for number, layer in enumerate(layers)
         if number >= start
     ]
     try:
         with (
-            apply_roles(model, pattern, selected.__setitem__, carried),
-            _replayed(layers[:start], state, tokens.device),
+            apply_roles(model, pattern, recorder.selected.__setitem__, carried),
+            _replayed(layers[:start], state, carried),
         ):
             output: Tensor = decoder(input_ids=tokens, use_cache=False).last_hidden_state
+        for prefix, left in recorder.states:
+            cache.add(batch, prefix, left)
     finally:
         for hook in hooks:
             hook.remove()
-    for prefix, left in states:
-        cache.add(batch, prefix, left)
+        cache.release([*pinned, *recorder.copies])
     return output, len(pattern) - start
 
 
+class _Recorder:
+    """Copies what each layer leaves behind while a pattern runs."""
+
+    def __init__(self, cache: PrefixCache, pattern: Pattern, carried: Tensor | None, state: LayerState | None) -> None:
+        self._cache, self._pattern = cache, pattern
+        self.selected: dict[int, Tensor] = {}  # by layer, filled by `apply_roles`
+        self.states: list[tuple[str, LayerState]] = []
+        self.copies: list[Tensor] = []
+        self._latest = (carried, None if state is None else state.indices)  # what an S layer would reuse, and its copy
+        self._full = False  # of states that are all in use
+
+    def keep(self, layer: int, output: Any) -> None:
+        """Hook after a layer; without room for its state, nothing is kept from there on."""
+        if self._full:
+            return
+        indices = self.selected.get(layer)
+        if indices is not None and indices is not self._latest[0]:
+            self._latest = indices, self._copy(indices.int() if indices.dtype == torch.int64 else indices)
+        passed, copy = self._latest
+        parts = output if isinstance(output, tuple) else (output,)
+        held = tuple(
+            copy if item is passed else self._copy(item) if isinstance(item, Tensor) else item for item in parts
+        )
+        if copy is None or any(mine is None and theirs is not None for mine, theirs in zip(held, parts, strict=True)):
+            self._full = True
+            return
+        assert passed is not None
+        whole = held if isinstance(output, tuple) else held[0]
+        state = LayerState(whole, copy, passed.dtype == torch.int64)
+        self.states.append((self._pattern.roles[: layer + 1], state))
+
+    def _copy(self, tensor: Tensor) -> Tensor | None:
+        copy = self._cache.copy(tensor)
+        if copy is not None:
+            self.copies.append(copy)
+        return copy
+
+
+def _restored(indices: Tensor, device: torch.device, wide: bool) -> Tensor:
+    return indices.to(device, torch.int64 if wide else indices.dtype)
+
+
 @contextmanager
-def _replayed(layers: Sequence[nn.Module], state: LayerState | None, device: torch.device) -> Iterator[None]:
+def _replayed(layers: Sequence[nn.Module], state: LayerState | None, carried: Tensor | None) -> Iterator[None]:
     """Let `layers` return what the last of them returned, instead of computing; only the last one's output is used."""
     before = [layer.__dict__.get("forward") for layer in layers]
+    output: Any = None
     if state is not None:
-        output = state.output
-        output = tuple(map(_to(device), output)) if isinstance(output, tuple) else _to(device)(output)
+        assert carried is not None
+        parts = state.output if isinstance(state.output, tuple) else (state.output,)
+        moved = tuple(
+            carried if item is state.indices else item.to(carried.device) if isinstance(item, Tensor) else item
+            for item in parts
+        )
+        output = moved if isinstance(state.output, tuple) else moved[0]
     try:
         for layer in layers:
             layer.forward = lambda *_, **__: output
@@ -143,7 +253,3 @@ def _replayed(layers: Sequence[nn.Module], state: LayerState | None, device: tor
                 layer.__dict__.pop("forward", None)
             else:
                 layer.forward = forward
-
-
-def _to(device: torch.device) -> Any:
-    return lambda item: item.to(device) if isinstance(item, Tensor) else item

@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.engines.base import Evaluation, Objective
-from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
+from indexcache_search.engines.calibration_server import CalibrationServer, Rank, ServerBusyError, ServerLostError
 from indexcache_search.errors import SearchError
 from indexcache_search.tokens import TokenSet, sampled_queries
 from sglang_indexcache import DsaModel, Pattern
@@ -31,6 +30,15 @@ class _Task:
     data: TokenSet
     objective: Objective
     rows: tuple[int, ...]
+
+
+@dataclass
+class _Loss:
+    """A server that was lost, until it has evaluated something again."""
+
+    deadline: float
+    pause: float = 0.5
+    was_back: bool = False
 
 
 class SglangEngine:
@@ -63,12 +71,12 @@ class SglangEngine:
     ) -> None:
         self.model, self.batch_size = description, batch_size
         self._patience, self._notice = patience, notice
-        self._lost: set[CalibrationServer] = set()
+        self._lost: dict[CalibrationServer, _Loss] = {}
         try:
             self._lanes = [lane for server in servers for lane in server.lanes()]
             first = self._lanes[0].status()
             self.name, self.settings = self._kind(first)
-            self._measures = frozenset(first["measures"])
+            self.weights_sha256, self._measures = first.weights_sha256, frozenset(first.measures)
             for lane in self._lanes:
                 self._check_same(lane, lane.status())
         except ServerLostError as error:
@@ -133,7 +141,9 @@ class SglangEngine:
         for lane in self._lanes:
             while True:
                 try:
-                    return self._overlap(lane, data, rows)
+                    found = self._overlap(lane, data, rows)
+                    self._lost.pop(lane, None)
+                    return found
                 except ServerLostError as error:
                     reason = str(error)
                     if not self._came_back(lane, error, threading.Event()):
@@ -144,15 +154,17 @@ class SglangEngine:
         """See `Engine.output_similarity`; not measured here."""
         return None
 
-    def _kind(self, status: Mapping[str, Any]) -> tuple[str, Mapping[str, str]]:
+    def _kind(self, status: Rank) -> tuple[str, Mapping[str, str]]:
         """Name and settings of an engine that answers so."""
-        versions = dict(status["versions"])
-        return f"sglang {versions.pop('sglang')}", {**versions, "batch_size": str(self.batch_size)}
+        versions = dict(status.versions)
+        return f"sglang {versions.pop('sglang', 'unknown')}", {**versions, "batch_size": str(self.batch_size)}
 
-    def _check_same(self, lane: CalibrationServer, status: Mapping[str, Any]) -> None:
+    def _check_same(self, lane: CalibrationServer, status: Rank) -> None:
         """A server that has another model or version must not answer for the first one, now or after a restart."""
-        if status["config_sha256"] != self.model.config_sha256:
+        if status.config_sha256 != self.model.config_sha256:
             raise SearchError(f"{lane.url}: serves another model than --model {self.model.name}")
+        if status.weights_sha256 != self.weights_sha256:
+            raise SearchError(f"{lane.url}: has other weights than {self._lanes[0].url} had; expected the same")
         kind = self._kind(status)
         if kind != (self.name, self.settings):
             raise SearchError(
@@ -175,6 +187,7 @@ class SglangEngine:
                 continue  # another server may yet give one back
             try:
                 done.put(self._evaluate(lane, pattern, task))
+                self._lost.pop(lane, None)
             except ServerLostError as error:
                 work.put(pattern)
                 try:
@@ -189,24 +202,26 @@ class SglangEngine:
                 return
 
     def _came_back(self, lane: CalibrationServer, error: ServerLostError, stop: threading.Event) -> bool:
-        """Wait for a lost server, in pauses that grow.
+        """Wait for a lost server, in pauses that grow until it has evaluated something again.
+
+        A server whose status answers and whose work fails is as lost as one that is silent.
 
         Raises:
             SearchError: if it came back as another one.
         """
         if lane not in self._lost:  # a step of the search may have said so before
-            self._lost.add(lane)
             self._notice(f"lost {error}; waiting for it up to {self._patience:.0f} s")
-        deadline, pause = time.monotonic() + self._patience, 0.5
-        while time.monotonic() < deadline and not stop.wait(pause):
+        loss = self._lost.setdefault(lane, _Loss(time.monotonic() + self._patience))
+        while time.monotonic() < loss.deadline and not stop.wait(loss.pause):
+            loss.pause = min(2 * loss.pause, LONGEST_PAUSE)
             try:
                 status = lane.status()
-            except (ServerLostError, SearchError):  # a server that is starting has no route yet
-                pause = min(2 * pause, LONGEST_PAUSE)
+            except (ServerLostError, ServerBusyError, SearchError):  # one that is starting has no route yet
                 continue
             self._check_same(lane, status)
-            self._lost.discard(lane)
-            self._notice(f"{lane.url} is back")
+            if not loss.was_back:
+                loss.was_back = True
+                self._notice(f"{lane.url} is back")
             return True
         return False
 

@@ -68,6 +68,7 @@ class SimulatedEngine:
         self.settings: Mapping[str, str] = {"torch": "none", "structure": str(structure)}
         digest = hashlib.sha256(f"{self.name} {structure}".encode()).hexdigest()
         self.model = DsaModel(self.name, "Simulated", num_layers, 64, Pattern.full(num_layers), digest)
+        self.weights_sha256 = digest
         self._seed, self._structure = seed, structure
         self._weights = np.exp(structure.weight + structure.spread * self._normal("weights", num_layers))
         self._costs: dict[tuple[int, int], float] = {}

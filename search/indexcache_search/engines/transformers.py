@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from indexcache_search.engines import measurements
 from indexcache_search.engines.base import Evaluation, Objective
 from indexcache_search.engines.prefix import PrefixCache, run_from_cache
-from indexcache_search.engines.roles import apply_roles
+from indexcache_search.engines.roles import apply_roles, dsa_attentions
 from indexcache_search.errors import SearchError
 from indexcache_search.tokens import TokenSet
-from sglang_indexcache import DsaModel, Pattern
+from sglang_indexcache import DsaModel, Pattern, checkpoint
+from sglang_indexcache.checkpoint import weights_digest
+from sglang_indexcache.errors import one_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTIONS = ("auto", "naive", "kernels")
@@ -46,6 +47,7 @@ class TransformersEngine:
         prefix_cache_gb: host memory for layer outputs, so that a pattern runs from the first layer in which it differs
             from an earlier one; without room for a pattern's run of all sequences asked for, it runs in full.
         attention: `naive`, transformers' own, or `kernels`.
+        weights_sha256: digest of its weights; part of a journal's identity.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class TransformersEngine:
         batch_size: int = 1,
         prefix_cache_gb: float = 2.0,
         attention: str = "naive",
+        weights_sha256: str = "",
     ) -> None:
-        self.torch_model = model
+        self.torch_model, self.weights_sha256 = model, weights_sha256
         self.model = description
         self.batch_size = batch_size
         self._cache = PrefixCache(prefix_cache_gb * 1e9)
@@ -96,11 +99,8 @@ class TransformersEngine:
         target = _device(device)
         attention = resolve_attention(attention, target)
         description = describe_model(model)
-        try:
-            loaded = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
-        except (OSError, ValueError, RuntimeError) as error:
-            raise SearchError(f"{model}: can't be loaded: {_one_line(error)}") from None
-        return cls(loaded.eval().to(target), description, batch_size, prefix_cache_gb, attention)
+        loaded = load_model(model, description, DTYPES[dtype]).eval().to(target)
+        return cls(loaded, description, batch_size, prefix_cache_gb, attention, weights_digest(model))
 
     def evaluate(
         self,
@@ -131,7 +131,7 @@ class TransformersEngine:
 
     def _prefixes_fit(self, data: TokenSet, sequences: int) -> bool:
         """Whether the states of one pattern's run fit into the prefix cache."""
-        indices = 2 * 8 * self.model.index_topk  # int64; passed up by a layer and kept beside
+        indices = 4 * self.model.index_topk
         width = self.torch_model.config.hidden_size * self.torch_model.dtype.itemsize + indices
         return bool(sequences * data.seq_len * self.model.num_layers * width <= self._cache.limit)
 
@@ -194,22 +194,49 @@ class TransformersEngine:
         return layers
 
 
+def load_model(model: str, description: DsaModel, dtype: torch.dtype | str) -> Any:
+    """The model of transformers with all of its weights from the checkpoint.
+
+    transformers makes up what is missing or has another name, and says so in a warning. Indexers of locked layers may
+    be missing: they never run. Indexers are looked through for NaN, which top-k hides from the loss.
+
+    Args:
+        model: folder or hub id.
+        description: what its config.json says.
+        dtype: of the weights, or `auto` for the checkpoint's own.
+
+    Raises:
+        SearchError: if it can't be found or loaded, or a weight is missing or not a number.
+    """
+    try:
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        )
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # transformers, safetensors and PyTorch each have their own
+        raise SearchError(f"{model}: can't be loaded: {_one_line(error)}") from None
+    locked = tuple(f"model.layers.{layer}.self_attn.indexer." for layer in description.locked)
+    missing = sorted(name for name in info["missing_keys"] if not name.startswith(locked or ("\0",)))
+    wrong = sorted(str(item[0] if isinstance(item, tuple) else item) for item in info["mismatched_keys"])
+    for names, what in ((missing, "is not in the checkpoint"), (wrong, "has another shape in the checkpoint")):
+        if names:
+            more = f" ({len(names)} such weights)" if len(names) > 1 else ""
+            raise SearchError(f"{model}: {names[0]} {what}{more}; expected all weights of {description.architecture}")
+    for layer, attention in enumerate(dsa_attentions(loaded)):
+        for name, parameter in () if attention.indexer is None else attention.indexer.named_parameters():
+            if layer not in description.locked and not parameter.isfinite().all():
+                raise SearchError(f"{model}: {name} of the indexer of layer {layer} is not finite")
+    return loaded
+
+
 def describe_model(model: str) -> DsaModel:
     """Read the config.json of a folder or hub id.
 
     Raises:
-        SearchError: if there is none.
-        ModelConfigError: if it has no DSA attention.
+        ModelConfigError: if there is none, or it has no DSA attention.
     """
-    try:
-        config, _ = PreTrainedConfig.get_config_dict(model)
-    except (OSError, ValueError) as error:
-        raise SearchError(f"{model}: no config.json found: {_one_line(error)}") from None
-    if not config:
-        raise SearchError(f"{model}: no config.json found there")
-    config.pop("_commit_hash", None)
-    folder = Path(model)
-    return DsaModel.from_config(config, folder.resolve().name if folder.is_dir() else model)
+    return DsaModel.from_config(*checkpoint.read_config(model))
 
 
 def read_config(model: str) -> PreTrainedConfig:
@@ -219,8 +246,8 @@ def read_config(model: str) -> PreTrainedConfig:
         SearchError: if it refuses it.
     """
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, TypeError) as error:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # checks of transformers and of the hub's client, and whatever odd values run into
         raise SearchError(f"{model}: config.json is refused: {_one_line(error)}") from None
     return config
 
@@ -248,8 +275,8 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         SearchError: if there is none.
     """
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises plain exceptions
         raise SearchError(f"{model}: no tokenizer found, and the data is text: {_one_line(error)}") from None
     return tokenizer
 
@@ -318,5 +345,4 @@ def _on_kernels(model: Any) -> Iterator[None]:
 
 
 def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return one_line(error, 300) or type(error).__name__

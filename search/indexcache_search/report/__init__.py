@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 
 from indexcache_search import tables
+from indexcache_search.line import NAMED
 from indexcache_search.report.figures import comparison_figure, heat_map_figure, loss_figure
 from sglang_indexcache import Pattern
 
@@ -21,7 +22,7 @@ def render(metrics: Mapping[str, Any]) -> str:
     chosen = {
         row["retention"]: row["pattern"]
         for row in held_out["rows"]
-        if row["name"] == pattern_file["search"]["strategy"]
+        if row["kind"] == NAMED and row["name"] == pattern_file["search"]["strategy"]
     }
     figures = {
         "comparison": comparison_figure(held_out),

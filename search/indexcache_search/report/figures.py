@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from indexcache_search import tables
+from indexcache_search.line import BASELINE, NAMED, PHASE
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import full_layer_count
 
@@ -26,6 +27,11 @@ def _svg(figure: Figure) -> Markup:
     figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     return Markup(text[text.index("<svg") :])  # noqa: S704 (matplotlib's own output; labels are escaped by it)
+
+
+def _plain(text: str) -> str:
+    """`text` that matplotlib does not take for mathematics."""
+    return text.replace("$", r"\$")
 
 
 def _axes(width: float, height: float) -> tuple[Figure, Axes]:
@@ -67,24 +73,20 @@ def loss_figure(metrics: Mapping[str, Any]) -> Markup:
 def comparison_figure(held_out: Mapping[str, Any]) -> Markup:
     """Held-out loss increase of each pattern at each retention, with standard errors; uniform's phases as dots."""
     retentions = tables.retentions(held_out)
-    names = [
-        name
-        for name in dict.fromkeys(row["name"] for row in held_out["rows"])
-        if name != "baseline" and not name.startswith("uniform")
-    ]
-    series = [*names, "uniform phase 0"]
+    rows = [row for row in held_out["rows"] if row["kind"] == NAMED or (row["kind"] == PHASE and row["phase"] == 0)]
+    series = list(dict.fromkeys((row["kind"], row["name"]) for row in rows))
     figure, axes = _axes(8, 3.4)
     width = 0.8 / len(series)
-    for number, name in enumerate(series):
-        found = {row["retention"]: row for row in held_out["rows"] if row["name"] == name}
+    for number, (kind, name) in enumerate(series):
+        found = {row["retention"]: row for row in rows if (row["kind"], row["name"]) == (kind, name)}
         at = [index for index, item in enumerate(retentions) if item in found]
-        rows = [found[retentions[index]]["increase"] for index in at]
-        label = "uniform (paper's phase)" if name == "uniform phase 0" else name
+        rises = [found[retentions[index]]["increase"] for index in at]
+        label = "uniform (paper's phase)" if kind == PHASE else _plain(name)
         axes.bar(
             np.asarray(at) + (number - (len(series) - 1) / 2) * width,
-            [row["mean"] for row in rows],
+            [rise["mean"] for rise in rises],
             width * 0.92,
-            yerr=[row["stderr"] or 0.0 for row in rows],
+            yerr=[rise["stderr"] or 0.0 for rise in rises],
             color=[_BLUE, "#d9a13b", _GREY][number % 3],
             label=label,
             error_kw={"linewidth": 0.9},
@@ -92,7 +94,7 @@ def comparison_figure(held_out: Mapping[str, Any]) -> Markup:
     dots = [
         (retentions.index(row["retention"]), row["increase"]["mean"])
         for row in held_out["rows"]
-        if row["name"].startswith("uniform phase")
+        if row["kind"] == PHASE
     ]
     if dots:
         place = (len(series) - 1) / 2 * width
@@ -129,11 +131,11 @@ def changes_figure(held_out: Mapping[str, Any]) -> Markup:
 
     Tasks show the share of answers given, sources with a loss mask accuracy, others the loss.
     """
-    rows = [row for row in held_out["rows"] if row["name"] != "baseline" and "accuracy_change" in _any_source(row)]
+    rows = [row for row in held_out["rows"] if row["kind"] != BASELINE and "accuracy_change" in _any_source(row)]
     sources = held_out["sources"]
     figure = Figure(figsize=(2.3 * len(sources) + 1.5, 0.32 * len(rows) + 1.3))
     panels = figure.subplots(1, len(sources), sharey=True, squeeze=False)[0]
-    labels = [tables.label(row) for row in rows]
+    labels = [_plain(tables.label(row)) for row in rows]
     for panel, source in zip(panels, sources, strict=True):
         measured = [row["by_source"][source] for row in rows]
         what = "generated_change" if measured and "generated_change" in measured[0] else "increase"
@@ -149,7 +151,7 @@ def changes_figure(held_out: Mapping[str, Any]) -> Markup:
             elinewidth=1.1,
         )
         panel.axvline(0, color=_GREY, linewidth=0.8)
-        panel.set_title(source.rsplit("/", 1)[-1].removeprefix("demo:"), fontsize=9)
+        panel.set_title(_plain(source.rsplit("/", 1)[-1].removeprefix("demo:")), fontsize=9)
         panel.set_xlabel({"increase": "loss", "accuracy_change": "accuracy"}.get(what, "answers given"), fontsize=8)
         panel.tick_params(labelsize=8)
         panel.spines[["top", "right"]].set_visible(False)

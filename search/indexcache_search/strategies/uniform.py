@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from indexcache_search.errors import SearchError
+from indexcache_search.line import PHASE, Line
 from sglang_indexcache import DsaModel, Pattern
 from sglang_indexcache.errors import PatternError
 
@@ -25,12 +26,13 @@ def uniform_pattern(model: DsaModel, retention: Fraction, phase: int = 0) -> Pat
     return pattern
 
 
-def uniform_rows(model: DsaModel, retention: Fraction) -> list[tuple[str, Fraction, Pattern]]:
-    """Name, retention and pattern of uniform at every phase in which no locked layer would be `F`."""
-    rows = []
+def uniform_lines(model: DsaModel, retention: Fraction) -> list[Line]:
+    """Uniform at every phase in which no locked layer would be `F`."""
+    lines = []
     for phase in range(retention.denominator):
         try:
-            rows.append((f"uniform phase {phase}", retention, uniform_pattern(model, retention, phase)))
+            pattern = uniform_pattern(model, retention, phase)
         except SearchError:
             continue
-    return rows
+        lines.append(Line(PHASE, f"uniform phase {phase}", retention, pattern, phase))
+    return lines

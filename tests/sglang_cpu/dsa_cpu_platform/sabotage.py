@@ -2,8 +2,8 @@
 
 `DSA_CPU_REMOVE=dotted.path` deletes that function or class before hooks are applied, as a newer SGLang might have.
 `DSA_CPU_BREAK=roles` makes every layer F whatever the configuration says; `weights` keeps the loader from loading one
-indexer tensor of layer 3;
-`loader` moves the work of `ModelRunner.load_model` into another method; `radix` lets calibration run with the prefix cache on, and never flushes it.
+indexer tensor of layer 3; `loader` moves the work of `ModelRunner.load_model` into another method; `radix` lets
+calibration run with the prefix cache on, and never flushes it.
 """
 
 from __future__ import annotations

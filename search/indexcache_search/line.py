@@ -1,0 +1,41 @@
+"""What a line of a comparison is; names are for people, and decide nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from sglang_indexcache import Pattern
+
+Kind = Literal["baseline", "named", "phase", "mean", "best"]
+"""`named`: what somebody asked for or a search found. `phase`: uniform at one phase; `mean`, `best`: over phases."""
+
+BASELINE: Kind = "baseline"
+NAMED: Kind = "named"
+PHASE: Kind = "phase"
+MEAN: Kind = "mean"
+BEST: Kind = "best"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a comparison.
+
+    Attributes:
+        kind: what it is.
+        name: for people.
+        retention: share of `F` layers, as it was asked for; `None` of a server, whose pattern is its own affair.
+        pattern: what runs; `None` of a server.
+        phase: of uniform.
+    """
+
+    kind: Kind
+    name: str
+    retention: Fraction | None
+    pattern: Pattern | None
+    phase: int | None = None
+
+    @classmethod
+    def baseline(cls, pattern: Pattern | None) -> Line:
+        return cls(BASELINE, "baseline", None if pattern is None else Fraction(1), pattern)
