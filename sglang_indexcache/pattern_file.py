@@ -83,6 +83,9 @@ class CalibrationSection(_Section):
     sequences: _Count
     seq_len: _Count = Field(description="tokens")
     scored_tokens: _Count
+    sketch: Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$", max_length=8192)] | None = Field(
+        default=None, description="which text this was, so that indexcache-eval can leave it out of held-out sets"
+    )
 
 
 class PatternFile(_Section):

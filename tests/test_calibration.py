@@ -11,11 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from indexcache_search import demo
-from indexcache_search.calibration import TokenReader, build_token_sets
+from indexcache_search.calibration import TokenReader, build_token_sets, held_out_set
 from indexcache_search.errors import DataError
+from indexcache_search.sketch import Sketch
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel
 from tests.conftest import TOPK, VOCAB, tiny_config
@@ -126,7 +129,11 @@ def test_sources_share_sequences_evenly(write: Callable[..., str]) -> None:
 def test_parquet_text_files_and_folders(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
     words = "In the beginning was the word and the word was with the code. "
-    texts = [f"Chapter {number}. " + words * 14 for number in range(12)]
+    rng = np.random.default_rng(0)
+    texts = [
+        f"Chapter {number}. {words}" + " ".join(f"word{one}" for one in rng.integers(0, 999, 150))
+        for number in range(12)
+    ]
     folder = tmp_path / "texts"
     folder.mkdir()
     for number, text in enumerate(texts):
@@ -187,7 +194,7 @@ def test_bad_sources_are_refused(tmp_path: Path, write: Callable[..., str]) -> N
     (tmp_path / "data.csv").write_text("a,b\n")
     (tmp_path / "empty").mkdir()
     for source, message in (
-        (str(tmp_path / "broken.jsonl"), "can't be read"),
+        (str(tmp_path / "broken.jsonl"), "line 1: not JSON"),
         (str(tmp_path / "data.csv"), "ending is .csv, expected .jsonl"),
         (str(tmp_path / "empty"), "no .jsonl, .*file in this folder"),
         (str(tmp_path / "nothing.jsonl"), "no such file"),
@@ -198,3 +205,87 @@ def test_bad_sources_are_refused(tmp_path: Path, write: Callable[..., str]) -> N
         with pytest.raises(DataError, match=message) as caught:
             build(source)
         assert "\n" not in str(caught.value)
+
+
+# -- text that was seen before
+
+
+def test_documents_that_begin_elsewhere_never_fall_into_both_sets(write: Callable[..., str]) -> None:
+    rows = rows_of(12, 4 * SEQ_LEN)
+    calibration, held_out = build(
+        write([[*row[1:], 5] for row in rows], "shifted.jsonl"), evaluation=[write(rows)], num_evaluation=8
+    )
+    shifted = {tuple(row[start : start + 12]) for row in held_out.tokens.tolist() for start in range(SEQ_LEN - 11)}
+    assert not any(tuple(row[4:16]) in shifted for row in calibration.tokens.tolist())
+
+
+def test_what_a_pattern_was_calibrated_on_is_left_out_of_a_held_out_set(write: Callable[..., str]) -> None:
+    source = write(rows_of(60))
+    calibration, _ = build(source, num_calibration=20)
+    sketch = Sketch.decode(Sketch.of(calibration.tokens).encode())
+    reader = TokenReader(no_tokenizer, VOCAB, SEQ_LEN)
+    options: dict[str, Any] = {"seq_len": SEQ_LEN, "count": 40}
+    leaking, none = held_out_set(reader, MODEL, [source], **options)
+    held_out, left_out = held_out_set(reader, MODEL, [source], **options, calibrated=[sketch])
+    assert none == 0 and as_rows(leaking) & as_rows(calibration)
+    assert left_out == 20 and not as_rows(held_out) & as_rows(calibration)
+    with pytest.raises(DataError, match="gives 40 evaluation sequences"):
+        held_out_set(reader, MODEL, [source], seq_len=SEQ_LEN, count=41, calibrated=[sketch])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 40), st.integers(20, 600))
+def test_sketches_know_their_texts_and_no_others(seed: int, count: int, length: int) -> None:
+    rng = np.random.default_rng(seed)
+    texts, others = rng.integers(0, 5000, (2, count, length)).astype(np.int32)
+    growing = Sketch(most=200)
+    for text in texts:
+        growing.add(text)
+    for sketch in (growing, Sketch.decode(Sketch.of(texts).encode())):
+        assert not any(sketch.covers(text) for text in others)
+    assert len(growing._hashes) <= 200
+    every = Sketch.decode(Sketch.of(texts[:1]).encode())
+    assert every.covers(texts[0]) and every.covers(texts[0][1:]) and not every.covers(texts[0][:8])
+
+
+# -- files
+
+
+def test_names_are_no_patterns_for_names(write: Callable[..., str]) -> None:
+    write(rows_of(9, seed=1), "data1.jsonl")
+    right = build(write(rows_of(9, seed=2), "data[1].jsonl"))[0]
+    assert as_rows(right) <= {tuple(row) for row in rows_of(9, seed=2)}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("null\n", "line 1: found NoneType, expected an object"),
+        ('{"input_ids": [1]}\n[1, 2]\n', "line 2: found list"),
+        ('{"input_ids": [1]}\n{"input_ids": [1\n', "line 2: not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ('{"a": ' * 100_000, "line 1: not JSON"),
+        ('{"input_ids": [1, 2.5, 3]}\n', "input_ids is not a list of integers"),
+        ('{"input_ids": [1, "2", 3]}\n', "input_ids is not a list of integers"),
+        ('{"input_ids": ["1", "2"]}\n', "input_ids is not a list of integers"),
+        ('{"input_ids": [[1], [2, 3]]}\n', "input_ids is not a list of integers"),
+        ('{"input_ids": [true, false]}\n', "input_ids is not a list of integers"),
+        ('{"input_ids": 5}\n', "input_ids is not a list of integers"),
+        ('{"input_ids": [5, -1, 7]}\n', "token id -1, expected 0 to 95"),
+        ('{"input_ids": [9223372036854775808]}\n', "token id 9223372036854775808, expected 0 to 95"),
+        ('{"input_ids": [99999999999999999999]}\n', "input_ids is not a list of integers"),
+        ('{"input_ids": [5, 6], "loss_mask": [0.5, 1]}\n', "loss_mask is not a list of integers"),
+        ('{"text": 5}\n', "text is int, expected a string"),
+        ("\ud800".encode("utf-8", "surrogatepass"), "can't decode|invalid"),
+    ],
+)
+def test_rows_that_are_none(tmp_path: Path, content: str | bytes, message: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message):
+        build(str(path))
+
+
+def test_a_list_of_rows_is_read_too(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps([{"input_ids": row} for row in rows_of(9)]))
+    assert build(str(tmp_path / "x.json"))[0].num_sequences == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,9 +67,9 @@ def distill(*args: Any, **changes: Any) -> tuple[int, str]:
 
 
 def records(output: Path) -> list[dict[str, Any]]:
-    """The log without times."""
+    """The log without times, and without checksums, which hold them."""
     lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+    return [{name: value for name, value in line.items() if name not in ("seconds", "check")} for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +141,75 @@ def test_a_killed_run_goes_on_to_the_same_losses(
     assert records(tmp_path / "out") == records(trained)
     ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (tmp_path / "out", trained))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.fixture
+def finished(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the whole run, without its result: as killed before the end was written."""
+    output = shutil.copytree(trained, tmp_path / "out")
+    shutil.rmtree(output / "model")
+    return output
+
+
+def test_a_damaged_checkpoint_is_passed_over(finished: Path, trained: Path, model_folder: Path, training: Path) -> None:
+    """The one before it is used, and the run ends as it would have."""
+    *_, last = sorted((finished / "work" / "checkpoints").iterdir())
+    weights = last / "process-0.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    code, text = distill(model_folder, training, finished)
+    assert code == 0, text
+    assert records(finished) == records(trained)
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (finished, trained))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    shutil.rmtree(finished / "model")
+    for path in sorted((finished / "work" / "checkpoints").iterdir()):
+        (path / "checkpoint.json").write_text("{}")
+    code, text = distill(model_folder, training, finished)
+    assert code == 2 and "is damaged, and no other checkpoint is whole; --restart trains anew" in text.replace(
+        "\n", " "
+    )
+
+
+def test_checkpoints_are_read_without_running_anything(trained: Path) -> None:
+    """No pickles: safetensors, and JSON."""
+    names = {path.name for path in (trained / "work" / "checkpoints").rglob("*") if path.is_file()}
+    assert names == {"process-0.safetensors", "process-0.json", "checkpoint.json"}
+
+
+@pytest.mark.parametrize(
+    ("path", "damage", "message"),
+    [
+        ("log.jsonl", lambda text: text.replace(b'"step": 2', b'"step": 3', 1), "is damaged"),
+        ("log.jsonl", lambda text: b"\n".join(text.split(b"\n")[1:]), "line 1 is damaged"),
+        ("log.jsonl", lambda text: text[: len(text) // 2], "does not reach step 6"),
+        ("work/data/training/tokens.npy", lambda text: text[:-4] + b"\1\0\0\0", "the stored tokens are damaged"),
+        ("work/data/training/tokens.npy", lambda text: text[:-40], "the stored tokens are damaged"),
+        ("work/data/training/set.json", lambda text: b"{", "the stored tokens are damaged"),
+        ("work/run.json", lambda text: text[:20], "not JSON"),
+    ],
+)
+def test_a_damaged_run_is_not_gone_on_with(
+    finished: Path, model_folder: Path, training: Path, path: str, damage: Any, message: str
+) -> None:
+    (finished / path).write_bytes(damage((finished / path).read_bytes()))
+    code, text = distill(model_folder, training, finished)
+    assert code == 2 and message in " ".join(text.split()), text
+
+
+def test_another_models_weights_are_another_run(
+    finished: Path, model_folder: Path, training: Path, tmp_path: Path
+) -> None:
+    """The same name, the same config.json, other weights or another tokenizer: nothing of the first run is used."""
+    other = shutil.copytree(model_folder, tmp_path / "elsewhere" / model_folder.name)
+    weights = load_file(other / "model.safetensors")
+    weights["lm_head.weight"] += 1e-3
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    code, text = distill(other, training, finished)
+    assert code == 2 and "belongs to a run with weights_sha256" in " ".join(text.split())
+    same = shutil.copytree(model_folder, tmp_path / "again" / model_folder.name)
+    (same / "tokenizer.json").write_text("{}")
+    code, text = distill(same, training, finished)
+    assert code == 2 and "belongs to a run with tokenizer_sha256" in " ".join(text.split())
 
 
 SHARDED = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.errors import JournalError
 from indexcache_search.journal import Journal
+from indexcache_search.records import Sealer
 from sglang_indexcache import Pattern
 
 IDENTITY = {"model": "tiny", "calibration": "abc"}
@@ -73,6 +75,63 @@ def test_damage_in_the_middle_is_refused(tmp_path: Path) -> None:
         (tmp_path / "journal.jsonl").write_bytes(content + damage)
         with pytest.raises(JournalError, match="line 3 is damaged"):
             journal(tmp_path)
+
+
+def test_every_changed_byte_is_damage(tmp_path: Path) -> None:
+    """One digit of a loss, a line that is gone, two that changed places: what does not check is not believed."""
+    with journal(tmp_path) as first:
+        for part in "abc":
+            first.add_evaluation(part, EVALUATION)
+    path = tmp_path / "journal.jsonl"
+    content = path.read_bytes()
+    rng = random.Random(0)
+    for _ in range(500):
+        place = rng.randrange(len(content) - 1)
+        changed = bytes([content[place] ^ (1 << rng.randrange(8))])
+        path.write_bytes(content[:place] + changed + content[place + 1 :])
+        with pytest.raises(JournalError, match="is damaged; --restart discards the file"):
+            journal(tmp_path)
+    lines = content.splitlines(keepends=True)
+    for order in ([0, 1, 3], [0, 2, 1, 3], [1, 2, 3], [0, 1, 1, 2, 3]):
+        path.write_bytes(b"".join(lines[number] for number in order))
+        with pytest.raises(JournalError, match="is damaged"):
+            journal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"losses": [0.3]},
+        {"losses": ["0.3", "0.1"]},
+        {"rows": [0, 0]},
+        {"rows": [-1, 0]},
+        {"tokens": [0, 6]},
+        {"rows": [], "losses": [], "correct": [], "tokens": [], "layer_tokens": []},
+        {"pattern": "SFF"},
+        {"more": 1},
+    ],
+)
+def test_a_line_that_checks_and_says_nonsense_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    record = {"set": "a", "pattern": "FSF", "repeat": 0, "rows": [2, 0], "losses": [0.3, 0.1], "correct": [3, 4]}
+    record |= {"tokens": [5, 6], "layer_tokens": [7, 8], "seconds": 0.25}
+    sealer = Sealer()
+    header = {"identity": IDENTITY, "facts": {"created": "2026-11-21"}}
+    (tmp_path / "journal.jsonl").write_bytes(sealer.seal(header) + sealer.seal({**record, **changes}))
+    with pytest.raises(JournalError, match="line 2 is damaged"):
+        journal(tmp_path)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        sealer.seal({"losses": [float("nan")]})
+
+
+def test_restart_waits_for_the_lock(tmp_path: Path) -> None:
+    with journal(tmp_path) as first:
+        first.add_evaluation("a", EVALUATION)
+        with pytest.raises(JournalError, match="another search is using"):
+            Journal(tmp_path, IDENTITY, {}, restart=True)
+    with journal(tmp_path) as again:
+        assert again.evaluation("a", Pattern("FSF")) == EVALUATION
+    with Journal(tmp_path, IDENTITY, {"created": "later"}, restart=True) as afresh:
+        assert afresh.evaluation("a", Pattern("FSF")) is None and afresh.facts == {"created": "later"}
 
 
 def test_two_searches_cannot_write_at_once(tmp_path: Path) -> None:

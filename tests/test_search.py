@@ -270,7 +270,7 @@ def test_ctrl_c_leaves_the_patterns_found_so_far(
     def interrupted(self: Search, found: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Search, "comparison_patterns", interrupted)
+    monkeypatch.setattr(Search, "comparison_lines", interrupted)
     assert run(*arguments(model_folder, token_file, tmp_path, "--strategy", "segments")).exit_code == 130
     partial = PatternFile.load(tmp_path / "pattern.partial.yaml")
     assert [len(partial.pattern_at(kept).full_layers) for kept in (Fraction(1, 2), Fraction(1, 3))] == [3, 2]

@@ -4,32 +4,30 @@ A source is a JSONL, JSON, Parquet or text file, a folder of them, a hub id (`ow
 `demo:NAME` for a set that ships with the demo model. Rows hold `text`, `messages` (through the tokenizer's chat
 template) or `input_ids` with an optional `loss_mask` (1: the token counts). Everything is streamed.
 
-Documents are deduplicated; long ones are cut into sections. Evaluation takes its sections first, in an order that does
-not depend on the seed, and calibration only ever sees others: the two sets are disjoint by construction, and patterns
-found with different seeds are compared on the same held-out tokens.
+Documents are deduplicated, also where they begin elsewhere; long ones are cut into sections. Evaluation takes its
+sections first, in an order that does not depend on the seed, and calibration only ever sees others: the two sets are
+disjoint by construction, and patterns found with different seeds are compared on the same held-out tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search import demo
 from indexcache_search.errors import DataError
+from indexcache_search.rows import rows
+from indexcache_search.sketch import Sketch
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel
 
-SHUFFLE_BUFFER = 10_000  # documents held while streaming
 SECTION_SEQUENCES = 4  # a document longer than so many sequences is cut
 EVALUATION_ORDER_SEED = 0
-_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text", ".rst": "text"}
 _COLUMNS = ("input_ids", "text", "messages")
 
 
@@ -70,7 +68,7 @@ class TokenReader:
             DataError: if the source can't be found or read, or a row has no known column.
         """
         size = SECTION_SEQUENCES * self._seq_len
-        for row in _rows(source, seed):
+        for row in rows(source, seed):
             tokens, mask = self._encode(row, source)
             for start in range(0, len(tokens), size):
                 part = slice(start, start + size)
@@ -95,59 +93,35 @@ class TokenReader:
             mask = None
         else:
             raise DataError(f"{source}: text is {type(value).__name__}, expected a string")
-        try:
-            tokens = np.asarray(ids, np.int64)
-            flags = np.ones(len(tokens), np.bool_) if mask is None else np.asarray(mask, np.int64).astype(np.bool_)
-        except (TypeError, ValueError):
-            raise DataError(f"{source}: {column} or loss_mask is not a list of integers") from None
-        if tokens.ndim != 1 or flags.shape != tokens.shape:
+        tokens = _integers(ids, source, column)
+        flags = np.ones(len(tokens), np.bool_) if mask is None else _integers(mask, source, "loss_mask") != 0
+        if flags.shape != tokens.shape:
             raise DataError(f"{source}: loss_mask has {flags.size} entries, input_ids {tokens.size}; expected as many")
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
-            raise DataError(f"{source}: token id {int(tokens.max())}, expected 0 to {self._vocab_size - 1}")
+        for wrong in (tokens[tokens < 0][:1], tokens[tokens >= self._vocab_size][:1]):
+            if len(wrong):
+                raise DataError(f"{source}: token id {int(wrong[0])}, expected 0 to {self._vocab_size - 1}")
         return tokens.astype(np.int32), flags
 
 
-def _rows(source: str, seed: int) -> Iterator[Mapping[str, Any]]:
-    from datasets import load_dataset  # takes seconds to import
+def _integers(values: Any, source: str, column: str) -> NDArray[Any]:
+    """A list of integers as an array; what would have to be converted is refused.
 
-    arguments, options = _location(source)
+    Raises:
+        DataError: if it is something else.
+    """
     try:
-        rows = load_dataset(*arguments, **options, split="train", streaming=True)
-        yield from rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-    except Exception as error:  # datasets, pyarrow and the hub client each have their own
-        line = " ".join(str(error).split())[:200]
-        raise DataError(f"{source}: can't be read: {line or type(error).__name__}") from None
-
-
-def _location(source: str) -> tuple[list[str], dict[str, Any]]:
-    """Arguments of `datasets.load_dataset` for a source."""
-    if source.startswith("demo:"):
-        return ["json"], {"data_files": str(demo.data_file(source.removeprefix("demo:")))}
-    path = Path(source)
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in _BUILDERS and file.is_file())
-        if not files:
-            raise DataError(f"{source}: no {', '.join(_BUILDERS)} file in this folder")
-        endings = {file.suffix for file in files}
-        if len({_BUILDERS[ending] for ending in endings}) > 1:
-            raise DataError(f"{source}: holds {', '.join(sorted(endings))} files, expected one kind")
-        return _file_arguments(files)
-    if path.is_file():
-        if path.suffix not in _BUILDERS:
-            raise DataError(f"{source}: ending is {path.suffix or 'missing'}, expected {', '.join(_BUILDERS)}")
-        return _file_arguments([path])
-    if path.suffix in _BUILDERS or source.startswith((".", "/", "~")) or source.count("/") != 1:
-        raise DataError(f"{source}: no such file, and not a hub id like owner/name")
-    name, _, subset = source.partition(":")
-    return [name, *([subset] if subset else [])], {}
-
-
-def _file_arguments(files: Sequence[Path]) -> tuple[list[str], dict[str, Any]]:
-    builder = _BUILDERS[files[0].suffix]
-    options: dict[str, Any] = {"data_files": [str(file) for file in files]}
-    if builder == "text":
-        options["sample_by"] = "document"
-    return [builder], options
+        found = np.asarray(values)
+    except (TypeError, ValueError, OverflowError):
+        found = np.asarray("none")
+    if (
+        not isinstance(values, list | tuple | np.ndarray)
+        or found.ndim != 1
+        or (len(found) and found.dtype.kind not in "iu")
+    ):
+        if column == "loss_mask" and found.ndim == 1 and found.dtype.kind == "b":
+            return found
+        raise DataError(f"{source}: {column} is not a list of integers")
+    return found
 
 
 def build_token_sets(
@@ -206,13 +180,29 @@ def build_training_sets(
     return packer.collect(training, num_training, seed, "training"), held_out
 
 
-def held_out_set(reader: TokenReader, model: DsaModel, sources: Sequence[str], *, seq_len: int, count: int) -> TokenSet:
-    """The held-out set that `build_token_sets` makes of the same sources, whatever the calibration set.
+def held_out_set(
+    reader: TokenReader,
+    model: DsaModel,
+    sources: Sequence[str],
+    *,
+    seq_len: int,
+    count: int,
+    calibrated: Sequence[Sketch] = (),
+) -> tuple[TokenSet, int]:
+    """The held-out set that `build_token_sets` makes of the same sources, without what patterns were calibrated on.
+
+    Args:
+        calibrated: sketches of calibration sets.
+
+    Returns:
+        The set, and how many sections were left out of it.
 
     Raises:
         DataError: as there.
     """
-    return _packer(reader, model, seq_len).collect(sources, count, EVALUATION_ORDER_SEED, "evaluation")
+    packer = replace(_packer(reader, model, seq_len), calibrated=tuple(calibrated))
+    found = packer.collect(sources, count, EVALUATION_ORDER_SEED, "evaluation")
+    return found, packer.left_out[0]
 
 
 def _packer(reader: TokenReader, model: DsaModel, seq_len: int) -> _Packer:
@@ -221,7 +211,7 @@ def _packer(reader: TokenReader, model: DsaModel, seq_len: int) -> _Packer:
             f"--seq-len is {seq_len}, but queries see every token up to index_topk={model.index_topk}, where all"
             f" patterns are equal; expected at least {model.index_topk + 2}"
         )
-    return _Packer(reader, seq_len, model.index_topk + 1, set())
+    return _Packer(reader, seq_len, model.index_topk + 1, set(), Sketch())
 
 
 @dataclass(frozen=True)
@@ -231,12 +221,18 @@ class _Packer:
     Attributes:
         first_scored: the first token of a sequence that may count; token t is predicted by a query that sees t tokens.
         used: digests of the sections that were drawn from.
+        seen: their text, wherever it is cut.
+        calibrated: text that must not be drawn from.
+        left_out: how many sections were not, for that.
     """
 
     reader: TokenReader
     seq_len: int
     first_scored: int
     used: set[bytes]
+    seen: Sketch
+    calibrated: tuple[Sketch, ...] = ()
+    left_out: list[int] = field(default_factory=lambda: [0])
 
     def collect(self, sources: Sequence[str], count: int, seed: int, what: str) -> TokenSet:
         if not sources or count < len(sources):
@@ -262,9 +258,13 @@ class _Packer:
         tokens, mask = np.empty(0, np.int32), np.empty(0, np.bool_)
         may_count = np.arange(self.seq_len) >= self.first_scored
         for section in sections:
-            if section.digest in self.used:
+            if section.digest in self.used or self.seen.covers(section.tokens):
+                continue
+            if any(sketch.covers(section.tokens) for sketch in self.calibrated):
+                self.left_out[0] += 1
                 continue
             self.used.add(section.digest)
+            self.seen.add(section.tokens)
             tokens, mask = np.concatenate([tokens, section.tokens]), np.concatenate([mask, section.mask])
             while len(tokens) >= self.seq_len:
                 scored = mask[: self.seq_len] & may_count

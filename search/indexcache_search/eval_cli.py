@@ -19,6 +19,7 @@ from indexcache_search import demo
 from indexcache_search.cli import errors_in_one_line
 from indexcache_search.errors import SearchError
 from indexcache_search.line import NAMED, Line
+from indexcache_search.sketch import Sketch
 from sglang_indexcache import DsaModel, Pattern, PatternFile
 from sglang_indexcache.files import write_atomically
 from sglang_indexcache.pattern import full_layer_count, parse_retention
@@ -133,7 +134,10 @@ def evaluate(
             sequences=num_sequences,
             samples=samples,
             chat=chat,
+            calibrated=calibrated_on(pattern or []),
         )
+        if data.left_out:
+            console.print(f"left out {data.left_out} documents that a pattern was calibrated on", style="yellow")
         count = data.data.num_sequences
         with Progress(console=console, disable=not console.is_terminal) as progress:
             if endpoint:
@@ -188,6 +192,27 @@ def named_patterns(specs: list[str], retentions: list[Fraction], model: DsaModel
         for kept in dict.fromkeys(line.retention for line in found if line.retention is not None):
             if kept.numerator == 1 and full_layer_count(model.num_layers, kept) < model.num_layers:
                 found += uniform_lines(model, kept)
+    return found
+
+
+def calibrated_on(specs: list[str]) -> list[Sketch]:
+    """What the files among `specs` say they were calibrated on; files of earlier versions say nothing.
+
+    Raises:
+        IndexCacheError: if a file can't be read.
+    """
+    found = []
+    for spec in specs:
+        _, mark, rest = spec.partition("=")
+        text = rest if mark else spec
+        if mark and text and not set(text) - {"F", "S"}:
+            continue
+        calibration = PatternFile.load(text).calibration
+        if calibration is not None and calibration.sketch is not None:
+            try:
+                found.append(Sketch.decode(calibration.sketch))
+            except ValueError:
+                raise SearchError(f"{text}: calibration.sketch can't be read, expected what the search wrote") from None
     return found
 
 

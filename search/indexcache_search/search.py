@@ -21,6 +21,7 @@ from indexcache_search.journal import Journal
 from indexcache_search.judge import CONFIDENCE, Judge
 from indexcache_search.line import NAMED, Line
 from indexcache_search.objectives import Estimate
+from indexcache_search.sketch import Sketch
 from indexcache_search.strategies.exhaustive import count_patterns, every_pattern, layers_to_run
 from indexcache_search.strategies.floating import floating
 from indexcache_search.strategies.greedy import Step, check_reachable, count_evaluations, greedy
@@ -259,6 +260,11 @@ class Search:
         return similarity_pattern(matrix, count, self.model.locked)
 
     @cached_property
+    def sketch(self) -> str:
+        """What tells later comparisons that a text was calibrated on."""
+        return Sketch.of(self.calibration.data.tokens).encode()
+
+    @cached_property
     def segment_costs(self) -> SegmentCosts:
         """What is known of the costs of segments."""
         return SegmentCosts(self.model.native, self.judge)
@@ -372,6 +378,7 @@ class Search:
                 sequences=data.num_sequences,
                 seq_len=data.seq_len,
                 scored_tokens=data.scored_tokens,
+                sketch=self.sketch,
             ),
             versions={
                 "sglang_indexcache": sglang_indexcache.__version__,

@@ -11,16 +11,24 @@ import numpy as np
 from indexcache_search.calibration import EVALUATION_ORDER_SEED, TokenReader, held_out_set
 from indexcache_search.compare.tasks import TASKS, sample
 from indexcache_search.errors import DataError
+from indexcache_search.sketch import Sketch
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Sequences, and the answers as text of those that are samples of a task."""
+    """What is compared on.
+
+    Attributes:
+        data: sequences.
+        answers: by sequence, the answers as text of those that are samples of a task.
+        left_out: sections that a pattern was calibrated on, and that are not among the sequences for that.
+    """
 
     data: TokenSet
     answers: dict[int, tuple[str, ...]]
+    left_out: int = 0
 
 
 def build(
@@ -35,6 +43,7 @@ def build(
     sequences: int,
     samples: int,
     chat: bool,
+    calibrated: Sequence[Sketch] = (),
 ) -> HeldOut:
     """Read the sources and generate the tasks.
 
@@ -49,6 +58,7 @@ def build(
         sequences: of all sources together.
         samples: of each task.
         chat: put the chat template around a task's text.
+        calibrated: sketches of what the patterns were calibrated on, which is left out.
 
     Raises:
         DataError: if there is nothing to compare on, or a source holds too little.
@@ -58,7 +68,10 @@ def build(
         raise DataError(f"--tasks: there is no {unknown[0]}, expected {', '.join(TASKS)}")
     if not sources and not tasks:
         raise DataError("nothing to compare on, expected --evaluation or --tasks")
-    parts = [held_out_set(reader, model, sources, seq_len=seq_len, count=sequences)] if sources else []
+    parts, left_out = [], 0
+    if sources:
+        part, left_out = held_out_set(reader, model, sources, seq_len=seq_len, count=sequences, calibrated=calibrated)
+        parts.append(part)
     tokens = [part.tokens for part in parts]
     scored = [part.scored for part in parts]
     source_of = [part.source_of for part in parts]
@@ -79,4 +92,4 @@ def build(
         scored.append(np.stack([one.mask for one in made]) & (np.arange(seq_len) > model.index_topk))
         source_of.append(np.full(samples, len(names) - len(tasks) + number))
     data = TokenSet(np.concatenate(tokens), np.concatenate(scored), np.concatenate(source_of), tuple(names))
-    return HeldOut(data, answers)
+    return HeldOut(data, answers, left_out)

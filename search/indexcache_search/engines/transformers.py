@@ -210,7 +210,7 @@ def load_model(model: str, description: DsaModel, dtype: torch.dtype | str) -> A
     """
     try:
         loaded, info = AutoModelForCausalLM.from_pretrained(
-            model, dtype=dtype, trust_remote_code=False, output_loading_info=True
+            model, dtype=dtype, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except (OSError, MemoryError):
         raise
