@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.command_line import ending
 from sglang_indexcache.environment import Environment
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.installed import effective_pattern
@@ -153,9 +154,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("expected --model or --server to check the pattern against")
     try:
         return _environment(options) if options.environment else _pattern(options)
-    except IndexCacheError as error:
-        sys.stderr.write(f"indexcache-check: {error}\n")
-        return 2
+    except Exception as error:
+        line, code = ending(error)
+        sys.stderr.write(f"indexcache-check: {line}\n")
+        return code
 
 
 def _environment(options: argparse.Namespace) -> int:

@@ -6,25 +6,25 @@ import sys
 
 def main() -> None:
     """Run indexcache-search."""
-    _run("indexcache-search", "indexcache_search.cli")
+    _run("indexcache-search", "indexcache_search.cli", "search")
 
 
 def evaluate() -> None:
     """Run indexcache-eval."""
-    _run("indexcache-eval", "indexcache_search.eval_cli")
+    _run("indexcache-eval", "indexcache_search.eval_cli", "search")
 
 
 def distill() -> None:
     """Run indexcache-distill."""
-    _run("indexcache-distill", "indexcache_search.distill_cli")
+    _run("indexcache-distill", "indexcache_search.distill_cli", "distill")
 
 
-def _run(command: str, module: str) -> None:
+def _run(command: str, module: str, extra: str) -> None:
     try:
         app = importlib.import_module(module).app
     except ModuleNotFoundError as error:
         missing = (error.name or str(error)).partition(".")[0]
-        sys.stderr.write(f"{command}: {missing} is not installed; expected: pip install 'sglang-indexcache[search]'\n")
+        sys.stderr.write(f"{command}: {missing} is not installed; expected: pip install 'sglang-indexcache[{extra}]'\n")
         sys.exit(2)
     app(prog_name=command)
 

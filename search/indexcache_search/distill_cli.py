@@ -79,7 +79,7 @@ Examples:
 Run the same command again to go on after a kill, a crash or Ctrl-C: the losses are the same as without it.
 
 \b
-Exit codes: 0 done, 1 the run failed (a loss was not finite), 2 bad input, 130 interrupted.
+Exit codes: 0 done, 1 the run failed (a loss was not finite), 2 bad input, 70 a bug of ours, 130 interrupted.
 """
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -46,7 +46,7 @@ Examples:
       Is what is served as good as the baseline server, the first one? --model is read for its tokenizer only.
 
 \b
-Exit codes: 0 done, 1 a pattern or server is worse than --max-increase allows, 2 bad input, 130 interrupted.
+Exit codes: 0 done, 1 a pattern or server is worse than --max-increase allows, 2 bad input, 70 a bug, 130 interrupted.
 """
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

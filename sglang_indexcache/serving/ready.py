@@ -37,7 +37,7 @@ def carrier(request: Request) -> Callable[..., None]:
         os.environ[FOLDER_VARIABLE] = tempfile.mkdtemp(prefix="indexcache-proofs-")
         overrides = carry(server_args.json_model_override_args, request)
         if overrides != server_args.json_model_override_args:
-            with suppress(AttributeError):  # sealed from 0.5.20 on, once they are resolved; the variable remains
+            with suppress(AttributeError):  # sealed, once SGLang has resolved them; then the variable must be there
                 server_args.json_model_override_args = overrides
 
     return before
