@@ -246,7 +246,8 @@ class PatternFile(_Section):
         content = {"schema": SCHEMA, **{key: value for key, value in content.items() if key != "schema"}}
         if "trajectory" in content:
             content["trajectory"] = [_Inline(step) for step in content["trajectory"]]
-        return yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=2**20, allow_unicode=True)
+        text = yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=2**20, allow_unicode=True)
+        return "".join(_escaped(letter) if is_hidden(letter) and letter != "\n" else letter for letter in text)
 
     def save(self, path: str | Path) -> None:
         """Write the file, all of it or nothing."""
@@ -273,6 +274,11 @@ def _first_error(error: ValidationError) -> str:
         return f"{where}: {cause}" if where else str(cause)
     found = one_line(repr(first["input"]), 60)
     return f"{where or 'the file'}: found {found}, expected: {first['msg'].removeprefix('Input should be ')}"
+
+
+def _escaped(letter: str) -> str:
+    """What PyYAML would show as it is, in the quotes that `_Dumper` puts around strings that hold it."""
+    return f"\\U{ord(letter):08x}"
 
 
 class _Inline(dict[str, Any]):
