@@ -24,6 +24,7 @@ _DECIMAL = re.compile(r"[-+]?[0-9]+")
 _BASES = {"0o": (8, re.compile(r"0o[0-7]+")), "0x": (16, re.compile(r"0x[0-9a-fA-F]+"))}
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_AFTER_QUOTES = " \n\0:,]}"
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
 
 
@@ -131,6 +132,8 @@ def _scalar(line: int, event: Any) -> Any:
     if event.style in ("|", ">") or event.end_mark.line + 1 != line:
         raise PatternFileError(f"line {line}: a value of several lines is not allowed")
     if event.style is not None:
+        if event.end_mark.buffer[event.end_mark.pointer] not in _AFTER_QUOTES:
+            raise PatternFileError(f"line {line}: something follows a closing quote")
         return event.value
     try:
         return resolve(event.value)
@@ -156,6 +159,8 @@ def _mapping(line: int, start: Any, events: Iterator[tuple[int, Any]], depth: in
             return found
         if not isinstance(event, yaml.ScalarEvent) or event.anchor or event.tag:
             raise PatternFileError(f"line {at}: keys must be words")
+        if event.start_mark.buffer[: event.start_mark.pointer].rstrip(" ").endswith("?"):
+            raise PatternFileError(f"line {at}: keys with ? are not allowed")
         key = _scalar(at, event)
         if not isinstance(key, str):
             raise PatternFileError(f"line {at}: keys must be words, found {event.value}")
