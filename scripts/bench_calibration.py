@@ -59,7 +59,7 @@ def main() -> None:
         began = time.perf_counter()
         with own_server(str(options.model), options.server, log) as server:
             result["start_s"] = time.perf_counter() - began
-            result["versions"] = server.status()["versions"]
+            result["versions"] = server.status().versions
             bench = Bench(server, model, data, clock)
             bench.evaluate(model.native, "kl")  # warms up, and runs the baseline
             for objective in ("nll", "kl"):

@@ -7,8 +7,9 @@
 Every strategy runs by itself, with a journal and a prefix cache of its own. Cost: patterns evaluated, and layer-tokens
 (layers that really ran x tokens) relative to the paper's Algorithm 1, which runs every layer of every evaluation.
 Quality: increase of the held-out loss over the own pattern of the checkpoint, mean over seeds; errors are over held-out
-sequences, which are the same for all seeds. With --against the difference to that strategy follows. Simulated models
-differ more than sequences do, so a second table has the relative differences with errors over models.
+sequences, which are the same for all seeds. With --against the difference to that strategy follows. A second table has
+errors over seeds, and the worst seed. Simulated models differ more than sequences do, so a third one has the relative
+differences with errors over models.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from indexcache_search import demo, objectives
 from indexcache_search.calibration import TokenReader, build_token_sets
@@ -183,6 +185,32 @@ def rows_over_models(runs: Mapping[str, Sequence[Run]], retain: Sequence[Fractio
     return table
 
 
+def rows_over_seeds(
+    runs: Mapping[str, Sequence[Run]], retain: Sequence[Fraction], data: TokenSet, against: str
+) -> list[list[str]]:
+    """Mean increases with standard errors over seeds, the worst seed, and the paired difference to `against`."""
+
+    def increases(items: Sequence[Run], kept: Fraction) -> NDArray[np.float64]:
+        return np.asarray(
+            [objectives.increase(item.held_out[kept], item.held_out[Fraction(1)], data).mean for item in items]
+        )
+
+    def with_error(values: NDArray[np.float64]) -> str:
+        return f"{values.mean():+.4f} ±{values.std(ddof=1) / np.sqrt(len(values)):.4f}"
+
+    table = []
+    for name, items in runs.items():
+        shares = [item.share for item in items]
+        cells = [name, f"{np.mean(shares):.1%}, at most {max(shares):.1%}"]
+        for kept in retain:
+            own = increases(items, kept)
+            cells.append(f"{with_error(own)}, worst {own.max():+.4f}")
+            if name != against and against in runs:
+                cells[-1] += f" ({with_error(own - increases(runs[against], kept))})"
+        table.append(cells)
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(demo.MODEL), help="folder, or sim:LAYERS")
@@ -213,6 +241,8 @@ def main() -> None:
             options.output.write_text(json.dumps({"options": vars(options), "runs": result}, default=str) + "\n")
     titles = ["strategy", "patterns", "layer-tokens", "seconds", *map(str, retain)]
     show(titles, rows(runs, retain, data, options.against))
+    if len(next(iter(runs.values()))) > 1:
+        show(["over seeds", "layer-tokens", *map(str, retain)], rows_over_seeds(runs, retain, data, options.against))
     if options.model.startswith("sim:") and options.against in runs and len(runs[options.against]) > 1:
         show(["over models", *map(str, retain)], rows_over_models(runs, retain, options.against))
 

@@ -132,7 +132,8 @@ def _scalar(line: int, event: Any) -> Any:
     if event.style in ("|", ">") or event.end_mark.line + 1 != line:
         raise PatternFileError(f"line {line}: a value of several lines is not allowed")
     if event.style is not None:
-        if event.end_mark.buffer[event.end_mark.pointer] not in _AFTER_QUOTES:
+        end: Any = event.end_mark
+        if end.buffer[end.pointer] not in _AFTER_QUOTES:
             raise PatternFileError(f"line {line}: something follows a closing quote")
         return event.value
     try:
@@ -159,7 +160,8 @@ def _mapping(line: int, start: Any, events: Iterator[tuple[int, Any]], depth: in
             return found
         if not isinstance(event, yaml.ScalarEvent) or event.anchor or event.tag:
             raise PatternFileError(f"line {at}: keys must be words")
-        if event.start_mark.buffer[: event.start_mark.pointer].rstrip(" ").endswith("?"):
+        start_of_key: Any = event.start_mark
+        if start_of_key.buffer[: start_of_key.pointer].rstrip(" ").endswith("?"):
             raise PatternFileError(f"line {at}: keys with ? are not allowed")
         key = _scalar(at, event)
         if not isinstance(key, str):

@@ -179,7 +179,7 @@ def test_ranks_search_alike(
         check_trajectory(engine, single, expected)
         check_switching_back(engine, single)
         if lanes > 1:
-            patterns = [rank["pattern"] for rank in CalibrationServer(started.url)._control("status")]
+            patterns = [rank.pattern for rank in CalibrationServer(started.url)._control("status")]
             assert len(set(patterns)) == 2  # one each
 
 
@@ -238,10 +238,10 @@ def test_the_trap_of_the_prefix_cache(server: Server, data: TokenSet, tmp_path: 
 )
 def test_patterns_that_do_not_fit_change_nothing(server: Server, body: dict[str, Any], message: str) -> None:
     calibration = CalibrationServer(server.url)
-    before = calibration.status()["pattern"]
+    before = calibration.status().pattern
     with pytest.raises(SearchError, match=message):
         calibration._control("switch", **body)
-    assert calibration.status()["pattern"] == before
+    assert calibration.status().pattern == before
 
 
 def test_a_busy_server_does_not_switch_and_is_waited_for(server: Server) -> None:
@@ -258,7 +258,7 @@ def test_a_busy_server_does_not_switch_and_is_waited_for(server: Server) -> None
     assert "busy: requests are running" in refused
     calibration.switch(PATTERNS[1])
     decoding.join()
-    assert calibration.status()["pattern"] == PATTERNS[1].roles
+    assert calibration.status().pattern == PATTERNS[1].roles
 
 
 def search(folder: Path, *arguments: str, objective: str = "nll") -> list[str]:
@@ -302,9 +302,9 @@ def test_two_servers_and_kills_end_in_the_identical_file(
 
     with running(demo.MODEL, tmp_path / "log", *CALIBRATE) as second:
         check_trajectory(live_engine(server, second), single, expected)
-        assert CalibrationServer(second.url).status()["pattern"] != PATTERNS[0].roles  # it did its part
+        assert CalibrationServer(second.url).status().pattern != PATTERNS[0].roles  # it did its part
         arguments = search(shared, "--endpoint", server.url, "--endpoint", second.url)
-        scheduler = CalibrationServer(second.url).status()["process"]
+        scheduler = CalibrationServer(second.url).status().process
         process = subprocess.Popen(arguments, env=environment(), stderr=subprocess.DEVNULL)
         wait_for_evaluations(shared, 8, process)
         os.kill(scheduler, signal.SIGKILL)  # SGLang ends the whole server then

@@ -42,6 +42,7 @@ class Rank(BaseModel):
     weights_sha256: str
     versions: dict[str, str]
     measures: list[str]
+    process: int = 0
     missing: list[Annotated[int, Field(ge=0)]] = []
     sums: dict[str, tuple[_Number, _Number, Annotated[int, Field(gt=0)]]] = {}
     overlap: list[list[_Finite]] = []
