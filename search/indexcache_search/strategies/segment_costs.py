@@ -95,11 +95,11 @@ class SegmentCosts:
                 if pattern not in done
             ]
             expected, cost, pattern = min(proposals, key=lambda item: item[0], default=(math.inf, 0.0, self._native))
-            if not proposals or (checked and expected >= least - ROUNDING * abs(least)):
+            if not proposals:
                 return None
             rough = [item for item in self._segments(pattern) if self._share(item) < self._enough]
-            if not rough:
-                return cost, pattern
+            if not rough:  # what is not measured yet may still turn out to cost less than it seems
+                return None if expected >= least - ROUNDING * abs(least) else (cost, pattern)
             worst = min(map(self._share, rough))
             self._measure([item for item in rough if self._share(item) == worst])
 
