@@ -108,7 +108,7 @@ def test_patterns_are_compared_and_found_worse(model_folder: Path, token_file: P
     ("more", "message"),
     [
         ([], "expected either --pattern or --endpoint"),
-        (["--pattern", "a=FFF"], "3"),
+        (["--pattern", "a=FFF"], "pattern has 3 letters, model has 6 DSA layers"),
         (["--pattern", "nowhere.yaml"], "nowhere.yaml"),
         (["--endpoint", "http://localhost:1"], "--endpoint: found one"),
         (["--pattern", "a=FSFSFS", "--tasks", "niah"], "--tasks: there is no niah"),

@@ -224,13 +224,13 @@ def test_every_mistake_has_its_line(edit: Callable[[dict[str, Any]], None], mess
         ("seed: " + "9" * 5000, "has 5000 characters, expected at most 40"),
         ("seed: 0x" + "f" * 5000, "has 5002 characters, expected at most 40"),
         ("a\x1b[31m: 1\n", "character U+001B"),
-        ('"a\\e[31m\\n": 1\n', "a\\u001b[31m : unknown key"),
-        ("a: 0x\nb: 1:99:99\n", "unknown key"),
+        ('"a\\e[31m\\n": 1\n' + GOOD, "a\\u001b[31m : unknown key"),
+        ("a: 0x\nb: 1:99:99\n" + GOOD, "a: unknown key"),
     ],
 )
 def test_other_text_is_refused_in_one_line(text: str | bytes, message: str) -> None:
     line = refused(text)
-    assert message in line or "missing" in line
+    assert message in line
 
 
 def mutate(text: str, draw: random.Random) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,11 @@ def test_the_environment_on_the_command_line(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out.startswith("SGLang 0.9.9 in ")
     write_sglang(tmp_path / "old", [need for need in ALL_NEEDS if need != probes.NEW_MODEL])
     assert main(["--environment", "--sglang", str(tmp_path / "old"), "--json"]) == 1
-    assert '"can_serve"' not in capsys.readouterr().err
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    [refused] = [row for row in found["features"] if row["refused"] is not None]
+    assert refused["name"] == "weights" and refused["required"] and probes.NEW_MODEL.module in refused["refused"]
+    assert found["sglang"] == "unknown" and shown.err == ""
     assert main(["--environment", "--sglang", str(tmp_path / "nothing")]) == 2
     assert "expected an unpacked wheel" in capsys.readouterr().err
 

@@ -19,7 +19,7 @@ from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
 from sglang_indexcache import DsaModel, IndexCacheError, Pattern
 from sglang_indexcache.calibration.requests import Measured
-from tests.conftest import LAYERS, random_tokens, tiny_config
+from tests.conftest import LAYERS, made_up, random_tokens, tiny_config
 
 MODEL = DsaModel.from_config(tiny_config(), "tiny")
 PATTERNS = [Pattern.full(LAYERS, {layer}) for layer in range(1, LAYERS)]
@@ -29,13 +29,13 @@ VERSIONS = {"sglang": "0.5.23", "torch": "2.14.1", "dtype": "float32"}
 
 def logprob(pattern: str, token: int, position: int) -> float:
     """Made up, and different for every pattern, token and position."""
-    return -1.0 - (hash((pattern, token, position)) % 1000) / 1000
+    return -1.0 - (made_up(pattern, token, position) % 1000) / 1000
 
 
 def divergence(pattern: str, ranges: list[list[int]]) -> tuple[float, float, int]:
     """Made up, and different for every pattern and set of positions."""
     rows = [row for first, last in ranges for row in range(first, last)]
-    values = [(hash((pattern, row)) % 1000) / 1000 for row in rows]
+    values = [(made_up(pattern, row) % 1000) / 1000 for row in rows]
     return sum(values), sum(value * value for value in values), len(values)
 
 

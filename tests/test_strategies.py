@@ -25,6 +25,7 @@ from indexcache_search.strategies.segments import cheapest_patterns
 from indexcache_search.strategies.swaps import improve
 from indexcache_search.tokens import TokenSet, growing_shares
 from sglang_indexcache import Pattern
+from tests.conftest import made_up
 
 SEPARABLE = Structure(distance=0.0, pairs=0.0, neighbours=0.0, sequences=(0.0, 0.0), idiosyncratic=(0.0, 0.0))
 NOISELESS = Structure(sequences=(0.0, 0.0), idiosyncratic=(0.0, 0.0))
@@ -109,7 +110,7 @@ def test_a_race_ends_early_for_the_worse_and_the_winner_runs_on_everything() -> 
 
 
 def test_a_race_between_equals_sends_the_better_half_on() -> None:
-    engine = TableEngine(lambda pattern, row: float(hash((pattern.roles, row)) % 1000))
+    engine = TableEngine(lambda pattern, row: float(made_up(pattern.roles, row) % 1000))
     judge, native = judge_of(engine, token_set(32), race=True), Pattern.full(9)
     judge.choose([native.share(layer) for layer in range(1, 9)], native)
     runs = sorted(sum(roles == native.share(layer).roles for roles, _ in engine.asked) for layer in range(1, 9))
