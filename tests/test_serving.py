@@ -336,6 +336,9 @@ def test_the_server_waits_for_every_proof() -> None:
     other = {**own, "dp_rank": 1}
     ready.check(REQUEST, [own, own], [], 1)  # two tensor-parallel ranks
     ready.check(REQUEST, [None], [own, other, other], 2)  # a data-parallel controller says nothing
+    ready.check(REQUEST, [None], [own], 2, together=True)  # the other rank of attention is on another node
+    with pytest.raises(ProofError, match="has not proven"):
+        ready.check(REQUEST, [None], [], 2, together=True)
     for sent, left, replicas in (([own, None], [own], 1), ([], [], 1), ([None], [own], 2), ([None], [], 2)):
         with pytest.raises(ProofError, match="has not proven that it runs the pattern; expected the plugin"):
             ready.check(REQUEST, sent, left, replicas)

@@ -80,17 +80,23 @@ def gate(request: Request) -> Callable[..., None]:
     def after(result: Any, *args: Any, **kwargs: Any) -> None:
         server_args = bound_arguments(probes.LAUNCH, args, kwargs).arguments["server_args"]
         infos: list[Any] = next((item.scheduler_infos for item in result if hasattr(item, "scheduler_infos")), [])
-        folder = Path(os.environ.pop(FOLDER_VARIABLE, "without-a-folder-of-proofs"))
-        left = [read_json_object(path, _LIMIT) for path in sorted(folder.glob("*.json"))]
-        shutil.rmtree(folder, ignore_errors=True)
+        folder, left = os.environ.pop(FOLDER_VARIABLE, None), []
+        if folder is not None:
+            left = [read_json_object(path, _LIMIT) for path in sorted(Path(folder).glob("*.json"))]
+            shutil.rmtree(folder, ignore_errors=True)
         replicas = int(getattr(server_args, "dp_size", 1) or 1)
-        check(request, [info.get(KEY) for info in infos], left, replicas)
+        together = bool(getattr(server_args, "enable_dp_attention", False))
+        check(request, [info.get(KEY) for info in infos], left, replicas, together)
 
     return after
 
 
 def check(
-    request: Request, sent: Iterable[Mapping[str, Any] | None], left: Iterable[Mapping[str, Any]], replicas: int
+    request: Request,
+    sent: Iterable[Mapping[str, Any] | None],
+    left: Iterable[Mapping[str, Any]],
+    replicas: int,
+    together: bool = False,
 ) -> None:
     """Check that every scheduler has proven the pattern.
 
@@ -99,6 +105,7 @@ def check(
         sent: what each scheduler said of its proof, `None` for one that said nothing.
         left: what schedulers behind a data-parallel controller left in the folder.
         replicas: data-parallel size.
+        together: whether the data-parallel ranks are one group of ranks, on several nodes even, which proves as one.
 
     Raises:
         ProofError: naming what is missing.
@@ -109,7 +116,7 @@ def check(
             raise ProofError(f"a scheduler runs {proof['pattern']}, the pattern is {request.pattern}")
     if sent and None not in sent:
         return
-    missing = set(range(replicas)) - {proof["dp_rank"] for proof in left}
+    missing = set() if together and left else set(range(replicas)) - {proof["dp_rank"] for proof in left}
     if missing or replicas == 1:
         raise ProofError(
             f"scheduler {min(missing, default=0)} has not proven that it runs the pattern; expected the plugin, and"
