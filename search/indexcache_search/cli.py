@@ -140,8 +140,12 @@ def search(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences a forward.", min=1)] = 1,
     prefix_cache_gb: Annotated[
-        float, typer.Option(help="Host memory for layer outputs that candidates share; 0 turns it off.", min=0)
-    ] = 2.0,
+        float | None,
+        typer.Option(
+            help="Host memory for layer outputs that candidates share; 0 turns it off. Default: 2, for the demo 1.",
+            min=0,
+        ),
+    ] = None,
     attention: Annotated[
         str,
         typer.Option(
@@ -189,7 +193,7 @@ def search(
             device,
             dtype,
             batch_size,
-            prefix_cache_gb,
+            (1.0 if model is None else 2.0) if prefix_cache_gb is None else prefix_cache_gb,
             attention,
             tuple(endpoint or ()),
             tuple(context.args),
