@@ -120,15 +120,12 @@ def weights_digest(model: str) -> str:
         everything = sum(path.stat().st_size for path in files) <= _HASHED_WHOLE
         for path in files:
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-            for start, stop in [(0, path.stat().st_size)] if everything else _samples(path):
-                with path.open("rb") as file:
+            ranges = [(0, path.stat().st_size)] if everything else _samples(path)
+            with path.open("rb") as file:
+                for start, stop in ranges:
                     file.seek(start)
-                    while start < stop:
-                        block = file.read(min(_BLOCK, stop - start))
-                        if not block:
-                            break
-                        digest.update(block)
-                        start += len(block)
+                    for at in range(start, stop, _BLOCK):
+                        digest.update(file.read(min(_BLOCK, stop - at)))
     except OSError as error:
         raise ModelConfigError(f"{folder}: {reason(error)}") from None
     return digest.hexdigest()

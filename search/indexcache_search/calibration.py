@@ -113,13 +113,8 @@ def _integers(values: Any, source: str, column: str) -> NDArray[Any]:
         found = np.asarray(values)
     except (TypeError, ValueError, OverflowError):
         found = np.asarray("none")
-    if (
-        not isinstance(values, list | tuple | np.ndarray)
-        or found.ndim != 1
-        or (len(found) and found.dtype.kind not in "iu")
-    ):
-        if column == "loss_mask" and found.ndim == 1 and found.dtype.kind == "b":
-            return found
+    kinds = "iub" if column == "loss_mask" else "iu"
+    if found.ndim != 1 or (len(found) and found.dtype.kind not in kinds):
         raise DataError(f"{source}: {column} is not a list of integers")
     return found
 
