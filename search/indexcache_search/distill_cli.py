@@ -70,7 +70,7 @@ Examples:
 
 \b
   torchrun --nproc-per-node 8 -m indexcache_search.distill --model ./my-dsa-model --pattern deploy/glm5.yaml@1/4 ...
-      Eight GPUs: weights, gradients and optimizer are sharded with FSDP2. `accelerate launch -m` does as well.
+      Eight GPUs: weights, gradients and optimizer are sharded with FSDP2.
 
 \b
   python -m sglang_indexcache.launch_server --model-path OUTPUT/model --indexcache-pattern OUTPUT/pattern.yaml
@@ -175,7 +175,7 @@ def distill(
     console = Console(stderr=True, highlight=False, quiet=os.environ.get("RANK", "0") != "0")
     is_demo = model is None
     with errors_in_one_line(console, "indexcache-distill"):
-        for package in ("accelerate", "psutil", "torch", "transformers"):
+        for package in ("psutil", "torch", "transformers"):
             if find_spec(package) is None:
                 raise SearchError(f"{package} is not installed; expected: pip install 'sglang-indexcache[distill]'")
         from indexcache_search.distill.result import terminal_table

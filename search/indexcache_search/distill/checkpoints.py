@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -23,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from indexcache_search.distill.processes import Processes
 from indexcache_search.errors import JournalError
 from sglang_indexcache.errors import FileError
 from sglang_indexcache.files import read_regular, write_atomically
@@ -48,11 +47,11 @@ class Checkpoints:
 
     Args:
         folder: of all of them.
-        accelerator: of the processes that write and read together.
+        processes: which write and read together.
     """
 
-    def __init__(self, folder: Path, accelerator: Accelerator) -> None:
-        self._folder, self._accelerator = folder, accelerator
+    def __init__(self, folder: Path, processes: Processes) -> None:
+        self._folder, self._processes = folder, processes
 
     def latest(self) -> int:
         """Steps done at the last checkpoint that is whole; 0 if there is none.
@@ -73,18 +72,18 @@ class Checkpoints:
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
         """Write a checkpoint, then delete all but the last two."""
-        partial, main = self._folder / "partial", self._accelerator.is_main_process
+        partial, main = self._folder / "partial", self._processes.first
         weights, state = get_state_dict(model, optimizer, options=_OPTIONS)
         if main:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        self._accelerator.wait_for_everyone()
+        self._processes.wait()
         tensors, rest = _split({"model": weights, "optimizer": state})
         name = self._share()
         save_file(tensors, partial / f"{name}.safetensors")
         write_atomically(partial / f"{name}.json", json.dumps(rest) + "\n")
         files = {f"{name}{ending}": _sha256(partial / f"{name}{ending}") for ending in (".safetensors", ".json")}
-        every = gather_object([files]) if self._accelerator.num_processes > 1 else [files]
+        every = self._processes.gather(files)
         if main:
             manifest = _Manifest(step=step, files={key: value for item in every for key, value in item.items()})
             write_atomically(partial / _MANIFEST, manifest.model_dump_json() + "\n")
@@ -92,7 +91,7 @@ class Checkpoints:
             partial.rename(self.path(step))
             for old in self._complete()[:-KEPT]:
                 shutil.rmtree(old)
-        self._accelerator.wait_for_everyone()
+        self._processes.wait()
 
     def load(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
         """Read a checkpoint into a model whose parameters train as they did when it was written.
@@ -118,7 +117,7 @@ class Checkpoints:
         )
 
     def _share(self) -> str:
-        return f"process-{self._accelerator.process_index}"
+        return f"process-{self._processes.index}"
 
     def _is_whole(self, path: Path) -> bool:
         try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from indexcache_kernels.backends import Backend
 from indexcache_kernels.indexer_kl import indexer_kl
@@ -16,6 +16,12 @@ from indexcache_kernels.transformers import ROWS, absorb, attend_latent, first_k
 
 Vectors = tuple[Tensor, Tensor, Tensor]
 """What an indexer scores with, of `indexcache_kernels.transformers.index_vectors`."""
+
+
+def computed_in(tensor: Tensor) -> Tensor:
+    """`tensor` in what autocast computes products in: a layer norm or a rotary table may have made it wider."""
+    kind = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
 
 
 def attend_and_compare(
@@ -46,11 +52,8 @@ def attend_and_compare(
     Returns:
         `[batch, queries, heads, value]`, and the sum of the queries' divergences, with gradients to the indexer only.
     """
-    kind = query.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    query, key = query.to(dtype), key.to(dtype)
+    query, key = computed_in(query), computed_in(key)
     index_q, index_k, weights = (item.flatten(0, 1) for item in vectors)
-    index_q, index_k = index_q.to(dtype), index_k.to(dtype)
     starts, ends = (ranges[:, 0] + first_keys(key[:, 0])).flatten(0, 1).unbind(dim=1)
 
     def divergence(
@@ -77,7 +80,7 @@ def attend_and_compare(
     def block(part: slice, *index: Tensor) -> Tensor:
         with torch.no_grad():
             absorbed = absorb(queries[part], w_k, attention.qk_nope_head_dim)
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(query.device.type, enabled=False):
             return divergence(part, index, absorbed, keys, lse[part], None)  # type: ignore[arg-type]
 
     total: Tensor = _SumOfBlocks.apply(block, index_q, index_k, weights)  # type: ignore[no-untyped-call]
@@ -130,10 +133,15 @@ def dense_attention(attention: Any, query: Tensor, key: Tensor, scale: float) ->
     keys, values = type(attention).expand_kv(attention, latent, rope)
     run = _compiled() if query.device.type == "cuda" else flex_attention
     mask = _causal(query.shape[2], query.device)
-    output, lse = run(
-        query, keys.to(query.dtype), values.to(query.dtype), block_mask=mask, scale=scale, return_lse=True
+    output, found = run(
+        query,
+        keys.to(query.dtype),
+        values.to(query.dtype),
+        block_mask=mask,
+        scale=scale,
+        return_aux=AuxRequest(lse=True),
     )
-    return output.transpose(1, 2).contiguous(), lse.float()
+    return output.transpose(1, 2).contiguous(), found.lse.float()
 
 
 @cache
@@ -146,4 +154,6 @@ def _causal(length: int, device: torch.device) -> BlockMask:
     def earlier(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
 
-    return create_block_mask(earlier, None, None, length, length, device=str(device))
+    # Compiled, it needs no [queries, keys] tensor, which are 10 GiB at 32,768 tokens.
+    compiled = device.type == "cuda"
+    return create_block_mask(earlier, None, None, length, length, device=str(device), _compile=compiled)

@@ -24,7 +24,7 @@ from indexcache_kernels.backends import Backend
 from indexcache_kernels.indexer_kl import visible_keys
 from indexcache_kernels.indexer_topk.naive import indexer_scores
 from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors, keep_latent, key_ranges, select
-from indexcache_search.distill.kernel_attention import Vectors, attend_and_compare
+from indexcache_search.distill.kernel_attention import Vectors, attend_and_compare, computed_in
 from indexcache_search.distill.losses import divergence
 from indexcache_search.engines.roles import dsa_attentions
 from indexcache_search.engines.transformers import LOGIT_ROWS
@@ -171,6 +171,8 @@ class Distillation:
             **__: Any,
         ) -> Tensor:
             q, k, weights = indexer(hidden_states.detach(), q_resid.detach(), position_embeddings)
+            if self.kernels is not None:
+                q, k = computed_in(q), computed_in(k)
             with torch.autocast(q.device.type, enabled=False):
                 if self.kernels is None:
                     self._score(layer, indexer_scores(q, k, weights), ranges)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 import torch
-from accelerate import Accelerator
 from transformers import PreTrainedConfig
 
 from indexcache_search.distill import memory
 from indexcache_search.distill.model import Stage
+from indexcache_search.distill.processes import Processes
 from indexcache_search.distill.settings import Data, Runtime, Settings
 from indexcache_search.engines.transformers import check_seq_len, resolve_attention
 from indexcache_search.errors import SearchError
@@ -72,7 +72,7 @@ def check_memory(
     data: Data,
     runtime: Runtime,
     attention: str,
-    accelerator: Accelerator,
+    processes: Processes,
 ) -> None:
     """Check that a stage fits into what is free.
 
@@ -85,10 +85,10 @@ def check_memory(
         stage,
         seq_len=data.seq_len,
         micro_batch_size=settings.micro_batch_size,
-        processes=accelerator.num_processes,
-        bfloat16=computes_in_bfloat16(runtime),
+        processes=processes.count,
+        bfloat16=processes.bfloat16,
         gradient_checkpointing=runtime.gradient_checkpointing,
         kernels=attention == "kernels",
     )
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    memory.check(need, memory.available(accelerator.device, local), accelerator.device)
+    memory.check(need, memory.available(processes.device, local), processes.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -11,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from rich.console import Console
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from indexcache_search.calibration import TokenReader, build_training_sets
 from indexcache_search.distill.checkpoints import Checkpoints
@@ -24,10 +24,10 @@ from indexcache_search.distill.export import export, trained_pattern_file
 from indexcache_search.distill.log import TrainingLog
 from indexcache_search.distill.model import Stage
 from indexcache_search.distill.preflight import check_memory, check_model, choose_attention, computes_in_bfloat16
+from indexcache_search.distill.processes import Processes, joined
 from indexcache_search.distill.progress import TrainingProgress
 from indexcache_search.distill.result import collect
 from indexcache_search.distill.settings import Data, Folders, Runtime, Settings
-from indexcache_search.distill.sharding import create_accelerator
 from indexcache_search.distill.trainer import StageTrainer
 from indexcache_search.distill.work import work_folder
 from indexcache_search.engines.transformers import (
@@ -62,14 +62,27 @@ def run(
     set_quiet()
     description, config = describe_model(model), read_config(model)
     check_model(model, description, config, data, settings, runtime)
-    bfloat16 = computes_in_bfloat16(runtime)
-    accelerator = create_accelerator(config.model_type, runtime.device == "cpu", bfloat16)
-    settings.check(accelerator.num_processes)
-    attention = choose_attention(settings, runtime, accelerator.device)
+    with joined(runtime.device == "cpu", computes_in_bfloat16(runtime)) as processes:
+        return _run(model, description, config, data, settings, runtime, folders, console, processes)
+
+
+def _run(
+    model: str,
+    description: DsaModel,
+    config: PreTrainedConfig,
+    data: Data,
+    settings: Settings,
+    runtime: Runtime,
+    folders: Folders,
+    console: Console,
+    processes: Processes,
+) -> Mapping[str, Any]:
+    settings.check(processes.count)
+    attention = choose_attention(settings, runtime, processes.device)
     stages = [stage for stage in STAGES if len(range(*settings.range(stage)))]
     if runtime.check_memory:
         for stage in stages:
-            check_memory(config, settings, stage, data, runtime, attention, accelerator)
+            check_memory(config, settings, stage, data, runtime, attention, processes)
     identity = {
         "model": description.name,
         "config_sha256": description.config_sha256,
@@ -77,19 +90,18 @@ def run(
         "tokenizer_sha256": tokenizer_digest(model),
         **settings.as_dict(),
         **asdict(data),
-        "dtype": "bfloat16" if bfloat16 else "float32",
+        "dtype": "bfloat16" if processes.bfloat16 else "float32",
         "attention": attention,
-        "processes": accelerator.num_processes,
+        "processes": processes.count,
     }
-    main = accelerator.is_main_process
-    with work_folder(folders, identity, accelerator):
-        train, held_out = _load_data(model, description, config, data, settings, folders, accelerator)
-        checkpoints = Checkpoints(folders.work / "checkpoints", accelerator)
+    with work_folder(folders, identity, processes):
+        train, held_out = _load_data(model, description, config, data, settings, folders, processes)
+        checkpoints = Checkpoints(folders.work / "checkpoints", processes)
         done = checkpoints.latest()
         events = folders.output / "tensorboard" if runtime.tensorboard else None
         with (
-            TrainingLog(folders.output / "log.jsonl", done, events) if main else nullcontext() as log,
-            TrainingProgress(console if main else Console(quiet=True), done, settings.steps) as progress,
+            TrainingLog(folders.output / "log.jsonl", done, events) if processes.first else nullcontext() as log,
+            TrainingProgress(console if processes.first else Console(quiet=True), done, settings.steps) as progress,
             _last_good(checkpoints),
             memory_error_in_one_line(
                 f"--seq-len {data.seq_len} and --micro-batch-size {settings.micro_batch_size}",
@@ -103,11 +115,12 @@ def run(
                     continue
                 progress.begin(stage)
                 source = str(folders.warmed_up) if first else model
-                loaded = _load(source, description, runtime.gradient_checkpointing and stage == "sparse")
-                dtypes = {name: value.dtype for name, value in loaded.state_dict().items()}
+                loaded, dtypes = _load(source, description, processes)
+                if runtime.gradient_checkpointing and stage == "sparse":
+                    _checkpoint_gradients(loaded)
                 trainer = StageTrainer(
-                    accelerator,
-                    loaded if bfloat16 else loaded.float(),
+                    processes,
+                    loaded if processes.bfloat16 else loaded.float(),
                     settings,
                     stage,
                     train,
@@ -120,17 +133,18 @@ def run(
                 # Between the stages the model keeps its own pattern and all of its indexers.
                 pattern = settings.pattern if stage == stages[-1] else description.native
                 keep = stage != stages[-1] or _keeps_shared(runtime, description)
-                _export(trainer.model, dtypes, source, pattern, result, keep, accelerator)
+                _export(trainer.model, dtypes, source, pattern, result, keep, processes)
                 done = max(done, last)
-                accelerator.free_memory()
                 del loaded, trainer
+                gc.collect()
+                torch.cuda.empty_cache()
         return {} if log is None else _write_results(log, held_out, description, settings, folders)
 
 
 def _write_results(
     log: TrainingLog, held_out: TokenSet, description: DsaModel, settings: Settings, folders: Folders
 ) -> dict[str, Any]:
-    packages = ("accelerate", "torch", "transformers")
+    packages = ("torch", "transformers")
     versions = {"sglang_indexcache": __version__, **{name: version(name) for name in packages}}
     metrics = collect(log.records, held_out, description, settings, versions)
     write_atomically(folders.output / "metrics.json", json.dumps(metrics, indent=1) + "\n")
@@ -149,11 +163,11 @@ def _load_data(
     data: Data,
     settings: Settings,
     folders: Folders,
-    accelerator: Accelerator,
+    processes: Processes,
 ) -> tuple[TokenSet, TokenSet]:
     """Both sets, read once and kept as token ids, so that a resumed run trains on the same ones."""
     places = [folders.work / "data" / name for name in ("training", "held-out")]
-    with accelerator.main_process_first():
+    with processes.first_before_others():
         if any(load_set(place) is None for place in places):
             sets = build_training_sets(
                 TokenReader(lambda: load_tokenizer(model), config.vocab_size, data.seq_len),
@@ -172,13 +186,24 @@ def _load_data(
     return train, held_out
 
 
-def _load(source: str, description: DsaModel, gradient_checkpointing: bool) -> Any:
-    """The model, in the dtypes of its checkpoint; in the warm-up the frozen body keeps no activations anyway."""
-    model = load_model(source, description, "auto")
-    if gradient_checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-    return model
+def _load(source: str, description: DsaModel, processes: Processes) -> tuple[Any, dict[str, torch.dtype]]:
+    """The model, in the dtypes of its checkpoint, and these; only the first process reads the weights."""
+    if processes.first:
+        model: Any = load_model(source, description, "auto")
+    else:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(read_config(source))
+    dtypes: dict[str, torch.dtype]
+    dtypes, *_ = processes.gather({name: value.dtype for name, value in model.state_dict().items()})
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name])
+    return model, dtypes
+
+
+def _checkpoint_gradients(model: Any) -> None:
+    """Keep a layer's input alone; in the warm-up the frozen body keeps no activations anyway."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def _keeps_shared(runtime: Runtime, description: DsaModel) -> bool:
@@ -193,15 +218,15 @@ def _export(
     pattern: Pattern,
     folder: Path,
     keep_shared: bool,
-    accelerator: Accelerator,
+    processes: Processes,
 ) -> None:
     """Gather the weights of all processes, and write them in the dtypes that they were read in."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights: dict[str, Any] = get_model_state_dict(model, options=options)
-    if accelerator.is_main_process:
+    if processes.first:
         weights = {name: value.to(dtypes[name]) for name, value in weights.items()}
         export(model, weights, source, pattern, folder, keep_shared)
-    accelerator.wait_for_everyone()
+    processes.wait()
 
 
 @contextmanager

@@ -1,62 +1,59 @@
-"""Several processes: one model sharded over them with FSDP2, through Accelerate."""
+"""A model's weights, gradients and optimizer state sharded over processes with FSDP2."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-_PREFIXES = {"glm_moe_dsa": "GlmMoeDsa", "deepseek_v32": "DeepseekV32"}
+from indexcache_search.distill.processes import Processes
+from indexcache_search.engines.roles import dsa_attentions
 
 
-def create_accelerator(model_type: str, cpu: bool, bfloat16: bool) -> Accelerator:
-    """The accelerator of this process; with others beside it (WORLD_SIZE), one that shards.
+def shard(model: Any, processes: Processes) -> Any:
+    """Put `model` on the devices of `processes`; in float32 on one of them as a whole, else sharded.
 
     Decoder layers are units of sharding. Indexers are units within them: their loss reaches them from other layers
-    than the one that they stand in. Gradients are added up in float32, and what a unit gives keeps its dtype, where
-    Accelerate's own policy would round losses and the indexers' weights.
+    than the one that they stand in. In bfloat16 a unit computes with rounded weights and inputs, also in a single
+    process, so that one and several train alike; gradients are added up in float32.
+
+    Args:
+        model: the first process's has the weights; those of the others may be on the meta device.
+        processes: all of them call this.
     """
-    plugin = None
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Read by transformers, too: the first process alone reads the weights.
-        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
-        prefix = _PREFIXES[model_type]
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=[f"{prefix}DecoderLayer", f"{prefix}Indexer"],
-            reshard_after_forward=True,
-            cpu_ram_efficient_loading=True,
-            mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bfloat16 else None,
-        )
-    return Accelerator(cpu=cpu, mixed_precision="bf16" if bfloat16 else "no", fsdp_plugin=plugin)
+    if processes.count == 1 and not processes.bfloat16:
+        return model.to(processes.device)
+    mesh = init_device_mesh(processes.device.type, (processes.count,))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if processes.bfloat16 else MixedPrecisionPolicy()
+    indexers = [attention.indexer for attention in dsa_attentions(model) if attention.indexer is not None]
+    handed_out: set[nn.Module] = set()
+    for unit in (*indexers, *model.model.layers, model):
+        new = [module for module in unit.modules() if module not in handed_out]
+        _hand_out(new, processes)
+        handed_out.update(new)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    return model
 
 
-def prepare(accelerator: Accelerator, model: Any, optimizer: Optimizer) -> tuple[Any, Any]:
-    """The model on its device or sharded, and its optimizer.
+def _hand_out(modules: list[nn.Module], processes: Processes) -> None:
+    """Put the first process's weights and buffers on the device of every process."""
+    there: dict[int, nn.Parameter] = {}  # by what it was, since modules may share one
 
-    Accelerate 1.15 shards what a state dict holds, and stops at buffers, which FSDP2 leaves whole. So buffers are kept
-    out of the state dict meanwhile, and sent to the processes that have not read them.
-    """
-    if accelerator.num_processes == 1:
-        return tuple(accelerator.prepare(model, optimizer))
-    persistent = set(model.state_dict())
-    buffers = [
-        (module, name)
-        for path, module in model.named_modules()
-        for name, _ in module.named_buffers(recurse=False)
-        if f"{path}.{name}" in persistent
-    ]
-    for module, name in buffers:
-        module.register_buffer(name, getattr(module, name), persistent=False)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    for module, name in buffers:
-        value = getattr(module, name)
-        dist.broadcast(value, src=0)
-        module.register_buffer(name, value, persistent=True)
-    return model, optimizer
+    def copy(tensor: Tensor) -> Tensor:
+        if processes.first:
+            value = tensor.detach().to(processes.device)
+        else:
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=processes.device)
+        processes.broadcast(value)
+        return value
+
+    for module in modules:
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in there:
+                there[id(parameter)] = nn.Parameter(copy(parameter), parameter.requires_grad)
+            setattr(module, name, there[id(parameter)])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, copy(buffer))

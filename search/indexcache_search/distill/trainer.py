@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
@@ -20,9 +19,10 @@ from indexcache_search.distill.checkpoints import Checkpoints
 from indexcache_search.distill.data import Order
 from indexcache_search.distill.log import TrainingLog
 from indexcache_search.distill.model import Distillation, Stage, set_trainable
+from indexcache_search.distill.processes import Processes
 from indexcache_search.distill.result import as_evaluation
 from indexcache_search.distill.settings import Intervals, Settings
-from indexcache_search.distill.sharding import prepare
+from indexcache_search.distill.sharding import shard
 from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import Pattern
@@ -42,8 +42,8 @@ class StageTrainer:
     """Trains one stage of one model.
 
     Args:
-        accelerator: of the processes that train together.
-        model: as loaded; sharded by FSDP2 if there are several processes.
+        processes: which train together.
+        model: as loaded, in the first process.
         settings: of the run.
         stage: to train.
         train: training sequences; `scored` says which tokens count in the language modelling loss.
@@ -53,7 +53,7 @@ class StageTrainer:
 
     def __init__(
         self,
-        accelerator: Accelerator,
+        processes: Processes,
         model: Any,
         settings: Settings,
         stage: Stage,
@@ -61,14 +61,14 @@ class StageTrainer:
         held_out: TokenSet,
         kernels: Backend | None = None,
     ) -> None:
-        self._accelerator, self._settings, self._stage = accelerator, settings, stage
+        self._processes, self._settings, self._stage = processes, settings, stage
         self._train, self._held_out = train, held_out
         set_trainable(model, settings.pattern, stage)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-        optimizer = torch.optim.AdamW(self._groups(model), betas=BETAS)
-        self.model, self._optimizer = prepare(accelerator, model, optimizer)
+        self.model = shard(model, processes)
+        self._optimizer = torch.optim.AdamW(self._groups(self.model), betas=BETAS)
         self.distillation = Distillation(self.model, settings.pattern, stage, settings.loss, kernels)
         self._order = Order(train.num_sequences, settings.seed)
 
@@ -94,9 +94,9 @@ class StageTrainer:
         """
         first, last = self._settings.range(self._stage)
         if done > first:
-            checkpoints.load(done, self.model, self._optimizer.optimizer)
+            checkpoints.load(done, self.model, self._optimizer)
         self.model.train()
-        device = self._accelerator.device
+        device = self._processes.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         while done < last:
@@ -113,7 +113,7 @@ class StageTrainer:
                 found = {"step": done, "stage": self._stage, **self.evaluate(self.distillation)}
                 self._note(found, log, watch.show)
             if done % intervals.checkpoint == 0 or done == last:
-                checkpoints.save(done, self.model, self._optimizer.optimizer)
+                checkpoints.save(done, self.model, self._optimizer)
 
     @staticmethod
     def _note(record: dict[str, Any], log: TrainingLog | None, watch: Callable[[dict[str, Any]], None]) -> None:
@@ -123,20 +123,20 @@ class StageTrainer:
 
     def _step(self, step: int) -> dict[str, Any]:
         """One optimizer step: forward and backward of all sequences of a batch, scaled to the means over all of it."""
-        settings, processes = self._settings, self._accelerator.num_processes
+        settings, processes = self._settings, self._processes.count
         rows = self._order.step(step, settings.batch_size)
         weights = self._train.scored[rows][:, 1:]
         scored, queries = max(1, int(weights.sum())), rows.size * self._train.seq_len
-        own = np.array_split(rows, processes)[self._accelerator.process_index]
+        own = np.array_split(rows, processes)[self._processes.index]
         sums = torch.zeros(1 + len(settings.pattern.full_layers), dtype=torch.float64)
         with self.distillation.attached():
             for start in range(0, len(own), settings.micro_batch_size):
                 part = own[start : start + settings.micro_batch_size]
                 losses, divergences = self._forward(self.distillation, part, self._train)
                 total = losses.sum() / scored + divergences.sum() / queries
-                self._accelerator.backward(total * processes)  # FSDP averages gradients over processes
+                torch.autograd.backward(total * processes)  # FSDP averages gradients over processes
                 sums += torch.cat([losses.detach().sum()[None], divergences.detach()]).double().cpu()
-        sums = self._reduce(sums)
+        sums = self._processes.sum(sums)
         norms = self._clip()
         factor = settings.rate(step)
         for group in self._optimizer.param_groups:
@@ -167,20 +167,14 @@ class StageTrainer:
 
     def _forward(self, distillation: Distillation, rows: NDArray[np.int64], data: TokenSet) -> tuple[Tensor, Tensor]:
         """Sum of each sequence's scored losses, `[sequences]` (0 in the warm-up), and of each indexer's divergences."""
-        device = self._accelerator.device
+        device = self._processes.device
         tokens = torch.from_numpy(data.tokens[rows].astype(np.int64)).to(device)
-        with self._accelerator.autocast():
+        with self._processes.autocast():
             output = distillation(tokens)
         if output.token_losses is None:
             return output.divergences.new_zeros(len(rows)), output.divergences
         weights = torch.from_numpy(data.scored[rows][:, 1:]).to(device)
         return (output.token_losses * weights).double().sum(1), output.divergences
-
-    def _reduce(self, sums: Tensor) -> Tensor:
-        if self._accelerator.num_processes == 1:
-            return sums
-        found: Tensor = self._accelerator.reduce(sums.to(self._accelerator.device))
-        return found.cpu()
 
     def _clip(self) -> dict[str, float]:
         """Clip the gradients of indexers and body, each for itself, and return their norms."""
@@ -207,14 +201,14 @@ class StageTrainer:
             `losses`: sum over each sequence's scored tokens; `tokens`: how many those are; `held_out_loss`: mean over
             tokens, then over sources; `held_out_kl`: mean over queries and indexers.
         """
-        data, processes = self._held_out, self._accelerator.num_processes
+        data, processes = self._held_out, self._processes.count
         size, stage = self._settings.micro_batch_size, distillation.stage
         losses = torch.zeros(data.num_sequences + 1, dtype=torch.float64)  # the divergences come last
         self.model.eval()
         distillation.stage = "sparse"
         with distillation.attached():
             for turn in range(-(-data.num_sequences // (size * processes))):
-                first = (turn * processes + self._accelerator.process_index) * size
+                first = (turn * processes + self._processes.index) * size
                 rows = np.arange(first, min(first + size, data.num_sequences))
                 # FSDP's calls are collective: a process that has nothing left runs a sequence for nobody.
                 found, divergences = self._forward(distillation, rows if rows.size else np.arange(1), data)
@@ -222,7 +216,7 @@ class StageTrainer:
                     losses[rows], losses[-1] = found.cpu(), losses[-1] + divergences.sum().item()
         distillation.stage = stage
         self.model.train()
-        losses = self._reduce(losses)
+        losses = self._processes.sum(losses)
         parts = data.num_sequences * data.seq_len * len(distillation.pattern.full_layers)
         tokens = data.scored[:, 1:].sum(1).tolist()
         evaluation = as_evaluation(losses[:-1].tolist(), tokens, distillation.pattern)

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from accelerate import Accelerator
-
+from indexcache_search.distill.processes import Processes
 from indexcache_search.distill.settings import Folders
 from indexcache_search.errors import JournalError
 from sglang_indexcache.errors import FileError
@@ -20,19 +19,19 @@ _MAX_BYTES = 1 << 20
 
 
 @contextmanager
-def work_folder(folders: Folders, identity: Mapping[str, Any], accelerator: Accelerator) -> Iterator[None]:
+def work_folder(folders: Folders, identity: Mapping[str, Any], processes: Processes) -> Iterator[None]:
     """Hold the folder of a run inside the `with` block, in all of its processes.
 
     Args:
         folders: `restart` discards what an earlier run left there.
         identity: what the trained weights depend on; another run's folder is refused.
-        accelerator: of the processes.
+        processes: of the run.
 
     Raises:
         JournalError: if the folder belongs to another run, or another process uses it.
     """
-    if not accelerator.is_main_process:
-        accelerator.wait_for_everyone()
+    if not processes.first:
+        processes.wait()
         yield
         return
     path = folders.work / "run.json"
@@ -59,5 +58,5 @@ def work_folder(folders: Folders, identity: Mapping[str, Any], accelerator: Acce
                     " choose another --output, or --restart to discard it"
                 )
         write_atomically(path, json.dumps(wanted, indent=1) + "\n")
-        accelerator.wait_for_everyone()
+        processes.wait()
         yield

@@ -1,0 +1,107 @@
+"""The processes that train together, as `torchrun` starts them; one alone without it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from indexcache_search.errors import SearchError
+
+PATIENCE = timedelta(hours=2)  # with another process, which may be reading the weights
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of a run.
+
+    Attributes:
+        index: 0 is the first, which writes and speaks.
+        count: of all.
+        device: of this one.
+        bfloat16: computes in bfloat16; else in float32.
+    """
+
+    index: int
+    count: int
+    device: torch.device
+    bfloat16: bool
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What a forward pass runs in."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self.bfloat16 else nullcontext()
+
+    def wait(self) -> None:
+        """Go on when all processes are here."""
+        if self.count > 1:
+            dist.barrier()
+
+    @contextmanager
+    def first_before_others(self) -> Iterator[None]:
+        """Run the block in the first process, then in the others."""
+        if not self.first:
+            self.wait()
+        yield
+        if self.first:
+            self.wait()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over processes, on the CPU."""
+        if self.count == 1:
+            return values
+        total = values.to(self.device)
+        dist.all_reduce(total)
+        return total.cpu()
+
+    def gather(self, item: Any) -> list[Any]:
+        """Every process's `item`, in order."""
+        items = [item] * self.count
+        if self.count > 1:
+            dist.all_gather_object(items, item)
+        return items
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite `tensor`, on this process's device, with the first one's."""
+        if self.count > 1:
+            dist.broadcast(tensor, src=0)
+
+
+@contextmanager
+def joined(cpu: bool, bfloat16: bool) -> Iterator[Processes]:
+    """Join the others (RANK, LOCAL_RANK and WORLD_SIZE say which) for as long as the block lasts.
+
+    Raises:
+        SearchError: if there are more processes on this machine than GPUs.
+    """
+    index, count = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    device, backend = torch.device("cpu"), "gloo"
+    if not cpu and torch.cuda.is_available():
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if local >= torch.cuda.device_count():
+            raise SearchError(
+                f"process {local} of this machine has no GPU, PyTorch sees {torch.cuda.device_count()}; expected at"
+                " most one process a GPU, or --device cpu"
+            )
+        device, backend = torch.device("cuda", local), "nccl"
+        torch.cuda.set_device(device)
+    # FSDP2 wants a group, be it of one.
+    alone = {"store": cast(Any, dist).HashStore(), "rank": 0, "world_size": 1} if count == 1 else {}
+    dist.init_process_group(backend, timeout=PATIENCE, device_id=device if device.type == "cuda" else None, **alone)
+    ended = False
+    try:
+        yield Processes(index, count, device, bfloat16)
+        ended = True
+    finally:
+        if ended or count == 1:  # after an error others may wait for this process, until the launcher ends them
+            dist.destroy_process_group()
