@@ -190,7 +190,7 @@ def named_patterns(specs: list[str], retentions: list[Fraction], model: DsaModel
         from indexcache_search.strategies.uniform import uniform_lines
 
         for kept in dict.fromkeys(line.retention for line in found if line.retention is not None):
-            if kept.numerator == 1 and full_layer_count(model.num_layers, kept) < model.num_layers:
+            if full_layer_count(model.num_layers, kept) < model.num_layers:
                 found += uniform_lines(model, kept)
     return found
 

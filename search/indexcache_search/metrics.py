@@ -74,13 +74,13 @@ def _steps(search: Search, found: Found) -> list[dict[str, Any]]:
 
 
 def held_out(rows: Sequence[Row], data: TokenSet, index_topk: int) -> dict[str, Any]:
-    """The held-out comparison: every pattern, and uniform's mean and best over phases."""
+    """The held-out comparison: every pattern, and uniform's mean and best over phases where there are several."""
     baseline = next(row.evaluation for row in rows if row.line.kind == BASELINE)
     table = [{**described(row.line), **_measure(row.evaluation, baseline, data)} for row in rows]
     summaries = []
     for retention in dict.fromkeys(row.line.retention for row in rows):
         phases = [row for row in rows if row.line.retention == retention and row.line.kind == PHASE]
-        if phases:
+        if len(phases) > 1:
             summaries += _phase_summaries(phases, baseline, data)
     return {
         "sources": list(data.sources),

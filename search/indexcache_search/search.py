@@ -30,7 +30,7 @@ from indexcache_search.strategies.segment_costs import SegmentCosts
 from indexcache_search.strategies.similarity import similarity_pattern
 from indexcache_search.strategies.swaps import improve
 from indexcache_search.strategies.uniform import uniform_lines, uniform_pattern
-from indexcache_search.tokens import TokenSet
+from indexcache_search.tokens import TokenSet, growing_shares
 from sglang_indexcache import DsaModel, Pattern, PatternFile
 from sglang_indexcache.pattern import full_layer_count
 from sglang_indexcache.pattern_file import (
@@ -41,7 +41,8 @@ from sglang_indexcache.pattern_file import (
 )
 
 Strategy = Literal["lazy", "greedy", "floating", "segments", "exhaustive", "uniform", "similarity"]
-JOURNAL_FORMAT = 3
+JOURNAL_FORMAT = 4
+MATRIX_SEQUENCES = 8  # that overlap and similarity are measured on
 MOST_PATTERNS = 200_000  # of an exhaustive search
 
 
@@ -294,16 +295,17 @@ class Search:
     # -- held-out comparison
 
     def comparison_lines(self, found: Found) -> list[Line]:
-        """What `compare` evaluates: the baseline, what was found, uniform at every phase, similarity.
+        """What `compare` evaluates: the baseline, what was found, the paper's uniform pattern, similarity.
 
-        Without similarity, if the engine can't measure it.
+        Without uniform where a retention is not 1/n or a locked layer would be `F`; without similarity, if the engine
+        can't measure it. `indexcache-eval` compares with uniform at every phase.
         """
         matrix = self.similarity()
         lines, others = [Line.baseline(self.model.native)], []
         for retention, pattern in found.patterns.items():
             lines.append(Line(NAMED, self.settings.strategy, retention, pattern))
-            if self.settings.strategy != "uniform" and retention.numerator == 1:
-                others += uniform_lines(self.model, retention)
+            if self.settings.strategy != "uniform":
+                others += [line for line in uniform_lines(self.model, retention) if line.phase == 0]
             if self.settings.strategy != "similarity" and matrix is not None:
                 count = self.settings.full_layers(self.model)[retention]
                 similar = similarity_pattern(matrix, count, self.model.locked)
@@ -317,12 +319,17 @@ class Search:
             yield Row(line, self.held_out.evaluations([line.pattern])[0])
 
     def similarity(self) -> NDArray[np.float64] | None:
-        """Cross-layer output similarity on the calibration set, journalled."""
-        return self._matrix("similarity", lambda: self.engine.output_similarity(self.calibration.data))
+        """Cross-layer output similarity on a part of the calibration set, journalled."""
+        return self._matrix("similarity", lambda: self.engine.output_similarity(self._sample))
 
     def overlap(self, rows: int) -> NDArray[np.float64] | None:
-        """Cross-layer index overlap on the calibration set, journalled."""
-        return self._matrix(f"overlap-{rows}", lambda: self.engine.topk_overlap(self.calibration.data, rows))
+        """Cross-layer index overlap on a part of the calibration set, journalled."""
+        return self._matrix(f"overlap-{rows}", lambda: self.engine.topk_overlap(self._sample, rows))
+
+    @cached_property
+    def _sample(self) -> TokenSet:
+        """What matrices are measured on: each sequence gives means over hundreds of queries."""
+        return self.calibration.data.taken(growing_shares(self.calibration.data, MATRIX_SEQUENCES)[0])
 
     def _matrix(self, name: str, measure: Callable[[], NDArray[np.float64] | None]) -> NDArray[np.float64] | None:
         recorded = self.journal.matrix(name)

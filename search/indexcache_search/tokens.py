@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,6 +39,11 @@ class TokenSet:
     def scored_tokens(self) -> int:
         """Scored tokens of all sequences."""
         return int(self.scored.sum())
+
+    def taken(self, rows: Sequence[int]) -> TokenSet:
+        """The sequences `rows` of this set, in that order."""
+        chosen = list(rows)
+        return TokenSet(self.tokens[chosen], self.scored[chosen], self.source_of[chosen], self.sources)
 
     @cached_property
     def sha256(self) -> str:

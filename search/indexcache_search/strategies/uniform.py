@@ -27,8 +27,10 @@ def uniform_pattern(model: DsaModel, retention: Fraction, phase: int = 0) -> Pat
 
 
 def uniform_lines(model: DsaModel, retention: Fraction) -> list[Line]:
-    """Uniform at every phase in which no locked layer would be `F`."""
-    lines = []
+    """Uniform at every phase in which no locked layer would be `F`; none where the retention is not 1/n."""
+    lines: list[Line] = []
+    if retention.numerator != 1:
+        return lines
     for phase in range(retention.denominator):
         try:
             pattern = uniform_pattern(model, retention, phase)
