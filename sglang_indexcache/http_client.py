@@ -52,8 +52,9 @@ def ask(
     *,
     seconds: float = SECONDS,
     max_bytes: int = MAX_BYTES,
+    key: str | None = None,
 ) -> Answer:
-    """What `url` answers on `path`; a `body` makes it a POST with JSON. A key is taken from `SGLANG_API_KEY`.
+    """What `url` answers on `path`; a `body` makes it a POST with JSON.
 
     Args:
         url: such as `http://host:30000`.
@@ -62,6 +63,7 @@ def ask(
         body: anything that JSON can hold.
         seconds: for everything, from the connection to the last byte.
         max_bytes: of the answer.
+        key: sent as a bearer token; by default what `SGLANG_API_KEY` holds.
 
     Raises:
         NoAnswerError: if nothing comes in time, or more than `max_bytes`, or something that is not HTTP.
@@ -70,8 +72,9 @@ def ask(
     """
     name = shown(url)
     headers = {"Content-Type": "application/json"}
-    if os.environ.get(KEY_VARIABLE):
-        headers["Authorization"] = f"Bearer {os.environ[KEY_VARIABLE]}"
+    key = key or os.environ.get(KEY_VARIABLE)
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
     try:
         code, content = asyncio.run(_exchange(url.rstrip("/") + path, body, headers, seconds, max_bytes))
     except TimeoutError:

@@ -5,6 +5,7 @@ All flags of `sglang.launch_server`, and three of ours:
     --indexcache-pattern FILE[@RETENTION]   the pattern to serve, for instance deploy/glm5.yaml@1/4
     --indexcache-allow-config-mismatch      accept a file made for another config.json
     --indexcache-calibrate                  instead of a pattern: a server on which indexcache-search switches patterns
+                                            (SGLANG_INDEXCACHE_ADMIN_API_KEY: its --admin-api-key, unseen by others)
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from sglang_indexcache.calibration.preflight import LAUNCH_FLAGS
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.overrides import FLAG as OVERRIDES_FLAG
 from sglang_indexcache.refusal import (
+    ADMIN_KEY_VARIABLE,
     ALLOW_MISMATCH_VARIABLE,
     CALIBRATE_VARIABLE,
     PATTERN_VARIABLE,
@@ -119,7 +121,9 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
         return split.rest
     if split.calibrate:
         os.environ[CALIBRATE_VARIABLE] = "1"
-        return (*split.rest, *(flag for flag in LAUNCH_FLAGS if flag not in split.rest))
+        flags = [flag for flag in LAUNCH_FLAGS if flag not in split.rest]
+        key = os.environ.pop(ADMIN_KEY_VARIABLE, None)
+        return (*split.rest, *flags, *(("--admin-api-key", key) if key else ()))
     if split.pattern is None:
         raise LaunchError(f"{PATTERN_FLAG} is missing, expected a pattern file; without one use sglang.launch_server")
     request = Request.load(split.pattern)

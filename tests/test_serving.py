@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_indexcache import Pattern, plugin, refusal, serving
+from sglang_indexcache import Pattern, launch_server, plugin, refusal, serving
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.hooks import refusing, refusing_around
 from sglang_indexcache.launch_server import Arguments, LaunchError, check_plugin_is_found, split_arguments, with_carried
@@ -188,6 +188,16 @@ def test_our_flags_are_split_off(arguments: list[str], expected: Any) -> None:
 def test_a_pattern_flag_without_value_or_twice_is_refused(arguments: list[str]) -> None:
     with pytest.raises(LaunchError, match="--indexcache-pattern"):
         split_arguments(arguments)
+
+
+def test_the_key_of_a_calibration_server_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the process list nor the server's own processes have it."""
+    monkeypatch.setattr(launch_server, "check_plugin_is_found", lambda: None)
+    monkeypatch.setenv(refusal.ADMIN_KEY_VARIABLE, "secret")
+    monkeypatch.setenv(refusal.CALIBRATE_VARIABLE, "")
+    words = list(launch_server.prepare(["--indexcache-calibrate", "--model-path", "x"]))
+    assert words[words.index("--admin-api-key") + 1] == "secret" and refusal.ADMIN_KEY_VARIABLE not in os.environ
+    assert "--admin-api-key" not in launch_server.prepare(["--indexcache-calibrate", "--model-path", "x"])
 
 
 def test_the_launcher_needs_sglang_and_a_pattern() -> None:

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -362,6 +363,17 @@ def test_losses_that_are_not_numbers_stay_so(stubs: list[Stub]) -> None:
     stubs[0].scores = poisoned  # type: ignore[method-assign]
     [item] = engine(stubs[0]).evaluate(PATTERNS[:1], DATA, "nll")
     assert all(loss != loss for loss in item.losses)
+
+
+@pytest.mark.parametrize("flags", [("--admin-api-key", "secret"), ("--api-key=secret",)])
+def test_keys_of_an_own_server_are_its_own(flags: tuple[str, ...], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(own_server, "find_spec", lambda name: name)
+    with (
+        pytest.raises(SearchError, match="makes its own key"),
+        own_server.own_server("model", flags, tmp_path / "log"),
+    ):
+        pass
+    assert not (tmp_path / "log").exists()
 
 
 def test_the_port_of_a_new_server_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,10 @@ def evaluate(
     seq_len: Annotated[
         int | None, typer.Option(help="Tokens a sequence; must exceed index_topk. Default: 4 x index_topk.", min=1)
     ] = None,
-    num_sequences: Annotated[int, typer.Option(help="Held-out sequences, of all sources together.", min=1)] = 144,
+    num_sequences: Annotated[
+        int | None,
+        typer.Option(help="Held-out sequences, of all sources together. Default: 144, for the demo model 96.", min=1),
+    ] = None,
     max_increase: Annotated[
         float | None,
         typer.Option(help="Exit with 1 if a loss rises by more than this and two standard errors of the rise."),
@@ -131,7 +134,7 @@ def evaluate(
             [task for task in tasks.split(",") if task],
             haystack,
             seq_len=length,
-            sequences=num_sequences,
+            sequences=num_sequences or (96 if model is None else 144),
             samples=samples,
             chat=chat,
             calibrated=calibrated_on(pattern or []),
@@ -225,7 +228,7 @@ def _patterns(
     from indexcache_search.journal import Journal
     from indexcache_search.search import engine_identity, today
 
-    engine = TransformersEngine.load(name, **runtime)
+    engine = TransformersEngine.load(name, prefix_cache_gb=1.0, **runtime)
     identity = {**engine_identity(engine), "held-out": data.data.sha256}
     with Journal(output / "work", identity, today(), restart) as journal:
         losses = Evaluator(engine, data.data, "nll", journal, "nll", lambda item: done(len(item.rows)))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -315,7 +317,16 @@ def test_two_servers_and_kills_end_in_the_identical_file(
 def test_a_search_with_a_server_of_its_own(tmp_path: Path) -> None:
     """Unknown options go to the server, which ends with the search."""
     flags = [*FLAGS, "--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK)]
-    finished(search(tmp_path / "out", "--report", *flags, objective="kl"))
+    process = subprocess.Popen(search(tmp_path / "out", "--report", *flags, objective="kl"), env=environment())
+    wait_for_evaluations(tmp_path / "out", 1, process)
+    log = (tmp_path / "out" / "work" / "server.log").read_text()
+    port = int(re.findall(r"running on http://127\.0\.0\.1:(\d+)", log)[0])
+    assert stat.S_IMODE((tmp_path / "out" / "work" / "server.log").stat().st_mode) == 0o600
+    with pytest.raises(SearchError, match="refuses the key"):  # others on this machine can't switch its patterns
+        CalibrationServer(f"http://127.0.0.1:{port}").switch(PATTERNS[1])
+    lines = [path.read_text(errors="replace") for path in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not any("--admin-api-key" in line for line in lines if str(port) in line)
+    assert process.wait(900) == 0
     file = PatternFile.load(tmp_path / "out" / "pattern.yaml")
     assert file.as_pattern().retention == 7 / 8 and file.versions["engine"] == "sglang 0.5.23"
     report = (tmp_path / "out" / "report.html").read_text()

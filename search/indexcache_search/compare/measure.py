@@ -16,6 +16,7 @@ from indexcache_search.line import NAMED, Line
 from indexcache_search.search import Row
 from sglang_indexcache import Pattern
 
+TOGETHER = 24  # sequences that all patterns run before the next ones: the states of one pattern's run are kept
 Done = Callable[[int], None]
 """Told how many sequences have been run."""
 
@@ -46,11 +47,17 @@ def patterns(losses: Evaluator, divergences: Evaluator, named: Sequence[Line], h
         named: lines with patterns.
         held_out: the evaluators' data.
     """
+    lines = [Line.baseline(losses.engine.model.native), *named]
+    chosen = [line.pattern for line in lines if line.pattern is not None]
+    number = held_out.data.num_sequences
+    for start in range(0, number, TOGETHER):
+        rows = range(start, min(start + TOGETHER, number))
+        for pattern in sorted(chosen, key=lambda item: item.roles):
+            # Each finds the layers of those before it: the divergences all, a pattern those of a similar one.
+            losses.evaluations([pattern], rows)
+            divergences.evaluations([pattern], rows)
     found = []
-    for line in (Line.baseline(losses.engine.model.native), *named):
-        assert line.pattern is not None
-        # one after the other: the divergences find the layers of the losses
-        [loss], [divergence] = losses.evaluations([line.pattern]), divergences.evaluations([line.pattern])
+    for line, loss, divergence in zip(lines, losses.evaluations(chosen), divergences.evaluations(chosen), strict=True):
         found.append(Measured(Row(line, loss), divergence, _whole(loss, held_out)))
     return found
 

@@ -64,7 +64,7 @@ def estimate(
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     layers = model.model.layers
     weights = (trained * (2 * _MASTER + _ADAM) + frozen * size) // processes
-    if processes > 1:  # two layers are whole at a time: the one that runs and the next
+    if processes > 1 or bfloat16:  # two layers are there as they compute: the one that runs and the next
         weights += 2 * size * max(sum(p.numel() for p in layer.parameters()) for layer in layers)
 
     # What a layer keeps for its gradients, and what it needs on top while it runs or runs backwards.

@@ -78,12 +78,13 @@ class CalibrationServer:
     """Switches patterns and asks for losses.
 
     Args:
-        url: such as `http://host:30000`; an admin key is taken from `SGLANG_API_KEY`.
+        url: such as `http://host:30000`.
         dp_rank: the data-parallel rank to work with; by default the server as a whole.
+        key: the admin key; by default what `SGLANG_API_KEY` holds.
     """
 
-    def __init__(self, url: str, dp_rank: int | None = None) -> None:
-        self.address, self.url, self.dp_rank = url.rstrip("/"), shown(url), dp_rank
+    def __init__(self, url: str, dp_rank: int | None = None, key: str | None = None) -> None:
+        self.address, self.url, self.dp_rank, self._key = url.rstrip("/"), shown(url), dp_rank, key
 
     def status(self) -> Rank:
         """What runs there: pattern, fingerprint, versions, what can be measured, digests of the model.
@@ -101,7 +102,7 @@ class CalibrationServer:
             ServerLostError, SearchError: as `status`.
         """
         ranks = sorted(rank.dp_rank for rank in self._control("status"))
-        return [self] if len(ranks) == 1 else [CalibrationServer(self.address, rank) for rank in ranks]
+        return [self] if len(ranks) == 1 else [CalibrationServer(self.address, rank, self._key) for rank in ranks]
 
     def switch(self, pattern: Pattern) -> None:
         """Make all ranks run `pattern`; waits while requests are running.
@@ -236,7 +237,7 @@ class CalibrationServer:
         self, path: str, body: dict[str, Any], form: TypeAdapter[_Answer], seconds: float, max_bytes: int
     ) -> _Answer:
         try:
-            return ask(self.address, path, form, body, seconds=seconds, max_bytes=max_bytes)
+            return ask(self.address, path, form, body, seconds=seconds, max_bytes=max_bytes, key=self._key)
         except NoAnswerError as error:
             raise ServerLostError(str(error)) from None
         except StatusError as error:

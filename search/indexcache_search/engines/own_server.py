@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
 from indexcache_search.errors import SearchError
+from sglang_indexcache.refusal import ADMIN_KEY_VARIABLE
 
 START_SECONDS = 3600  # hundreds of gigabytes from a slow disk
 _PORTS = range(10000, 30000)
@@ -28,25 +30,38 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def own_server(model: str, arguments: Sequence[str], log: Path) -> Iterator[CalibrationServer]:
     """Start SGLang in calibration mode on a free port of this machine; end it with the block.
 
+    Only this process can switch its patterns, with a key that is in no command line.
+
     Args:
         arguments: more flags of `sglang.launch_server`, such as `--tp 8`.
         log: where its output goes.
 
     Raises:
-        SearchError: if SGLang is not here, or the server ends before it answers.
+        SearchError: if SGLang is not here, a key is given, or the server ends before it answers.
     """
+    keys = [word for word in arguments if word.partition("=")[0] in ("--api-key", "--admin-api-key")]
+    if keys:
+        raise SearchError(f"{keys[0].partition('=')[0]} is given, but a server of the search's own makes its own key")
     if find_spec("sglang") is None:
         raise SearchError("SGLang is not installed here; expected it, or --endpoint with servers that run elsewhere")
     port = free_port()
     command = [sys.executable, "-m", "sglang_indexcache.launch_server", "--indexcache-calibrate"]
     command += ["--model-path", model, "--host", "127.0.0.1", "--port", str(port), *arguments]
+    key = secrets.token_urlsafe(32)
     log.parent.mkdir(parents=True, exist_ok=True)
+    log.touch()
+    log.chmod(0o600)  # SGLang logs its arguments
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, ADMIN_KEY_VARIABLE: key},
+            start_new_session=True,
+            preexec_fn=die_with_parent,
         )
     try:
-        server = CalibrationServer(f"http://127.0.0.1:{port}")
+        server = CalibrationServer(f"http://127.0.0.1:{port}", key=key)
         _wait(process, server, log)
         yield server
     finally:
