@@ -30,7 +30,7 @@ from indexcache_search.engines.own_server import own_server
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel, Pattern
-from sglang_indexcache.calibration.requests import KL, Measured
+from sglang_indexcache.protocol import KL, Measured
 
 CLOCK_FILE = "BENCH_FORWARD_CLOCK"
 ENTRY_POINTS = "[sglang.srt.plugins]\nbench_forward_clock = scripts.bench_calibration:register_clock\n"

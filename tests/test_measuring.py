@@ -14,8 +14,9 @@ from torch import Tensor
 from sglang_indexcache.calibration.divergence import Divergence, Rows, kl_rows, limit_gb
 from sglang_indexcache.calibration.lm_head import around_logits
 from sglang_indexcache.calibration.overlap import Overlap, common_indices
+from sglang_indexcache.calibration.passes import parts
 from sglang_indexcache.calibration.preflight import CalibrationError
-from sglang_indexcache.calibration.requests import KEEP, KL, OVERLAP, Measured, parts
+from sglang_indexcache.protocol import KEEP, KL, OVERLAP, Measured
 
 HIDDEN, VOCAB, LENGTH = 4, 11, 30
 HEAD = torch.randn(HIDDEN, VOCAB, generator=torch.Generator().manual_seed(0))

@@ -19,7 +19,7 @@ from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
 from sglang_indexcache import DsaModel, IndexCacheError, Pattern
-from sglang_indexcache.calibration.requests import Measured
+from sglang_indexcache.protocol import Measured
 from tests.conftest import LAYERS, made_up, random_tokens, tiny_config
 
 MODEL = DsaModel.from_config(tiny_config(), "tiny")

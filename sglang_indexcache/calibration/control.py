@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from sglang_indexcache import protocol
 from sglang_indexcache.calibration.divergence import Divergence
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
@@ -20,9 +21,6 @@ from sglang_indexcache.serving.ranks import data_parallel_rank
 from sglang_indexcache.spellings import FREQ_KEY, PATTERN_KEY, TYPES_KEY, to_sglang
 
 METHOD = "indexcache"
-STATUS, CHECK, SWITCH = "status", "check", "switch"
-BASELINE, KL, SAMPLE, OVERLAP = "baseline", "kl", "sample", "overlap"
-BUSY = "busy"
 _UNMEASURED = "with pipeline stages, nor by an SGLang without the places for it (indexcache-check --environment)"
 _Position = Annotated[int, Field(strict=True, ge=0, lt=1 << 40)]
 _RANGES: TypeAdapter[list[tuple[int, int]]] = TypeAdapter(list[tuple[_Position, _Position]])
@@ -41,13 +39,13 @@ class Controller:
     def __init__(self, calibration: Calibration, divergence: Divergence | None, overlap: Overlap | None) -> None:
         self._calibration, self._divergence, self._overlap = calibration, divergence, overlap
         self._actions: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {
-            STATUS: lambda scheduler, body: {},
-            CHECK: self._check,
-            SWITCH: self._switch,
-            BASELINE: self._announce_baseline,
-            KL: self._sums,
-            SAMPLE: self._sample,
-            OVERLAP: self._end_sampling,
+            protocol.STATUS: lambda scheduler, body: {},
+            protocol.CHECK: self._check,
+            protocol.SWITCH: self._switch,
+            protocol.BASELINE: self._announce_baseline,
+            protocol.KL: self._sums,
+            protocol.SAMPLE: self._sample,
+            protocol.OVERLAP: self._end_sampling,
         }
 
     def handle(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
@@ -98,7 +96,7 @@ class Controller:
             if graphs is not None and graphs is not getattr(runner, "eager_runner", None):
                 raise CalibrationError("CUDA graphs are on, and they keep the pattern they were captured with")
         if not scheduler.is_fully_idle():
-            raise CalibrationError(f"{BUSY}: requests are running")
+            raise CalibrationError(protocol.busy("requests are running"))
         return {}
 
     def _switch(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,16 +134,16 @@ class Controller:
     def _measures(self, runner: Any) -> list[str]:
         """What can be measured beside logprobs; not with pipeline stages, whose first one answers alone."""
         whole = len(current_roles(runner.model)) == len(self._calibration.pattern)
-        places = {KL: self._divergence, OVERLAP: self._overlap}
+        places = {protocol.KL: self._divergence, protocol.OVERLAP: self._overlap}
         return [name for name, place in places.items() if whole and place is not None]
 
     def _measured_kl(self, runner: Any) -> Divergence:
-        if self._divergence is None or KL not in self._measures(runner):
+        if self._divergence is None or protocol.KL not in self._measures(runner):
             raise CalibrationError(f"kl is not measured {_UNMEASURED}; expected --objective nll")
         return self._divergence
 
     def _sampled(self, runner: Any) -> Overlap:
-        if self._overlap is None or OVERLAP not in self._measures(runner):
+        if self._overlap is None or protocol.OVERLAP not in self._measures(runner):
             raise CalibrationError(f"index overlap is not measured {_UNMEASURED}")
         return self._overlap
 

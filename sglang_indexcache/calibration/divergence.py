@@ -13,16 +13,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sglang_indexcache.calibration.passes import Part, parts
 from sglang_indexcache.calibration.preflight import CalibrationError
-from sglang_indexcache.calibration.requests import KEEP, KL, Part, parts
+from sglang_indexcache.protocol import KEEP, KL, Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LIMIT_VARIABLE = "SGLANG_INDEXCACHE_KL_GB"
 _BLOCK = 256  # rows whose distributions are held at once, in float32: 0.16 GB each for 155K tokens of vocabulary
-
-Range = tuple[int, int]  # positions, the last one excluded
 
 
 class Rows:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from sglang_indexcache.calibration.passes import parts
 from sglang_indexcache.calibration.preflight import CalibrationError
-from sglang_indexcache.calibration.requests import OVERLAP, parts
+from sglang_indexcache.protocol import OVERLAP
 
 if TYPE_CHECKING:
     from torch import Tensor

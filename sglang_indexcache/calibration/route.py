@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_indexcache import probes
-from sglang_indexcache.calibration.control import BUSY, CHECK, METHOD, SWITCH
+from sglang_indexcache import probes, protocol
+from sglang_indexcache.calibration.control import METHOD
 from sglang_indexcache.hooks import bound_arguments
-
-PATH = "/indexcache/{action}"
-BAD_REQUEST, CONFLICT = 400, 409
 
 
 def add_route(*args: Any, **kwargs: Any) -> None:
@@ -24,13 +21,12 @@ def add_route(*args: Any, **kwargs: Any) -> None:
 
     async def control(action: str, body: dict[str, Any] = Body(default={})) -> Any:  # noqa: B008
         # two phases: what one data-parallel rank can't do, none does
-        for phase in (CHECK, SWITCH) if action == SWITCH else (action,):
+        for phase in (protocol.CHECK, action) if action == protocol.SWITCH else (action,):
             request = DumperControlReqInput(method=METHOD, body={**body, "action": phase})
             replies: list[Any] = await tokenizer_manager.dumper_control(request)
             errors = [reply.error for reply in replies if not reply.success]
             if errors:
-                code = CONFLICT if errors[0].startswith(BUSY) else BAD_REQUEST
-                return JSONResponse({"error": errors[0]}, status_code=code)
+                return JSONResponse({"error": errors[0]}, status_code=protocol.status_code(errors[0]))
         return JSONResponse({"ranks": [rank for reply in replies for rank in reply.response]})
 
-    app.add_api_route(PATH, auth_level(AuthLevel.ADMIN_OPTIONAL)(control), methods=["POST"])
+    app.add_api_route(protocol.path("{action}"), auth_level(AuthLevel.ADMIN_OPTIONAL)(control), methods=["POST"])

@@ -10,15 +10,14 @@ from typing import Annotated, Any, NoReturn, TypeVar
 from pydantic import AllowInfNan, BaseModel, Field, TypeAdapter
 
 from indexcache_search.errors import SearchError
-from sglang_indexcache import Pattern
-from sglang_indexcache.calibration.divergence import Range
+from sglang_indexcache import Pattern, protocol
 from sglang_indexcache.http_client import KEY_VARIABLE, NoAnswerError, ServerError, StatusError, ask, shown
+from sglang_indexcache.protocol import Range
 
 CONTROL_SECONDS = 300.0  # a switch is quick; a baseline is announced in megabytes
 REQUEST_SECONDS = 3600.0  # one sequence of hundreds of thousands of tokens on a busy machine
 BUSY_SECONDS = 120
 ROUNDING = 1e-3  # nats by which a sum that can't be negative may be
-_CONFLICT = 409
 _BYTES, _BYTES_A_TOKEN = 4 << 20, 1 << 10  # of an answer
 
 _Finite = Annotated[float, AllowInfNan(False)]
@@ -93,7 +92,7 @@ class CalibrationServer:
             ServerLostError: if it does not answer.
             SearchError: if it is no calibration server, or refuses the key.
         """
-        return self._control("status")[0]
+        return self._control(protocol.STATUS)[0]
 
     def lanes(self) -> list[CalibrationServer]:
         """The server's data-parallel ranks, each of which can run a pattern of its own.
@@ -101,7 +100,7 @@ class CalibrationServer:
         Raises:
             ServerLostError, SearchError: as `status`.
         """
-        ranks = sorted(rank.dp_rank for rank in self._control("status"))
+        ranks = sorted(rank.dp_rank for rank in self._control(protocol.STATUS))
         return [self] if len(ranks) == 1 else [CalibrationServer(self.address, rank, self._key) for rank in ranks]
 
     def switch(self, pattern: Pattern) -> None:
@@ -114,7 +113,7 @@ class CalibrationServer:
         deadline, pause = time.monotonic() + BUSY_SECONDS, 0.02
         while True:
             try:
-                ranks = self._control("switch", pattern=pattern.roles)
+                ranks = self._control(protocol.SWITCH, pattern=pattern.roles)
                 break
             except ServerBusyError as error:
                 if time.monotonic() > deadline:
@@ -179,7 +178,7 @@ class CalibrationServer:
             ServerLostError: if the server goes away.
             SearchError: if it has too little memory for them, or can't measure this.
         """
-        ranks = self._control("baseline", data=data, ranges=ranges)
+        ranks = self._control(protocol.BASELINE, data=data, ranges=ranges)
         missing = sorted({number for rank in ranks for number in rank.missing})
         if missing and missing[-1] >= len(ranges):
             raise SearchError(f"{self.url}: lacks sequence {missing[-1]} of {len(ranges)}")
@@ -192,7 +191,7 @@ class CalibrationServer:
             ServerLostError: if the server goes away.
             SearchError: if it was not measured there.
         """
-        sums = self._control("kl", requests=requests)[0].sums
+        sums = self._control(protocol.KL, requests=requests)[0].sums
         for rid, ranges in requests.items():
             wanted = sum(last - first for first, last in ranges)
             total, _, count = sums.get(rid, (None, None, 0))
@@ -207,7 +206,7 @@ class CalibrationServer:
             ServerLostError: if the server goes away.
             SearchError: if it can't.
         """
-        self._control("sample", positions=[int(position) for position in positions])
+        self._control(protocol.SAMPLE, positions=[int(position) for position in positions])
 
     def index_overlap(self) -> tuple[list[list[float]], int]:
         """End sampling; the mean overlap of layers i and j, and how many queries were sampled.
@@ -216,14 +215,14 @@ class CalibrationServer:
             ServerLostError: if the server goes away.
             SearchError: if nothing was sampled there.
         """
-        answer = self._control("overlap")[0]
+        answer = self._control(protocol.OVERLAP)[0]
         if not answer.overlap or {len(row) for row in answer.overlap} != {len(answer.overlap)}:
             raise SearchError(f"{self.url}: gave no overlap of all layers")
         return answer.overlap, answer.queries
 
     def _control(self, action: str, **body: Any) -> list[Rank]:
         """The answers of all ranks that `action` was meant for."""
-        path, content = f"/indexcache/{action}", {**body, "dp_rank": self.dp_rank}
+        path, content = protocol.path(action), {**body, "dp_rank": self.dp_rank}
         ranks = [
             rank
             for rank in self._ask(path, content, _RANKS, CONTROL_SECONDS, 16 * _BYTES).ranks
@@ -246,11 +245,11 @@ class CalibrationServer:
             raise SearchError(f"{error}; expected a server with this version of sglang-indexcache") from None
 
     def _refuse(self, error: StatusError, path: str) -> NoReturn:
-        if error.code == _CONFLICT and path.startswith("/indexcache/"):
+        if error.code == protocol.CONFLICT and path.startswith(protocol.path("")):
             raise ServerBusyError(f"{self.url}: {error.detail}") from None
         if error.code in (401, 403):
             raise SearchError(f"{self.url}: refuses the key; expected the admin key in {KEY_VARIABLE}") from None
-        if error.code == 404 and path.startswith("/indexcache/"):
+        if error.code == 404 and path.startswith(protocol.path("")):
             raise SearchError(f"{self.url}: is not in calibration mode; expected --indexcache-calibrate") from None
         if error.code >= 500:
             raise ServerLostError(f"{self.url}: answers {error.code}") from None

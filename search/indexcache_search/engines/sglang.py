@@ -17,8 +17,7 @@ from indexcache_search.engines.calibration_server import CalibrationServer, Rank
 from indexcache_search.errors import SearchError
 from indexcache_search.tokens import TokenSet, sampled_queries
 from sglang_indexcache import DsaModel, Pattern
-from sglang_indexcache.calibration.divergence import Range
-from sglang_indexcache.calibration.requests import KEEP, KL, OVERLAP, Measured
+from sglang_indexcache.protocol import KEEP, KL, OVERLAP, Measured, Range
 
 LONGEST_PAUSE = 30.0
 
@@ -135,7 +134,7 @@ class SglangEngine:
         Raises:
             SearchError: if no server came back within `patience`.
         """
-        if "overlap" not in self._measures:
+        if OVERLAP not in self._measures:
             return None
         reason = ""
         for lane in self._lanes:

@@ -1,47 +1,12 @@
-"""Requests that measure more than logprobs say so in their id, and where a forward pass has which part of them."""
+"""Where a forward pass has which part of which request."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
-KEEP, KL, OVERLAP = "keep", "kl", "overlap"
-_PREFIX = "indexcache"
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What is measured on a request.
-
-    Attributes:
-        what: `keep` the baseline's hidden states, `kl` to them, or index `overlap`.
-        sequence: number of the sequence in the data set that the control request announced.
-        nonce: makes the id unique among all requests.
-    """
-
-    what: str
-    sequence: int
-    nonce: str
-
-    @classmethod
-    def new(cls, what: str, sequence: int) -> Measured:
-        """One more request that measures `what`."""
-        return cls(what, sequence, uuid4().hex)
-
-    @property
-    def rid(self) -> str:
-        """The request id that says so."""
-        return f"{_PREFIX}:{self.what}:{self.sequence}:{self.nonce}"
-
-    @classmethod
-    def parse(cls, rid: str) -> Measured | None:
-        """What `rid` asks for; `None` for an ordinary request."""
-        words = rid.split(":")
-        if len(words) != 4 or words[0] != _PREFIX or words[1] not in (KEEP, KL, OVERLAP) or not words[2].isdecimal():
-            return None
-        return cls(words[1], int(words[2]), words[3])
+from sglang_indexcache.protocol import Measured
 
 
 @dataclass(frozen=True)
