@@ -55,13 +55,12 @@ VARIANTS = {
     "lazy 2-3": replace(PLAIN, strategy="lazy", race=True, candidates=(2, 3)),
     "lazy 1-2": replace(PLAIN, strategy="lazy", race=True, candidates=(1, 2)),
     "lazy + swaps": replace(PLAIN, strategy="lazy", race=True, swaps=16),
-    "floating": replace(PLAIN, strategy="floating", race=True),
     "segments": replace(PLAIN, strategy="segments", race=True),
     "segments + swaps": replace(PLAIN, strategy="segments", race=True, swaps=16),
     "greedy + swaps": replace(PLAIN, swaps=32),
     "exhaustive": replace(PLAIN, strategy="exhaustive"),
 }
-DEFAULT = ("greedy (Algorithm 1)", "segments", "segments + swaps", "lazy", "floating")
+DEFAULT = ("greedy (Algorithm 1)", "segments", "segments + swaps", "lazy")
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,11 @@ from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.simulated import SimulatedEngine, Structure
 from indexcache_search.evaluator import Evaluator
 from indexcache_search.judge import Judge, student
+from indexcache_search.strategies.dynamic_program import cheapest_patterns
 from indexcache_search.strategies.exhaustive import count_patterns, every_pattern, layers_to_run
-from indexcache_search.strategies.floating import floating
 from indexcache_search.strategies.greedy import greedy
 from indexcache_search.strategies.lazy import lazy_greedy
-from indexcache_search.strategies.segment_costs import SegmentCosts
-from indexcache_search.strategies.segments import cheapest_patterns
+from indexcache_search.strategies.segments import SegmentCosts
 from indexcache_search.strategies.swaps import improve
 from indexcache_search.tokens import TokenSet, growing_shares
 from sglang_indexcache import Pattern
@@ -185,32 +184,11 @@ def test_lazy_looks_above_the_last_flip() -> None:
 # -- better than greedy
 
 
-def trap(pattern: Pattern, row: int) -> float:
-    """Layer 1 shares for nothing alone, and spoils all others."""
-    shared = set(pattern.shared_layers)
-    return 0.1 * len(shared - {1}) + (5.0 if 1 in shared and len(shared) > 1 else 0.0)
-
-
-def test_floating_takes_a_flip_back() -> None:
-    native = Pattern.full(5)
-    plain = list(greedy(native, 2, judge_of(TableEngine(trap), token_set()).losses))
-    assert [step.layer for step in plain] == [1, 2, 3] and plain[-1].loss > 5
-    walk = list(floating(native, 2, judge_of(TableEngine(trap), token_set()), 4, 4))
-    flips = [(step.layer, step.pattern[step.layer]) for step in walk]
-    assert flips == [(1, "S"), (2, "S"), (3, "S"), (1, "F"), (4, "S")]
-    assert walk[-1].loss == pytest.approx(0.3)
-
-
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10**6))
-def test_what_floating_takes_back_and_what_swaps_trade_is_better_than_before(seed: int) -> None:
+def test_what_swaps_trade_is_better_than_before(seed: int) -> None:
     structure = Structure(neighbours=1.0, pairs=1.0, sequences=(0.0, 0.0), idiosyncratic=(0.0, 0.0))
     native, judge = Pattern.full(10), simulated(10, seed, structure)
-    best: dict[int, float] = {}
-    for step in floating(native, 4, judge, 10, 10):
-        count = len(step.pattern.full_layers)
-        assert step.loss < best.get(count, math.inf)
-        best[count] = step.loss
     plain = list(greedy(native, 4, judge.losses))[-1]
     losses = [plain.loss, *(swap.loss for swap in improve(plain.pattern, native, judge, 100))]
     assert losses == sorted(losses, reverse=True)

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from indexcache_search import demo
 from indexcache_search.errors import NonFiniteLossError, SearchError
+from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
 from sglang_indexcache.command_line import ending
 from sglang_indexcache.pattern import parse_retention
 
@@ -28,22 +29,17 @@ class EngineName(StrEnum):
     SGLANG = "sglang"
 
 
-class StrategyName(StrEnum):
-    LAZY = "lazy"
-    GREEDY = "greedy"
-    FLOATING = "floating"
-    SEGMENTS = "segments"
-    EXHAUSTIVE = "exhaustive"
-    UNIFORM = "uniform"
-    SIMILARITY = "similarity"
-
-
 class ObjectiveName(StrEnum):
     NLL = "nll"
     KL = "kl"
 
 
-EPILOG = """
+EPILOG = f"""
+Strategies, and what they evaluate (docs/search.md):
+
+\b
+{chr(10).join(f"  {item.name:<12}{item.summary}" for item in STRATEGIES.values())}
+
 Examples:
 
 \b
@@ -108,12 +104,13 @@ def search(
         str, typer.Option(help="Shares of indexers to keep; the first is the file's default.")
     ] = "1/2,1/4,1/8",
     strategy: Annotated[
-        StrategyName,
+        str,
         typer.Option(
-            help="segments finds a pattern for each --retain; greedy is the paper's Algorithm 1, lazy a cheaper one:"
-            " their files serve any retention. See docs/search.md."
+            "--strategy",  # typer 0.27 takes a metavar that is the name for the flag
+            metavar="NAME",
+            help="How to look for patterns, see below.",
         ),
-    ] = StrategyName.SEGMENTS,
+    ] = DEFAULT_STRATEGY,
     candidates: Annotated[
         int, typer.Option(help="lazy: flips that a step evaluates at least. More: surer, dearer.", min=1)
     ] = 3,
@@ -176,7 +173,7 @@ def search(
             raise SearchError("--calibration is missing, expected a file, folder or hub id with text like your traffic")
         retentions = tuple(dict.fromkeys(parse_retention(item) for item in retain.split(",")))
         settings = Settings(
-            retentions, strategy.value, blocks, (candidates, max_candidates), race, swaps, objective.value, seed
+            retentions, strategy, blocks, (candidates, max_candidates), race, swaps, objective.value, seed
         )
         size, eval_size, length = DEMO_SIZES if model is None else SIZES
         data = Data(

@@ -238,7 +238,7 @@ def read_pattern(text: str, model: DsaModel) -> Pattern:
     if text and not set(text) - {"F", "S"}:
         found = Pattern(text)
     elif text.startswith("uniform@"):
-        return uniform_pattern(model, parse_retention(text.removeprefix("uniform@")))
+        return uniform_pattern(model.native, parse_retention(text.removeprefix("uniform@")))
     else:
         file = PatternFile.load(text)
         file.check_model(model)

@@ -190,11 +190,11 @@ def named_patterns(specs: list[str], retentions: list[Fraction], model: DsaModel
         else:
             found.append(Line(NAMED, label, parse_retention(share), file.as_pattern()))
     if uniform:
-        from indexcache_search.strategies.uniform import uniform_lines
+        from indexcache_search.line import uniform_lines
 
         for kept in dict.fromkeys(line.retention for line in found if line.retention is not None):
             if full_layer_count(model.num_layers, kept) < model.num_layers:
-                found += uniform_lines(model, kept)
+                found += uniform_lines(model.native, kept)
     return found
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from indexcache_search.errors import SearchError
+from indexcache_search.strategies.uniform import uniform_pattern
 from sglang_indexcache import Pattern
 
 Kind = Literal["baseline", "named", "phase", "mean", "best"]
@@ -39,3 +41,15 @@ class Line:
     @classmethod
     def baseline(cls, pattern: Pattern | None) -> Line:
         return cls(BASELINE, "baseline", None if pattern is None else Fraction(1), pattern)
+
+
+def uniform_lines(native: Pattern, retention: Fraction) -> list[Line]:
+    """Uniform at every phase in which no locked layer would be `F`; none where the retention is not 1/n."""
+    lines = []
+    for phase in range(retention.denominator):
+        try:
+            pattern = uniform_pattern(native, retention, phase)
+        except SearchError:
+            continue
+        lines.append(Line(PHASE, f"uniform phase {phase}", retention, pattern, phase))
+    return lines

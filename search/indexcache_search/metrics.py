@@ -53,7 +53,7 @@ def collect(
         },
         "steps": _steps(search, found),
         "held_out": held_out(rows, search.held_out.data, search.model.index_topk),
-        "look_alikes": [str(item) for item in search.look_alikes()],
+        "look_alikes": [str(item) for item in search.look_alikes(found)],
         "overlap": None if overlap is None else overlap.round(4).tolist(),
         "similarity": None if similarity is None else np.asarray(similarity).round(4).tolist(),
     }

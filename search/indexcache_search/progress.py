@@ -22,7 +22,7 @@ from indexcache_search import objectives
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.line import NAMED
 from indexcache_search.search import Row
-from indexcache_search.strategies.greedy import Step
+from indexcache_search.strategies.base import Step
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import Pattern
 

@@ -33,7 +33,7 @@ from indexcache_search.journal import Journal
 from indexcache_search.line import NAMED
 from indexcache_search.progress import SearchProgress
 from indexcache_search.search import Search, Settings, identity, today
-from indexcache_search.strategies.greedy import Step
+from indexcache_search.strategies.base import Step
 from indexcache_search.tokens import TokenSet
 from sglang_indexcache import Pattern
 from sglang_indexcache.command_line import doing
@@ -174,8 +174,7 @@ def _search(search: Search, files: Files, console: Console) -> dict[str, Any]:
         search.on_evaluation = progress.evaluated
 
         retain = search.settings.retain
-        stop = min(search.settings.full_layers(search.model).values())
-        flips = len(search.model.native.full_layers) - stop
+        flips = len(search.model.native.full_layers) - search.goal.fewest
 
         def on_step(step: Step, steps: tuple[Step, ...]) -> None:
             search.partial_file(step.pattern, steps, {}).save(partial)
@@ -187,14 +186,14 @@ def _search(search: Search, files: Files, console: Console) -> dict[str, Any]:
 
         search.on_step, search.on_pattern, search.notice = on_step, on_pattern, progress.notice
         with timed("search"):
-            progress.begin(f"{search.settings.strategy} search", search.planned_sequences(), search.calibration.data)
+            progress.begin(f"{search.strategy.name} search", search.planned_sequences(), search.calibration.data)
             search.evaluate_baseline()
             found = search.find()
         with timed("overlap and similarity"):
             progress.wait("cross-layer overlap and similarity")
             overlap = search.overlap(OVERLAP_ROWS)
             lines = search.comparison_lines(found)
-        for look_alike in search.look_alikes():
+        for look_alike in search.look_alikes(found):
             progress.warn(str(look_alike))
         with timed("held-out comparison"):
             held_out = search.held_out.data

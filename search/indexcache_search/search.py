@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,17 +19,15 @@ from indexcache_search.errors import SearchError
 from indexcache_search.evaluator import Cost, Evaluator
 from indexcache_search.journal import Journal
 from indexcache_search.judge import CONFIDENCE, Judge
-from indexcache_search.line import NAMED, Line
+from indexcache_search.line import NAMED, Line, uniform_lines
 from indexcache_search.objectives import Estimate
 from indexcache_search.sketch import Sketch
-from indexcache_search.strategies.exhaustive import count_patterns, every_pattern, layers_to_run
-from indexcache_search.strategies.floating import floating
-from indexcache_search.strategies.greedy import Step, check_reachable, count_evaluations, greedy
-from indexcache_search.strategies.lazy import lazy_greedy
-from indexcache_search.strategies.segment_costs import SegmentCosts
-from indexcache_search.strategies.similarity import similarity_pattern
+from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
+from indexcache_search.strategies.base import Goal, Problem, Step
+from indexcache_search.strategies.greedy import count_evaluations
+from indexcache_search.strategies.similarity import Similarity, similarity_pattern
 from indexcache_search.strategies.swaps import improve
-from indexcache_search.strategies.uniform import uniform_lines, uniform_pattern
+from indexcache_search.strategies.uniform import Uniform
 from indexcache_search.tokens import TokenSet, growing_shares
 from sglang_indexcache import DsaModel, Pattern, PatternFile
 from sglang_indexcache.pattern import full_layer_count
@@ -40,10 +38,8 @@ from sglang_indexcache.pattern_file import (
     TrajectoryStep,
 )
 
-Strategy = Literal["lazy", "greedy", "floating", "segments", "exhaustive", "uniform", "similarity"]
 JOURNAL_FORMAT = 4
 MATRIX_SEQUENCES = 8  # that overlap and similarity are measured on
-MOST_PATTERNS = 200_000  # of an exhaustive search
 
 
 @dataclass(frozen=True)
@@ -52,17 +48,17 @@ class Settings:
 
     Attributes:
         retain: retentions wanted; the first is the pattern file's default.
-        strategy: `greedy` is the paper's search, `uniform` and `similarity` are its baselines.
+        strategy: a name among `STRATEGIES`.
         blocks: of block-wise greedy; 1 is Algorithm 1.
         candidates: flips that a lazy step evaluates at least and at most.
-        race: compare patterns on growing shares of the sequences (lazy, floating, segments, swaps).
+        race: compare patterns on growing shares of the sequences, where the strategy does that at all.
         swaps: swaps that local search tries a round; 0 for no local search.
         objective: what is minimised.
         seed: of the calibration data's order.
     """
 
     retain: tuple[Fraction, ...]
-    strategy: Strategy = "segments"
+    strategy: str = DEFAULT_STRATEGY
     blocks: int = 1
     candidates: tuple[int, int] = (3, 6)
     race: bool = True
@@ -70,29 +66,25 @@ class Settings:
     objective: Objective = "kl"
     seed: int = 0
 
-    def full_layers(self, model: DsaModel) -> dict[Fraction, int]:
-        """`F` layers at each retention."""
-        return {retention: full_layer_count(model.num_layers, retention) for retention in self.retain}
+    def goal(self, model: DsaModel) -> Goal:
+        """What a strategy is asked for on `model`."""
+        full_layers = {retention: full_layer_count(model.num_layers, retention) for retention in self.retain}
+        return Goal(native=model.native, full_layers=full_layers, blocks=self.blocks, candidates=self.candidates)
 
     def check(self, model: DsaModel) -> None:
         """Check that the model can be searched so, before anything expensive.
 
         Raises:
-            SearchError: if a retention can't be reached, or an exhaustive search would not end.
+            SearchError: if there is no such strategy, a retention can't be reached, or a search would not end.
         """
-        if self.blocks > 1 and self.strategy != "greedy":
+        strategy = STRATEGIES.get(self.strategy)
+        if strategy is None:
+            raise SearchError(f"--strategy is {self.strategy}, expected one of {', '.join(STRATEGIES)}")
+        if self.blocks > 1 and not strategy.takes_blocks:
             raise SearchError(f"--blocks {self.blocks} needs --strategy greedy, found {self.strategy}")
         if self.candidates[0] > self.candidates[1]:
             raise SearchError(f"--max-candidates is {self.candidates[1]}, expected at least {self.candidates[0]}")
-        for retention, stop in self.full_layers(model).items():
-            if self.strategy == "uniform":
-                uniform_pattern(model, retention)
-            check_reachable(model.native, stop, self.blocks)
-            if self.strategy == "exhaustive" and count_patterns(model.native, stop) > MOST_PATTERNS:
-                raise SearchError(
-                    f"--strategy exhaustive at {retention} is {count_patterns(model.native, stop):,} patterns, expected"
-                    f" at most {MOST_PATTERNS:,}"
-                )
+        strategy.check(self.goal(model))
 
 
 @dataclass(frozen=True)
@@ -102,11 +94,13 @@ class Found:
     Attributes:
         steps: nested flips, where there are such.
         patterns: by retention; all on the way of `steps`, or better than what is.
+        rivals: other patterns that ran on all calibration sequences, by retention, the best first.
         cost: of all evaluations on the calibration set.
     """
 
     steps: tuple[Step, ...]
     patterns: dict[Fraction, Pattern]
+    rivals: dict[Fraction, list[Pattern]]
     cost: Cost
 
 
@@ -151,16 +145,15 @@ class Search:
     ) -> None:
         settings.check(engine.model)
         self.engine, self.settings, self.journal = engine, settings, journal
+        self.strategy, self.goal = STRATEGIES[settings.strategy], settings.goal(engine.model)
         self.on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None
         self.on_step: Callable[[Step, tuple[Step, ...]], None] = lambda step, steps: None
         self.on_pattern: Callable[[Fraction, dict[Fraction, Pattern]], None] = lambda retention, patterns: None
         self.notice: Callable[[str], None] = lambda line: None
-        self.checked: dict[Fraction, list[Pattern]] = {}  # by retention: what ran on all sequences, the best first
         self.calibration = Evaluator(
             engine, calibration, settings.objective, journal, "calibration", lambda item: self.on_evaluation(item)
         )
-        paper = settings.strategy in ("greedy", "exhaustive")
-        self.judge = Judge(self.calibration, settings.race and not paper)
+        self.judge = Judge(self.calibration, settings.race and self.strategy.races)
         self.held_out = Evaluator(engine, held_out, "nll", journal, "held-out", lambda item: self.on_evaluation(item))
 
     @property
@@ -169,21 +162,13 @@ class Search:
 
     def planned_sequences(self) -> int | None:
         """Sequences that the strategy will run; `None` where that depends on what it finds."""
-        model, count = self.model, self.calibration.data.num_sequences
-        counts = self.settings.full_layers(model).values()
-        if self.settings.swaps or self.settings.strategy in ("lazy", "floating", "segments"):
-            return None
-        patterns = len(counts)
-        if self.settings.strategy == "greedy":
-            patterns = count_evaluations(model.native, min(counts), self.settings.blocks)
-        if self.settings.strategy == "exhaustive":
-            patterns = sum(count_patterns(model.native, stop) for stop in set(counts))
-        return (2 + patterns) * count
+        planned = None if self.settings.swaps else self.strategy.planned(self.goal)
+        return None if planned is None else (2 + planned) * self.calibration.data.num_sequences
 
     def algorithm_1(self) -> int:
         """Layer-tokens of the paper's Algorithm 1 to the smallest retention: every layer of every evaluation runs."""
-        stop = min(self.settings.full_layers(self.model).values())
-        return count_evaluations(self.model.native, stop) * self.model.num_layers * self.calibration.data.tokens.size
+        evaluations = count_evaluations(self.model.native, self.goal.fewest)
+        return evaluations * self.model.num_layers * self.calibration.data.tokens.size
 
     def evaluate_baseline(self) -> None:
         """Evaluate the native pattern, and a part of it twice: the difference is the noise floor."""
@@ -202,73 +187,27 @@ class Search:
         `on_step` is told of every committed flip and of all so far, `on_pattern` of a pattern found at once and of all
         so far, `notice` of what else is worth a line.
         """
-        counts = self.settings.full_layers(self.model)
-        strategy = self.settings.strategy
-        if strategy in ("greedy", "lazy", "floating"):
-            steps = self._flip(min(counts.values()))
-            by_count = {len(step.pattern.full_layers): step.pattern for step in steps}
-            by_count[len(self.model.native.full_layers)] = self.model.native
-            patterns = {retention: by_count[count] for retention, count in counts.items()}
-            if strategy == "floating":
-                steps = ()
-        else:
-            steps, patterns = (), {}
-            for retention, count in counts.items():
-                patterns[retention] = self._at_once(retention, count)
-                self.calibration.evaluations([patterns[retention]])
-                self.on_pattern(retention, patterns)
-        if strategy == "segments":
-            self.notice(f"measured {len(self.segment_costs)} segments of layers")
+        outcome = self.strategy.find(
+            Problem(
+                goal=self.goal,
+                judge=self.judge,
+                engine=self.engine.name,
+                similarity=self.similarity,
+                on_step=self.on_step,
+                on_pattern=self.on_pattern,
+                notice=self.notice,
+            )
+        )
+        patterns = outcome.patterns
         if self.settings.swaps:
             patterns = {retention: self._improved(pattern) for retention, pattern in patterns.items()}
         self.calibration.evaluations(list(patterns.values()))
-        return Found(steps, patterns, self.calibration.cost)
-
-    def _flip(self, stop: int) -> tuple[Step, ...]:
-        """Committed flips down to `stop` `F` layers."""
-        settings, native = self.settings, self.model.native
-        steps: list[Step] = []
-        if settings.strategy == "greedy":
-            walk = greedy(native, stop, self.judge.losses, settings.blocks)
-        elif settings.strategy == "floating":
-            walk = floating(native, stop, self.judge, *settings.candidates)
-        else:
-            walk = lazy_greedy(native, stop, self.judge, *settings.candidates)
-        for step in walk:
-            steps.append(step)
-            self.on_step(step, tuple(steps))
-        return tuple(steps)
-
-    def _at_once(self, retention: Fraction, count: int) -> Pattern:
-        """The pattern with `count` `F` layers of a strategy that makes no steps."""
-        if self.settings.strategy == "segments":
-            found = self.segment_costs.cheapest(count)
-            self.checked[retention] = [item.pattern for item in found]
-            return found[0].pattern
-        if self.settings.strategy == "uniform":
-            return uniform_pattern(self.model, retention)
-        if self.settings.strategy == "exhaustive":
-            patterns = list(every_pattern(self.model.native, count))
-            share = layers_to_run(patterns) * self.calibration.data.tokens.size / max(self.algorithm_1(), 1)
-            self.notice(
-                f"{retention}: {len(patterns):,} patterns with {count} F layers, {share:.0%} of the layer-tokens of"
-                " Algorithm 1 where layers below the first difference are reused"
-            )
-            return patterns[self.judge.choose(patterns, self.model.native).best]
-        matrix = self.similarity()
-        if matrix is None:
-            raise SearchError(f"--strategy similarity can't be had with {self.engine.name}, expected another one")
-        return similarity_pattern(matrix, count, self.model.locked)
+        return Found(outcome.steps, patterns, outcome.rivals, self.calibration.cost)
 
     @cached_property
     def sketch(self) -> str:
         """What tells later comparisons that a text was calibrated on."""
         return Sketch.of(self.calibration.data.tokens).encode()
-
-    @cached_property
-    def segment_costs(self) -> SegmentCosts:
-        """What is known of the costs of segments."""
-        return SegmentCosts(self.model.native, self.judge)
 
     def _improved(self, pattern: Pattern) -> Pattern:
         """`pattern` after local search."""
@@ -280,17 +219,18 @@ class Search:
             pattern = swap.pattern
         return pattern
 
-    def look_alikes(self) -> list[LookAlike]:
+    def look_alikes(self, found: Found) -> list[LookAlike]:
         """Patterns that calibration can't tell from the one found, and that keep other layers: a warning each."""
-        found = []
-        for retention, (best, *others) in self.checked.items():
-            for other in others:
+        alike = []
+        for retention, rivals in found.rivals.items():
+            best = found.patterns[retention]
+            for other in rivals:
                 difference = self.judge.difference(other, best)
                 common = len(set(best.full_layers) & set(other.full_layers) - {0})
                 wanted = len(best.full_layers) - 1
                 if difference.mean <= CONFIDENCE * (difference.stderr or 0.0) and 2 * common < wanted:
-                    found.append(LookAlike(retention, best, other, difference))
-        return found
+                    alike.append(LookAlike(retention, best, other, difference))
+        return alike
 
     # -- held-out comparison
 
@@ -303,13 +243,14 @@ class Search:
         matrix = self.similarity()
         lines, others = [Line.baseline(self.model.native)], []
         for retention, pattern in found.patterns.items():
-            lines.append(Line(NAMED, self.settings.strategy, retention, pattern))
-            if self.settings.strategy != "uniform":
-                others += [line for line in uniform_lines(self.model, retention) if line.phase == 0]
-            if self.settings.strategy != "similarity" and matrix is not None:
-                count = self.settings.full_layers(self.model)[retention]
-                similar = similarity_pattern(matrix, count, self.model.locked)
-                others.append(Line(NAMED, "similarity", retention, similar))
+            lines.append(Line(NAMED, self.strategy.name, retention, pattern))
+            baselines = {
+                Uniform.name: [line for line in uniform_lines(self.model.native, retention) if line.phase == 0]
+            }
+            if matrix is not None:
+                similar = similarity_pattern(matrix, self.goal.full_layers[retention], self.model.locked)
+                baselines[Similarity.name] = [Line(NAMED, Similarity.name, retention, similar)]
+            others += [line for name, items in baselines.items() if name != self.strategy.name for line in items]
         return [*lines, *others]
 
     def compare(self, lines: Sequence[Line]) -> Iterator[Row]:
@@ -349,8 +290,7 @@ class Search:
 
     def partial_file(self, default: Pattern, steps: tuple[Step, ...], patterns: dict[Fraction, Pattern]) -> PatternFile:
         """The pattern file of a search that goes on: its steps or patterns so far."""
-        nested = () if self.settings.strategy == "floating" else steps
-        return self._file(Found(nested, patterns, self.calibration.cost), default)
+        return self._file(Found(steps, patterns, {}, self.calibration.cost), default)
 
     def _file(self, found: Found, default: Pattern) -> PatternFile:
         data = self.calibration.data
@@ -369,7 +309,7 @@ class Search:
                 for step in found.steps
             ),
             search=SearchSection(
-                strategy=self.settings.strategy,
+                strategy=self.strategy.name,
                 objective=self.settings.objective,
                 baseline_loss=objectives.loss(baseline, data).mean,
                 loss=objectives.loss(chosen, data).mean,

@@ -1,1 +1,16 @@
-"""Ways to walk pattern space."""
+"""Strategies by name; the first is the default. A new one is a module here and a line below."""
+
+from __future__ import annotations
+
+from indexcache_search.strategies.base import Strategy
+from indexcache_search.strategies.exhaustive import Exhaustive
+from indexcache_search.strategies.greedy import Greedy
+from indexcache_search.strategies.lazy import Lazy
+from indexcache_search.strategies.segments import Segments
+from indexcache_search.strategies.similarity import Similarity
+from indexcache_search.strategies.uniform import Uniform
+
+STRATEGIES: dict[str, Strategy] = {
+    strategy.name: strategy for strategy in (Segments(), Lazy(), Greedy(), Exhaustive(), Uniform(), Similarity())
+}
+DEFAULT_STRATEGY = next(iter(STRATEGIES))

@@ -5,8 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from fractions import Fraction
 
+from indexcache_search.errors import SearchError
+from indexcache_search.strategies.base import DirectStrategy, Goal, Problem
+from indexcache_search.strategies.greedy import count_evaluations
 from sglang_indexcache import Pattern
+
+MOST_PATTERNS = 200_000
 
 
 def count_patterns(native: Pattern, full_layers: int) -> int:
@@ -15,7 +21,7 @@ def count_patterns(native: Pattern, full_layers: int) -> int:
 
 
 def every_pattern(native: Pattern, full_layers: int) -> Iterator[Pattern]:
-    """These patterns."""
+    """Each pattern with `full_layers` `F` layers, all where the checkpoint has one."""
     for kept in itertools.combinations(native.full_layers[1:], full_layers - 1):
         yield Pattern.from_full_layers(len(native), [0, *kept])
 
@@ -27,3 +33,35 @@ def layers_to_run(patterns: list[Pattern]) -> int:
     for one, other in itertools.pairwise(ordered):
         total += next(len(one) - layer for layer in range(len(one)) if one[layer] != other[layer])
     return total
+
+
+class Exhaustive(DirectStrategy):
+    """The best of all patterns; everything runs on all sequences."""
+
+    name = "exhaustive"
+    summary = "all patterns with as many F layers; says first what that costs"
+    races = False
+
+    def check(self, goal: Goal) -> None:
+        super().check(goal)
+        for retention, full_layers in goal.full_layers.items():
+            number = count_patterns(goal.native, full_layers)
+            if number > MOST_PATTERNS:
+                raise SearchError(
+                    f"--strategy exhaustive at {retention} is {number:,} patterns, expected at most {MOST_PATTERNS:,}"
+                )
+
+    def planned(self, goal: Goal) -> int:
+        return sum(count_patterns(goal.native, full_layers) for full_layers in set(goal.full_layers.values()))
+
+    def ranked(self, problem: Problem, retention: Fraction) -> list[Pattern]:
+        goal = problem.goal
+        full_layers = goal.full_layers[retention]
+        patterns = list(every_pattern(goal.native, full_layers))
+        algorithm_1 = count_evaluations(goal.native, goal.fewest) * len(goal.native)
+        problem.notice(
+            f"{retention}: {len(patterns):,} patterns with {full_layers} F layers,"
+            f" {layers_to_run(patterns) / max(algorithm_1, 1):.0%} of the layer-tokens of Algorithm 1 where layers"
+            " below the first difference are reused"
+        )
+        return [patterns[problem.judge.choose(patterns, goal.native).best]]

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from indexcache_search.errors import SearchError
+from indexcache_search.strategies.base import Goal, Problem, Step, SteppingStrategy
 from sglang_indexcache import Pattern
 
 EvaluateLosses = Callable[[Sequence[Pattern]], Sequence[float]]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One committed flip of `layer`, giving `pattern` with `loss`; `losses` are those of the candidates evaluated."""
-
-    layer: int
-    pattern: Pattern
-    loss: float
-    losses: dict[int, float]
 
 
 def greedy(start: Pattern, stop: int, evaluate: EvaluateLosses, blocks: int = 1) -> Iterator[Step]:
@@ -93,3 +83,23 @@ def count_evaluations(start: Pattern, stop: int, blocks: int = 1) -> int:
     for _ in greedy(start, stop, evaluate, blocks):
         pass
     return asked
+
+
+class Greedy(SteppingStrategy):
+    """Algorithm 1, in blocks if that is wanted; everything runs on all sequences."""
+
+    name = "greedy"
+    summary = "every flip in every step, the paper's Algorithm 1; a trajectory that serves any retention"
+    races = False
+    takes_blocks = True
+
+    def check(self, goal: Goal) -> None:
+        for full_layers in goal.full_layers.values():
+            check_reachable(goal.native, full_layers, goal.blocks)
+
+    def planned(self, goal: Goal) -> int:
+        return count_evaluations(goal.native, goal.fewest, goal.blocks)
+
+    def walk(self, problem: Problem) -> Iterator[Step]:
+        goal = problem.goal
+        return greedy(goal.native, goal.fewest, problem.judge.losses, goal.blocks)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from indexcache_search.judge import Judge
-from indexcache_search.strategies.greedy import Step, check_reachable, fixed_layers
+from indexcache_search.strategies.base import Problem, Step, SteppingStrategy
+from indexcache_search.strategies.greedy import check_reachable, fixed_layers
 from sglang_indexcache import Pattern
+
+if TYPE_CHECKING:
+    from indexcache_search.judge import Judge
 
 
 class LazyFlips:
@@ -81,3 +85,14 @@ def lazy_greedy(start: Pattern, stop: int, judge: Judge, at_least: int, at_most:
         step = flips.next(pattern)
         pattern = step.pattern
         yield step
+
+
+class Lazy(SteppingStrategy):
+    """Algorithm 1 with few candidates a step."""
+
+    name = "lazy"
+    summary = "every flip once, then a few each step; a trajectory that serves any retention"
+
+    def walk(self, problem: Problem) -> Iterator[Step]:
+        goal = problem.goal
+        return lazy_greedy(goal.native, goal.fewest, problem.judge, *goal.candidates)

@@ -1,72 +1,176 @@
-"""The exact dynamic program over patterns whose cost is a sum over runs of layers that share one index set."""
+"""A measured model of what sharing costs: how the loss rises when one segment of layers alone shares its first indices.
+
+Segments are patterns, so any engine can measure them; and a segment's cost holds how its layers interact, which costs
+of single layers do not. What is left out is how segments interact, so a pattern is believed only once it ran itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.errors import SearchError
+from indexcache_search.strategies.base import DirectStrategy, Outcome, Problem
+from indexcache_search.strategies.dynamic_program import cheapest_patterns
 from sglang_indexcache import Pattern
 
+if TYPE_CHECKING:
+    from indexcache_search.judge import Judge
+    from indexcache_search.objectives import Estimate
 
-def cheapest_segments(costs: NDArray[np.float64], full_layers: int, locked: Collection[int] = ()) -> Pattern:
-    """The pattern with `full_layers` `F` layers whose segments, from an `F` layer to before the next, cost least.
+Segment = tuple[int, int]
+"""(source, end): layers `source` + 1 to `end` - 1 reuse the indices of `source`."""
 
-    Args: as those of `cheapest_patterns`.
-
-    Raises:
-        SearchError: if there are fewer layers that can be `F`.
-    """
-    [(_, pattern)] = cheapest_patterns(costs, full_layers, locked, 1)
-    return pattern
+MOST_CHECKED = 8  # patterns that run on all sequences for each retention
+PROPOSALS = 64  # cheapest patterns by their segments, among which the next one to run is chosen
+ROUNDING = 1e-9
+LEAST_OF_COST = 0.5  # of what was measured on few sequences, however uncertain
 
 
-def cheapest_patterns(
-    costs: NDArray[np.float64], full_layers: int, locked: Collection[int], count: int
-) -> list[tuple[float, Pattern]]:
-    """The `count` patterns with `full_layers` `F` layers whose segments cost least together, and what they cost.
+@dataclass(frozen=True)
+class Checked:
+    """A pattern that ran on all sequences: what its segments cost together, and what it costs itself."""
 
-    Ties go to the lowest layers. The recursion is the paper's Eq. 5 with costs of whole segments, and with the `count`
-    best ways to get to a layer instead of the best one.
+    pattern: Pattern
+    predicted: float
+    cost: float
+
+
+class SegmentCosts:
+    """Finds the pattern that costs least, and measures no more segments than that takes.
+
+    First every layer is shared alone, on the first share of the sequences. A segment that was not measured is taken to
+    cost what its longest measured beginning does and its other layers alone: reuse from further away rarely costs less,
+    so this errs on the low side. What was measured on few sequences is taken a standard error lower. So a dynamic
+    program proposes too much rather than too little, and what it proposes is measured, until every segment of its
+    pattern was measured on half of the sequences.
+
+    Then the pattern runs itself, on all of them. Where segments interact it costs more than they do together, and other
+    patterns are expected to do so by as much as they have segments in common with it. The next best are proposed,
+    measured and run in turn, until none is expected to cost less than the best that ran.
 
     Args:
-        costs: `[N, N + 1]`, `[source, end]` of the segment of layers `source` to `end - 1`, which all use the indices
-            of `source`; what stands at `end <= source` is not read, infinite is a segment that can't be.
-        full_layers: `F` layers, layer 0 included.
-        locked: layers that can't be `F`.
-        count: at most; fewer where there are no more.
-
-    Raises:
-        SearchError: if there are fewer layers that can be `F`.
+        native: the checkpoint's own pattern.
+        judge: evaluates on growing shares of the sequences.
     """
-    num_layers = len(costs)
-    allowed = [layer for layer in range(num_layers) if layer not in set(locked)]
-    if not 1 <= full_layers <= len(allowed):
-        raise SearchError(f"{full_layers} F layers were asked for, but only {len(allowed)} layers have an indexer")
-    # ways[layer]: the cheapest ways to have `layer` as the latest F layer, as (cost, F layers), best first
-    ways: dict[int, list[tuple[float, tuple[int, ...]]]] = {0: [(0.0, (0,))]}
-    for number in range(1, full_layers):
-        ways = {
-            layer: _extended(ways, costs, layer, count)
-            for layer in allowed[number : len(allowed) - full_layers + number + 1]
-        }
-    return [
-        (cost, Pattern.from_full_layers(num_layers, layers[:-1]))
-        for cost, layers in _extended(ways, costs, num_layers, count)
-    ]
+
+    def __init__(self, native: Pattern, judge: Judge) -> None:
+        self._native, self._judge, self._everything = native, judge, len(judge.shares) - 1
+        self._enough = max(0, self._everything - 1)  # the share of the sequences that segments are measured on
+        self._heads = [*native.full_layers, len(native)]  # where a segment can begin or end
+        self._unshared = set(itertools.pairwise(self._heads))  # segments of the native pattern; they cost nothing
+        self._costs: dict[Segment, Estimate] = {}
+        self._shares: dict[Segment, int] = {}  # which share of the sequences a cost was measured on
+        self._measure([(before, after) for before, _, after in self._triples()])
+
+    def __len__(self) -> int:
+        """How many segments were measured."""
+        return len(self._costs)
+
+    def cheapest(self, full_layers: int) -> list[Checked]:
+        """The patterns with `full_layers` `F` layers that ran on all sequences, the one that costs least first.
+
+        Raises:
+            SearchError: if there are fewer layers that can be `F`.
+        """
+        checked: list[Checked] = []
+        while len(checked) < MOST_CHECKED:
+            proposal = self._measured_proposal(full_layers, checked)
+            if proposal is None:
+                break
+            predicted, pattern = proposal
+            [cost] = self._judge.scout([pattern], self._native, self._everything)
+            checked.append(Checked(pattern, predicted, cost.mean))
+        return sorted(checked, key=lambda item: (item.cost, item.pattern.roles))
+
+    def _measured_proposal(self, full_layers: int, checked: list[Checked]) -> tuple[float, Pattern] | None:
+        """The next pattern to run and what its segments cost together; `None` if none is expected to cost less."""
+        done = {item.pattern for item in checked}
+        least = min((item.cost for item in checked), default=math.inf)
+        while True:
+            known = cheapest_patterns(self.estimates(), full_layers, self._native.shared_layers, PROPOSALS)
+            proposals = [
+                (cost + self._interaction(pattern, checked), cost, pattern)
+                for cost, pattern in known
+                if pattern not in done
+            ]
+            expected, cost, pattern = min(proposals, key=lambda item: item[0], default=(math.inf, 0.0, self._native))
+            if not proposals:
+                return None
+            rough = [item for item in self._segments(pattern) if self._share(item) < self._enough]
+            if not rough:  # what is not measured yet may still turn out to cost less than it seems
+                return None if expected >= least - ROUNDING * abs(least) else (cost, pattern)
+            worst = min(map(self._share, rough))
+            self._measure([item for item in rough if self._share(item) == worst])
+
+    def _interaction(self, pattern: Pattern, checked: list[Checked]) -> float:
+        """What a pattern is expected to cost beyond its segments: as those that ran, by the segments they share."""
+        own = set(self._segments(pattern))
+        found = [0.0]
+        for item in checked:
+            other = set(self._segments(item.pattern))
+            found.append((item.cost - item.predicted) * len(own & other) / max(1, len(own | other)))
+        return max(found)
+
+    def estimates(self) -> NDArray[np.float64]:
+        """`[N, N + 1]`, what each segment costs as far as that is known; infinite where a segment can't be."""
+        costs = np.full((len(self._native), len(self._native) + 1), np.inf)
+        alone = {layer: max(0.0, self._low(before, after)) for before, layer, after in self._triples()}
+        for number, source in enumerate(self._heads[:-1]):
+            value = 0.0
+            for before, end in itertools.pairwise(self._heads[number:]):
+                if (source, end) in self._costs:
+                    value = self._low(source, end)
+                elif before != source:
+                    value = max(0.0, value) + alone[before]
+                costs[source, end] = value
+        return costs
+
+    def _low(self, source: int, end: int) -> float:
+        """A measured cost; what was measured on few sequences a standard error lower, but not less than half of it."""
+        cost = self._costs[source, end]
+        if self._share((source, end)) >= self._enough:
+            return cost.mean
+        return max(cost.mean - (cost.stderr or 0.0), LEAST_OF_COST * cost.mean)
+
+    def _segments(self, pattern: Pattern) -> list[Segment]:
+        """Those of `pattern` that are not the native pattern's."""
+        return [item for item in itertools.pairwise([*pattern.full_layers, len(pattern)]) if item not in self._unshared]
+
+    def _share(self, segment: Segment) -> int:
+        return self._shares.get(segment, -1)
+
+    def _measure(self, segments: list[Segment]) -> None:
+        """Measure segments on the share after the one they were measured on, which is the same for all."""
+        if not segments:
+            return
+        share = self._share(segments[0]) + 1
+        full = [[layer for layer in self._heads[:-1] if not source < layer < end] for source, end in segments]
+        patterns = [Pattern.from_full_layers(len(self._native), layers) for layers in full]
+        self._costs |= zip(segments, self._judge.scout(patterns, self._native, share), strict=True)
+        self._shares |= dict.fromkeys(segments, share)
+
+    def _triples(self) -> list[tuple[int, int, int]]:
+        """Each layer that can change to `S`, between the `F` layer before it and the one after, or the end."""
+        return list(zip(self._heads, self._heads[1:], self._heads[2:], strict=False))
 
 
-def _extended(
-    ways: dict[int, list[tuple[float, tuple[int, ...]]]], costs: NDArray[np.float64], end: int, count: int
-) -> list[tuple[float, tuple[int, ...]]]:
-    """The cheapest of `ways`, with the segment from each one's latest `F` layer to `end` added."""
-    before = [(source, place) for source, items in ways.items() if source < end for place in range(len(items))]
-    totals = np.asarray([ways[source][place][0] + costs[source, end] for source, place in before])
-    order = np.argsort(totals, kind="stable")[:count]
-    found = []
-    for at in order[np.isfinite(totals[order])]:
-        source, place = before[at]
-        found.append((float(totals[at]), (*ways[source][place][1], end)))
-    return found
+class Segments(DirectStrategy):
+    """The cheapest row of segments, believed once it ran itself."""
+
+    name = "segments"
+    summary = "runs of layers that share, then the cheapest patterns made of them; a pattern per retention"
+
+    def find(self, problem: Problem) -> Outcome:
+        self._costs = SegmentCosts(problem.goal.native, problem.judge)
+        outcome = super().find(problem)
+        problem.notice(f"measured {len(self._costs)} segments of layers")
+        return outcome
+
+    def ranked(self, problem: Problem, retention: Fraction) -> list[Pattern]:
+        return [item.pattern for item in self._costs.cheapest(problem.goal.full_layers[retention])]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.strategies.segments import cheapest_segments
+from indexcache_search.errors import SearchError
+from indexcache_search.strategies.base import DirectStrategy, Goal, Problem
+from indexcache_search.strategies.dynamic_program import cheapest_segments
 from sglang_indexcache import Pattern
 
 
@@ -26,3 +29,20 @@ def similarity_pattern(similarity: NDArray[np.float64], full_layers: int, locked
     costs = np.zeros((len(similarity), len(similarity) + 1))
     costs[:, 1:] = np.diag(below)[:, None] - below.T
     return cheapest_segments(costs, full_layers, locked)
+
+
+class Similarity(DirectStrategy):
+    """One of the paper's baselines."""
+
+    name = "similarity"
+    summary = "no pattern, but how similar attention outputs stay (the paper's Appendix C)"
+
+    def planned(self, goal: Goal) -> int:
+        return len(goal.full_layers)
+
+    def ranked(self, problem: Problem, retention: Fraction) -> list[Pattern]:
+        matrix = problem.similarity()
+        if matrix is None:
+            raise SearchError(f"--strategy similarity can't be had with {problem.engine}, expected another one")
+        native = problem.goal.native
+        return [similarity_pattern(matrix, problem.goal.full_layers[retention], native.shared_layers)]

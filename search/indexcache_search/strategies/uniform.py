@@ -5,36 +5,40 @@ from __future__ import annotations
 from fractions import Fraction
 
 from indexcache_search.errors import SearchError
-from indexcache_search.line import PHASE, Line
-from sglang_indexcache import DsaModel, Pattern
+from indexcache_search.strategies.base import DirectStrategy, Goal, Problem
+from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
 
 
-def uniform_pattern(model: DsaModel, retention: Fraction, phase: int = 0) -> Pattern:
-    """The paper's uniform pattern at `retention`.
+def uniform_pattern(native: Pattern, retention: Fraction, phase: int = 0) -> Pattern:
+    """The paper's uniform pattern at `retention`, for a checkpoint whose own pattern is `native`.
 
     Raises:
         SearchError: if the retention is not 1/n, or a locked layer would have to be `F`.
     """
     if retention.numerator != 1:
         raise SearchError(f"uniform needs retentions of the form 1/n, found {retention}")
-    pattern = Pattern.uniform(model.num_layers, retention.denominator, phase)
+    pattern = Pattern.uniform(len(native), retention.denominator, phase)
     try:
-        pattern.check_fits(model.num_layers, model.locked)
+        pattern.check_fits(len(native), native.shared_layers)
     except PatternError as error:
         raise SearchError(f"uniform {retention}: {error}") from None
     return pattern
 
 
-def uniform_lines(model: DsaModel, retention: Fraction) -> list[Line]:
-    """Uniform at every phase in which no locked layer would be `F`; none where the retention is not 1/n."""
-    lines: list[Line] = []
-    if retention.numerator != 1:
-        return lines
-    for phase in range(retention.denominator):
-        try:
-            pattern = uniform_pattern(model, retention, phase)
-        except SearchError:
-            continue
-        lines.append(Line(PHASE, f"uniform phase {phase}", retention, pattern, phase))
-    return lines
+class Uniform(DirectStrategy):
+    """One of the paper's baselines."""
+
+    name = "uniform"
+    summary = "the paper's uniform patterns"
+
+    def check(self, goal: Goal) -> None:
+        for retention in goal.full_layers:
+            uniform_pattern(goal.native, retention)
+        super().check(goal)
+
+    def planned(self, goal: Goal) -> int:
+        return len(goal.full_layers)
+
+    def ranked(self, problem: Problem, retention: Fraction) -> list[Pattern]:
+        return [uniform_pattern(problem.goal.native, retention)]

@@ -1,0 +1,161 @@
+"""What a strategy is given, what it gives, and what is known of it before anything runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TYPE_CHECKING, ClassVar
+
+from indexcache_search.errors import SearchError
+from sglang_indexcache import Pattern
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from indexcache_search.judge import Judge
+
+
+@dataclass(frozen=True)
+class Step:
+    """One committed flip of `layer`, giving `pattern` with `loss`; `losses` are those of the candidates evaluated."""
+
+    layer: int
+    pattern: Pattern
+    loss: float
+    losses: dict[int, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What a search is asked for.
+
+    Attributes:
+        native: the checkpoint's own pattern: all `F`, but for locked layers.
+        full_layers: how many `F` layers each retention keeps.
+        blocks: see `greedy`.
+        candidates: flips that a lazy step evaluates at least and at most.
+    """
+
+    native: Pattern
+    full_layers: Mapping[Fraction, int]
+    blocks: int = 1
+    candidates: tuple[int, int] = (3, 6)
+
+    @property
+    def fewest(self) -> int:
+        """`F` layers at the smallest retention."""
+        return min(self.full_layers.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A goal, and what helps to reach it.
+
+    Attributes:
+        goal: what is asked for.
+        judge: compares patterns on the calibration set.
+        engine: name of what evaluates, for people.
+        similarity: cross-layer output similarity `[layers, layers]`; None where it can't be measured.
+        on_step: told of every committed flip, and of all so far.
+        on_pattern: told of a retention whose pattern was found, and of all so far.
+        notice: told what else is worth a line.
+    """
+
+    goal: Goal
+    judge: Judge
+    engine: str
+    similarity: Callable[[], NDArray[np.float64] | None]
+    on_step: Callable[[Step, tuple[Step, ...]], None]
+    on_pattern: Callable[[Fraction, dict[Fraction, Pattern]], None]
+    notice: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a strategy found.
+
+    Attributes:
+        patterns: by retention.
+        steps: nested flips that lead to them; none where a pattern was found at once.
+        rivals: other patterns that ran on all sequences, by retention, the best first.
+    """
+
+    patterns: dict[Fraction, Pattern]
+    steps: tuple[Step, ...] = ()
+    rivals: dict[Fraction, list[Pattern]] = field(default_factory=dict)
+
+
+class Strategy(ABC):
+    """A way to look for patterns.
+
+    Attributes:
+        name: on the command line and in pattern files.
+        summary: of what it evaluates, for `--help`.
+        races: compares patterns on growing shares of the sequences, where that is not turned off.
+        takes_blocks: knows `Goal.blocks`.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    races: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = False
+
+    def check(self, goal: Goal) -> None:
+        """Check that `goal` can be reached, before anything expensive.
+
+        Raises:
+            SearchError: if not.
+        """
+        available = len(goal.native.full_layers)
+        for wanted in goal.full_layers.values():
+            if wanted > available:
+                raise SearchError(f"{wanted} F layers were asked for, but only {available} layers have an indexer")
+
+    def planned(self, goal: Goal) -> int | None:
+        """Patterns that will run on all sequences; None where that depends on what is found."""
+        return None
+
+    @abstractmethod
+    def find(self, problem: Problem) -> Outcome:
+        """Look for the patterns of `problem.goal`.
+
+        Raises:
+            SearchError: if it can't be done with this engine.
+        """
+
+
+class SteppingStrategy(Strategy):
+    """Flips one layer after the other, so that one walk passes through every retention."""
+
+    @abstractmethod
+    def walk(self, problem: Problem) -> Iterator[Step]:
+        """Flips from the native pattern to the smallest retention."""
+
+    def find(self, problem: Problem) -> Outcome:
+        steps: list[Step] = []
+        for step in self.walk(problem):
+            steps.append(step)
+            problem.on_step(step, tuple(steps))
+        by_count = {len(pattern.full_layers): pattern for pattern in (problem.goal.native, *(s.pattern for s in steps))}
+        wanted = problem.goal.full_layers
+        return Outcome({retention: by_count[count] for retention, count in wanted.items()}, tuple(steps))
+
+
+class DirectStrategy(Strategy):
+    """Finds the pattern of each retention by itself."""
+
+    @abstractmethod
+    def ranked(self, problem: Problem, retention: Fraction) -> list[Pattern]:
+        """Patterns for one retention, the best first; those behind it have run on all sequences."""
+
+    def find(self, problem: Problem) -> Outcome:
+        patterns: dict[Fraction, Pattern] = {}
+        rivals: dict[Fraction, list[Pattern]] = {}
+        for retention in problem.goal.full_layers:
+            patterns[retention], *rivals[retention] = self.ranked(problem, retention)
+            problem.judge.losses([patterns[retention]])
+            problem.on_pattern(retention, patterns)
+        return Outcome(patterns, rivals=rivals)
