@@ -17,9 +17,9 @@ from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.installed import effective_pattern
 from sglang_indexcache.overrides import FLAG, merge_overrides, parse_overrides
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.pattern_file import PatternFile
 from sglang_indexcache.probes import SglangError, SglangSource
 from sglang_indexcache.servers import differences
+from sglang_indexcache.spec import GRAMMAR, PatternSpec
 
 DESCRIPTION = """\
 Check a pattern file, without starting a server.
@@ -68,14 +68,15 @@ class Report:
     notes: tuple[str, ...]
 
 
-def check(file: PatternFile, model: str, user_overrides: str = "{}", allow_config_mismatch: bool = False) -> Report:
-    """Check `file` against `model`, a folder or hub id.
+def check(spec: PatternSpec, model: str, user_overrides: str = "{}", allow_config_mismatch: bool = False) -> Report:
+    """Check what `spec` names against `model`, a folder or hub id.
 
     Raises:
         IndexCacheError: if the model or the overrides can't be read.
     """
-    checkpoint, pattern = Checkpoint.read(model), file.as_pattern()
-    problems, notes = [str(error) for error in checkpoint.misfits(file, allow_config_mismatch)], []
+    checkpoint = Checkpoint.read(model)
+    pattern = spec.unchecked(checkpoint.model.native)
+    problems, notes = [str(error) for error in checkpoint.misfits(pattern, spec.file, allow_config_mismatch)], []
     if checkpoint.indexer_layers is None:
         notes.append("no safetensors files at hand: indexer weights were not checked")
     override: dict[str, Any] = {}
@@ -137,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("pattern", nargs="?", help="pattern file, PATH or PATH@RETENTION")
+    parser.add_argument("pattern", nargs="?", help=GRAMMAR)
     parser.add_argument("--model", help="folder or hub id")
     parser.add_argument("--server", action="append", default=[], metavar="URL", help="a running server; repeatable")
     parser.add_argument(FLAG, default="{}", metavar="JSON", help="overrides that the server is started with, too")
@@ -149,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = parser.parse_args(arguments)
     if options.environment == (options.pattern is not None):
-        parser.error("expected either a pattern file or --environment")
+        parser.error("expected either a pattern or --environment")
     if options.pattern is not None and options.model is None and not options.server:
         parser.error("expected --model or --server to check the pattern against")
     try:
@@ -170,14 +171,14 @@ def _environment(options: argparse.Namespace) -> int:
 
 
 def _pattern(options: argparse.Namespace) -> int:
-    file = PatternFile.load(options.pattern)
+    spec = PatternSpec.read(options.pattern)
     result: dict[str, Any] = {}
-    text, problems = [], []
+    text, problems, report = [], [], None
     if options.model is not None:
-        report = check(file, options.model, options.json_model_override_args, options.allow_config_mismatch)
+        report = check(spec, options.model, options.json_model_override_args, options.allow_config_mismatch)
         result, text, problems = asdict(report), [as_text(report)], list(report.problems)
     if options.server:
-        pattern = file.as_pattern()
+        pattern = spec.known() if report is None else Pattern(report.pattern)
         found = [line for url in options.server for line in differences(url, pattern)]
         result = {**result, "servers": options.server, "fingerprint": pattern.fingerprint}
         result["problems"] = problems = problems + found

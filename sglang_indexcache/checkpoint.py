@@ -13,6 +13,7 @@ from typing import Any
 from sglang_indexcache.errors import FileError, IndexCacheError, ModelConfigError
 from sglang_indexcache.files import read_json_object, read_regular, reason
 from sglang_indexcache.model_config import DsaModel
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file import PatternFile
 
 _INDEX_FILE = "model.safetensors.index.json"
@@ -69,16 +70,16 @@ class Checkpoint:
         layers = None if names is None else _indexer_layers(names, description.num_layers)
         return cls(description, layers)
 
-    def misfits(self, file: PatternFile, allow_config_mismatch: bool = False) -> list[IndexCacheError]:
-        """Everything that speaks against running `file` on this checkpoint; empty if it fits.
+    def misfits(
+        self, pattern: Pattern, file: PatternFile | None = None, allow_config_mismatch: bool = False
+    ) -> list[IndexCacheError]:
+        """Everything that speaks against running `pattern` on this checkpoint; empty if it fits.
 
-        The pattern's length and locked layers come first, then, unless a mismatch is allowed, what the file says of
-        the model it was made for.
+        The pattern's length and locked layers come first, then, unless a mismatch is allowed, what the file that it
+        stands in says of the model it was made for.
         """
-        checks: list[Callable[[], None]] = [
-            lambda: file.as_pattern().check_fits(self.model.num_layers, self.locked),
-        ]
-        if not allow_config_mismatch:
+        checks: list[Callable[[], None]] = [lambda: pattern.check_fits(self.model.num_layers, self.locked)]
+        if file is not None and not allow_config_mismatch:
             checks.append(lambda: file.check_model(self.model))
         found = []
         for check in checks:

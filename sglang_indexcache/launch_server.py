@@ -2,7 +2,8 @@
 
 All flags of `sglang.launch_server`, and three of ours:
 
-    --indexcache-pattern FILE[@RETENTION]   the pattern to serve, for instance deploy/glm5.yaml@1/4
+    --indexcache-pattern PATTERN            what to serve: a pattern file (deploy/glm5.yaml), a retention of one
+                                            (deploy/glm5.yaml@1/4), or letters (FSSSFSSS...)
     --indexcache-allow-config-mismatch      accept a file made for another config.json
     --indexcache-calibrate                  instead of a pattern: a server on which indexcache-search switches patterns
                                             (SGLANG_INDEXCACHE_ADMIN_API_KEY: its --admin-api-key, unseen by others)

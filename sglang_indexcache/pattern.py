@@ -169,3 +169,19 @@ def parse_retention(text: str) -> Fraction:
 def full_layer_count(num_layers: int, retention: Fraction) -> int:
     """How many layers stay `F` at `retention`: rounded up, as uniform interleaving has it (78 layers at 1/4: 20)."""
     return math.ceil(num_layers * retention)
+
+
+def uniform_pattern(native: Pattern, retention: Fraction, phase: int = 0) -> Pattern:
+    """The paper's uniform pattern at `retention`, for a checkpoint whose own pattern is `native`.
+
+    Raises:
+        PatternError: if the retention is not 1/n, or a locked layer would have to be `F`.
+    """
+    if retention.numerator != 1:
+        raise PatternError(f"uniform needs retentions of the form 1/n, found {retention}")
+    pattern = Pattern.uniform(len(native), retention.denominator, phase)
+    try:
+        pattern.check_fits(len(native), native.shared_layers)
+    except PatternError as error:
+        raise PatternError(f"uniform {retention}: {error}") from None
+    return pattern

@@ -204,7 +204,7 @@ class PatternFile(_Section):
         Raises:
             PatternFileError: one line with file, field, what was found and what would be right.
         """
-        path, retention = _split_spec(str(spec))
+        path, retention = split_retention(str(spec))
         try:
             data = read_regular(path, strict_yaml.MAX_BYTES)
         except FileError as error:
@@ -254,7 +254,8 @@ class PatternFile(_Section):
         write_atomically(Path(path), self.dumps())
 
 
-def _split_spec(spec: str) -> tuple[Path, str | None]:
+def split_retention(spec: str) -> tuple[Path, str | None]:
+    """`PATH@RETENTION`; a file whose own name holds the `@` goes before."""
     head, mark, tail = spec.rpartition("@")
     if mark and head and not os.path.exists(spec):  # noqa: PTH110 (Path.exists raises for names that are too long)
         return Path(head), tail

@@ -99,7 +99,7 @@ def test_a_run(trained: Path, model_folder: Path) -> None:
 def test_the_result_can_be_served(trained: Path) -> None:
     file = PatternFile.load(str(trained / "pattern.yaml"))
     assert file.pattern == PATTERN and file.model.locked_layers == (1, 2, 4, 5)
-    assert Checkpoint.read(str(trained / "model")).misfits(file) == []
+    assert Checkpoint.read(str(trained / "model")).misfits(file.as_pattern(), file) == []
     config = json.loads((trained / "model" / "config.json").read_text())
     assert config["index_topk_pattern"] == PATTERN and config["indexer_types"][1] == "shared"
     model, report = AutoModelForCausalLM.from_pretrained(trained / "model", output_loading_info=True)

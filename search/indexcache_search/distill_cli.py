@@ -17,10 +17,7 @@ from rich.console import Console
 from indexcache_search import demo
 from indexcache_search.cli import errors_in_one_line
 from indexcache_search.errors import SearchError
-from indexcache_search.strategies.uniform import uniform_pattern
-from sglang_indexcache import DsaModel, Pattern
-from sglang_indexcache.pattern import parse_retention
-from sglang_indexcache.pattern_file import PatternFile
+from sglang_indexcache.spec import GRAMMAR, PatternSpec
 
 
 class LossName(StrEnum):
@@ -90,7 +87,7 @@ def distill(
     model: Annotated[str | None, typer.Option(help="Folder or hub id of a DSA model. Default: the demo model.")] = None,
     pattern: Annotated[
         str,  # the flag is spelt out since typer 0.27 takes a metavar that is the name for it
-        typer.Option("--pattern", help="Pattern file, FILE@1/4, uniform@1/4, or letters.", metavar="PATTERN"),
+        typer.Option("--pattern", help=f"{GRAMMAR}.", metavar="PATTERN"),
     ] = "uniform@1/4",
     training: Annotated[
         list[str] | None, typer.Option(help="Training source: file, folder, hub id; repeatable.", metavar="SOURCE")
@@ -191,7 +188,7 @@ def distill(
         description = describe_model(name)
         defaults = DEMO if is_demo else Defaults()
         settings = Settings(
-            read_pattern(pattern, description),
+            PatternSpec.read(pattern).pattern(description),
             loss.value,
             defaults.warmup_steps if warmup_steps is None else warmup_steps,
             defaults.steps if steps is None else steps,
@@ -227,21 +224,3 @@ def distill(
     out.print(terminal_table(result))
     names = [folder / name for name in ("model", "pattern.yaml", "curves.svg", "metrics.json", "log.jsonl")]
     out.print(f"Wrote {', '.join(map(str, names))}", soft_wrap=True)
-
-
-def read_pattern(text: str, model: DsaModel) -> Pattern:
-    """The pattern that `--pattern` names.
-
-    Raises:
-        IndexCacheError: if it names none, or one for another model.
-    """
-    if text and not set(text) - {"F", "S"}:
-        found = Pattern(text)
-    elif text.startswith("uniform@"):
-        return uniform_pattern(model.native, parse_retention(text.removeprefix("uniform@")))
-    else:
-        file = PatternFile.load(text)
-        file.check_model(model)
-        found = file.as_pattern()
-    found.check_fits(model.num_layers, model.locked)
-    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping
 from fractions import Fraction
@@ -20,9 +19,10 @@ from indexcache_search.cli import errors_in_one_line
 from indexcache_search.errors import SearchError
 from indexcache_search.line import NAMED, Line
 from indexcache_search.sketch import Sketch
-from sglang_indexcache import DsaModel, Pattern, PatternFile
+from sglang_indexcache import DsaModel
 from sglang_indexcache.files import write_atomically
 from sglang_indexcache.pattern import full_layer_count, parse_retention
+from sglang_indexcache.spec import GRAMMAR, PatternSpec, split_name
 
 EPILOG = """
 Examples:
@@ -59,7 +59,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             "--pattern",  # typer 0.27 takes a metavar that is the name for the flag
-            help="[NAME=]FILE[@RETENTION] or NAME=LETTERS; repeatable. Default: the demo's, for the demo model.",
+            help=f"{GRAMMAR}, with NAME= before it for the table; repeatable. Default: the demo's, for the demo model.",
             metavar="PATTERN",
         ),
     ] = None,
@@ -172,23 +172,10 @@ def named_patterns(specs: list[str], retentions: list[Fraction], model: DsaModel
         IndexCacheError: if a file can't be read, was made for another model, or a pattern does not fit this one.
     """
     found: list[Line] = []
-    for spec in specs:
-        name, mark, rest = spec.partition("=")
-        text = rest if mark else spec
-        if mark and text and not set(text) - {"F", "S"}:
-            pattern = Pattern(text)
-            pattern.check_fits(model.num_layers, model.locked)
-            found.append(Line(NAMED, name, Fraction(len(pattern.full_layers), len(pattern)), pattern))
-            continue
-        file = PatternFile.load(text)
-        file.check_model(model)
-        whole = os.path.exists(text)  # noqa: PTH110 (Path.exists raises for names that are too long)
-        path, _, share = (text, "", "") if whole else text.rpartition("@")
-        label = name if mark else file.search.strategy if file.search else Path(path).stem
-        if whole:
-            found += [Line(NAMED, label, kept, file.pattern_at(kept)) for kept in retentions]
-        else:
-            found.append(Line(NAMED, label, parse_retention(share), file.as_pattern()))
+    for text in specs:
+        name, rest = split_name(text)
+        spec = PatternSpec.read(rest)
+        found += [Line(NAMED, name or spec.label, *item) for item in spec.by_retention(model, retentions)]
     if uniform:
         from indexcache_search.line import uniform_lines
 
@@ -205,17 +192,14 @@ def calibrated_on(specs: list[str]) -> list[Sketch]:
         IndexCacheError: if a file can't be read.
     """
     found = []
-    for spec in specs:
-        _, mark, rest = spec.partition("=")
-        text = rest if mark else spec
-        if mark and text and not set(text) - {"F", "S"}:
+    for text in specs:
+        file = PatternSpec.read(split_name(text)[1]).file
+        if file is None or file.calibration is None or file.calibration.sketch is None:
             continue
-        calibration = PatternFile.load(text).calibration
-        if calibration is not None and calibration.sketch is not None:
-            try:
-                found.append(Sketch.decode(calibration.sketch))
-            except ValueError:
-                raise SearchError(f"{text}: calibration.sketch can't be read, expected what the search wrote") from None
+        try:
+            found.append(Sketch.decode(file.calibration.sketch))
+        except ValueError:
+            raise SearchError(f"{text}: calibration.sketch can't be read, expected what the search wrote") from None
     return found
 
 

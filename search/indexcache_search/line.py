@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from indexcache_search.errors import SearchError
-from indexcache_search.strategies.uniform import uniform_pattern
 from sglang_indexcache import Pattern
+from sglang_indexcache.errors import PatternError
+from sglang_indexcache.pattern import uniform_pattern
 
 Kind = Literal["baseline", "named", "phase", "mean", "best"]
 """`named`: what somebody asked for or a search found. `phase`: uniform at one phase; `mean`, `best`: over phases."""
@@ -49,7 +49,7 @@ def uniform_lines(native: Pattern, retention: Fraction) -> list[Line]:
     for phase in range(retention.denominator):
         try:
             pattern = uniform_pattern(native, retention, phase)
-        except SearchError:
+        except PatternError:
             continue
         lines.append(Line(PHASE, f"uniform phase {phase}", retention, pattern, phase))
     return lines

@@ -63,11 +63,8 @@ class Preflight:
         """Checked once for each model, however many configurations SGLang builds of it."""
         if model not in self._checked:
             checkpoint, request = Checkpoint.read(model), self._request
-            if request.file is None:
-                request.pattern.check_fits(checkpoint.model.num_layers, checkpoint.locked)
-            else:
-                for error in checkpoint.misfits(request.file, request.allow_config_mismatch):
-                    raise error
+            for error in checkpoint.misfits(request.pattern, request.file, request.allow_config_mismatch):
+                raise error
             self._checked.add(model)
         return self._request.pattern
 

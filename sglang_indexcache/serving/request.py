@@ -10,6 +10,7 @@ from typing import Any, Self
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file import PatternFile
+from sglang_indexcache.spec import PatternSpec
 
 KEY = "indexcache"  # in SGLang's model overrides, in /server_info and in what a scheduler says when it is ready
 
@@ -19,9 +20,10 @@ class Request:
     """The pattern to serve.
 
     Attributes:
-        source: the file and retention, as the user wrote it.
+        source: the file and retention, or the letters, as the user wrote it.
         pattern: what it says.
-        file: its content; `None` in a process that has it from the server arguments, whose main process checked it.
+        file: its content; `None` for letters, and in a process that has the pattern from the server arguments, whose
+            main process checked it.
         allow_config_mismatch: whether the file may be made for another config.json.
     """
 
@@ -32,13 +34,13 @@ class Request:
 
     @classmethod
     def load(cls, spec: str, allow_config_mismatch: bool = False) -> Self:
-        """Read the pattern file `spec`.
+        """Read what `spec` names.
 
         Raises:
-            PatternFileError: if it can't be used.
+            IndexCacheError: if it can't be used.
         """
-        file = PatternFile.load(spec)
-        return cls(spec, file.as_pattern(), file, allow_config_mismatch)
+        named = PatternSpec.read(spec)
+        return cls(spec, named.known(), named.file, allow_config_mismatch)
 
     def carried(self) -> dict[str, str]:
         """What stands under `KEY` in the model overrides."""

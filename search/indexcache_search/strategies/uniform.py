@@ -1,29 +1,12 @@
-"""The paper's uniform interleaving, at any phase."""
+"""The paper's uniform interleaving."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
-from indexcache_search.errors import SearchError
 from indexcache_search.strategies.base import DirectStrategy, Goal, Problem
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import PatternError
-
-
-def uniform_pattern(native: Pattern, retention: Fraction, phase: int = 0) -> Pattern:
-    """The paper's uniform pattern at `retention`, for a checkpoint whose own pattern is `native`.
-
-    Raises:
-        SearchError: if the retention is not 1/n, or a locked layer would have to be `F`.
-    """
-    if retention.numerator != 1:
-        raise SearchError(f"uniform needs retentions of the form 1/n, found {retention}")
-    pattern = Pattern.uniform(len(native), retention.denominator, phase)
-    try:
-        pattern.check_fits(len(native), native.shared_layers)
-    except PatternError as error:
-        raise SearchError(f"uniform {retention}: {error}") from None
-    return pattern
+from sglang_indexcache.pattern import uniform_pattern
 
 
 class Uniform(DirectStrategy):

@@ -1,0 +1,106 @@
+"""How command lines and variables name a pattern: `FILE`, `FILE@1/4`, `uniform@1/4`, or its letters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from sglang_indexcache.errors import PatternError
+from sglang_indexcache.model_config import DsaModel
+from sglang_indexcache.pattern import FULL, SHARED, Pattern, parse_retention, uniform_pattern
+from sglang_indexcache.pattern_file import PatternFile, split_retention
+
+GRAMMAR = "FILE, FILE@1/4, uniform@1/4 or letters"
+_UNIFORM = "uniform@"
+
+
+@dataclass(frozen=True)
+class PatternSpec:
+    """A pattern as somebody named it; `uniform@1/4` and a whole file mean something only with a model.
+
+    Attributes:
+        text: as it was written.
+        file: the pattern file, the retention asked for as its default.
+        retention: what was asked for, of a file or of uniform.
+        letters: the pattern, where it was spelt out.
+    """
+
+    text: str
+    file: PatternFile | None = None
+    retention: Fraction | None = None
+    letters: Pattern | None = None
+
+    @classmethod
+    def read(cls, text: str) -> PatternSpec:
+        """Take `text` apart, and read the file if it names one; a file whose name is all letters is `./FFSS`.
+
+        Raises:
+            IndexCacheError: one line.
+        """
+        if text and not set(text) - {FULL, SHARED}:
+            return cls(text, letters=Pattern(text))
+        if text.startswith(_UNIFORM):
+            return cls(text, retention=parse_retention(text.removeprefix(_UNIFORM)))
+        _, retention = split_retention(text)
+        return cls(text, PatternFile.load(text), None if retention is None else parse_retention(retention))
+
+    @property
+    def label(self) -> str:
+        """A name for people: the strategy that found it, or that of the file."""
+        if self.file is None:
+            return "uniform" if self.letters is None else "letters"
+        return self.file.search.strategy if self.file.search else Path(split_retention(self.text)[0]).stem
+
+    def pattern(self, model: DsaModel) -> Pattern:
+        """The pattern for `model`; of a whole file its default.
+
+        Raises:
+            IndexCacheError: if the file was made for another model, or the pattern does not fit this one.
+        """
+        if self.file is not None:
+            self.file.check_model(model)
+        pattern = self.unchecked(model.native)
+        pattern.check_fits(model.num_layers, model.locked)
+        return pattern
+
+    def unchecked(self, native: Pattern) -> Pattern:
+        """The pattern for a checkpoint whose own pattern is `native`, whether it fits or not.
+
+        Raises:
+            PatternError: if there is no such uniform pattern.
+        """
+        if self.file is None and self.letters is None:
+            assert self.retention is not None
+            return uniform_pattern(native, self.retention)
+        return self.known()
+
+    def by_retention(self, model: DsaModel, retentions: Sequence[Fraction]) -> list[tuple[Fraction, Pattern]]:
+        """The pattern for `model`; of a file without a retention those at `retentions`.
+
+        Raises:
+            IndexCacheError: as `pattern`, or if the file has none for a retention.
+        """
+        pattern = self.pattern(model)
+        if self.file is not None and self.retention is None:
+            return [(retention, self.file.pattern_at(retention)) for retention in retentions]
+        return [(self.retention or Fraction(len(pattern.full_layers), len(pattern)), pattern)]
+
+    def known(self) -> Pattern:
+        """The pattern where no model is at hand.
+
+        Raises:
+            PatternError: of `uniform@1/4`, which depends on the model's layers.
+        """
+        if self.letters is not None:
+            return self.letters
+        if self.file is None:
+            raise PatternError(f"{self.text} depends on the model's layers, expected a pattern file or letters here")
+        return self.file.as_pattern()
+
+
+def split_name(text: str) -> tuple[str | None, str]:
+    """`NAME=` before a pattern, and the rest; a path may hold a `=` as well, behind a `/`."""
+    name, mark, rest = text.partition("=")
+    return (name, rest) if mark and name and "/" not in name else (None, text)
