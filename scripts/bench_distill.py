@@ -26,9 +26,8 @@ import torch
 from rich.console import Console
 
 from indexcache_search import demo, objectives
-from indexcache_search.distill.model import Loss
 from indexcache_search.distill.run import run
-from indexcache_search.distill.settings import Data, Folders, Intervals, Runtime, Settings
+from indexcache_search.distill.settings import Data, Folders, Intervals, Loss, Runtime, Settings
 from indexcache_search.engines.transformers import TransformersEngine, describe_model
 from indexcache_search.tokens import TokenSet
 from scripts.demo_model.recall import ANSWER, TEXT, UNSCORED, RecallTasks

@@ -6,7 +6,7 @@
 indexer_topk: one causal sequence, dim 128, k 2048; against DeepGEMM's fp8_mqa_logits followed by sgl_kernel's
 fast_topk_v2, whole and in chunks of queries as SGLang calls them, where they are installed, and against PyTorch.
 sparse_attention: absorbed MLA (576 and 512 dimensions), 4,096 queries of k 2048 random keys each; against FlashMLA and
-PyTorch; its backward against PyTorch's autograd. indexer_kl and topk_overlap: against PyTorch.
+PyTorch; its backward against PyTorch's autograd. indexer_kl: against PyTorch.
 
 Time: median of CUDA events; memory: peak above the inputs. The share of the roofline is the larger of operations over
 the dense rate and of bytes over the bandwidth of the datasheet, over the time; inputs and results count once.
@@ -26,10 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from indexcache_kernels import causal_ranges, indexer_kl, indexer_topk, sparse_attention, topk_overlap
-from indexcache_kernels.indexer_topk import deep_gemm
+from indexcache_kernels import causal_ranges, indexer_kl, indexer_topk, sparse_attention
 from indexcache_kernels.sparse_attention import flash_mla
-from indexcache_kernels.topk_overlap import naive as naive_overlap
+from scripts.deep_gemm_topk import indexer_topk as deep_gemm_topk
 
 RATES = {torch.bfloat16: 989e12, torch.float8_e4m3fn: 1979e12, torch.int32: 989e12}  # NVIDIA H100 and H200 SXM
 BANDWIDTHS = {"H100": 3.35e12, "H200": 4.8e12}
@@ -89,8 +88,8 @@ def topk_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
         least = size(*given.values()) + 4 * length * TOPK
         calls: dict[str, Callable[[], Tensor]] = {"indexer_topk": lambda given=given: indexer_topk(**given, topk=TOPK)}
         if dtype == torch.float8_e4m3fn and installed("deep_gemm", "sgl_kernel"):
-            calls["DeepGEMM + fast_topk"] = lambda given=given: deep_gemm.indexer_topk(**given, rows=length)
-            calls["DeepGEMM + fast_topk, 8K rows"] = lambda given=given: deep_gemm.indexer_topk(**given, rows=CHUNK)
+            calls["DeepGEMM + fast_topk"] = lambda given=given: deep_gemm_topk(**given, rows=length)
+            calls["DeepGEMM + fast_topk, 8K rows"] = lambda given=given: deep_gemm_topk(**given, rows=CHUNK)
         elif plain:
             calls["PyTorch"] = lambda given=given: torch_topk(**given)
         for name, call in calls.items():
@@ -189,26 +188,10 @@ def kl_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
         yield Case("indexer_kl with gradients", q.dtype, heads, length, name, call, operations, least)
 
 
-def overlap_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
-    """61 layers, 64 rows."""
-    layers, rows = 61, 64
-    indices = random_keys(1024 * ((layers * rows + 1023) // 1024), length)[: layers * rows].view(layers, rows, -1)
-    shuffled = indices[:, :, torch.randperm(indices.shape[2], device="cuda")].contiguous()
-    pairs = layers * layers * rows * indices.shape[2]
-    calls: dict[str, Callable[[], Tensor]] = {"topk_overlap": lambda: topk_overlap(shuffled)}
-    if plain:
-        calls["PyTorch"] = lambda: naive_overlap.topk_overlap(shuffled)
-    for name, call in calls.items():
-        yield Case(
-            "topk_overlap", torch.int32, layers, length, name, call, pairs, size(shuffled) + 4 * rows * layers**2
-        )
-
-
 CASES = {
     "indexer_topk": topk_cases,
     "sparse_attention": attention_cases,
     "indexer_kl": kl_cases,
-    "topk_overlap": overlap_cases,
 }
 
 
@@ -254,7 +237,7 @@ def main() -> None:
     print("|---|---|---:|---:|---|---:|---:|---:|---:|")
     for operation in options.operations.split(","):
         all_heads = [int(item) for item in options.heads.split(",")]
-        for heads in all_heads[:1] if operation == "topk_overlap" else all_heads:
+        for heads in all_heads:
             for length in map(int, options.lengths.split(",")):
                 for case in CASES[operation](length, heads, length <= options.plain_up_to):
                     try:

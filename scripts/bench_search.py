@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 from indexcache_search import demo, objectives
 from indexcache_search.calibration import TokenReader, build_token_sets
 from indexcache_search.engines.base import Engine, Evaluation
-from indexcache_search.engines.simulated import SimulatedEngine, Structure
 from indexcache_search.engines.transformers import (
     TransformersEngine,
     describe_model,
@@ -43,6 +42,7 @@ from indexcache_search.evaluator import Cost
 from indexcache_search.journal import Journal
 from indexcache_search.search import Search, Settings, identity, today
 from indexcache_search.tokens import TokenSet
+from scripts.simulated import SimulatedEngine, Structure
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import parse_retention
 

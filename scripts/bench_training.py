@@ -22,9 +22,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_search.distill import memory
-from indexcache_search.distill.model import Stage
 from indexcache_search.distill.processes import Processes, joined
-from indexcache_search.distill.settings import Settings
+from indexcache_search.distill.settings import Settings, Stage
 from indexcache_search.distill.trainer import StageTrainer
 from indexcache_search.engines.transformers import set_quiet
 from indexcache_search.tokens import TokenSet

@@ -4,7 +4,7 @@
     python -m scripts.fit_simulator --model build/models/deep24 --device cuda --batch-size 8
 
 Measures, in `kl` on the calibration set of the demo: every segment of layers alone (its first layer F, its others S,
-all else F) and random patterns at 1/2, 1/4 and 1/8. Prints `engines.simulated.Structure`, and how well the sum over
+all else F) and random patterns at 1/2, 1/4 and 1/8. Prints `scripts.simulated.Structure`, and how well the sum over
 segments predicts the losses of the random patterns.
 """
 
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from indexcache_search import demo, objectives
 from indexcache_search.calibration import TokenReader, build_token_sets
 from indexcache_search.engines.base import Evaluation
-from indexcache_search.engines.simulated import Structure
 from indexcache_search.engines.transformers import TransformersEngine, load_tokenizer, read_config, set_quiet
 from indexcache_search.tokens import TokenSet
+from scripts.simulated import Structure
 from sglang_indexcache import Pattern
 
 SMALLEST = 1e-7  # nats a token: less is rounding

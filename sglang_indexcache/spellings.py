@@ -155,17 +155,3 @@ def to_sglang(pattern: Pattern) -> dict[str, Any]:
 def to_vllm(pattern: Pattern) -> dict[str, Any]:
     """`--hf-overrides` that make vLLM serve `pattern`."""
     return {"use_index_cache": True, PATTERN_KEY: pattern.roles}
-
-
-def to_freq(pattern: Pattern) -> dict[str, int]:
-    """`pattern` as `index_topk_freq` with `index_skip_topk_offset`, where such a spelling exists.
-
-    Raises:
-        SpellingError: if it does not; the paper's uniform at 1/4, for one, only exists for offset 1.
-    """
-    count = len(pattern)
-    for freq in range(1, count + 1):
-        for offset in range(1, count + 1):
-            if freq_pattern(count, freq, offset) == pattern:
-                return {FREQ_KEY: freq, OFFSET_KEY: offset}
-    raise SpellingError(f"pattern {pattern} has no {FREQ_KEY} spelling; use {PATTERN_KEY}")

@@ -209,9 +209,9 @@ KERNELS_ON_CPU = """
 import torch
 
 from indexcache_search.__main__ import distill
-from indexcache_search.distill import model, preflight
+from indexcache_search.distill import model, run
 
-preflight.resolve_attention = lambda attention, _: attention  # kernels with their definitions in PyTorch
+run.resolve_attention = lambda attention, _: attention  # kernels with their definitions in PyTorch
 forward = model.Distillation.__call__
 
 
@@ -361,7 +361,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(model_folder: Path, training: Pa
         ({"dtype": "int8"}, "--dtype is int8, expected auto, float32 or bfloat16"),
         ({"attention": "fast"}, "--attention is fast, expected one of auto, naive, kernels"),
         ({"attention": "kernels"}, "--attention kernels needs a CUDA device, found cpu"),
-        ({"attention": "kernels", "loss": "averaged"}, "--loss averaged needs the whole attention of a layer"),
         ({"device": "cuda:1"}, "--device is cuda:1, expected auto or cpu"),
     ],
 )

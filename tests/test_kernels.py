@@ -14,19 +14,18 @@ from torch import Tensor
 INTERPRETED = not torch.cuda.is_available()
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
-from indexcache_kernels import KernelInputError, causal_ranges, indexer_kl, indexer_topk, sparse_attention, topk_overlap
+from indexcache_kernels import KernelInputError, causal_ranges, indexer_kl, indexer_topk, sparse_attention
 from indexcache_kernels.indexer_kl import naive as naive_kl
 from indexcache_kernels.indexer_kl import triton as indexer_kl_triton
 from indexcache_kernels.indexer_kl import visible_keys
-from indexcache_kernels.indexer_topk import deep_gemm, naive
+from indexcache_kernels.indexer_topk import naive
 from indexcache_kernels.indexer_topk import triton as indexer_topk_triton
 from indexcache_kernels.sparse_attention import flash_mla
 from indexcache_kernels.sparse_attention import triton as sparse_attention_triton
-from indexcache_kernels.topk_overlap import triton as topk_overlap_triton
 
 if INTERPRETED:
     del os.environ["TRITON_INTERPRET"]  # not for servers that other tests start
-assert indexer_kl_triton and sparse_attention_triton and topk_overlap_triton
+assert indexer_kl_triton and sparse_attention_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
@@ -194,13 +193,13 @@ def test_what_has_an_order_repeats_bit_for_bit() -> None:
 
     q, k, index_q, index_k = normal(50, 64, 576), normal(3000, 1, 576), normal(50, 32, 128), normal(3000, 128)
     indices = torch.stack([torch.randperm(3000, device=DEVICE, generator=generator)[:1000] for _ in range(50)]).int()
-    weights, layers = torch.randn(50, 32, device=DEVICE, generator=generator), indices.view(5, 10, 1000)
+    weights = torch.randn(50, 32, device=DEVICE, generator=generator)
     q.requires_grad_()
 
     def run() -> list[Tensor]:
         out, lse = sparse_attention(q, k, 512, indices, 0.05, backend="triton")
         loss = indexer_kl(q, k, lse, 0.05, index_q, index_k, weights, indices=indices)
-        return [out, lse, torch.autograd.grad(out.float().sum(), q)[0], loss, topk_overlap(layers)]
+        return [out, lse, torch.autograd.grad(out.float().sum(), q)[0], loss]
 
     first = run()
     for _ in range(100):
@@ -217,7 +216,6 @@ def test_what_has_an_order_repeats_bit_for_bit() -> None:
         ("topk", lambda topk: 0, "topk is 0, expected at least 1"),
         ("topk", lambda topk: 8193, "topk is 8193, expected at most 8192 with backend triton"),
         ("backend", lambda backend: "fast", "backend is fast, expected auto, naive or triton"),
-        ("backend", lambda backend: "deep_gemm", "deep_gemm can't run this"),
     ],
 )
 def test_indexer_topk_says_what_does_not_fit(name: str, change: object, message: str) -> None:
@@ -227,21 +225,6 @@ def test_indexer_topk_says_what_does_not_fit(name: str, change: object, message:
     with pytest.raises(KernelInputError) as error:
         indexer_topk(**given)  # type: ignore[arg-type]
     assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("layers", "rows", "topk", "keys"), [(1, 1, 1, 1), (4, 3, 63, 100), (3, 2, 111, 111), (2, 2, 1000, 5000)]
-)
-def test_topk_overlap_counts_what_layers_share(layers: int, rows: int, topk: int, keys: int) -> None:
-    generator = torch.Generator().manual_seed(layers)
-    indices = torch.stack([torch.randperm(keys, generator=generator)[:topk] for _ in range(layers * rows)])
-    indices = indices.reshape(layers, rows, topk).int().to(DEVICE)
-    indices[0, 0, topk // 2 :] = -1
-    found = topk_overlap(indices, backend="triton")
-    assert torch.equal(found, topk_overlap(indices, backend="naive"))
-    assert found[0, 0, 0] == topk // 2 and found[-1, -1, -1] == (topk if layers * rows > 1 else 0)
-    with pytest.raises(KernelInputError):
-        topk_overlap(indices.long())
 
 
 def relative_rms(found: Tensor, truth: Tensor) -> float:
@@ -333,17 +316,6 @@ def test_flash_mla_is_the_same_attention() -> None:
         assert relative_rms(one, other.double()) < 1e-2
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(INTERPRETED, reason="no CUDA device")
-def test_deep_gemm_takes_the_highest_scores() -> None:
-    given, (starts, ends) = inputs(3, 5000, 32, 128, torch.float8_e4m3fn), causal(3, 5000)
-    starts[1] = 2900
-    if not deep_gemm.fits(given["q"], 2048, given["k_scale"]):
-        pytest.skip("DeepGEMM or sgl_kernel is not installed")
-    found = indexer_topk(**given, starts=starts, ends=ends, topk=2048, backend="deep_gemm")
-    check_topk(found, given, starts, ends, 2048)
-
-
 @pytest.mark.parametrize("selected", [True, False], ids=["selected", "all keys"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)], ids=str)
 @pytest.mark.parametrize(
@@ -400,7 +372,6 @@ from triton.compiler import ASTSource
 from indexcache_kernels.indexer_topk.triton import _merge_kernel, _stream_kernel
 from indexcache_kernels.indexer_kl import triton as indexer_kl
 from indexcache_kernels.sparse_attention.triton import _backward_kernel, _forward_kernel
-from indexcache_kernels.topk_overlap.triton import _overlap_kernel
 
 def ptx(kernel, types, constants, **options):
     names = kernel.arg_names
@@ -419,7 +390,6 @@ for key in ("fp8e4nv", "bf16"):
     constants |= dict(PRECISION="tf32", UPCAST=False)
     assert "wgmma" in ptx(_stream_kernel, types, constants, num_warps=4, num_stages=3, maxnreg=128), key
 ptx(_merge_kernel, common, dict(TOTAL=4096, TOPK=2048, ROOM=4096, SEGMENT=1024), num_warps=4)
-ptx(_overlap_kernel, {**common, "ordered": "*i32"}, dict(TOPK=2048, STEPS=12, BLOCK=1024), num_warps=4)
 types = {"indices": "*i32", "lse": "*fp32", "scale": "fp32", **dict.fromkeys(("q", "k", "v", "out"), "*bf16")}
 types |= dict.fromkeys(("k_row", "k_head", "v_row", "v_head", "heads", "kv_heads"), "i32")
 types |= {"delta": "*fp32", "d_out": "*bf16", "d_q": "*bf16", "d_k": "*fp32", "d_v": "*fp32"}

@@ -18,7 +18,6 @@ from rich.console import Console
 from indexcache_search import tables
 from indexcache_search.report import render
 from indexcache_search.report.figures import changes_figure
-from indexcache_search.tables import markdown_table
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
@@ -159,13 +158,6 @@ def test_names_cannot_inject_markup() -> None:
 
 def test_a_strategy_without_steps_has_no_loss_figure() -> None:
     assert "Loss per step" not in render({**sample_metrics(), "steps": []})
-
-
-def test_markdown_has_a_line_a_row() -> None:
-    lines = markdown_table(sample_metrics()["held_out"]).splitlines()
-    assert len(lines) == 2 + 1 + 2 * 4
-    assert {line.count("|") for line in lines} == {8}
-    assert "uniform (paper's phase)" in lines[-2] or any("paper's phase" in line for line in lines)
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from sglang_indexcache.spellings import (
     freq_pattern,
     indexer_types,
     read_spelling,
-    to_freq,
     to_sglang,
     to_transformers,
     to_vllm,
@@ -107,13 +106,6 @@ def test_what_nobody_means_is_refused(config: dict[str, Any], rule: Rule, messag
 def test_nothing_declared_means_all_full() -> None:
     reading = read_spelling({"index_topk_freq": None, "indexer_types": None}, 3, Rule.SGLANG_TYPES_FIRST)
     assert (reading.pattern.roles, reading.key, reading.notes) == ("FFF", None, ())
-
-
-def test_to_freq_finds_the_spelling_or_says_there_is_none() -> None:
-    assert to_freq(Pattern("FFSSSFSSSF")) == {"index_topk_freq": 4, "index_skip_topk_offset": 2}
-    assert to_freq(Pattern.uniform(8, 4)) == {"index_topk_freq": 4, "index_skip_topk_offset": 1}
-    with pytest.raises(SpellingError, match="no index_topk_freq spelling"):
-        to_freq(Pattern("FSFFSS"))
 
 
 def test_indexer_types() -> None:

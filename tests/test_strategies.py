@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexcache_search.engines.base import Evaluation
-from indexcache_search.engines.simulated import SimulatedEngine, Structure
 from indexcache_search.evaluator import Evaluator
 from indexcache_search.judge import Judge, student
 from indexcache_search.strategies.dynamic_program import cheapest_patterns
@@ -23,6 +22,7 @@ from indexcache_search.strategies.lazy import lazy_greedy
 from indexcache_search.strategies.segments import SegmentCosts
 from indexcache_search.strategies.swaps import improve
 from indexcache_search.tokens import TokenSet, growing_shares
+from scripts.simulated import SimulatedEngine, Structure
 from sglang_indexcache import Pattern
 from tests.conftest import made_up
 

@@ -8,6 +8,5 @@ from indexcache_kernels.errors import KernelInputError
 from indexcache_kernels.indexer_kl import indexer_kl
 from indexcache_kernels.indexer_topk import causal_ranges, indexer_topk
 from indexcache_kernels.sparse_attention import sparse_attention
-from indexcache_kernels.topk_overlap import topk_overlap
 
-__all__ = ["KernelInputError", "causal_ranges", "indexer_kl", "indexer_topk", "sparse_attention", "topk_overlap"]
+__all__ = ["KernelInputError", "causal_ranges", "indexer_kl", "indexer_topk", "sparse_attention"]

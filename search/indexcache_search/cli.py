@@ -6,14 +6,14 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from indexcache_search import demo
+from indexcache_search.engines.base import Objective
 from indexcache_search.errors import NonFiniteLossError, SearchError
 from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
 from sglang_indexcache.command_line import ending
@@ -24,14 +24,7 @@ SIZES = (32, 32, None)
 DEMO_SIZES = (32, 48, 512)
 
 
-class EngineName(StrEnum):
-    TRANSFORMERS = "transformers"
-    SGLANG = "sglang"
-
-
-class ObjectiveName(StrEnum):
-    NLL = "nll"
-    KL = "kl"
+EngineName = Literal["transformers", "sglang"]
 
 
 EPILOG = f"""
@@ -81,7 +74,7 @@ def search(
     model: Annotated[str | None, typer.Option(help="Folder or hub id of a DSA model. Default: the demo model.")] = None,
     engine: Annotated[
         EngineName, typer.Option(help="What evaluates patterns. sglang: unknown options go to its server (--tp 8).")
-    ] = EngineName.TRANSFORMERS,
+    ] = "transformers",
     endpoint: Annotated[
         list[str] | None,
         typer.Option(help="sglang: a server in calibration mode instead of one's own; repeatable.", metavar="URL"),
@@ -125,9 +118,9 @@ def search(
         int, typer.Option(help="greedy: search P blocks of layers in turn, up to P flips a round.", min=1)
     ] = 1,
     objective: Annotated[
-        ObjectiveName,
+        Objective,
         typer.Option(help="kl: divergence from the unpatterned model. nll: loss on the text, the paper's."),
-    ] = ObjectiveName.KL,
+    ] = "kl",
     output: Annotated[Path | None, typer.Option(help="Folder for the results. Default: indexcache-NAME.")] = None,
     work_dir: Annotated[Path | None, typer.Option(help="Folder of the journal. Default: OUTPUT/work.")] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the journal and start afresh.")] = False,
@@ -163,18 +156,16 @@ def search(
 
     console = Console(stderr=True, highlight=False)
     with errors_in_one_line(console, "indexcache-search"):
-        if context.args and (engine is not EngineName.SGLANG or endpoint):
+        if context.args and (engine != "sglang" or endpoint):
             raise SearchError(f"no such option: {context.args[0]}; see indexcache-search --help")
-        if endpoint and engine is not EngineName.SGLANG:
+        if endpoint and engine != "sglang":
             raise SearchError("--endpoint needs --engine sglang")
         if model is None and calibration is None:
             calibration, evaluation = list(demo.CALIBRATION), evaluation or list(demo.EVALUATION)
         if not calibration:
             raise SearchError("--calibration is missing, expected a file, folder or hub id with text like your traffic")
         retentions = tuple(dict.fromkeys(parse_retention(item) for item in retain.split(",")))
-        settings = Settings(
-            retentions, strategy, blocks, (candidates, max_candidates), race, swaps, objective.value, seed
-        )
+        settings = Settings(retentions, strategy, blocks, (candidates, max_candidates), race, swaps, objective, seed)
         size, eval_size, length = DEMO_SIZES if model is None else SIZES
         data = Data(
             tuple(calibration),
@@ -186,7 +177,7 @@ def search(
         folder = output or Path(f"indexcache-{_short_name(model)}")
         files = Files(folder, work_dir or folder / "work", restart, report)
         runtime = Runtime(
-            engine.value,
+            engine,
             device,
             dtype,
             batch_size,

@@ -6,36 +6,20 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from indexcache_search import demo
 from indexcache_search.cli import errors_in_one_line
+from indexcache_search.distill.settings import Loss, Schedule
 from indexcache_search.errors import SearchError
 from sglang_indexcache.spec import GRAMMAR, PatternSpec
 
-
-class LossName(StrEnum):
-    MULTI = "multi"
-    AVERAGED = "averaged"
-    OWN = "own"
-
-
-class ScheduleName(StrEnum):
-    COSINE = "cosine"
-    WSD = "wsd"
-    CONSTANT = "constant"
-
-
-class SharedIndexers(StrEnum):
-    AUTO = "auto"
-    DROP = "drop"
-    KEEP = "keep"
+SharedIndexers = Literal["auto", "drop", "keep"]
 
 
 @dataclass(frozen=True)
@@ -104,12 +88,12 @@ def distill(
     ] = None,
     num_eval_sequences: Annotated[int | None, typer.Option(help="Held-out sequences. Default: 32.", min=1)] = None,
     loss: Annotated[
-        LossName,
+        Loss,
         typer.Option(
-            help="multi: each indexer learns from all layers it serves (Eq. 1). averaged: from their mean (Eq. 2), the"
-            " same gradients for more memory. own: from its own layer only, the ablation."
+            help="multi: each indexer learns from all layers it serves (Eq. 1)."
+            " own: from its own layer only, the ablation."
         ),
-    ] = LossName.MULTI,
+    ] = "multi",
     warmup_steps: Annotated[
         int | None, typer.Option(help="Dense steps in which only indexers train. Default: 1000; 0: none.", min=0)
     ] = None,
@@ -125,8 +109,8 @@ def distill(
         float | None, typer.Option(help="Peak learning rate of the body in the sparse stage. Default: 7.3e-6.", min=0)
     ] = None,
     schedule: Annotated[
-        ScheduleName, typer.Option(help="cosine: to a tenth. wsd: stays, and falls to 0 over the last fifth.")
-    ] = ScheduleName.COSINE,
+        Schedule, typer.Option(help="cosine: to a tenth. wsd: stays, and falls to 0 over the last fifth.")
+    ] = "cosine",
     ramp_steps: Annotated[int, typer.Option(help="Steps of the ramp that each stage begins with.", min=0)] = 50,
     batch_size: Annotated[int | None, typer.Option(help="Sequences a step. Default: 16.", min=1)] = None,
     micro_batch_size: Annotated[int, typer.Option(help="Sequences a forward of one process.", min=1)] = 1,
@@ -151,7 +135,7 @@ def distill(
     shared_indexers: Annotated[
         SharedIndexers,
         typer.Option(help="Weights of S layers' indexers in the result. auto: drop, but keep for deepseek_v32."),
-    ] = SharedIndexers.AUTO,
+    ] = "auto",
     evaluate_every: Annotated[int, typer.Option(help="Steps between held-out evaluations.", min=1)] = 100,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)] = 100,
     show_every: Annotated[int, typer.Option(help="Steps between lines on the terminal; the log has all.", min=1)] = 10,
@@ -189,13 +173,13 @@ def distill(
         defaults = DEMO if is_demo else Defaults()
         settings = Settings(
             PatternSpec.read(pattern).pattern(description),
-            loss.value,
+            loss,
             defaults.warmup_steps if warmup_steps is None else warmup_steps,
             defaults.steps if steps is None else steps,
             warmup_lr,
             defaults.indexer_lr if indexer_lr is None else indexer_lr,
             defaults.lr if lr is None else lr,
-            schedule.value,
+            schedule,
             ramp_steps,
             batch_size or defaults.batch_size,
             micro_batch_size,
@@ -210,7 +194,7 @@ def distill(
             num_sequences or defaults.num_sequences,
             num_eval_sequences or defaults.num_eval_sequences,
         )
-        keep = {SharedIndexers.AUTO: None, SharedIndexers.DROP: False, SharedIndexers.KEEP: True}[shared_indexers]
+        keep = {"auto": None, "drop": False, "keep": True}[shared_indexers]
         intervals = Intervals(evaluate_every, checkpoint_every, show_every)
         runtime = Runtime(device, dtype, attention, gradient_checkpointing, memory_check, keep, intervals, tensorboard)
         folder = output or Path(f"indexcache-distilled-{'demo' if is_demo else Path(name).name}")

@@ -65,14 +65,6 @@ def terminal_table(held_out: Metrics) -> Table:
     return table
 
 
-def markdown_table(held_out: Metrics) -> str:
-    """The comparison for a README."""
-    titles = columns(held_out)
-    lines = ["| " + " | ".join(titles) + " |", "|---" + "|---:" * (len(titles) - 1) + "|"]
-    lines += ["| " + " | ".join(cells(row, held_out)) + " |" for row in shown_rows(held_out)]
-    return "\n".join(lines)
-
-
 def _short(source: str) -> str:
     return source.removeprefix("demo:").rsplit("/", 1)[-1]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from indexcache_kernels.backends import Backend, runs_triton
 from indexcache_kernels.errors import KernelInputError
-from indexcache_kernels.indexer_topk import deep_gemm, naive
+from indexcache_kernels.indexer_topk import naive
 
 MOST = 8192  # to find with Triton: twice as many candidates are counted in 15 bits
 KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -23,7 +21,7 @@ def indexer_topk(
     ends: Tensor,
     topk: int,
     k_scale: Tensor | None = None,
-    backend: Backend | Literal["deep_gemm"] = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """The `topk` keys that score highest for each query: score = the sum over heads of weight x ReLU(q . k) x k_scale.
 
@@ -38,8 +36,7 @@ def indexer_topk(
         topk: keys of a query; at most 8192 with `triton`.
         k_scale: `[L]`, float32, of the rows of a quantised `k`.
         backend: `naive` is PyTorch with dense scores, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes
-            that on CUDA. `deep_gemm` is DeepGEMM with sgl_kernel, for float8 on Hopper: it takes any of equal scores,
-            writes them in no order, and needs more memory.
+            that on CUDA.
 
     Returns:
         `[T, topk]`, int32: rows of `k`, ascending; -1 behind them where a query sees fewer.
@@ -48,10 +45,6 @@ def indexer_topk(
         KernelInputError: if shapes, dtypes or devices don't fit together, or the backend can't run them.
     """
     _check(q, k, weights, starts, ends, topk, k_scale)
-    if backend == "deep_gemm":
-        if k_scale is None or not deep_gemm.fits(q, topk, k_scale):
-            raise KernelInputError("deep_gemm can't run this, see indexcache_kernels.indexer_topk.deep_gemm.fits")
-        return deep_gemm.indexer_topk(q, k, weights, starts, ends, k_scale)
     if not runs_triton(backend, q):
         return naive.indexer_topk(q, k, weights, starts, ends, topk, k_scale)
     if topk > MOST:

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from indexcache_kernels.transformers import ROWS
-from indexcache_search.distill.model import Stage, set_trainable
+from indexcache_search.distill.model import set_trainable
+from indexcache_search.distill.settings import Stage
 from indexcache_search.engines.transformers import LOGIT_ROWS
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +26,10 @@ from indexcache_kernels.indexer_topk.naive import indexer_scores
 from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors, keep_latent, key_ranges, select
 from indexcache_search.distill.kernel_attention import Vectors, attend_and_compare, computed_in
 from indexcache_search.distill.losses import divergence
+from indexcache_search.distill.settings import Loss, Stage
 from indexcache_search.engines.roles import dsa_attentions
 from indexcache_search.engines.transformers import LOGIT_ROWS
 from sglang_indexcache import Pattern
-
-Stage = Literal["warmup", "sparse"]
-Loss = Literal["multi", "averaged", "own"]
 
 NAME = "indexcache_distill"  # among transformers' attention implementations
 
@@ -68,10 +66,8 @@ class Distillation:
         model: a `GlmMoeDsaForCausalLM` or `DeepseekV32ForCausalLM`, sharded by FSDP2 or not.
         pattern: must be `S` on layers that have no indexer.
         stage: `warmup` or `sparse`; may be set to the other between forward passes.
-        loss: `multi` is Eq. 1; `averaged` is Eq. 2, which gives the same gradients for more memory; `own` is each
-            indexer against its own layer only, the paper's ablation.
+        loss: `multi` is Eq. 1; `own` is each indexer against its own layer only, the paper's ablation.
         kernels: backend of the project's kernels, which need no `[queries, keys]` tensor; None computes in PyTorch.
-            They have no `averaged`.
     """
 
     def __init__(
@@ -86,7 +82,6 @@ class Distillation:
         self._indices: dict[int, Tensor] = {}
         self._vectors: dict[int, Vectors] = {}  # what the kernels score with
         self._log_q: dict[int, Tensor] = {}
-        self._targets: dict[int, Tensor] = {}
         self._found: dict[int, list[Tensor]] | None = None
 
     @contextmanager
@@ -139,7 +134,7 @@ class Distillation:
         return Output(losses.view_as(self._labels) if self.stage == "sparse" else None, divergences)
 
     def _forget(self) -> None:
-        for kept in (self._indices, self._vectors, self._log_q, self._targets):
+        for kept in (self._indices, self._vectors, self._log_q):
             kept.clear()
 
     def _losses_of_tokens(self, head: nn.Linear, hidden: Tensor) -> Tensor:
@@ -227,16 +222,9 @@ class Distillation:
 
     def _learn(self, layer: int, p: Tensor) -> None:
         source = self.pattern.source_layers[layer]
-        share = 1 / self._served[source]
-        if self.loss == "own":
-            if layer == source:
-                self._report(source, divergence(p, self._log_q[source]))
-        elif self.loss == "multi":
+        if self.loss == "multi" or layer == source:
+            share = 1.0 if self.loss == "own" else 1 / self._served[source]
             self._report(source, divergence(p, self._log_q[source]) * share)
-        else:
-            self._targets[layer] = p * share + (self._targets[layer - 1] if layer > source else 0.0)
-            if layer + 1 == source + self._served[source]:
-                self._report(source, divergence(self._targets[layer], self._log_q[source]))
 
     def _report(self, source: int, divergences: Tensor) -> None:
         if self._found is not None:

@@ -8,10 +8,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from indexcache_search.distill import memory
-from indexcache_search.distill.model import Stage
 from indexcache_search.distill.processes import Processes
-from indexcache_search.distill.settings import Data, Runtime, Settings
-from indexcache_search.engines.transformers import check_seq_len, resolve_attention
+from indexcache_search.distill.settings import Data, Runtime, Settings, Stage
+from indexcache_search.engines.transformers import check_seq_len
 from indexcache_search.errors import SearchError
 from sglang_indexcache import DsaModel
 from sglang_indexcache.checkpoint import Checkpoint
@@ -50,19 +49,6 @@ def computes_in_bfloat16(runtime: Runtime) -> bool:
         raise SearchError(f"--dtype is {runtime.dtype}, expected auto, float32 or bfloat16")
     on_gpu = runtime.device == "auto" and torch.cuda.is_available()
     return runtime.dtype == "bfloat16" or (runtime.dtype == "auto" and on_gpu)
-
-
-def choose_attention(settings: Settings, runtime: Runtime, device: torch.device) -> str:
-    """`naive` or `kernels`.
-
-    Raises:
-        SearchError: if what is asked for does not run.
-    """
-    if settings.loss != "averaged":
-        return resolve_attention(runtime.attention, device)
-    if runtime.attention == "kernels":
-        raise SearchError("--loss averaged needs the whole attention of a layer, expected --attention naive with it")
-    return resolve_attention("naive" if runtime.attention == "auto" else runtime.attention, device)
 
 
 def check_memory(

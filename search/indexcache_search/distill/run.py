@@ -22,12 +22,11 @@ from indexcache_search.distill.curves import draw
 from indexcache_search.distill.data import load_set, save_set
 from indexcache_search.distill.export import export, trained_pattern_file
 from indexcache_search.distill.log import TrainingLog
-from indexcache_search.distill.model import Stage
-from indexcache_search.distill.preflight import check_memory, check_model, choose_attention, computes_in_bfloat16
+from indexcache_search.distill.preflight import check_memory, check_model, computes_in_bfloat16
 from indexcache_search.distill.processes import Processes, joined
 from indexcache_search.distill.progress import TrainingProgress
 from indexcache_search.distill.result import collect
-from indexcache_search.distill.settings import Data, Folders, Runtime, Settings
+from indexcache_search.distill.settings import Data, Folders, Runtime, Settings, Stage
 from indexcache_search.distill.trainer import StageTrainer
 from indexcache_search.distill.work import work_folder
 from indexcache_search.engines.transformers import (
@@ -36,6 +35,7 @@ from indexcache_search.engines.transformers import (
     load_tokenizer,
     memory_error_in_one_line,
     read_config,
+    resolve_attention,
     set_quiet,
 )
 from indexcache_search.errors import NonFiniteLossError
@@ -78,7 +78,7 @@ def _run(
     processes: Processes,
 ) -> Mapping[str, Any]:
     settings.check(processes.count)
-    attention = choose_attention(settings, runtime, processes.device)
+    attention = resolve_attention(runtime.attention, processes.device)
     stages = [stage for stage in STAGES if len(range(*settings.range(stage)))]
     if runtime.check_memory:
         for stage in stages:

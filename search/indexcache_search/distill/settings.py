@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from indexcache_search.distill.model import Loss, Stage
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
 
+Stage = Literal["warmup", "sparse"]
+Loss = Literal["multi", "own"]
 Schedule = Literal["cosine", "wsd", "constant"]
 
 COSINE_FLOOR = 0.1  # of the peak, at the end

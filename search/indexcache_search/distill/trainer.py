@@ -18,10 +18,10 @@ from indexcache_search import objectives
 from indexcache_search.distill.checkpoints import Checkpoints
 from indexcache_search.distill.data import Order
 from indexcache_search.distill.log import TrainingLog
-from indexcache_search.distill.model import Distillation, Stage, set_trainable
+from indexcache_search.distill.model import Distillation, set_trainable
 from indexcache_search.distill.processes import Processes
 from indexcache_search.distill.result import as_evaluation
-from indexcache_search.distill.settings import Intervals, Settings
+from indexcache_search.distill.settings import Intervals, Settings, Stage
 from indexcache_search.distill.sharding import shard
 from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.tokens import TokenSet

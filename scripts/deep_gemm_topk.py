@@ -1,4 +1,4 @@
-"""DeepGEMM's scores followed by SGLang's selection, where both are installed: float8 keys only."""
+"""What indexer_topk is measured against: DeepGEMM's scores followed by SGLang's selection, float8 keys only."""
 
 from __future__ import annotations
 
