@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Objective
 from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.own_server import own_server
 from indexcache_search.engines.sglang import SglangEngine
-from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel, Pattern
 from sglang_indexcache.protocol import KL, Measured
 

@@ -21,16 +21,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_search import demo
-from indexcache_search.calibration import TokenReader, build_token_sets
-from indexcache_search.engines.transformers import (
-    TransformersEngine,
-    describe_model,
-    load_tokenizer,
-    read_config,
-    set_quiet,
-)
+from indexcache_search.data.packing import TokenReader, build_token_sets
+from indexcache_search.data.tokens import TokenSet
+from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
-from indexcache_search.tokens import TokenSet
+from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
 from sglang_indexcache import DsaModel, Pattern
 
 CONFIG: dict[str, Any] = {

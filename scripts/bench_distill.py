@@ -26,10 +26,11 @@ import torch
 from rich.console import Console
 
 from indexcache_search import demo, objectives
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.run import run
 from indexcache_search.distill.settings import Data, Folders, Intervals, Loss, Runtime, Settings
-from indexcache_search.engines.transformers import TransformersEngine, describe_model
-from indexcache_search.tokens import TokenSet
+from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.hf.loading import describe_model
 from scripts.demo_model.recall import ANSWER, TEXT, UNSCORED, RecallTasks
 from scripts.train_demo_model import MIXTURE
 from sglang_indexcache import Pattern

@@ -22,12 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search import demo, objectives
-from indexcache_search.calibration import TokenReader, build_token_sets
+from indexcache_search.data.packing import TokenReader, build_token_sets
+from indexcache_search.data.tokens import TokenSet, growing_shares
 from indexcache_search.engines.base import Evaluation, Objective
-from indexcache_search.engines.transformers import TransformersEngine, load_tokenizer, read_config, set_quiet
+from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.hf.loading import load_tokenizer, read_config, set_quiet
 from indexcache_search.journal import Journal
 from indexcache_search.search import Search, Settings, identity, today
-from indexcache_search.tokens import TokenSet, growing_shares
 from sglang_indexcache import Pattern
 
 OBJECTIVES: tuple[Objective, ...] = ("nll", "kl")

@@ -29,19 +29,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search import demo, objectives
-from indexcache_search.calibration import TokenReader, build_token_sets
+from indexcache_search.data.packing import TokenReader, build_token_sets
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine, Evaluation
-from indexcache_search.engines.transformers import (
-    TransformersEngine,
-    describe_model,
-    load_tokenizer,
-    read_config,
-    set_quiet,
-)
+from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.evaluator import Cost
+from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.journal import Journal
 from indexcache_search.search import Search, Settings, identity, today
-from indexcache_search.tokens import TokenSet
 from scripts.simulated import SimulatedEngine, Structure
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import parse_retention

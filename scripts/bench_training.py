@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill import memory
 from indexcache_search.distill.processes import Processes, joined
 from indexcache_search.distill.settings import Settings, Stage
 from indexcache_search.distill.trainer import StageTrainer
-from indexcache_search.engines.transformers import set_quiet
-from indexcache_search.tokens import TokenSet
+from indexcache_search.hf.loading import set_quiet
 from scripts.bench_context import CONFIG, PATTERN
 
 SHAPES: dict[str, Any] = {**CONFIG, "n_routed_experts": 16}

@@ -20,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search import demo, objectives
-from indexcache_search.calibration import TokenReader, build_token_sets
+from indexcache_search.data.packing import TokenReader, build_token_sets
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
-from indexcache_search.engines.transformers import TransformersEngine, load_tokenizer, read_config, set_quiet
-from indexcache_search.tokens import TokenSet
+from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.hf.loading import load_tokenizer, read_config, set_quiet
 from scripts.simulated import Structure
 from sglang_indexcache import Pattern
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation, Objective
-from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel, Pattern
 
 

@@ -22,8 +22,8 @@ if not torch.cuda.is_available() and find_spec("triton") is not None and find_sp
     del os.environ["TRITON_INTERPRET"]
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.transformers import TransformersEngine
-from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel
 
 LAYERS, TOPK, VOCAB = 6, 8, 96

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 from indexcache_search import demo
 from indexcache_search.compare import tasks
 from indexcache_search.compare.result import rises
-from indexcache_search.engines.transformers import describe_model, load_tokenizer
 from indexcache_search.errors import DataError
 from indexcache_search.eval_cli import app, named_patterns
+from indexcache_search.hf.loading import describe_model, load_tokenizer
 from sglang_indexcache import Pattern
 from tests.patterns import write_pattern
 

@@ -24,8 +24,8 @@ from indexcache_search.distill.data import Order
 from indexcache_search.distill.settings import Settings
 from indexcache_search.distill.trainer import StageTrainer
 from indexcache_search.distill_cli import app
-from indexcache_search.engines.transformers import read_config
 from indexcache_search.errors import SearchError
+from indexcache_search.hf.loading import read_config
 from sglang_indexcache import Pattern
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.pattern_file import PatternFile

@@ -15,7 +15,7 @@ from torch import Tensor
 from indexcache_search.distill.losses import divergence
 from indexcache_search.distill.model import Distillation, set_trainable
 from indexcache_search.distill.settings import Loss, Stage
-from indexcache_search.engines.roles import apply_roles, dsa_attentions
+from indexcache_search.hf.roles import apply_roles, dsa_attentions
 from sglang_indexcache import Pattern
 from tests.conftest import LAYERS, VOCAB, tiny_config, tiny_model
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from indexcache_search.engines import transformers as transformers_engine
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.prefix import LayerState, PrefixCache
-from indexcache_search.engines.roles import apply_roles
-from indexcache_search.engines.transformers import TransformersEngine, describe_model
+from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
+from indexcache_search.hf.loading import describe_model
+from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern, checkpoint
 from sglang_indexcache.checkpoint import tokenizer_digest, weights_digest
 from sglang_indexcache.errors import ModelConfigError, PatternError

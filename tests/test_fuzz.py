@@ -23,11 +23,12 @@ from pydantic import TypeAdapter
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
-from indexcache_search.calibration import TokenReader, build_token_sets
 from indexcache_search.cli import app as search_app
 from indexcache_search.compare.endpoints import Endpoint
+from indexcache_search.data.packing import TokenReader, build_token_sets
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerBusyError, ServerLostError
-from indexcache_search.engines.transformers import TransformersEngine, read_config
+from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.hf.loading import read_config
 from sglang_indexcache import DsaModel, IndexCacheError, PatternFile, files, http_client
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.servers import served_fingerprints

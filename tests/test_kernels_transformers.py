@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from indexcache_kernels import KernelInputError
 from indexcache_kernels.transformers import use_kernels
-from indexcache_search.engines.roles import apply_roles, dsa_attentions
+from indexcache_search.hf.roles import apply_roles, dsa_attentions
 from sglang_indexcache import Pattern
 from tests.conftest import LAYERS, TOPK, VOCAB, tiny_config, tiny_model
 

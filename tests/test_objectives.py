@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from indexcache_search import objectives
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
-from indexcache_search.tokens import TokenSet
 from sglang_indexcache import Pattern
 
 

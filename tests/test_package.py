@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from indexcache_search import demo
-from indexcache_search.engines.transformers import describe_model
+from indexcache_search.hf.loading import describe_model
 from sglang_indexcache import PatternFile
 
 ROOT = Path(__file__).parent.parent

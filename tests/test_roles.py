@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from indexcache_search.engines.roles import apply_roles, dsa_attentions
+from indexcache_search.hf.roles import apply_roles, dsa_attentions
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.spellings import indexer_types

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from indexcache_search.data.tokens import TokenSet, growing_shares
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.evaluator import Evaluator
 from indexcache_search.judge import Judge, student
@@ -21,7 +22,6 @@ from indexcache_search.strategies.greedy import greedy
 from indexcache_search.strategies.lazy import lazy_greedy
 from indexcache_search.strategies.segments import SegmentCosts
 from indexcache_search.strategies.swaps import improve
-from indexcache_search.tokens import TokenSet, growing_shares
 from scripts.simulated import SimulatedEngine, Structure
 from sglang_indexcache import Pattern
 from tests.conftest import made_up

@@ -162,7 +162,7 @@ def distill(
         from indexcache_search.distill.result import terminal_table
         from indexcache_search.distill.run import run
         from indexcache_search.distill.settings import Data, Folders, Intervals, Runtime, Settings
-        from indexcache_search.engines.transformers import describe_model
+        from indexcache_search.hf.loading import describe_model
 
         if is_demo and training is None:
             training, evaluation = list(demo.CALIBRATION), evaluation or list(demo.EVALUATION)

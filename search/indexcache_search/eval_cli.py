@@ -16,9 +16,9 @@ from rich.progress import Progress
 
 from indexcache_search import demo
 from indexcache_search.cli import errors_in_one_line
+from indexcache_search.data.sketch import Sketch
 from indexcache_search.errors import SearchError
 from indexcache_search.line import NAMED, Line
-from indexcache_search.sketch import Sketch
 from sglang_indexcache import DsaModel
 from sglang_indexcache.files import write_atomically
 from sglang_indexcache.pattern import full_layer_count, parse_retention
@@ -99,15 +99,9 @@ def evaluate(
 
     Differences are paired: everything sees the same sequences.
     """
-    from indexcache_search.calibration import TokenReader
     from indexcache_search.compare import held_out, measure, result
-    from indexcache_search.engines.transformers import (
-        check_seq_len,
-        describe_model,
-        load_tokenizer,
-        read_config,
-        set_quiet,
-    )
+    from indexcache_search.data.packing import TokenReader
+    from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
 
     console = Console(stderr=True, highlight=False)
     with errors_in_one_line(console, "indexcache-eval"):

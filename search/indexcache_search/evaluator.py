@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine, Evaluation, Objective
 from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.journal import Journal
-from indexcache_search.tokens import TokenSet
 from sglang_indexcache import Pattern
 
 

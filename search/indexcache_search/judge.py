@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from scipy.stats import norm, t
 
 from indexcache_search import objectives
+from indexcache_search.data.tokens import growing_shares
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.evaluator import Evaluator
 from indexcache_search.objectives import Estimate
-from indexcache_search.tokens import growing_shares
 from sglang_indexcache import Pattern
 
 FIRST_SHARE = 8  # the first share holds 1/8 of the sequences

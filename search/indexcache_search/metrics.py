@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search import objectives
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.line import BASELINE, BEST, MEAN, PHASE, Line
 from indexcache_search.objectives import Estimate
 from indexcache_search.search import Found, Row, Search
-from indexcache_search.tokens import TokenSet
 from sglang_indexcache import PatternFile
 
 SCHEMA = "indexcache-search/metrics/v3"

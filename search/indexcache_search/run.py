@@ -16,25 +16,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from indexcache_search import metrics, tables
-from indexcache_search.calibration import TokenReader, build_token_sets
+from indexcache_search.data.packing import TokenReader, build_token_sets
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine
 from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.own_server import own_server
 from indexcache_search.engines.sglang import SglangEngine
-from indexcache_search.engines.transformers import (
-    TransformersEngine,
-    check_seq_len,
-    describe_model,
-    load_tokenizer,
-    read_config,
-    set_quiet,
-)
+from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.journal import Journal
 from indexcache_search.line import NAMED
 from indexcache_search.progress import SearchProgress
 from indexcache_search.search import Search, Settings, identity, today
 from indexcache_search.strategies.base import Step
-from indexcache_search.tokens import TokenSet
 from sglang_indexcache import Pattern
 from sglang_indexcache.command_line import doing
 from sglang_indexcache.files import write_atomically

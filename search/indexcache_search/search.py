@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 import sglang_indexcache
 from indexcache_search import objectives
+from indexcache_search.data.sketch import Sketch
+from indexcache_search.data.tokens import TokenSet, growing_shares
 from indexcache_search.engines.base import Engine, Evaluation, Objective
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluator import Cost, Evaluator
@@ -21,14 +23,12 @@ from indexcache_search.journal import Journal
 from indexcache_search.judge import CONFIDENCE, Judge
 from indexcache_search.line import NAMED, Line, uniform_lines
 from indexcache_search.objectives import Estimate
-from indexcache_search.sketch import Sketch
 from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
 from indexcache_search.strategies.base import Goal, Problem, Step
 from indexcache_search.strategies.greedy import count_evaluations
 from indexcache_search.strategies.similarity import Similarity, similarity_pattern
 from indexcache_search.strategies.swaps import improve
 from indexcache_search.strategies.uniform import Uniform
-from indexcache_search.tokens import TokenSet, growing_shares
 from sglang_indexcache import DsaModel, Pattern, PatternFile
 from sglang_indexcache.pattern import full_layer_count
 from sglang_indexcache.pattern_file import (

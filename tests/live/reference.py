@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from dsa_cpu_platform.recorder import Run
-from indexcache_search.engines.roles import apply_roles, dsa_attentions
+from indexcache_search.hf.roles import apply_roles, dsa_attentions
 from sglang_indexcache import Pattern
 
 Selections = dict[int, dict[int, frozenset[int]]]

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from indexcache_search.calibration import EVALUATION_ORDER_SEED, TokenReader, held_out_set
 from indexcache_search.compare.tasks import TASKS, sample
+from indexcache_search.data.packing import EVALUATION_ORDER_SEED, TokenReader, held_out_set
+from indexcache_search.data.sketch import Sketch
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import DataError
-from indexcache_search.sketch import Sketch
-from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel
 
 

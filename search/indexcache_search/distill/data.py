@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import JournalError
-from indexcache_search.tokens import TokenSet
 from sglang_indexcache.files import read_regular, write_atomically
 
 _MAX_BYTES = 16 << 20

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from indexcache_kernels.transformers import ROWS
 from indexcache_search.distill.model import set_trainable
 from indexcache_search.distill.settings import Stage
-from indexcache_search.engines.transformers import LOGIT_ROWS
 from indexcache_search.errors import SearchError
+from indexcache_search.hf.device import LOGIT_ROWS
 from sglang_indexcache import Pattern
 
 _MASTER = 4  # bytes of a float32 weight that trains, and of its gradient

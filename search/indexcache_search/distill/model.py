@@ -27,8 +27,8 @@ from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors, keep_l
 from indexcache_search.distill.kernel_attention import Vectors, attend_and_compare, computed_in
 from indexcache_search.distill.losses import divergence
 from indexcache_search.distill.settings import Loss, Stage
-from indexcache_search.engines.roles import dsa_attentions
-from indexcache_search.engines.transformers import LOGIT_ROWS
+from indexcache_search.hf.device import LOGIT_ROWS
+from indexcache_search.hf.roles import dsa_attentions
 from sglang_indexcache import Pattern
 
 NAME = "indexcache_distill"  # among transformers' attention implementations

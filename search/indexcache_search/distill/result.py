@@ -8,9 +8,9 @@ from typing import Any
 from rich.table import Table
 
 from indexcache_search import objectives
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.settings import Settings
 from indexcache_search.engines.base import Evaluation
-from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel, Pattern
 
 

@@ -16,7 +16,8 @@ from rich.console import Console
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from indexcache_search.calibration import TokenReader, build_training_sets
+from indexcache_search.data.packing import TokenReader, build_training_sets
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.checkpoints import Checkpoints
 from indexcache_search.distill.curves import draw
 from indexcache_search.distill.data import load_set, save_set
@@ -29,18 +30,10 @@ from indexcache_search.distill.result import collect
 from indexcache_search.distill.settings import Data, Folders, Runtime, Settings, Stage
 from indexcache_search.distill.trainer import StageTrainer
 from indexcache_search.distill.work import work_folder
-from indexcache_search.engines.transformers import (
-    describe_model,
-    load_model,
-    load_tokenizer,
-    memory_error_in_one_line,
-    read_config,
-    resolve_attention,
-    set_quiet,
-)
 from indexcache_search.errors import NonFiniteLossError
+from indexcache_search.hf.device import memory_error_in_one_line, resolve_attention
+from indexcache_search.hf.loading import describe_model, load_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.search import today
-from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel, Pattern, __version__
 from sglang_indexcache.checkpoint import tokenizer_digest, weights_digest
 from sglang_indexcache.files import write_atomically

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from indexcache_kernels.backends import Backend
 from indexcache_search import objectives
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.checkpoints import Checkpoints
 from indexcache_search.distill.data import Order
 from indexcache_search.distill.log import TrainingLog
@@ -24,7 +25,6 @@ from indexcache_search.distill.result import as_evaluation
 from indexcache_search.distill.settings import Intervals, Settings, Stage
 from indexcache_search.distill.sharding import shard
 from indexcache_search.errors import NonFiniteLossError
-from indexcache_search.tokens import TokenSet
 from sglang_indexcache import Pattern
 
 BETAS = (0.9, 0.95)

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.tokens import TokenSet
+from indexcache_search.data.tokens import TokenSet
 from sglang_indexcache import DsaModel, Pattern
 
 Objective = Literal["nll", "kl"]

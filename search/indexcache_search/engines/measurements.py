@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from indexcache_search.engines.roles import apply_roles, dsa_attentions
-from indexcache_search.tokens import sampled_queries
+from indexcache_search.data.tokens import sampled_queries
+from indexcache_search.hf.roles import apply_roles, dsa_attentions
 from sglang_indexcache import DsaModel
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from indexcache_search.engines.roles import apply_roles
+from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
 
 

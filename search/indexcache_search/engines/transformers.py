@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -15,21 +14,24 @@ import torch.nn.functional as F
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines import measurements
 from indexcache_search.engines.base import Evaluation, Objective
 from indexcache_search.engines.prefix import PrefixCache, run_from_cache
-from indexcache_search.engines.roles import apply_roles, dsa_attentions
 from indexcache_search.errors import SearchError
-from indexcache_search.tokens import TokenSet
-from sglang_indexcache import DsaModel, Pattern, checkpoint
+from indexcache_search.hf.device import (
+    DTYPES,
+    LOGIT_ROWS,
+    memory_error_in_one_line,
+    on_kernels,
+    resolve_attention,
+    target_device,
+)
+from indexcache_search.hf.loading import describe_model, load_model
+from indexcache_search.hf.roles import apply_roles
+from sglang_indexcache import DsaModel, Pattern
 from sglang_indexcache.checkpoint import weights_digest
-from sglang_indexcache.errors import one_line
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ATTENTIONS = ("auto", "naive", "kernels")
-LOGIT_ROWS = 1024  # rows of the [rows, vocabulary] float32 logits that exist at a time: 0.6 GB for GLM-5
 
 
 class TransformersEngine:
@@ -75,7 +77,7 @@ class TransformersEngine:
         }
         self._attention: Callable[[], AbstractContextManager[None]] = nullcontext
         if attention == "kernels":
-            self._attention = partial(_on_kernels, model)
+            self._attention = partial(on_kernels, model)
         self._baselines: dict[tuple[str, int], Tensor] = {}
 
     @classmethod
@@ -96,7 +98,7 @@ class TransformersEngine:
         """
         if dtype not in DTYPES:
             raise SearchError(f"--dtype is {dtype}, expected one of {', '.join(DTYPES)}")
-        target = _device(device)
+        target = target_device(device)
         attention = resolve_attention(attention, target)
         description = describe_model(model)
         loaded = load_model(model, description, DTYPES[dtype]).eval().to(target)
@@ -194,157 +196,3 @@ class TransformersEngine:
             targets = torch.from_numpy(np.flatnonzero(data.scored[row]))
             self._baselines[data.sha256, row] = states.cpu()[targets - 1]
         return layers
-
-
-def load_model(model: str, description: DsaModel, dtype: torch.dtype | str) -> Any:
-    """The model of transformers with all of its weights from the checkpoint.
-
-    transformers makes up what is missing or has another name, and says so in a warning. Indexers of locked layers may
-    be missing: they never run. Indexers are looked through for NaN, which top-k hides from the loss.
-
-    Args:
-        model: folder or hub id.
-        description: what its config.json says.
-        dtype: of the weights, or `auto` for the checkpoint's own.
-
-    Raises:
-        SearchError: if it can't be found or loaded, or a weight is missing or not a number.
-    """
-    try:
-        loaded, info = AutoModelForCausalLM.from_pretrained(
-            model, dtype=dtype, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # transformers, safetensors and PyTorch each have their own
-        raise SearchError(f"{model}: can't be loaded: {_one_line(error)}") from None
-    locked = tuple(f"model.layers.{layer}.self_attn.indexer." for layer in description.locked)
-    missing = sorted(name for name in info["missing_keys"] if not name.startswith(locked or ("\0",)))
-    wrong = sorted(str(item[0] if isinstance(item, tuple) else item) for item in info["mismatched_keys"])
-    for names, what in ((missing, "is not in the checkpoint"), (wrong, "has another shape in the checkpoint")):
-        if names:
-            more = f" ({len(names)} such weights)" if len(names) > 1 else ""
-            raise SearchError(f"{model}: {names[0]} {what}{more}; expected all weights of {description.architecture}")
-    for layer, attention in enumerate(dsa_attentions(loaded)):
-        for name, parameter in () if attention.indexer is None else attention.indexer.named_parameters():
-            if layer not in description.locked and not parameter.isfinite().all():
-                raise SearchError(f"{model}: {name} of the indexer of layer {layer} is not finite")
-    return loaded
-
-
-def describe_model(model: str) -> DsaModel:
-    """Read the config.json of a folder or hub id.
-
-    Raises:
-        ModelConfigError: if there is none, or it has no DSA attention.
-    """
-    return DsaModel.from_config(*checkpoint.read_config(model))
-
-
-def read_config(model: str) -> PreTrainedConfig:
-    """The configuration transformers makes of a folder or hub id.
-
-    Raises:
-        SearchError: if it refuses it.
-    """
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:  # checks of transformers and of the hub's client, and whatever odd values run into
-        raise SearchError(f"{model}: config.json is refused: {_one_line(error)}") from None
-    return config
-
-
-def check_seq_len(seq_len: int, config: PreTrainedConfig) -> None:
-    """Check that a model was made for sequences of `seq_len` tokens.
-
-    Raises:
-        SearchError: if not.
-    """
-    if seq_len > config.max_position_embeddings:
-        raise SearchError(f"--seq-len is {seq_len}, but the model was made for {config.max_position_embeddings} tokens")
-
-
-def set_quiet() -> None:
-    """Keep transformers' bars and hints out of ours."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
-def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id.
-
-    Raises:
-        SearchError: if there is none.
-    """
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises plain exceptions
-        raise SearchError(f"{model}: no tokenizer found, and the data is text: {_one_line(error)}") from None
-    return tokenizer
-
-
-@contextmanager
-def memory_error_in_one_line(sizes: str, expected: str) -> Iterator[None]:
-    """Say what was too large, and what would help, when memory runs out.
-
-    Raises:
-        SearchError: if it does.
-    """
-    try:
-        yield
-    except RuntimeError as error:  # of which torch.OutOfMemoryError is one; the CPU allocator raises it plain
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
-            raise
-        raise SearchError(f"out of memory with {sizes}; expected {expected}") from None
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise SearchError(f"--device is {name}, expected auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise SearchError(f"--device is {name}, expected auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise SearchError(f"--device is {name}, but PyTorch sees {torch.cuda.device_count()} CUDA devices")
-    return device
-
-
-def resolve_attention(attention: str, device: torch.device) -> str:
-    """`naive` or `kernels`, whichever `auto` means on a device.
-
-    Raises:
-        SearchError: if it is neither, or kernels are asked for where they don't run.
-    """
-    if attention not in ATTENTIONS:
-        raise SearchError(f"--attention is {attention}, expected one of {', '.join(ATTENTIONS)}")
-    if attention == "naive" or (attention == "auto" and device.type != "cuda"):
-        return "naive"
-    if device.type != "cuda":
-        raise SearchError(f"--attention kernels needs a CUDA device, found {device.type}; expected auto or naive")
-    missing = "the package triton" if find_spec("triton") is None else ""
-    if not missing:
-        from indexcache_kernels.transformers import supported
-
-        missing = "" if supported() else f"transformers 5.17 or newer, found {transformers.__version__}"
-    if missing and attention == "kernels":
-        raise SearchError(f"--attention kernels needs {missing}; expected it, auto or naive")
-    return "naive" if missing else "kernels"
-
-
-@contextmanager
-def _on_kernels(model: Any) -> Iterator[None]:
-    from indexcache_kernels.errors import KernelInputError
-    from indexcache_kernels.transformers import use_kernels
-
-    try:
-        with use_kernels(model):
-            yield
-    except KernelInputError as error:
-        raise SearchError(f"the kernels can't run this model: {error}; expected --attention naive") from None
-
-
-def _one_line(error: Exception) -> str:
-    return one_line(error, 300) or type(error).__name__

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from indexcache_search import demo
-from indexcache_search.calibration import TokenReader, build_token_sets, held_out_set
+from indexcache_search.data.packing import TokenReader, build_token_sets, held_out_set
+from indexcache_search.data.sketch import Sketch
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import DataError
-from indexcache_search.sketch import Sketch
-from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel
 from tests.conftest import TOPK, VOCAB, tiny_config
 

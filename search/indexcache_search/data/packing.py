@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from indexcache_search.data.sketch import Sketch
+from indexcache_search.data.sources import rows
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import DataError
-from indexcache_search.rows import rows
-from indexcache_search.sketch import Sketch
-from indexcache_search.tokens import TokenSet
 from sglang_indexcache import DsaModel
 
 SECTION_SEQUENCES = 4  # a document longer than so many sequences is cut

@@ -1,0 +1,1 @@
+"""From files, folders and hub ids to token sequences of which it is known what counts."""

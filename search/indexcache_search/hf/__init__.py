@@ -1,0 +1,1 @@
+"""Models and tokenizers of Hugging Face transformers, and what they run on."""

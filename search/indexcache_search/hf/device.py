@@ -1,0 +1,80 @@
+"""What a model runs on: the device, its memory, and whose attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import transformers
+
+from indexcache_search.errors import SearchError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ATTENTIONS = ("auto", "naive", "kernels")
+LOGIT_ROWS = 1024  # rows of the [rows, vocabulary] float32 logits that exist at a time: 0.6 GB for GLM-5
+
+
+def target_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise SearchError(f"--device is {name}, expected auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise SearchError(f"--device is {name}, expected auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SearchError(f"--device is {name}, but PyTorch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def resolve_attention(attention: str, device: torch.device) -> str:
+    """`naive` or `kernels`, whichever `auto` means on a device.
+
+    Raises:
+        SearchError: if it is neither, or kernels are asked for where they don't run.
+    """
+    if attention not in ATTENTIONS:
+        raise SearchError(f"--attention is {attention}, expected one of {', '.join(ATTENTIONS)}")
+    if attention == "naive" or (attention == "auto" and device.type != "cuda"):
+        return "naive"
+    if device.type != "cuda":
+        raise SearchError(f"--attention kernels needs a CUDA device, found {device.type}; expected auto or naive")
+    missing = "the package triton" if find_spec("triton") is None else ""
+    if not missing:
+        from indexcache_kernels.transformers import supported
+
+        missing = "" if supported() else f"transformers 5.17 or newer, found {transformers.__version__}"
+    if missing and attention == "kernels":
+        raise SearchError(f"--attention kernels needs {missing}; expected it, auto or naive")
+    return "naive" if missing else "kernels"
+
+
+@contextmanager
+def memory_error_in_one_line(sizes: str, expected: str) -> Iterator[None]:
+    """Say what was too large, and what would help, when memory runs out.
+
+    Raises:
+        SearchError: if it does.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # of which torch.OutOfMemoryError is one; the CPU allocator raises it plain
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise SearchError(f"out of memory with {sizes}; expected {expected}") from None
+
+
+@contextmanager
+def on_kernels(model: Any) -> Iterator[None]:
+    from indexcache_kernels.errors import KernelInputError
+    from indexcache_kernels.transformers import use_kernels
+
+    try:
+        with use_kernels(model):
+            yield
+    except KernelInputError as error:
+        raise SearchError(f"the kernels can't run this model: {error}; expected --attention naive") from None

@@ -1,0 +1,105 @@
+"""Models, configurations and tokenizers of Hugging Face, all of their weights or a line that says why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from indexcache_search.errors import SearchError
+from indexcache_search.hf.roles import dsa_attentions
+from sglang_indexcache import DsaModel, checkpoint
+from sglang_indexcache.errors import one_line
+
+
+def load_model(model: str, description: DsaModel, dtype: torch.dtype | str) -> Any:
+    """The model of transformers with all of its weights from the checkpoint.
+
+    transformers makes up what is missing or has another name, and says so in a warning. Indexers of locked layers may
+    be missing: they never run. Indexers are looked through for NaN, which top-k hides from the loss.
+
+    Args:
+        model: folder or hub id.
+        description: what its config.json says.
+        dtype: of the weights, or `auto` for the checkpoint's own.
+
+    Raises:
+        SearchError: if it can't be found or loaded, or a weight is missing or not a number.
+    """
+    try:
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # transformers, safetensors and PyTorch each have their own
+        raise SearchError(f"{model}: can't be loaded: {_one_line(error)}") from None
+    locked = tuple(f"model.layers.{layer}.self_attn.indexer." for layer in description.locked)
+    missing = sorted(name for name in info["missing_keys"] if not name.startswith(locked or ("\0",)))
+    wrong = sorted(str(item[0] if isinstance(item, tuple) else item) for item in info["mismatched_keys"])
+    for names, what in ((missing, "is not in the checkpoint"), (wrong, "has another shape in the checkpoint")):
+        if names:
+            more = f" ({len(names)} such weights)" if len(names) > 1 else ""
+            raise SearchError(f"{model}: {names[0]} {what}{more}; expected all weights of {description.architecture}")
+    for layer, attention in enumerate(dsa_attentions(loaded)):
+        for name, parameter in () if attention.indexer is None else attention.indexer.named_parameters():
+            if layer not in description.locked and not parameter.isfinite().all():
+                raise SearchError(f"{model}: {name} of the indexer of layer {layer} is not finite")
+    return loaded
+
+
+def describe_model(model: str) -> DsaModel:
+    """Read the config.json of a folder or hub id.
+
+    Raises:
+        ModelConfigError: if there is none, or it has no DSA attention.
+    """
+    return DsaModel.from_config(*checkpoint.read_config(model))
+
+
+def read_config(model: str) -> PreTrainedConfig:
+    """The configuration transformers makes of a folder or hub id.
+
+    Raises:
+        SearchError: if it refuses it.
+    """
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # checks of transformers and of the hub's client, and whatever odd values run into
+        raise SearchError(f"{model}: config.json is refused: {_one_line(error)}") from None
+    return config
+
+
+def check_seq_len(seq_len: int, config: PreTrainedConfig) -> None:
+    """Check that a model was made for sequences of `seq_len` tokens.
+
+    Raises:
+        SearchError: if not.
+    """
+    if seq_len > config.max_position_embeddings:
+        raise SearchError(f"--seq-len is {seq_len}, but the model was made for {config.max_position_embeddings} tokens")
+
+
+def set_quiet() -> None:
+    """Keep transformers' bars and hints out of ours."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub id.
+
+    Raises:
+        SearchError: if there is none.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises plain exceptions
+        raise SearchError(f"{model}: no tokenizer found, and the data is text: {_one_line(error)}") from None
+    return tokenizer
+
+
+def _one_line(error: Exception) -> str:
+    return one_line(error, 300) or type(error).__name__
