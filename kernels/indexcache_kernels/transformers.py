@@ -22,6 +22,7 @@ from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
 from indexcache_kernels.backends import Backend
 from indexcache_kernels.errors import KernelInputError
 from indexcache_kernels.indexer_topk import indexer_topk
+from indexcache_kernels.patching import replaced
 from indexcache_kernels.sparse_attention import sparse_attention
 
 NAME = "indexcache_kernels"  # among transformers' attention implementations
@@ -71,22 +72,18 @@ def use_kernels(model: nn.Module, backend: Backend = "auto") -> Iterator[None]:
         weight = attention.kv_b_proj.weight
         if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
             raise KernelInputError(f"kv_b_proj is {weight.dtype}, expected float32, bfloat16 or float16")
+    changes: list[tuple[Any, str, Any]] = []
+    for attention in attentions:
+        changes += [(attention, "expand_kv", keep_latent), (attention, "indexcache_backend", backend)]
+        if attention.indexer is not None:
+            changes.append((attention.indexer, "forward", _indexer_forward(attention.indexer, rope, backend)))
     before = config._attn_implementation
+    config._attn_implementation = NAME
     try:
-        config._attn_implementation = NAME
-        for attention in attentions:
-            attention.expand_kv = keep_latent
-            attention.indexcache_backend = backend
-            if attention.indexer is not None:
-                attention.indexer.forward = _indexer_forward(attention.indexer, rope, backend)
-        yield
+        with replaced(*changes):
+            yield
     finally:
         config._attn_implementation = before
-        for attention in attentions:
-            attention.__dict__.pop("expand_kv", None)
-            attention.__dict__.pop("indexcache_backend", None)
-            if attention.indexer is not None:
-                attention.indexer.__dict__.pop("forward", None)
 
 
 def key_ranges(

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from indexcache_kernels.backends import Backend
 from indexcache_kernels.indexer_kl import visible_keys
 from indexcache_kernels.indexer_topk.naive import indexer_scores
+from indexcache_kernels.patching import replaced
 from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors, keep_latent, key_ranges, select
 from indexcache_search.distill.kernel_attention import Vectors, attend_and_compare, computed_in
 from indexcache_search.distill.losses import divergence
@@ -94,32 +95,26 @@ class Distillation:
         config, head = self.model.config, self.model.lm_head
         attentions = dsa_attentions(self.model)
         gates = [layer.mlp.gate for layer in self.model.model.layers if hasattr(layer.mlp, "gate")]
-        before, rope = config._attn_implementation, INDEXER_ROPES[config.model_type]
+        rope, without_autocast = INDEXER_ROPES[config.model_type], torch.autocast(self.model.device.type, enabled=False)
+        changes: list[tuple[Any, str, Any]] = [(head, "forward", partial(self._losses_of_tokens, head))]
+        # Routers compute in float32, which autocast would undo.
+        changes += [(gate, "forward", without_autocast(gate.forward)) for gate in gates]
+        for layer, attention in enumerate(attentions):
+            changes.append((attention, "distillation", self))
+            if self.kernels is not None:
+                changes.append((attention, "expand_kv", keep_latent))
+            if attention.indexer is None:
+                continue
+            if self.pattern[layer] == "F":
+                changes.append((attention.indexer, "forward", partial(index_vectors, attention.indexer, rope)))
+            changes.append((attention, "indexer", self._select(layer, attention.indexer)))
+        before = config._attn_implementation
+        config._attn_implementation = NAME
         try:
-            config._attn_implementation = NAME
-            head.forward = partial(self._losses_of_tokens, head)
-            for gate in gates:  # routers compute in float32, which autocast would undo
-                gate.forward = torch.autocast(self.model.device.type, enabled=False)(gate.forward)
-            for layer, attention in enumerate(attentions):
-                attention.__dict__["distillation"] = self
-                if self.kernels is not None:
-                    attention.__dict__["expand_kv"] = keep_latent
-                if attention.indexer is None:
-                    continue
-                if self.pattern[layer] == "F":
-                    attention.indexer.forward = partial(index_vectors, attention.indexer, rope)
-                attention.__dict__["indexer"] = self._select(layer, attention.indexer)
-            yield
+            with replaced(*changes):
+                yield
         finally:
             config._attn_implementation = before
-            for module in (head, *gates):
-                module.__dict__.pop("forward", None)
-            for attention in attentions:
-                for name in ("distillation", "expand_kv"):
-                    attention.__dict__.pop(name, None)
-                if attention.__dict__.get("indexer") is not None:  # of layers without one it is None, there
-                    del attention.__dict__["indexer"]
-                    attention.indexer.__dict__.pop("forward", None)
             self._forget()
 
     def __call__(self, tokens: Tensor) -> Output:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from indexcache_kernels.backends import Backend
+from indexcache_kernels.patching import replaced
 from indexcache_search import objectives
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.checkpoints import Checkpoints
@@ -202,11 +203,10 @@ class StageTrainer:
             tokens, then over sources; `held_out_kl`: mean over queries and indexers.
         """
         data, processes = self._held_out, self._processes.count
-        size, stage = self._settings.micro_batch_size, distillation.stage
+        size = self._settings.micro_batch_size
         losses = torch.zeros(data.num_sequences + 1, dtype=torch.float64)  # the divergences come last
         self.model.eval()
-        distillation.stage = "sparse"
-        with distillation.attached():
+        with replaced((distillation, "stage", "sparse")), distillation.attached():
             for turn in range(-(-data.num_sequences // (size * processes))):
                 first = (turn * processes + self._processes.index) * size
                 rows = np.arange(first, min(first + size, data.num_sequences))
@@ -214,7 +214,6 @@ class StageTrainer:
                 found, divergences = self._forward(distillation, rows if rows.size else np.arange(1), data)
                 if rows.size:
                     losses[rows], losses[-1] = found.cpu(), losses[-1] + divergences.sum().item()
-        distillation.stage = stage
         self.model.train()
         losses = self._processes.sum(losses)
         parts = data.num_sequences * data.seq_len * len(distillation.pattern.full_layers)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from indexcache_kernels.patching import replaced
 from indexcache_search.data.tokens import sampled_queries
 from indexcache_search.hf.roles import apply_roles, dsa_attentions
 from sglang_indexcache import DsaModel
@@ -92,10 +93,6 @@ def _run_with_indices(attention: Any, args: Any, kwargs: dict[str, Any], indices
     if attention.indexer is None:
         output: Tensor = attention.forward(*args, **{**kwargs, "prev_topk_indices": indices})[0]
         return output
-    indexer, role = attention.indexer, attention.indexer.forward
-    indexer.forward = lambda *_, **__: indices
-    try:
+    with replaced((attention.indexer, "forward", lambda *_, **__: indices)):
         output = attention.forward(*args, **kwargs)[0]
-    finally:
-        indexer.forward = role
     return output

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from indexcache_kernels.patching import replaced
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
 
@@ -233,7 +234,6 @@ def _restored(indices: Tensor, device: torch.device, wide: bool) -> Tensor:
 @contextmanager
 def _replayed(layers: Sequence[nn.Module], state: LayerState | None, carried: Tensor | None) -> Iterator[None]:
     """Let `layers` return what the last of them returned, instead of computing; only the last one's output is used."""
-    before = [layer.__dict__.get("forward") for layer in layers]
     output: Any = None
     if state is not None:
         assert carried is not None
@@ -243,13 +243,5 @@ def _replayed(layers: Sequence[nn.Module], state: LayerState | None, carried: Te
             for item in parts
         )
         output = moved if isinstance(state.output, tuple) else moved[0]
-    try:
-        for layer in layers:
-            layer.forward = lambda *_, **__: output
+    with replaced(*((layer, "forward", lambda *_, **__: output) for layer in layers)):
         yield
-    finally:
-        for layer, forward in zip(layers, before, strict=True):
-            if forward is None:
-                layer.__dict__.pop("forward", None)
-            else:
-                layer.forward = forward

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from indexcache_kernels.patching import replaced
 from sglang_indexcache import Pattern
 
 Observer = Callable[[int, Tensor], None]
@@ -67,22 +68,15 @@ def apply_roles(
 
         return forward
 
-    changed: list[tuple[nn.Module, Callable[..., Tensor] | None]] = []
-    try:
-        for layer, attention in enumerate(attentions):
-            indexer = attention.indexer
-            if indexer is None:
-                continue
-            if hasattr(indexer.forward, _MARK):
-                raise RuntimeError("roles are already applied to this model; leave the first `with` block before")
-            changed.append((indexer, indexer.__dict__.get("forward")))
-            forward = full(layer, indexer.forward) if pattern[layer] == "F" else shared(layer)
-            setattr(forward, _MARK, pattern[layer])
-            indexer.forward = forward
+    changes: list[tuple[Any, str, Any]] = []
+    for layer, attention in enumerate(attentions):
+        indexer = attention.indexer
+        if indexer is None:
+            continue
+        if hasattr(indexer.forward, _MARK):
+            raise RuntimeError("roles are already applied to this model; leave the first `with` block before")
+        forward = full(layer, indexer.forward) if pattern[layer] == "F" else shared(layer)
+        setattr(forward, _MARK, pattern[layer])
+        changes.append((indexer, "forward", forward))
+    with replaced(*changes):
         yield
-    finally:
-        for indexer, before in changed:
-            if before is None:
-                indexer.__dict__.pop("forward", None)
-            else:
-                indexer.forward = before
