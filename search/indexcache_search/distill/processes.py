@@ -38,6 +38,11 @@ class Processes:
     def first(self) -> bool:
         return self.index == 0
 
+    @property
+    def shards(self) -> bool:
+        """Whether the model is sharded: in bfloat16 also over one process, so that one and several train alike."""
+        return self.count > 1 or self.bfloat16
+
     def autocast(self) -> AbstractContextManager[Any]:
         """What a forward pass runs in."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.bfloat16 else nullcontext()
@@ -95,12 +100,16 @@ def joined(cpu: bool, bfloat16: bool) -> Iterator[Processes]:
             )
         device, backend = torch.device("cuda", local), "nccl"
         torch.cuda.set_device(device)
+    processes = Processes(index, count, device, bfloat16)
+    if not processes.shards:
+        yield processes
+        return
     # FSDP2 wants a group, be it of one.
     alone = {"store": cast(Any, dist).HashStore(), "rank": 0, "world_size": 1} if count == 1 else {}
     dist.init_process_group(backend, timeout=PATIENCE, device_id=device if device.type == "cuda" else None, **alone)
     ended = False
     try:
-        yield Processes(index, count, device, bfloat16)
+        yield processes
         ended = True
     finally:
         if ended or count == 1:  # after an error others may wait for this process, until the launcher ends them

@@ -24,7 +24,7 @@ def shard(model: Any, processes: Processes) -> Any:
         model: the first process's has the weights; those of the others may be on the meta device.
         processes: all of them call this.
     """
-    if processes.count == 1 and not processes.bfloat16:
+    if not processes.shards:
         return model.to(processes.device)
     mesh = init_device_mesh(processes.device.type, (processes.count,))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if processes.bfloat16 else MixedPrecisionPolicy()
