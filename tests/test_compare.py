@@ -22,6 +22,9 @@ from indexcache_search.compare.result import rises
 from indexcache_search.errors import DataError
 from indexcache_search.eval_cli import app, named_patterns
 from indexcache_search.hf.loading import describe_model, load_tokenizer
+from indexcache_search.line import Kind
+from indexcache_search.objectives import Estimate
+from indexcache_search.results import Measured, Row
 from sglang_indexcache import Pattern
 from tests.patterns import write_pattern
 
@@ -236,9 +239,12 @@ def test_the_shipped_patterns_are_for_the_demo_model() -> None:
 # -- the gate
 
 
-def lines_of(kind: str, name: str, mean: float) -> dict[str, Any]:
-    rise = {"increase": {"mean": mean, "stderr": 0.1}}
-    return {"kind": kind, "name": name, "by_source": {"a": rise}}
+def lines_of(kind: Kind, name: str, mean: float) -> Row:
+    rise = Estimate(mean, 0.1)
+    measured = {"loss": rise, "increase": rise}
+    source = Measured(**measured, accuracy=rise)
+    about = {"kind": kind, "name": name, "retention": None, "phase": None, "full_layers": None, "pattern": None}
+    return Row(**about, **measured, by_source={"a": source})
 
 
 @pytest.mark.parametrize("name", ["segments", "uniform", "uniform4", "baseline-prod", "uniform phase 0", "baseline"])
@@ -248,9 +254,9 @@ def test_the_gate_looks_at_what_a_line_is_and_not_at_its_name(name: str) -> None
         lines_of("phase", "uniform phase 1", 9.0),
         lines_of("named", name, 3.0),
     ]
-    assert rises({"held_out": {"rows": rows}}) == pytest.approx(2.8)
-    assert rises({"held_out": {"rows": rows[:2]}}) == math.inf  # nothing was compared
-    assert rises({"held_out": {"rows": [*rows, lines_of("named", "x", math.nan)]}}) == math.inf
+    assert rises(rows) == pytest.approx(2.8)
+    assert rises(rows[:2]) == math.inf  # nothing was compared
+    assert rises([*rows, lines_of("named", "x", math.nan)]) == math.inf
 
 
 def test_a_uniform_pattern_passes_no_gate_by_its_name(model_folder: Path, token_file: Path, tmp_path: Path) -> None:

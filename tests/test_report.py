@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from rich.console import Console
 from indexcache_search import tables
 from indexcache_search.report import render
 from indexcache_search.report.figures import changes_figure
+from indexcache_search.results import SearchResult
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
@@ -39,8 +41,9 @@ def row(
     kind: str = "named",
     phase: int | None = None,
 ) -> dict[str, Any]:
-    measured = {"loss": estimate(2 + increase), "increase": estimate(increase), "accuracy": estimate(0.9)}
-    sources = {"text.jsonl": measured, "demo:kv_end": measured}
+    measured = {"loss": estimate(2 + increase), "increase": estimate(increase)}
+    source = {**measured, "accuracy": estimate(0.9)}
+    sources = {"text.jsonl": source, "demo:kv_end": source}
     return {
         "kind": kind,
         "name": name,
@@ -53,8 +56,8 @@ def row(
     }
 
 
-def sample_metrics(model_name: str = "tiny") -> dict[str, Any]:
-    """Metrics of a made-up search of eight layers."""
+def sample_content(model_name: str = "tiny") -> dict[str, Any]:
+    """metrics.json of a made-up search of eight layers."""
     order, pattern, steps = [3, 5, 7, 2, 6, 1, 4], "F" * 8, []
     for number, layer in enumerate(order, 1):
         pattern = pattern[:layer] + "S" + pattern[layer + 1 :]
@@ -79,7 +82,10 @@ def sample_metrics(model_name: str = "tiny") -> dict[str, Any]:
             row("similarity", retention, full, "FFFFSSSS", 0.4),
         ]
     return {
+        "schema": "indexcache-search/metrics/v3",
         "pattern_file": {
+            "schema": "indexcache/v1",
+            "retention": 0.5,
             "model": {
                 "name": model_name,
                 "architecture": "GlmMoeDsaForCausalLM",
@@ -132,6 +138,10 @@ def sample_metrics(model_name: str = "tiny") -> dict[str, Any]:
     }
 
 
+def sample_metrics(content: dict[str, Any] | None = None) -> SearchResult:
+    return SearchResult.model_validate_json(json.dumps(content or sample_content()))
+
+
 def test_the_page_stands_alone_and_shows_everything() -> None:
     page = render(sample_metrics())
     assert page.count("<svg") == 2 + 2  # comparison, loss, one heat map a retention
@@ -152,12 +162,12 @@ def test_the_page_stands_alone_and_shows_everything() -> None:
 
 
 def test_names_cannot_inject_markup() -> None:
-    page = render(sample_metrics(model_name="<script>alert(1)</script>"))
+    page = render(sample_metrics(sample_content("<script>alert(1)</script>")))
     assert "<script>" not in page and "&lt;script&gt;" in page
 
 
 def test_a_strategy_without_steps_has_no_loss_figure() -> None:
-    assert "Loss per step" not in render({**sample_metrics(), "steps": []})
+    assert "Loss per step" not in render(sample_metrics({**sample_content(), "steps": []}))
 
 
 @pytest.mark.slow
@@ -191,18 +201,18 @@ Array.from(document.querySelectorAll('svg')).map(s => s.getBoundingClientRect().
 
 def test_a_search_that_keeps_everything_has_a_report() -> None:
     """`--retain 1`: the pattern found is the baseline's, at the baseline's retention."""
-    metrics = sample_metrics()
+    metrics = sample_content()
     metrics["held_out"]["rows"] = [
         row("baseline", "1", 8, "F" * 8, 0.0, "baseline"),
         row("segments", "1", 8, "F" * 8, 0.0),
         row("uniform phase 0", "1", 8, "F" * 8, 0.0, "phase", 0),
     ]
     metrics["steps"], metrics["pattern_file"]["search"]["strategy"] = [], "segments"
-    assert "segments" in render(metrics)
+    assert "segments" in render(sample_metrics(metrics))
 
 
 def test_names_that_look_like_markup_are_shown_as_they_are() -> None:
-    metrics = sample_metrics()
+    metrics = sample_content()
     metrics["held_out"]["sources"] = ["[red]x[bold].jsonl", r"$\frac$.jsonl"]
     for line in metrics["held_out"]["rows"]:
         line["name"] = line["name"].replace("similarity", r"$\frac$ [/b]")
@@ -210,9 +220,10 @@ def test_names_that_look_like_markup_are_shown_as_they_are() -> None:
         for source in line["by_source"].values():
             source["accuracy_change"] = estimate(0.1)
     metrics["held_out"]["answer_sources"] = []
-    assert r"$\frac$ [/b]" in render(metrics)
-    assert "<svg" in changes_figure(metrics["held_out"])
+    result = sample_metrics(metrics)
+    assert r"$\frac$ [/b]" in render(result)
+    assert "<svg" in changes_figure(result.held_out)
     console = Console(width=300, file=io.StringIO())
-    console.print(tables.terminal_table(metrics["held_out"]))
+    console.print(tables.terminal_table(result.held_out))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert r"$\frac$ [/b]" in text and "[red]x[bold].jsonl" in text

@@ -188,7 +188,7 @@ def search(
         )
         result = run(str(model or demo.MODEL), data, runtime, settings, files, console)
     if json_:
-        sys.stdout.write(json.dumps(result, indent=1) + "\n")
+        sys.stdout.write(json.dumps(result.as_json(), indent=1) + "\n")
         return
     show(result, files)
 

@@ -19,6 +19,7 @@ from indexcache_search.cli import errors_in_one_line
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.errors import SearchError
 from indexcache_search.line import NAMED, Line
+from indexcache_search.results import ComparisonResult
 from sglang_indexcache import DsaModel
 from sglang_indexcache.files import write_atomically
 from sglang_indexcache.pattern import full_layer_count, parse_retention
@@ -148,14 +149,15 @@ def evaluate(
                 lines, engine = _patterns(
                     name, runtime, named, data, output, restart, lambda done: progress.advance(bar, done)
                 )
-        about = {"model": description.name, "engine": engine, "seq_len": length}
-        found = result.collect(lines, data, description.index_topk, about)
+        found = result.collect(
+            lines, data, description.index_topk, model=description.name, engine=engine, seq_len=length
+        )
         _write(found, output)
     if json_:
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        sys.stdout.write(json.dumps(found.as_json(), indent=1) + "\n")
     else:
         _show(found, output)
-    if max_increase is not None and result.rises(found) > max_increase:
+    if max_increase is not None and result.rises(found.held_out.rows) > max_increase:
         raise typer.Exit(1)
 
 
@@ -215,25 +217,22 @@ def _patterns(
     return lines, f"{engine.name}, {', '.join(f'{key} {value}' for key, value in engine.settings.items())}"
 
 
-def _write(found: dict[str, Any], output: Path) -> None:
-    from indexcache_search import tables
+def _write(found: ComparisonResult, output: Path) -> None:
     from indexcache_search.compare.result import render
 
-    held_out = found["held_out"]
-    rows = [tables.cells(row, held_out) for row in tables.shown_rows(held_out)]
-    write_atomically(output / "eval.json", json.dumps(found, indent=1) + "\n")
-    write_atomically(output / "eval.html", render(found, tables.columns(held_out), rows))
+    write_atomically(output / "eval.json", json.dumps(found.as_json(), indent=1) + "\n")
+    write_atomically(output / "eval.html", render(found))
 
 
-def _show(found: dict[str, Any], output: Path) -> None:
+def _show(found: ComparisonResult, output: Path) -> None:
     from indexcache_search import tables
     from indexcache_search.compare.result import task_table
 
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    out.print(tables.terminal_table(found["held_out"]))
+    out.print(tables.terminal_table(found.held_out))
     answers = task_table(found)
     if answers is not None:
         out.print(answers)
-    for line in found["findings"]:
+    for line in found.findings:
         out.print(line, soft_wrap=True)
     out.print(f"Wrote {output / 'eval.json'}, {output / 'eval.html'}", soft_wrap=True)

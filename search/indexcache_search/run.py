@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -27,6 +26,7 @@ from indexcache_search.hf.loading import check_seq_len, describe_model, load_tok
 from indexcache_search.journal import Journal
 from indexcache_search.line import NAMED
 from indexcache_search.progress import SearchProgress
+from indexcache_search.results import SearchResult
 from indexcache_search.search import Search, Settings, identity, today
 from indexcache_search.strategies.base import Step
 from sglang_indexcache import Pattern
@@ -84,10 +84,8 @@ class Files:
     report: bool
 
 
-def run(
-    model: str, data: Data, runtime: Runtime, settings: Settings, files: Files, console: Console
-) -> Mapping[str, Any]:
-    """Search `model`, write pattern.yaml, metrics.json and report.html, and return the metrics.
+def run(model: str, data: Data, runtime: Runtime, settings: Settings, files: Files, console: Console) -> SearchResult:
+    """Search `model`, write pattern.yaml, metrics.json and report.html, and return what they show.
 
     Raises:
         IndexCacheError: if something asked for can't be done.
@@ -103,7 +101,7 @@ def run(
             Journal(files.work_dir, identity(engine, calibration, held_out, settings), today(), files.restart)
         )
         result = _search(Search(engine, calibration, held_out, settings, journal), files, console)
-    write_atomically(files.folder / "metrics.json", json.dumps(result, indent=1) + "\n")
+    write_atomically(files.folder / "metrics.json", json.dumps(result.as_json(), indent=1) + "\n")
     if files.report:
         from indexcache_search.report import render  # matplotlib takes a second to import
 
@@ -152,7 +150,7 @@ def _load_engine(model: str, runtime: Runtime, files: Files, stack: ExitStack, c
     return SglangEngine(servers, describe_model(model), runtime.batch_size, notice=notice)
 
 
-def _search(search: Search, files: Files, console: Console) -> dict[str, Any]:
+def _search(search: Search, files: Files, console: Console) -> SearchResult:
     """Run the phases of a search under a progress bar; write the pattern file."""
     partial = files.folder / "pattern.partial.yaml"
     seconds: dict[str, float] = {}
@@ -203,18 +201,18 @@ def _search(search: Search, files: Files, console: Console) -> dict[str, Any]:
     return metrics.collect(search, found, file, rows, overlap, seconds)
 
 
-def show(result: Mapping[str, Any], files: Files) -> None:
+def show(result: SearchResult, files: Files) -> None:
     """Print the comparison, the patterns found and where the files are."""
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    held_out, strategy = result["held_out"], result["pattern_file"]["search"]["strategy"]
+    held_out, search, cost = result.held_out, result.pattern_file.search, result.cost
+    assert search is not None
     out.print(tables.terminal_table(held_out))
-    for row in held_out["rows"]:
-        if row["kind"] == NAMED and row["name"] == strategy:
-            out.print(f"{row['retention']:>4}  {row['pattern']}", soft_wrap=True)
-    cost = result["cost"]
+    for row in held_out.rows:
+        if row.kind == NAMED and row.name == search.strategy:
+            out.print(f"{row.retention:>4}  {row.pattern}", soft_wrap=True)
     out.print(
-        f"Cost: {cost['evaluations']} patterns, {cost['sequences']} runs of a sequence,"
-        f" {cost['share_of_algorithm_1']:.1%} of the layer-tokens of Algorithm 1"
+        f"Cost: {cost.evaluations} patterns, {cost.sequences} runs of a sequence,"
+        f" {cost.share_of_algorithm_1:.1%} of the layer-tokens of Algorithm 1"
     )
     names = ["pattern.yaml", "metrics.json", *(["report.html"] if files.report else [])]
     out.print(f"Wrote {', '.join(str(files.folder / name) for name in names)}", soft_wrap=True, markup=False)

@@ -22,7 +22,7 @@ Done = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Measured:
+class Compared:
     """One line of a comparison.
 
     Attributes:
@@ -36,7 +36,7 @@ class Measured:
     generated: Mapping[int, float]
 
 
-def patterns(losses: Evaluator, divergences: Evaluator, named: Sequence[Line], held_out: HeldOut) -> list[Measured]:
+def patterns(losses: Evaluator, divergences: Evaluator, named: Sequence[Line], held_out: HeldOut) -> list[Compared]:
     """The baseline and each named pattern: loss, accuracy with the right answer so far given, and `kl`.
 
     A task's answer counts as generated where all of its tokens are the likeliest: greedy decoding would have given it.
@@ -58,7 +58,7 @@ def patterns(losses: Evaluator, divergences: Evaluator, named: Sequence[Line], h
             divergences.evaluations([pattern], rows)
     found = []
     for line, loss, divergence in zip(lines, losses.evaluations(chosen), divergences.evaluations(chosen), strict=True):
-        found.append(Measured(Row(line, loss), divergence, _whole(loss, held_out)))
+        found.append(Compared(Row(line, loss), divergence, _whole(loss, held_out)))
     return found
 
 
@@ -66,7 +66,7 @@ def _whole(evaluation: Evaluation, held_out: HeldOut) -> dict[int, float]:
     return {row: float(evaluation.correct[row] == evaluation.tokens[row]) for row in held_out.answers}
 
 
-def servers(urls: Sequence[str], held_out: HeldOut, done: Done) -> list[Measured]:
+def servers(urls: Sequence[str], held_out: HeldOut, done: Done) -> list[Compared]:
     """Each server: loss and accuracy of the prompt's tokens, and what it generates for the tasks.
 
     Raises:
@@ -92,5 +92,5 @@ def servers(urls: Sequence[str], held_out: HeldOut, done: Done) -> list[Measured
         unknown = Pattern("F")  # an evaluation has a pattern; the line says that a server's is not known
         evaluation = Evaluation(unknown, rows, tuple(losses), tuple(correct), counts, none, time.monotonic() - began)
         line = Line(NAMED, endpoint.url, None, None) if number else Line.baseline(None)
-        found.append(Measured(Row(line, evaluation), None, generated))
+        found.append(Compared(Row(line, evaluation), None, generated))
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -14,73 +14,82 @@ from rich.table import Table
 
 from indexcache_search import metrics, objectives, tables
 from indexcache_search.compare.held_out import HeldOut
-from indexcache_search.compare.measure import Measured
+from indexcache_search.compare.measure import Compared
 from indexcache_search.line import BASELINE, BEST, MEAN, NAMED, PHASE
 from indexcache_search.objectives import Estimate
 from indexcache_search.report.figures import changes_figure
+from indexcache_search.results import ComparisonResult, Measured, Row
+from indexcache_search.results import HeldOut as HeldOutResult
 
 SCHEMA = "indexcache-eval/v1"
 ERRORS = 2.0  # standard errors that make a change a finding
 
 
-def collect(lines: Sequence[Measured], held_out: HeldOut, index_topk: int, about: Mapping[str, Any]) -> dict[str, Any]:
+def collect(
+    lines: Sequence[Compared], held_out: HeldOut, index_topk: int, *, model: str, engine: str, seq_len: int
+) -> ComparisonResult:
     """Everything measured: `held_out` as in metrics.json of a search, with `kl`, and changes paired by sequence.
 
     Args:
         lines: the baseline first.
         held_out: what was run.
         index_topk: of the model.
-        about: what else a reader wants to know: model, engine, servers.
+        model: its name.
+        engine: what ran it, or the servers.
+        seq_len: tokens a sequence.
     """
-    data = held_out.data
-    table = metrics.held_out([line.row for line in lines], data, index_topk)
-    for line, row in zip(lines, table["rows"], strict=False):
-        base = lines[0]
-        for number, name in enumerate(data.sources):
-            source = row["by_source"][name]
-            change = np.subtract(line.row.evaluation.correct, base.row.evaluation.correct)
-            source["accuracy_change"] = _estimate(objectives.share(change, line.row.evaluation, data, number))
-            if line.divergence is not None:
-                source["kl"] = _estimate(objectives.loss(line.divergence, data, number))
-            rows = [at for at in np.flatnonzero(data.source_of == number) if int(at) in held_out.answers]
-            if rows:
-                values = np.asarray([line.generated[int(at)] for at in rows])
-                before = np.asarray([base.generated[int(at)] for at in rows])
-                source["generated"] = _estimate(_mean(values))
-                source["generated_change"] = _estimate(_mean(values - before))
+    table = metrics.held_out([line.row for line in lines], held_out.data, index_topk)
+    rows = [_with_changes(row, line, lines[0], held_out) for line, row in zip(lines, table.rows, strict=False)]
+    table = table.model_copy(update={"rows": [*rows, *table.rows[len(rows) :]]})
+    return ComparisonResult(
+        schema=SCHEMA, model=model, engine=engine, seq_len=seq_len, held_out=table, findings=findings(table)
+    )
+
+
+def _with_changes(row: Row, line: Compared, base: Compared, held_out: HeldOut) -> Row:
+    """`row` with what a comparison adds to it."""
+    data, by_source = held_out.data, {}
+    for number, name in enumerate(data.sources):
+        change = np.subtract(line.row.evaluation.correct, base.row.evaluation.correct)
+        more = {"accuracy_change": objectives.share(change, line.row.evaluation, data, number)}
         if line.divergence is not None:
-            row["kl"] = _estimate(objectives.loss(line.divergence, data))
-    return {"schema": SCHEMA, **about, "held_out": table, "findings": findings(table)}
+            more["kl"] = objectives.loss(line.divergence, data, number)
+        answered = [int(at) for at in np.flatnonzero(data.source_of == number) if int(at) in held_out.answers]
+        if answered:
+            values = np.asarray([line.generated[at] for at in answered])
+            before = np.asarray([base.generated[at] for at in answered])
+            more |= {"generated": _mean(values), "generated_change": _mean(values - before)}
+        by_source[name] = row.by_source[name].model_copy(update=more)
+    kl = {} if line.divergence is None else {"kl": objectives.loss(line.divergence, data)}
+    return row.model_copy(update={"by_source": by_source, **kl})
 
 
-def findings(table: Mapping[str, Any]) -> list[str]:
+def findings(table: HeldOutResult) -> list[str]:
     """A line for each row: where it is worse than the baseline by more than two standard errors."""
     lines = []
-    for row in table["rows"]:
-        if row["kind"] not in (NAMED, PHASE):
+    for row in table.rows:
+        if row.kind not in (NAMED, PHASE):
             continue
-        worse = [source for source in table["sources"] if _worse(row["by_source"][source])]
+        worse = [source for source in table.sources if _worse(row.by_source[source])]
         verdict = f"worse on {', '.join(worse)}" if worse else "no worse on anything"
         lines.append(f"{tables.label(row)}: {verdict}, by more than {ERRORS:g} standard errors")
     return lines
 
 
-def rises(found: Mapping[str, Any]) -> float:
+def rises(rows: Sequence[Row]) -> float:
     """The largest increase of any loss, less two standard errors; only patterns and servers that were named count.
 
     Infinite where one is not a number.
     """
-    named = [row for row in found["held_out"]["rows"] if row["kind"] == NAMED]
-    sources = [source["increase"] for row in named for source in row["by_source"].values()]
-    lower = [one["mean"] - ERRORS * (one["stderr"] or 0.0) for one in sources]
+    increases = [source.increase for row in rows if row.kind == NAMED for source in row.by_source.values()]
+    lower = [increase.mean - ERRORS * (increase.stderr or 0.0) for increase in increases]
     return max((value if math.isfinite(value) else math.inf for value in lower), default=math.inf)
 
 
-def _worse(source: Mapping[str, Any]) -> bool:
-    rises, falls = source["increase"], [source["accuracy_change"]]
-    if "generated_change" in source:
-        falls.append(source["generated_change"])
-    return _beyond(rises["mean"], rises["stderr"]) or any(_beyond(-one["mean"], one["stderr"]) for one in falls)
+def _worse(source: Measured) -> bool:
+    falls = [change for change in (source.accuracy_change, source.generated_change) if change is not None]
+    rise = source.increase
+    return _beyond(rise.mean, rise.stderr) or any(_beyond(-change.mean, change.stderr) for change in falls)
 
 
 def _beyond(rise: float, stderr: float | None) -> bool:
@@ -92,36 +101,33 @@ def _mean(values: Any) -> Estimate:
     return Estimate(float(np.mean(values)), error)
 
 
-def _estimate(estimate: Estimate) -> dict[str, float | None]:
-    return {"mean": estimate.mean, "stderr": estimate.stderr}
-
-
-def task_table(result: Mapping[str, Any]) -> Table | None:
+def task_table(result: ComparisonResult) -> Table | None:
     """Tasks for a terminal: the share of answers given, and its change; `None` without tasks."""
-    table = result["held_out"]
-    tasks = [source for source in table["sources"] if "generated" in table["rows"][0]["by_source"][source]]
+    table = result.held_out
+    tasks = [source for source in table.sources if table.rows[0].by_source[source].generated is not None]
     if not tasks:
         return None
     shown = Table(title="Generated tasks: share of the answers given (change from the baseline)")
     shown.add_column("pattern")
     for task in tasks:
         shown.add_column(task.removesuffix("-style"), justify="right", no_wrap=True)
-    for row in table["rows"]:
-        if row["kind"] in (MEAN, BEST):
+    for row in table.rows:
+        if row.kind in (MEAN, BEST):
             continue  # a summary of several patterns
         cells = [escape(tables.label(row))]
         for task in tasks:
-            value, change = row["by_source"][task]["generated"], row["by_source"][task]["generated_change"]
-            error = "" if change["stderr"] is None else f" ±{change['stderr']:.3f}"
-            cells.append(
-                f"{value['mean']:.3f}" + ("" if row["kind"] == BASELINE else f" ({change['mean']:+.3f}{error})")
-            )
+            value, change = row.by_source[task].generated, row.by_source[task].generated_change
+            assert value is not None and change is not None
+            error = "" if change.stderr is None else f" ±{change.stderr:.3f}"
+            cells.append(f"{value.mean:.3f}" + ("" if row.kind == BASELINE else f" ({change.mean:+.3f}{error})"))
         shown.add_row(*cells)
     return shown
 
 
-def render(result: Mapping[str, Any], columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def render(result: ComparisonResult) -> str:
     """A self-contained page."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    return template.render(result=result, columns=columns, rows=rows, figure=changes_figure(result["held_out"]))
+    held_out = result.held_out
+    rows = [tables.cells(row, held_out) for row in tables.shown_rows(held_out)]
+    return template.render(result=result, columns=tables.columns(held_out), rows=rows, figure=changes_figure(held_out))

@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any
 
 import jinja2
 
 from indexcache_search import tables
 from indexcache_search.line import NAMED
 from indexcache_search.report.figures import comparison_figure, heat_map_figure, loss_figure
+from indexcache_search.results import SearchResult
 from sglang_indexcache import Pattern
 
 
-def render(metrics: Mapping[str, Any]) -> str:
-    """The page for `metrics` (of `indexcache_search.metrics.collect`): no script, no file beside it, no network."""
+def render(result: SearchResult) -> str:
+    """The page of a search: no script, no file beside it, no network."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    held_out, pattern_file = metrics["held_out"], metrics["pattern_file"]
+    held_out, search = result.held_out, result.pattern_file.search
+    assert search is not None
     chosen = {
-        row["retention"]: row["pattern"]
-        for row in held_out["rows"]
-        if row["kind"] == NAMED and row["name"] == pattern_file["search"]["strategy"]
+        str(row.retention): str(row.pattern)
+        for row in held_out.rows
+        if row.kind == NAMED and row.name == search.strategy
     }
     figures = {
         "comparison": comparison_figure(held_out),
         "heat_maps": [
-            heat_map_figure(metrics["overlap"], Pattern(roles), kept)
+            heat_map_figure(result.overlap, Pattern(roles), kept)
             for kept, roles in chosen.items()
-            if metrics["overlap"] is not None
+            if result.overlap is not None
         ],
-        "loss": loss_figure(metrics) if metrics["steps"] else None,
+        "loss": loss_figure(result) if result.steps else None,
     }
     return template.render(
-        metrics=metrics,
-        file=pattern_file,
+        metrics=result,
+        file=result.pattern_file,
         figures=figures,
         columns=tables.columns(held_out),
         rows=[tables.cells(row, held_out) for row in tables.shown_rows(held_out)],

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 from markupsafe import Markup
@@ -16,6 +15,8 @@ from matplotlib.patches import Rectangle
 
 from indexcache_search import tables
 from indexcache_search.line import BASELINE, NAMED, PHASE
+from indexcache_search.objectives import Estimate
+from indexcache_search.results import HeldOut, Measured, SearchResult
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import full_layer_count
 
@@ -41,20 +42,21 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def loss_figure(metrics: Mapping[str, Any]) -> Markup:
+def loss_figure(result: SearchResult) -> Markup:
     """Loss after each greedy step, with 1/2, 1/4 and 1/8 marked (the figure of the paper's Section 3.1.2)."""
-    steps, search = metrics["steps"], metrics["pattern_file"]["search"]
-    num_layers = metrics["pattern_file"]["model"]["num_layers"]
-    baseline = search["baseline_loss"]
-    losses = [baseline, *(step["loss"] for step in steps)]
-    errors = [0.0, *(step["increase"]["stderr"] or 0.0 for step in steps)]
+    steps, search = result.steps, result.pattern_file.search
+    assert search is not None
+    num_layers = result.pattern_file.model.num_layers
+    baseline = search.baseline_loss
+    losses = [baseline, *(step.loss for step in steps)]
+    errors = [0.0, *(step.increase.stderr or 0.0 for step in steps)]
     figure, axes = _axes(8, 3.6)
     x = np.arange(len(losses))
     low, high = np.subtract(losses, errors), np.add(losses, errors)
     axes.fill_between(x, low, high, color=_BLUE, alpha=0.15, linewidth=0, label="± standard error of the increase")
     axes.plot(x, losses, color=_BLUE, marker="o", markersize=3.5, linewidth=1.4)
     axes.axhline(baseline, color=_GREY, linewidth=0.8, linestyle="--")
-    counts = [step["full_layers"] for step in steps]
+    counts = [step.full_layers for step in steps]
     for retention in (Fraction(1, 2), Fraction(1, 4), Fraction(1, 8)):
         count = full_layer_count(num_layers, retention)
         if count in counts:
@@ -63,40 +65,37 @@ def loss_figure(metrics: Mapping[str, Any]) -> Markup:
             axes.annotate(
                 str(retention), (at, 1.0), xycoords=("data", "axes fraction"), color=_RED, ha="center", va="bottom"
             )
-    axes.set_xticks(x, ["all F", *(str(step["layer"]) for step in steps)], fontsize=8 if len(steps) < 40 else 5)
+    axes.set_xticks(x, ["all F", *(str(step.layer) for step in steps)], fontsize=8 if len(steps) < 40 else 5)
     axes.set_xlabel("layer that becomes S at each step")
-    axes.set_ylabel(f"calibration {search['objective']}")
+    axes.set_ylabel(f"calibration {search.objective}")
     axes.legend(frameon=False, fontsize=8, loc="upper left")
     return _svg(figure)
 
 
-def comparison_figure(held_out: Mapping[str, Any]) -> Markup:
+def comparison_figure(held_out: HeldOut) -> Markup:
     """Held-out loss increase of each pattern at each retention, with standard errors; uniform's phases as dots."""
     retentions = tables.retentions(held_out)
-    rows = [row for row in held_out["rows"] if row["kind"] == NAMED or (row["kind"] == PHASE and row["phase"] == 0)]
-    series = list(dict.fromkeys((row["kind"], row["name"]) for row in rows))
+    rows = [row for row in held_out.rows if row.kind == NAMED or (row.kind == PHASE and row.phase == 0)]
+    series = list(dict.fromkeys((row.kind, row.name) for row in rows))
     figure, axes = _axes(8, 3.4)
     width = 0.8 / len(series)
     for number, (kind, name) in enumerate(series):
-        found = {row["retention"]: row for row in rows if (row["kind"], row["name"]) == (kind, name)}
+        found = {row.retention: row for row in rows if (row.kind, row.name) == (kind, name)}
         at = [index for index, item in enumerate(retentions) if item in found]
-        rises = [found[retentions[index]]["increase"] for index in at]
+        rises = [found[retentions[index]].increase for index in at]
         label = "uniform (paper's phase)" if kind == PHASE else _plain(name)
         axes.bar(
             np.asarray(at) + (number - (len(series) - 1) / 2) * width,
-            [rise["mean"] for rise in rises],
+            [rise.mean for rise in rises],
             width * 0.92,
-            yerr=[rise["stderr"] or 0.0 for rise in rises],
+            yerr=[rise.stderr or 0.0 for rise in rises],
             color=[_BLUE, "#d9a13b", _GREY][number % 3],
             label=label,
             error_kw={"linewidth": 0.9},
         )
-    dots = [
-        (retentions.index(row["retention"]), row["increase"]["mean"])
-        for row in held_out["rows"]
-        if row["kind"] == PHASE
-    ]
-    if dots:
+    phases = [row for row in held_out.rows if row.kind == PHASE and row.retention is not None]
+    dots = [(retentions.index(str(row.retention)), row.increase.mean) for row in phases]
+    if any(row.phase for row in phases):
         place = (len(series) - 1) / 2 * width
         axes.scatter(
             [x + place for x, _ in dots], [y for _, y in dots], s=10, color="black", zorder=3, label="each phase"
@@ -126,25 +125,28 @@ def heat_map_figure(overlap: Sequence[Sequence[float]], pattern: Pattern, title:
     return _svg(figure)
 
 
-def changes_figure(held_out: Mapping[str, Any]) -> Markup:
+def changes_figure(held_out: HeldOut) -> Markup:
     """A panel for each source: how each row differs from the baseline, with two standard errors.
 
     Tasks show the share of answers given, sources with a loss mask accuracy, others the loss.
     """
-    rows = [row for row in held_out["rows"] if row["kind"] != BASELINE and "accuracy_change" in _any_source(row)]
-    sources = held_out["sources"]
+    rows = [
+        row
+        for row in held_out.rows
+        if row.kind != BASELINE and all(item.accuracy_change is not None for item in row.by_source.values())
+    ]
+    sources = held_out.sources
     figure = Figure(figsize=(2.3 * len(sources) + 1.5, 0.32 * len(rows) + 1.3))
     panels = figure.subplots(1, len(sources), sharey=True, squeeze=False)[0]
     labels = [_plain(tables.label(row)) for row in rows]
     for panel, source in zip(panels, sources, strict=True):
-        measured = [row["by_source"][source] for row in rows]
-        what = "generated_change" if measured and "generated_change" in measured[0] else "increase"
-        if what == "increase" and source in held_out["answer_sources"]:
-            what = "accuracy_change"
+        measured = [row.by_source[source] for row in rows]
+        what = _shown(measured, source in held_out.answer_sources)
+        changes: list[Estimate] = [getattr(item, what) for item in measured]
         panel.errorbar(
-            [one[what]["mean"] for one in measured],
+            [change.mean for change in changes],
             range(len(rows)),
-            xerr=[2 * (one[what]["stderr"] or 0.0) for one in measured],
+            xerr=[2 * (change.stderr or 0.0) for change in changes],
             fmt="o",
             markersize=4,
             color=_BLUE,
@@ -160,6 +162,8 @@ def changes_figure(held_out: Mapping[str, Any]) -> Markup:
     return _svg(figure)
 
 
-def _any_source(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = next(iter(row["by_source"].values()))
-    return found
+def _shown(measured: Sequence[Measured], has_answers: bool) -> str:
+    """Which change a panel shows."""
+    if measured and all(item.generated_change is not None for item in measured):
+        return "generated_change"
+    return "accuracy_change" if has_answers else "increase"
