@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Objective
 from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.own_server import own_server
 from indexcache_search.engines.sglang import SglangEngine
+from indexcache_search.objectives import Objective
 from sglang_indexcache import DsaModel, Pattern
 from sglang_indexcache.protocol import KL, Measured
 

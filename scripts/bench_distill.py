@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from indexcache_search import demo, objectives
+from indexcache_search import demo, estimates
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.run import run
 from indexcache_search.distill.settings import Data, Folders, Intervals, Loss, Runtime, Settings
@@ -93,7 +93,7 @@ def evaluate(model: str, pattern: Pattern, sets: dict[str, TokenSet], device: st
     found = {}
     for name, data in sets.items():
         [evaluation] = engine.evaluate([pattern], data, "nll")
-        found[f"{name} loss"] = objectives.loss(evaluation, data).mean
+        found[f"{name} loss"] = estimates.loss(evaluation, data).mean
         found[f"{name} right"] = sum(evaluation.correct) / sum(evaluation.tokens)
     return found
 

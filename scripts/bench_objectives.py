@@ -21,13 +21,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search import demo, objectives
+from indexcache_search import demo, estimates
 from indexcache_search.data.packing import TokenReader, build_token_sets
 from indexcache_search.data.tokens import TokenSet, growing_shares
-from indexcache_search.engines.base import Evaluation, Objective
+from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.loading import load_tokenizer, read_config, set_quiet
 from indexcache_search.journal import Journal
+from indexcache_search.objectives import Objective
 from indexcache_search.search import Search, Settings, identity, today
 from sglang_indexcache import Pattern
 
@@ -55,7 +56,7 @@ def correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def losses(evaluations: Sequence[Evaluation], data: TokenSet, rows: Sequence[int]) -> list[float]:
-    return [objectives.loss(item.on(rows), data).mean for item in evaluations]
+    return [estimates.loss(item.on(rows), data).mean for item in evaluations]
 
 
 def compare(found: dict[str, list[list[Evaluation]]], data: TokenSet, parts: int) -> list[dict[str, float]]:

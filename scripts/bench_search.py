@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search import demo, objectives
+from indexcache_search import demo, estimates
 from indexcache_search.data.packing import TokenReader, build_token_sets
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine, Evaluation
@@ -154,10 +154,10 @@ def rows(
         ]
         for kept in retain:
             mean = mean_over_seeds(items, kept)
-            increase = objectives.increase(mean, mean_over_seeds(items, Fraction(1)), data)
+            increase = estimates.increase(mean, mean_over_seeds(items, Fraction(1)), data)
             cells.append(f"{increase.mean:+.4f} ±{increase.stderr:.4f}")
             if name != against and against in runs:
-                difference = objectives.increase(mean, mean_over_seeds(runs[against], kept), data)
+                difference = estimates.increase(mean, mean_over_seeds(runs[against], kept), data)
                 cells[-1] += f" ({difference.mean:+.4f} ±{difference.stderr:.4f})"
         table.append(cells)
     return table
@@ -186,7 +186,7 @@ def rows_over_seeds(
 
     def increases(items: Sequence[Run], kept: Fraction) -> NDArray[np.float64]:
         return np.asarray(
-            [objectives.increase(item.held_out[kept], item.held_out[Fraction(1)], data).mean for item in items]
+            [estimates.increase(item.held_out[kept], item.held_out[Fraction(1)], data).mean for item in items]
         )
 
     def with_error(values: NDArray[np.float64]) -> str:

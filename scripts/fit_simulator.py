@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search import demo, objectives
+from indexcache_search import demo, estimates
 from indexcache_search.data.packing import TokenReader, build_token_sets
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
@@ -141,10 +141,10 @@ def main() -> None:
     alone = segments(engine.model.num_layers)
     chosen = random_patterns(engine.model.num_layers, options.each)
     found = evaluate(engine, [*alone.values(), *chosen], data)
-    costs = {key: objectives.loss(found[pattern], data).mean for key, pattern in alone.items()}
+    costs = {key: estimates.loss(found[pattern], data).mean for key, pattern in alone.items()}
     a_token = np.asarray([np.divide(found[item].losses, found[item].tokens) for item in alone.values()], np.float64)
     by_kind = [a_token[:, data.source_of == kind] for kind in (0, 1)]
-    real = [(pattern, objectives.loss(found[pattern], data).mean) for pattern in chosen]
+    real = [(pattern, estimates.loss(found[pattern], data).mean) for pattern in chosen]
     structure, quality = fit(costs, real, by_kind)
     print(structure)
     for name, value in quality.items():

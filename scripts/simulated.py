@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Evaluation, Objective
+from indexcache_search.engines.base import Evaluation
+from indexcache_search.objectives import Objective
 from sglang_indexcache import DsaModel, Pattern
 
 

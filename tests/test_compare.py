@@ -20,10 +20,10 @@ from indexcache_search import demo
 from indexcache_search.compare import tasks
 from indexcache_search.compare.result import rises
 from indexcache_search.errors import DataError
+from indexcache_search.estimates import Estimate
 from indexcache_search.eval_cli import app, named_patterns
 from indexcache_search.hf.loading import describe_model, load_tokenizer
 from indexcache_search.line import Kind
-from indexcache_search.objectives import Estimate
 from indexcache_search.results import Measured, Row
 from sglang_indexcache import Pattern
 from tests.patterns import write_pattern

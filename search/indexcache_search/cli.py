@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 
 from indexcache_search import demo
-from indexcache_search.engines.base import Objective
 from indexcache_search.errors import NonFiniteLossError, SearchError
+from indexcache_search.objectives import Objective
 from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
 from sglang_indexcache.command_line import ending
 from sglang_indexcache.pattern import parse_retention

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Engine, Evaluation, Objective
+from indexcache_search.engines.base import Engine, Evaluation
 from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.journal import Journal
+from indexcache_search.objectives import Objective
 from sglang_indexcache import Pattern
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from scipy.stats import norm, t
 
-from indexcache_search import objectives
+from indexcache_search import estimates
 from indexcache_search.data.tokens import growing_shares
 from indexcache_search.engines.base import Evaluation
+from indexcache_search.estimates import Estimate
 from indexcache_search.evaluator import Evaluator
-from indexcache_search.objectives import Estimate
 from sglang_indexcache import Pattern
 
 FIRST_SHARE = 8  # the first share holds 1/8 of the sequences
@@ -54,7 +54,7 @@ class Judge:
 
     def losses(self, patterns: Sequence[Pattern]) -> list[float]:
         """Mean losses on all sequences."""
-        return [objectives.loss(item, self._data).mean for item in self._evaluator.evaluations(patterns)]
+        return [estimates.loss(item, self._data).mean for item in self._evaluator.evaluations(patterns)]
 
     def choose(self, patterns: Sequence[Pattern], reference: Pattern) -> Choice:
         """The best of different `patterns`; ties go to the first. `reference` is what increases are over."""
@@ -64,33 +64,33 @@ class Judge:
             base = self._evaluator.evaluations([reference], rows)[0]
             found = dict(zip(alive, self._evaluator.evaluations([patterns[at] for at in alive], rows), strict=True))
             for at in alive:
-                increases[at] = objectives.increase(found[at], base, self._data).mean
+                increases[at] = estimates.increase(found[at], base, self._data).mean
             alive.sort(key=lambda at: (increases[at], at))
             if number + 1 < len(self.shares):
                 leader = found[alive[0]]
                 half = alive[: math.ceil(len(alive) / 2)]
                 alive = [at for at in half if not self._clearly_worse(found[at], leader)]
         best = alive[0]
-        return Choice(best, objectives.loss(found[best], self._data).mean, increases)
+        return Choice(best, estimates.loss(found[best], self._data).mean, increases)
 
     def scout(self, patterns: Sequence[Pattern], reference: Pattern, share: int = 0) -> list[Estimate]:
         """Increases of `patterns` over `reference` on one share alone, the first by default: what to look at closer."""
         rows = self.shares[share]
         base = self._evaluator.evaluations([reference], rows)[0]
         found = self._evaluator.evaluations(patterns, rows)
-        return [objectives.increase(item, base, self._data) for item in found]
+        return [estimates.increase(item, base, self._data) for item in found]
 
     def difference(self, pattern: Pattern, other: Pattern) -> Estimate:
         """How much `pattern` costs more than `other`, both run on all sequences; paired."""
         one, two = (self._evaluator.evaluations([item], self.shares[-1])[0] for item in (pattern, other))
-        return objectives.increase(one, two, self._data)
+        return estimates.increase(one, two, self._data)
 
     def noise(self, pattern: Pattern, reference: Pattern) -> float:
         """Standard error of the difference between two patterns that ran on all sequences; 0 where it is not known."""
         return self.difference(pattern, reference).stderr or 0.0
 
     def _clearly_worse(self, evaluation: Evaluation, leader: Evaluation) -> bool:
-        difference = objectives.increase(evaluation, leader, self._data)
+        difference = estimates.increase(evaluation, leader, self._data)
         if difference.stderr is None:
             return False
         sources = len(set(self._data.source_of[list(evaluation.rows)].tolist()))

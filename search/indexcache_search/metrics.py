@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search import objectives
+from indexcache_search import estimates
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.line import BASELINE, BEST, MEAN, PHASE, Line
@@ -116,7 +116,7 @@ def _phase_summaries(phases: Sequence[Row], baseline: Evaluation, data: TokenSet
     losses = tuple(math.fsum(column) / count for column in zip(*(row.evaluation.losses for row in phases), strict=True))
     mean = replace(first.evaluation, losses=losses)
     correct = np.mean([row.evaluation.correct for row in phases], axis=0)
-    best = min(phases, key=lambda row: objectives.loss(row.evaluation, data).mean)
+    best = min(phases, key=lambda row: estimates.loss(row.evaluation, data).mean)
     over_all = described(Line(MEAN, f"uniform, mean of {count} phases", first.line.retention, None))
     over_all["full_layers"] = described(first.line)["full_layers"]
     best_line = replace(best.line, kind=BEST, name="uniform, best phase")
@@ -132,13 +132,13 @@ def _measure(
     """The columns of a `results.Row` that say what was measured."""
     hits = np.asarray(evaluation.correct, np.float64) if correct is None else correct
     return {
-        "loss": objectives.loss(evaluation, data),
-        "increase": objectives.increase(evaluation, baseline, data),
+        "loss": estimates.loss(evaluation, data),
+        "increase": estimates.increase(evaluation, baseline, data),
         "by_source": {
             name: Measured(
-                loss=objectives.loss(evaluation, data, number),
-                increase=objectives.increase(evaluation, baseline, data, number),
-                accuracy=objectives.share(hits, evaluation, data, number),
+                loss=estimates.loss(evaluation, data, number),
+                increase=estimates.increase(evaluation, baseline, data, number),
+                accuracy=estimates.share(hits, evaluation, data, number),
             )
             for number, name in enumerate(data.sources)
         },

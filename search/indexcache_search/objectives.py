@@ -1,62 +1,34 @@
-"""From per-sequence sums to one number, and how sure it is.
-
-A set's loss is the mean over its sources of the mean loss per scored token. With one source that is the paper's
-per-token loss; with several, each source counts the same, however many tokens of it are scored. Standard errors are
-over sequences (ratio estimator); differences are paired, since every pattern sees the same sequences.
-"""
+"""What a search minimises: a number for each scored token."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Evaluation
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean and its standard error over sequences; `stderr` is None where one sequence allows none."""
-
-    mean: float
-    stderr: float | None
+Objective = Literal["nll", "kl"]
+"""`nll`: the loss on the text, the paper's. `kl`: the divergence from the model with its own pattern."""
 
 
-def loss(evaluation: Evaluation, data: TokenSet, source: int | None = None) -> Estimate:
-    """Mean loss per scored token, of all sources or of one."""
-    return _ratio(np.asarray(evaluation.losses), evaluation, data, source)
+def nll(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy, `[tokens]`, in nats.
+
+    Args:
+        logits: `[tokens, vocabulary]`, float32.
+        labels: `[tokens]`, int64, what really came.
+    """
+    from torch.nn.functional import cross_entropy
+
+    return cross_entropy(logits, labels, reduction="none")
 
 
-def increase(evaluation: Evaluation, baseline: Evaluation, data: TokenSet, source: int | None = None) -> Estimate:
-    """Mean loss per scored token above the baseline's, paired by sequence."""
-    return _ratio(np.asarray(evaluation.losses) - np.asarray(baseline.losses), evaluation, data, source)
+def kl(logits: Tensor, baseline: Tensor) -> Tensor:
+    """KL(baseline || pattern) over the whole vocabulary, `[tokens]`, in nats.
 
-
-def share(counts: NDArray[np.float64], evaluation: Evaluation, data: TokenSet, source: int | None = None) -> Estimate:
-    """`counts` per sequence as a share of the scored tokens, for instance of `evaluation.correct`."""
-    return _ratio(counts, evaluation, data, source)
-
-
-def _ratio(sums: NDArray[np.float64], evaluation: Evaluation, data: TokenSet, source: int | None) -> Estimate:
-    """Of `sums` to scored tokens, on the sequences of `evaluation`; sources that have none of them do not count."""
-    tokens, source_of = np.asarray(evaluation.tokens), data.source_of[list(evaluation.rows)]
-    wanted = sorted(set(source_of.tolist())) if source is None else [source]
-    parts = [_source_ratio(sums[source_of == one], tokens[source_of == one]) for one in wanted]
-    mean = math.fsum(part.mean for part in parts) / len(parts)
-    errors = [part.stderr for part in parts]
-    known = [error for error in errors if error is not None]
-    if len(known) < len(errors):
-        return Estimate(mean, None)
-    return Estimate(mean, math.sqrt(math.fsum(error**2 for error in known)) / len(known))
-
-
-def _source_ratio(sums: NDArray[np.float64], tokens: NDArray[np.int64]) -> Estimate:
-    count = len(sums)
-    ratio = math.fsum(sums) / int(tokens.sum())
-    if count < 2:
-        return Estimate(ratio, None)
-    residuals = sums - ratio * tokens
-    return Estimate(ratio, math.sqrt(math.fsum(residuals**2) / (count * (count - 1))) / float(tokens.mean()))
+    Args:
+        logits: `[tokens, vocabulary]`, float32, under the pattern.
+        baseline: the same under the model's own pattern.
+    """
+    truth = baseline.log_softmax(-1)
+    return (truth.exp() * (truth - logits.log_softmax(-1))).sum(-1)

@@ -18,7 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from indexcache_search import objectives
+from indexcache_search import estimates
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.line import NAMED
@@ -90,7 +90,7 @@ class SearchProgress:
         self._done += len(evaluation.rows)
         if len(evaluation.rows) == self._data.num_sequences:
             baseline = self._baseline.on(evaluation.rows)
-            value = objectives.increase(evaluation, baseline, self._data).mean
+            value = estimates.increase(evaluation, baseline, self._data).mean
             self._best = value if self._best is None else min(self._best, value)
         best = "" if self._best is None else f"best {self._best:+.4f}"
         self._progress.update(self._task, completed=self._done, best=best)
@@ -99,7 +99,7 @@ class SearchProgress:
         """Say how a line of the held-out comparison came out, where somebody asked for it."""
         assert self._data is not None
         if row.line.kind == NAMED:
-            rise = objectives.increase(row.evaluation, baseline.evaluation, self._data)
+            rise = estimates.increase(row.evaluation, baseline.evaluation, self._data)
             error = "" if rise.stderr is None else f" ±{rise.stderr:.4f}"
             self.notice(f"held out: {row.line.name} {row.line.retention} {rise.mean:+.4f}{error}  {row.line.pattern}")
 
@@ -111,7 +111,7 @@ class SearchProgress:
         elif self._estimated:
             later = (self._done - self._first_step) / (number - 1)  # the first step looks at every layer
             self._progress.update(self._task, total=self._done + max(steps - number, 0) * later)
-        change = step.loss - objectives.loss(self._baseline, self._data).mean
+        change = step.loss - estimates.loss(self._baseline, self._data).mean
         kept, role = len(step.pattern.full_layers), step.pattern[step.layer]
         self._progress.console.print(
             f"step {number:>3}: layer {step.layer:>3} -> {role}, {kept} of {len(step.pattern)} F,"

@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from indexcache_search.estimates import Estimate
 from indexcache_search.line import Kind
-from indexcache_search.objectives import Estimate
 from sglang_indexcache import PatternFile
 
 

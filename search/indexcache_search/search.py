@@ -13,16 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 import sglang_indexcache
-from indexcache_search import objectives
+from indexcache_search import estimates
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.tokens import TokenSet, growing_shares
-from indexcache_search.engines.base import Engine, Evaluation, Objective
+from indexcache_search.engines.base import Engine, Evaluation
 from indexcache_search.errors import SearchError
+from indexcache_search.estimates import Estimate
 from indexcache_search.evaluator import Cost, Evaluator
 from indexcache_search.journal import Journal
 from indexcache_search.judge import CONFIDENCE, Judge
 from indexcache_search.line import NAMED, Line, uniform_lines
-from indexcache_search.objectives import Estimate
+from indexcache_search.objectives import Objective
 from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
 from indexcache_search.strategies.base import Goal, Problem, Step
 from indexcache_search.strategies.greedy import count_evaluations
@@ -179,7 +180,7 @@ class Search:
         """How far two evaluations of the native pattern lie apart, on the first share of the sequences."""
         rows, data = self.judge.shares[0], self.calibration.data
         first, second = (self.calibration.recorded(self.model.native, repeat).on(rows) for repeat in (0, 1))
-        return abs(objectives.loss(second, data).mean - objectives.loss(first, data).mean)
+        return abs(estimates.loss(second, data).mean - estimates.loss(first, data).mean)
 
     def find(self) -> Found:
         """Run the strategy, then local search if that is wanted.
@@ -311,8 +312,8 @@ class Search:
             search=SearchSection(
                 strategy=self.strategy.name,
                 objective=self.settings.objective,
-                baseline_loss=objectives.loss(baseline, data).mean,
-                loss=objectives.loss(chosen, data).mean,
+                baseline_loss=estimates.loss(baseline, data).mean,
+                loss=estimates.loss(chosen, data).mean,
                 evaluations=found.cost.evaluations - 2,  # the baseline's own two
                 evaluated_sequences=found.cost.sequences,
                 seed=self.settings.seed,
@@ -338,7 +339,7 @@ class Search:
     def increase(self, pattern: Pattern) -> Estimate:
         """How much a pattern raises the calibration loss over the native pattern's."""
         evaluation, baseline = self.calibration.evaluations([pattern, self.model.native])
-        return objectives.increase(evaluation, baseline, self.calibration.data)
+        return estimates.increase(evaluation, baseline, self.calibration.data)
 
 
 def identity(engine: Engine, calibration: TokenSet, held_out: TokenSet, settings: Settings) -> dict[str, Any]:

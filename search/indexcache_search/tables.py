@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from indexcache_search.estimates import Estimate
 from indexcache_search.line import BASELINE, PHASE
-from indexcache_search.objectives import Estimate
 from indexcache_search.results import HeldOut, Row
 
 

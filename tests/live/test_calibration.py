@@ -24,12 +24,12 @@ pytest.importorskip("sglang")
 from indexcache_search import demo
 from indexcache_search.data.packing import TokenReader, build_token_sets
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Objective
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerBusyError
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import describe_model, load_tokenizer
+from indexcache_search.objectives import Objective
 from indexcache_search.strategies.greedy import greedy
 from sglang_indexcache import Pattern, PatternFile
 from tests.live.server import FLAGS, Server, command, ended, environment, running

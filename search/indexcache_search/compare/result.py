@@ -12,11 +12,11 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from indexcache_search import metrics, objectives, tables
+from indexcache_search import estimates, metrics, tables
 from indexcache_search.compare.held_out import HeldOut
 from indexcache_search.compare.measure import Compared
+from indexcache_search.estimates import Estimate
 from indexcache_search.line import BASELINE, BEST, MEAN, NAMED, PHASE
-from indexcache_search.objectives import Estimate
 from indexcache_search.report.figures import changes_figure
 from indexcache_search.results import ComparisonResult, Measured, Row
 from indexcache_search.results import HeldOut as HeldOutResult
@@ -51,16 +51,16 @@ def _with_changes(row: Row, line: Compared, base: Compared, held_out: HeldOut) -
     data, by_source = held_out.data, {}
     for number, name in enumerate(data.sources):
         change = np.subtract(line.row.evaluation.correct, base.row.evaluation.correct)
-        more = {"accuracy_change": objectives.share(change, line.row.evaluation, data, number)}
+        more = {"accuracy_change": estimates.share(change, line.row.evaluation, data, number)}
         if line.divergence is not None:
-            more["kl"] = objectives.loss(line.divergence, data, number)
+            more["kl"] = estimates.loss(line.divergence, data, number)
         answered = [int(at) for at in np.flatnonzero(data.source_of == number) if int(at) in held_out.answers]
         if answered:
             values = np.asarray([line.generated[at] for at in answered])
             before = np.asarray([base.generated[at] for at in answered])
             more |= {"generated": _mean(values), "generated_change": _mean(values - before)}
         by_source[name] = row.by_source[name].model_copy(update=more)
-    kl = {} if line.divergence is None else {"kl": objectives.loss(line.divergence, data)}
+    kl = {} if line.divergence is None else {"kl": estimates.loss(line.divergence, data)}
     return row.model_copy(update={"by_source": by_source, **kl})
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from indexcache_search import objectives
+from indexcache_search import estimates
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.settings import Settings
 from indexcache_search.engines.base import Evaluation
@@ -31,8 +31,8 @@ def collect(
     for record in found:
         pattern = model.native if record["stage"] == "original" else settings.pattern
         evaluation = as_evaluation(record["losses"], record["tokens"], pattern)
-        loss = objectives.loss(evaluation, held_out)
-        rise = objectives.increase(evaluation, original, held_out)
+        loss = estimates.loss(evaluation, held_out)
+        rise = estimates.increase(evaluation, original, held_out)
         rows.append(
             {
                 "step": record["step"],

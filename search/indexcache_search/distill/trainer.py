@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from indexcache_kernels.backends import Backend
 from indexcache_kernels.patching import replaced
-from indexcache_search import objectives
+from indexcache_search import estimates
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.checkpoints import Checkpoints
 from indexcache_search.distill.data import Order
@@ -220,7 +220,7 @@ class StageTrainer:
         tokens = data.scored[:, 1:].sum(1).tolist()
         evaluation = as_evaluation(losses[:-1].tolist(), tokens, distillation.pattern)
         return {
-            "held_out_loss": objectives.loss(evaluation, data).mean,
+            "held_out_loss": estimates.loss(evaluation, data).mean,
             "held_out_kl": losses[-1].item() / parts,
             "losses": list(evaluation.losses),
             "tokens": tokens,

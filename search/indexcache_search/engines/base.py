@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.data.tokens import TokenSet
+from indexcache_search.objectives import Objective
 from sglang_indexcache import DsaModel, Pattern
-
-Objective = Literal["nll", "kl"]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.data.tokens import TokenSet, sampled_queries
-from indexcache_search.engines.base import Evaluation, Objective
+from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.calibration_server import CalibrationServer, Rank, ServerBusyError, ServerLostError
 from indexcache_search.errors import SearchError
+from indexcache_search.objectives import Objective
 from sglang_indexcache import DsaModel, Pattern
 from sglang_indexcache.protocol import KEEP, KL, OVERLAP, Measured, Range
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
+from indexcache_search import objectives
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines import measurements
-from indexcache_search.engines.base import Evaluation, Objective
+from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.prefix import PrefixCache, run_from_cache
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.device import (
@@ -30,6 +30,7 @@ from indexcache_search.hf.device import (
 )
 from indexcache_search.hf.loading import describe_model, load_model
 from indexcache_search.hf.roles import apply_roles
+from indexcache_search.objectives import Objective
 from sglang_indexcache import DsaModel, Pattern
 from sglang_indexcache.checkpoint import weights_digest
 
@@ -177,10 +178,9 @@ class TransformersEngine:
             logits = self.torch_model.lm_head(rows[part]).float()
             correct += int((logits.argmax(-1) == labels[part]).sum())
             if baseline is None:
-                losses = F.cross_entropy(logits, labels[part], reduction="none")
+                losses = objectives.nll(logits, labels[part])
             else:
-                truth = self.torch_model.lm_head(baseline[part]).float().log_softmax(-1)
-                losses = (truth.exp() * (truth - logits.log_softmax(-1))).sum(-1)
+                losses = objectives.kl(logits, self.torch_model.lm_head(baseline[part]).float())
             loss += losses.double().sum().item()
         return loss, correct, len(targets)
 

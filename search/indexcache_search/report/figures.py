@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from indexcache_search import tables
+from indexcache_search.estimates import Estimate
 from indexcache_search.line import BASELINE, NAMED, PHASE
-from indexcache_search.objectives import Estimate
 from indexcache_search.results import HeldOut, Measured, SearchResult
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import full_layer_count

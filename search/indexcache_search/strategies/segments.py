@@ -20,8 +20,8 @@ from indexcache_search.strategies.dynamic_program import cheapest_patterns
 from sglang_indexcache import Pattern
 
 if TYPE_CHECKING:
+    from indexcache_search.estimates import Estimate
     from indexcache_search.judge import Judge
-    from indexcache_search.objectives import Estimate
 
 Segment = tuple[int, int]
 """(source, end): layers `source` + 1 to `end` - 1 reuse the indices of `source`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from indexcache_search import objectives
+from indexcache_search import estimates
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
 from sglang_indexcache import Pattern
@@ -23,19 +23,19 @@ def evaluation(losses: list[float], tokens: list[int]) -> Evaluation:
 
 
 def test_one_source_is_the_per_token_mean() -> None:
-    estimate = objectives.loss(evaluation([10.0, 40.0], [10, 20]), token_set([0, 0]))
+    estimate = estimates.loss(evaluation([10.0, 40.0], [10, 20]), token_set([0, 0]))
     assert estimate.mean == pytest.approx(50 / 30)
 
 
 def test_sources_weigh_the_same_however_many_tokens_they_score() -> None:
-    estimate = objectives.loss(evaluation([100.0, 100.0, 6.0], [100, 100, 2]), token_set([0, 0, 1]))
+    estimate = estimates.loss(evaluation([100.0, 100.0, 6.0], [100, 100, 2]), token_set([0, 0, 1]))
     assert estimate.mean == pytest.approx((1.0 + 3.0) / 2)
-    assert objectives.loss(evaluation([1.0, 6.0], [1, 2]), token_set([0, 1]), source=1).mean == pytest.approx(3.0)
+    assert estimates.loss(evaluation([1.0, 6.0], [1, 2]), token_set([0, 1]), source=1).mean == pytest.approx(3.0)
 
 
 def test_equal_lengths_give_the_textbook_standard_error() -> None:
     values = [1.0, 2.0, 4.0, 7.0]
-    estimate = objectives.loss(evaluation([10 * value for value in values], [10] * 4), token_set([0] * 4))
+    estimate = estimates.loss(evaluation([10 * value for value in values], [10] * 4), token_set([0] * 4))
     assert estimate.stderr == pytest.approx(np.std(values, ddof=1) / 2)
 
 
@@ -44,11 +44,11 @@ def test_differences_are_paired() -> None:
     data, tokens = token_set([0] * 4), [10] * 4
     baseline = evaluation([10.0, 200.0, 3000.0, 5.0], tokens)
     other = evaluation([11.0, 201.0, 3001.0, 6.0], tokens)
-    estimate = objectives.increase(other, baseline, data)
+    estimate = estimates.increase(other, baseline, data)
     assert (estimate.mean, estimate.stderr) == (pytest.approx(0.1), pytest.approx(0.0, abs=1e-12))
-    assert objectives.loss(other, data).stderr > 50
+    assert estimates.loss(other, data).stderr > 50
 
 
 def test_one_sequence_has_no_standard_error() -> None:
-    assert objectives.loss(evaluation([1.0], [2]), token_set([0])).stderr is None
-    assert objectives.loss(evaluation([1.0, 2.0, 3.0], [2, 2, 2]), token_set([0, 1, 1])).stderr is None
+    assert estimates.loss(evaluation([1.0], [2]), token_set([0])).stderr is None
+    assert estimates.loss(evaluation([1.0, 2.0, 3.0], [2, 2, 2]), token_set([0, 1, 1])).stderr is None
