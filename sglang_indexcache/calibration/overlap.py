@@ -21,8 +21,10 @@ class Overlap:
     """
 
     def __init__(self) -> None:
-        self._positions: frozenset[int] = frozenset()
-        self._layers = 0
+        self._start(frozenset(), 0)
+
+    def _start(self, positions: frozenset[int], layers: int) -> None:
+        self._positions, self._layers = positions, layers
         self._rows: Tensor | None = None
         self._sets: list[Tensor] = []
         self._total: Tensor | None = None
@@ -32,8 +34,7 @@ class Overlap:
         """Start sampling the queries at `positions` of requests whose id says `overlap`."""
         from sglang.srt.state_capturer.indexer_topk import set_global_indexer_capturer
 
-        self.__init__()  # type: ignore[misc]
-        self._positions, self._layers = frozenset(positions), layers
+        self._start(frozenset(positions), layers)
         set_global_indexer_capturer(self)
 
     def end(self) -> dict[str, Any]:
