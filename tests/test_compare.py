@@ -19,13 +19,15 @@ from typer.testing import CliRunner
 from indexcache_search import demo
 from indexcache_search.compare import tasks
 from indexcache_search.compare.result import rises
+from indexcache_search.compare.run import Candidates, named_lines
 from indexcache_search.errors import DataError
 from indexcache_search.estimates import Estimate
-from indexcache_search.eval_cli import app, named_patterns
+from indexcache_search.eval_cli import app
 from indexcache_search.hf.loading import describe_model, load_tokenizer
 from indexcache_search.line import Kind
 from indexcache_search.results import Measured, Row
 from sglang_indexcache import Pattern
+from sglang_indexcache.spec import PatternSpec
 from tests.patterns import write_pattern
 
 
@@ -231,7 +233,8 @@ def test_a_server_without_logprobs_is_refused(stubs: list[Stub], tmp_path: Path)
 def test_the_shipped_patterns_are_for_the_demo_model() -> None:
     model = describe_model(str(demo.MODEL))
     kept = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 8)]
-    lines = named_patterns(list(demo.PATTERNS), kept, model, False)
+    candidates = Candidates(patterns=demo.PATTERNS, retentions=tuple(kept), uniform=False, endpoints=())
+    lines = named_lines([(None, PatternSpec.read(path)) for path in demo.PATTERNS], candidates, model)
     names = [(line.name, str(line.retention)) for line in lines]
     assert names == [(name, share) for name in ("segments", "similarity") for share in ("1/2", "1/4", "1/8")]
 

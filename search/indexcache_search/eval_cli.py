@@ -5,25 +5,17 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
-from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from indexcache_search import demo
 from indexcache_search.cli import errors_in_one_line
-from indexcache_search.data.sketch import Sketch
 from indexcache_search.errors import SearchError
-from indexcache_search.line import NAMED, Line
-from indexcache_search.results import ComparisonResult
-from sglang_indexcache import DsaModel
-from sglang_indexcache.files import write_atomically
-from sglang_indexcache.pattern import full_layer_count, parse_retention
-from sglang_indexcache.spec import GRAMMAR, PatternSpec, split_name
+from sglang_indexcache.pattern import parse_retention
+from sglang_indexcache.spec import GRAMMAR
 
 EPILOG = """
 Examples:
@@ -100,139 +92,34 @@ def evaluate(
 
     Differences are paired: everything sees the same sequences.
     """
-    from indexcache_search.compare import held_out, measure, result
-    from indexcache_search.data.packing import TokenReader
-    from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
-
     console = Console(stderr=True, highlight=False)
     with errors_in_one_line(console, "indexcache-eval"):
-        if model is None and not endpoint:
-            pattern = pattern or list(demo.PATTERNS)
-        if bool(pattern) == bool(endpoint):
-            raise SearchError("expected either --pattern or --endpoint")
+        from indexcache_search.compare.result import rises
+        from indexcache_search.compare.run import Candidates, Data, Runtime, run, show
+
+        is_demo = model is None
         if max_increase is not None and not math.isfinite(max_increase):
             raise SearchError(f"--max-increase is {max_increase}, expected a number")
-        if endpoint and len(endpoint) < 2:
-            raise SearchError("--endpoint: found one, expected a baseline server and one to compare it with")
-        name = model or str(demo.MODEL)
-        set_quiet()
-        description, config = describe_model(name), read_config(name)
-        retentions = [parse_retention(item) for item in retain.split(",")]
-        named = named_patterns(pattern or [], retentions, description, uniform)
-        length = seq_len or (512 if model is None else 4 * description.index_topk)
-        check_seq_len(length, config)
-        data = held_out.build(
-            TokenReader(lambda: load_tokenizer(name), config.vocab_size, length),
-            lambda: load_tokenizer(name),
-            description,
-            evaluation or (list(demo.EVALUATION) if model is None and not tasks else []),
-            [task for task in tasks.split(",") if task],
-            haystack,
-            seq_len=length,
-            sequences=num_sequences or (96 if model is None else 144),
+        candidates = Candidates(
+            patterns=tuple(pattern or (demo.PATTERNS if is_demo and not endpoint else ())),
+            retentions=tuple(parse_retention(item) for item in retain.split(",")),
+            uniform=uniform,
+            endpoints=tuple(endpoint or ()),
+        )
+        data = Data(
+            sources=tuple(evaluation or (demo.EVALUATION if is_demo and not tasks else ())),
+            tasks=tuple(task for task in tasks.split(",") if task),
+            haystack=haystack,
+            seq_len=seq_len or (512 if is_demo else None),
+            sequences=num_sequences or (96 if is_demo else 144),
             samples=samples,
             chat=chat,
-            calibrated=calibrated_on(pattern or []),
         )
-        if data.left_out:
-            console.print(f"left out {data.left_out} documents that a pattern was calibrated on", style="yellow")
-        count = data.data.num_sequences
-        with Progress(console=console, disable=not console.is_terminal) as progress:
-            if endpoint:
-                bar = progress.add_task("servers", total=len(endpoint) * count)
-                lines = measure.servers(endpoint, data, lambda done: progress.advance(bar, done))
-                engine = ", ".join(endpoint)
-            else:
-                distinct = len({description.native, *(line.pattern for line in named)})
-                bar = progress.add_task("patterns", total=2 * distinct * count)
-                runtime = {"device": device, "dtype": dtype, "batch_size": batch_size, "attention": attention}
-                lines, engine = _patterns(
-                    name, runtime, named, data, output, restart, lambda done: progress.advance(bar, done)
-                )
-        found = result.collect(
-            lines, data, description.index_topk, model=description.name, engine=engine, seq_len=length
-        )
-        _write(found, output)
+        runtime = Runtime(device=device, dtype=dtype, batch_size=batch_size, attention=attention)
+        found = run(model or str(demo.MODEL), candidates, data, runtime, output, restart, console)
     if json_:
         sys.stdout.write(json.dumps(found.as_json(), indent=1) + "\n")
     else:
-        _show(found, output)
-    if max_increase is not None and result.rises(found.held_out.rows) > max_increase:
+        show(found, output, Console(highlight=False, width=None if sys.stdout.isatty() else 200))
+    if max_increase is not None and rises(found.held_out.rows) > max_increase:
         raise typer.Exit(1)
-
-
-def named_patterns(specs: list[str], retentions: list[Fraction], model: DsaModel, uniform: bool) -> list[Line]:
-    """The lines that were asked for.
-
-    Raises:
-        IndexCacheError: if a file can't be read, was made for another model, or a pattern does not fit this one.
-    """
-    found: list[Line] = []
-    for text in specs:
-        name, rest = split_name(text)
-        spec = PatternSpec.read(rest)
-        found += [Line(NAMED, name or spec.label, *item) for item in spec.by_retention(model, retentions)]
-    if uniform:
-        from indexcache_search.line import uniform_lines
-
-        for kept in dict.fromkeys(line.retention for line in found if line.retention is not None):
-            if full_layer_count(model.num_layers, kept) < model.num_layers:
-                found += uniform_lines(model.native, kept)
-    return found
-
-
-def calibrated_on(specs: list[str]) -> list[Sketch]:
-    """What the files among `specs` say they were calibrated on; files of earlier versions say nothing.
-
-    Raises:
-        IndexCacheError: if a file can't be read.
-    """
-    found = []
-    for text in specs:
-        file = PatternSpec.read(split_name(text)[1]).file
-        if file is None or file.calibration is None or file.calibration.sketch is None:
-            continue
-        try:
-            found.append(Sketch.decode(file.calibration.sketch))
-        except ValueError:
-            raise SearchError(f"{text}: calibration.sketch can't be read, expected what the search wrote") from None
-    return found
-
-
-def _patterns(
-    name: str, runtime: Mapping[str, Any], named: Any, data: Any, output: Path, restart: bool, done: Any
-) -> tuple[Any, str]:
-    from indexcache_search.compare import measure
-    from indexcache_search.engines.transformers import TransformersEngine
-    from indexcache_search.evaluator import Evaluator
-    from indexcache_search.journal import Journal
-    from indexcache_search.search import engine_identity, today
-
-    engine = TransformersEngine.load(name, prefix_cache_gb=1.0, **runtime)
-    identity = {**engine_identity(engine), "held-out": data.data.sha256}
-    with Journal(output / "work", identity, today(), restart) as journal:
-        losses = Evaluator(engine, data.data, "nll", journal, "nll", lambda item: done(len(item.rows)))
-        divergences = Evaluator(engine, data.data, "kl", journal, "kl", losses.on_evaluation)
-        lines = measure.patterns(losses, divergences, named, data)
-    return lines, f"{engine.name}, {', '.join(f'{key} {value}' for key, value in engine.settings.items())}"
-
-
-def _write(found: ComparisonResult, output: Path) -> None:
-    from indexcache_search.compare.result import render
-
-    write_atomically(output / "eval.json", json.dumps(found.as_json(), indent=1) + "\n")
-    write_atomically(output / "eval.html", render(found))
-
-
-def _show(found: ComparisonResult, output: Path) -> None:
-    from indexcache_search import tables
-    from indexcache_search.compare.result import task_table
-
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    out.print(tables.terminal_table(found.held_out))
-    answers = task_table(found)
-    if answers is not None:
-        out.print(answers)
-    for line in found.findings:
-        out.print(line, soft_wrap=True)
-    out.print(f"Wrote {output / 'eval.json'}, {output / 'eval.html'}", soft_wrap=True)

@@ -1,0 +1,209 @@
+"""A whole comparison: from names of patterns or servers to eval.json and eval.html."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from indexcache_search.compare import held_out, measure, result
+from indexcache_search.compare.held_out import HeldOut
+from indexcache_search.compare.measure import Compared
+from indexcache_search.data.packing import TokenReader
+from indexcache_search.data.sketch import Sketch
+from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.errors import SearchError
+from indexcache_search.evaluator import Evaluator
+from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
+from indexcache_search.journal import Journal
+from indexcache_search.line import NAMED, Line, uniform_lines
+from indexcache_search.results import ComparisonResult
+from indexcache_search.search import engine_identity, today
+from sglang_indexcache import DsaModel
+from sglang_indexcache.files import write_atomically
+from sglang_indexcache.pattern import full_layer_count
+from sglang_indexcache.spec import PatternSpec, split_name
+
+PREFIX_CACHE_GB = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What is compared on; see `held_out.build`. `seq_len` None means 4 x index_topk."""
+
+    sources: tuple[str, ...]
+    tasks: tuple[str, ...]
+    haystack: str
+    seq_len: int | None
+    sequences: int
+    samples: int
+    chat: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """How patterns run; see `TransformersEngine.load`."""
+
+    device: str
+    dtype: str
+    batch_size: int
+    attention: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """What is compared: patterns of one model, or servers.
+
+    Attributes:
+        patterns: as `spec.PatternSpec`, with `NAME=` before it if it is to have one.
+        retentions: of files that name none.
+        uniform: whether uniform patterns at all phases stand beside them.
+        endpoints: servers; the first is the baseline.
+    """
+
+    patterns: tuple[str, ...]
+    retentions: tuple[Fraction, ...]
+    uniform: bool
+    endpoints: tuple[str, ...]
+
+    def check(self) -> None:
+        """Check that there is something to compare.
+
+        Raises:
+            SearchError: if not, or both kinds are named.
+        """
+        if bool(self.patterns) == bool(self.endpoints):
+            raise SearchError("expected either --pattern or --endpoint")
+        if len(self.endpoints) == 1:
+            raise SearchError("--endpoint: found one, expected a baseline server and one to compare it with")
+
+
+def run(
+    model: str, candidates: Candidates, data: Data, runtime: Runtime, output: Path, restart: bool, console: Console
+) -> ComparisonResult:
+    """Compare on held-out data, and write eval.json and eval.html.
+
+    Args:
+        model: folder or hub id; with servers its tokenizer and config.json are all that is read.
+        candidates: what is compared.
+        data: on what.
+        runtime: of patterns.
+        output: folder of the results, and of the journal.
+        restart: discard the journal first.
+        console: for people.
+
+    Raises:
+        IndexCacheError: if something asked for can't be done.
+        NonFiniteLossError: if a loss is NaN or infinite.
+    """
+    candidates.check()
+    set_quiet()
+    description, config = describe_model(model), read_config(model)
+    named = [(*split_name(text), text) for text in candidates.patterns]
+    specs = [(name, PatternSpec.read(rest), text) for name, rest, text in named]
+    lines = named_lines([(name, spec) for name, spec, _ in specs], candidates, description)
+    seq_len = data.seq_len or 4 * description.index_topk
+    check_seq_len(seq_len, config)
+    built = held_out.build(
+        TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len),
+        lambda: load_tokenizer(model),
+        description,
+        data.sources,
+        data.tasks,
+        data.haystack,
+        seq_len=seq_len,
+        sequences=data.sequences,
+        samples=data.samples,
+        chat=data.chat,
+        calibrated=[sketch for _, spec, text in specs for sketch in calibrated_on(spec, text)],
+    )
+    if built.left_out:
+        console.print(f"left out {built.left_out} documents that a pattern was calibrated on", style="yellow")
+    number = built.data.num_sequences
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        if candidates.endpoints:
+            bar = progress.add_task("servers", total=len(candidates.endpoints) * number)
+            compared = measure.servers(candidates.endpoints, built, lambda done: progress.advance(bar, done))
+            engine = ", ".join(candidates.endpoints)
+        else:
+            distinct = len({description.native, *(line.pattern for line in lines)})
+            bar = progress.add_task("patterns", total=2 * distinct * number)
+            compared, engine = _run_patterns(
+                model, runtime, lines, built, output, restart, lambda done: progress.advance(bar, done)
+            )
+    comparison = result.collect(
+        compared, built, description.index_topk, model=description.name, engine=engine, seq_len=seq_len
+    )
+    write_atomically(output / "eval.json", json.dumps(comparison.as_json(), indent=1) + "\n")
+    write_atomically(output / "eval.html", result.render(comparison))
+    return comparison
+
+
+def named_lines(specs: Sequence[tuple[str | None, PatternSpec]], candidates: Candidates, model: DsaModel) -> list[Line]:
+    """The lines that were asked for.
+
+    Raises:
+        IndexCacheError: if a file was made for another model, or a pattern does not fit this one.
+    """
+    lines = [
+        Line(NAMED, name or spec.label, *item)
+        for name, spec in specs
+        for item in spec.by_retention(model, candidates.retentions)
+    ]
+    if candidates.uniform:
+        for kept in dict.fromkeys(line.retention for line in lines if line.retention is not None):
+            if full_layer_count(model.num_layers, kept) < model.num_layers:
+                lines += uniform_lines(model.native, kept)
+    return lines
+
+
+def calibrated_on(spec: PatternSpec, text: str) -> list[Sketch]:
+    """What a file says that it was calibrated on; files of earlier versions say nothing.
+
+    Raises:
+        SearchError: if that can't be read.
+    """
+    if spec.file is None or spec.file.calibration is None or spec.file.calibration.sketch is None:
+        return []
+    try:
+        return [Sketch.decode(spec.file.calibration.sketch)]
+    except ValueError:
+        raise SearchError(f"{text}: calibration.sketch can't be read, expected what the search wrote") from None
+
+
+def _run_patterns(
+    model: str,
+    runtime: Runtime,
+    lines: Sequence[Line],
+    built: HeldOut,
+    output: Path,
+    restart: bool,
+    done: Callable[[int], None],
+) -> tuple[list[Compared], str]:
+    engine = TransformersEngine.load(
+        model, runtime.device, runtime.dtype, runtime.batch_size, PREFIX_CACHE_GB, runtime.attention
+    )
+    identity = {**engine_identity(engine), "held-out": built.data.sha256}
+    with Journal(output / "work", identity, today(), restart) as journal:
+        losses = Evaluator(engine, built.data, "nll", journal, "nll", lambda item: done(len(item.rows)))
+        divergences = Evaluator(engine, built.data, "kl", journal, "kl", losses.on_evaluation)
+        compared = measure.patterns(losses, divergences, lines, built)
+    return compared, f"{engine.name}, {', '.join(f'{key} {value}' for key, value in engine.settings.items())}"
+
+
+def show(comparison: ComparisonResult, output: Path, out: Console) -> None:
+    """Print the tables, what is worse, and where the files are."""
+    from indexcache_search import tables
+
+    out.print(tables.terminal_table(comparison.held_out))
+    answers = result.task_table(comparison)
+    if answers is not None:
+        out.print(answers)
+    for line in comparison.findings:
+        out.print(line, soft_wrap=True)
+    out.print(f"Wrote {output / 'eval.json'}, {output / 'eval.html'}", soft_wrap=True)
