@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from indexcache_search import demo
-from indexcache_search.compare import tasks
+from indexcache_search.compare import measure, tasks
 from indexcache_search.compare.result import rises
 from indexcache_search.compare.run import Candidates, named_lines
 from indexcache_search.errors import DataError
@@ -107,6 +107,19 @@ def test_patterns_are_compared_and_found_worse(model_folder: Path, token_file: P
     for allowed, code in ((lower - 1e-6, 1), (max(lower, 0.0) + 1e-6, 0)):
         again = run(*options(model_folder, token_file, tmp_path / "out"), *more, "--max-increase", str(allowed))
         assert again.exit_code == code, again.output
+
+
+def test_sequences_that_run_in_parts_give_the_same(
+    model_folder: Path, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = []
+    for together in (24, 4):
+        monkeypatch.setattr(measure, "TOGETHER", together)
+        folder = tmp_path / str(together)
+        result = run(*options(model_folder, token_file, folder), "--pattern", "a=FSSFSS", "--pattern", "uniform@1/2")
+        assert result.exit_code == 0, result.output
+        contents.append((folder / "eval.json").read_text())
+    assert contents[0] == contents[1]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from indexcache_search.distill import memory
 from indexcache_search.distill.data import Order
+from indexcache_search.distill.processes import joined
 from indexcache_search.distill.settings import Settings
 from indexcache_search.distill.trainer import StageTrainer
 from indexcache_search.distill_cli import app
@@ -253,6 +254,14 @@ def test_two_processes_train_as_one_does(
                 assert theirs[name] == pytest.approx(ours[name], rel=bound, abs=bound)
     ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two"))
     assert ours.keys() == theirs.keys()
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SearchError, match="process 1 of this machine has no GPU"), joined(cpu=False, bfloat16=True):
+        pass
 
 
 def test_a_body_whose_learning_rate_is_0_stays(model_folder: Path, training: Path, tmp_path: Path) -> None:
