@@ -2,51 +2,24 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 
-TOPK, DIM, HEADS = 2048, 128, (32, 64)  # what they were written for
-WORKSPACE = 1 << 30  # bytes of scores that exist at a time
-
-
-@cache
-def _libraries() -> Any:
-    """DeepGEMM and sgl_kernel, None where one is not installed."""
-    try:
-        import deep_gemm
-        import sgl_kernel
-    except (ImportError, OSError, RuntimeError):
-        return None
-    return deep_gemm, sgl_kernel
-
-
-def fits(q: Tensor, topk: int, k_scale: Tensor | None) -> bool:
-    """Whether they can run: float8 with scales, 2048 of keys of 128 dimensions, 32 or 64 heads, on a Hopper device."""
-    if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9 or _libraries() is None:
-        return False
-    quantised = q.dtype == torch.float8_e4m3fn and k_scale is not None
-    return quantised and topk == TOPK and q.shape[2] == DIM and q.shape[1] in HEADS
+TOPK = 2048  # what fast_topk was written for
 
 
 def indexer_topk(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    starts: Tensor,
-    ends: Tensor,
-    k_scale: Tensor,
-    rows: int | None = None,
+    q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, k_scale: Tensor, rows: int
 ) -> Tensor:
     """As `indexcache_kernels.indexer_topk`, but any of equal scores is taken, and the order is no particular one.
 
-    `rows` says of how many queries scores exist at a time; the default is as many as fit into a gigabyte.
+    On a Hopper device with both installed; keys of 128 dimensions, 32 or 64 heads. `rows` says of how many queries
+    scores exist at a time.
     """
-    deep_gemm, sgl_kernel = _libraries()
+    import deep_gemm
+    import sgl_kernel
+
     found = torch.empty((len(q), TOPK), dtype=torch.int32, device=q.device)
-    rows = rows or max(1, WORKSPACE // (4 * len(k)))
     for first in range(0, len(q), rows):
         part = slice(first, first + rows)
         start, end = starts[part], ends[part]

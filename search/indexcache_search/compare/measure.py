@@ -49,11 +49,11 @@ def patterns(losses: Evaluator, divergences: Evaluator, named: Sequence[Line], h
     """
     lines = [Line.baseline(losses.engine.model.native), *named]
     chosen = [line.pattern for line in lines if line.pattern is not None]
+    alike = sorted(set(chosen), key=lambda pattern: pattern.roles)  # those that begin alike follow each other
     number = held_out.data.num_sequences
     for start in range(0, number, TOGETHER):
         rows = range(start, min(start + TOGETHER, number))
-        for pattern in sorted(chosen, key=lambda item: item.roles):
-            # Each finds the layers of those before it: the divergences all, a pattern those of a similar one.
+        for pattern in alike:  # finds the layers of the one before; its divergences find all layers
             losses.evaluations([pattern], rows)
             divergences.evaluations([pattern], rows)
     found = []

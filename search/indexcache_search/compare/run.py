@@ -104,9 +104,8 @@ def run(
     candidates.check()
     set_quiet()
     description, config = describe_model(model), read_config(model)
-    named = [(*split_name(text), text) for text in candidates.patterns]
-    specs = [(name, PatternSpec.read(rest), text) for name, rest, text in named]
-    lines = named_lines([(name, spec) for name, spec, _ in specs], candidates, description)
+    specs = [(name, PatternSpec.read(text)) for name, text in map(split_name, candidates.patterns)]
+    lines = named_lines(specs, candidates, description)
     seq_len = data.seq_len or 4 * description.index_topk
     check_seq_len(seq_len, config)
     built = held_out.build(
@@ -120,7 +119,7 @@ def run(
         sequences=data.sequences,
         samples=data.samples,
         chat=data.chat,
-        calibrated=[sketch for _, spec, text in specs for sketch in calibrated_on(spec, text)],
+        calibrated=[sketch for _, spec in specs for sketch in calibrated_on(spec)],
     )
     if built.left_out:
         console.print(f"left out {built.left_out} documents that a pattern was calibrated on", style="yellow")
@@ -162,7 +161,7 @@ def named_lines(specs: Sequence[tuple[str | None, PatternSpec]], candidates: Can
     return lines
 
 
-def calibrated_on(spec: PatternSpec, text: str) -> list[Sketch]:
+def calibrated_on(spec: PatternSpec) -> list[Sketch]:
     """What a file says that it was calibrated on; files of earlier versions say nothing.
 
     Raises:
@@ -173,7 +172,7 @@ def calibrated_on(spec: PatternSpec, text: str) -> list[Sketch]:
     try:
         return [Sketch.decode(spec.file.calibration.sketch)]
     except ValueError:
-        raise SearchError(f"{text}: calibration.sketch can't be read, expected what the search wrote") from None
+        raise SearchError(f"{spec.text}: calibration.sketch can't be read, expected what the search wrote") from None
 
 
 def _run_patterns(

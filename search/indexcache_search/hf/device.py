@@ -18,6 +18,11 @@ LOGIT_ROWS = 1024  # rows of the [rows, vocabulary] float32 logits that exist at
 
 
 def target_device(name: str) -> torch.device:
+    """The device that `--device` names; `auto` is a GPU where there is one, else the CPU.
+
+    Raises:
+        SearchError: if it is none, or not there.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -70,6 +75,11 @@ def memory_error_in_one_line(sizes: str, expected: str) -> Iterator[None]:
 
 @contextmanager
 def on_kernels(model: Any) -> Iterator[None]:
+    """Run `model` on the project's kernels inside the `with` block.
+
+    Raises:
+        SearchError: if they can't run it.
+    """
     from indexcache_kernels.errors import KernelInputError
     from indexcache_kernels.transformers import use_kernels
 

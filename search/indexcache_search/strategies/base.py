@@ -152,10 +152,15 @@ class DirectStrategy(Strategy):
         """Patterns for one retention, the best first; those behind it have run on all sequences."""
 
     def find(self, problem: Problem) -> Outcome:
-        patterns: dict[Fraction, Pattern] = {}
-        rivals: dict[Fraction, list[Pattern]] = {}
-        for retention in problem.goal.full_layers:
-            patterns[retention], *rivals[retention] = self.ranked(problem, retention)
-            problem.judge.losses([patterns[retention]])
-            problem.on_pattern(retention, patterns)
-        return Outcome(patterns, rivals=rivals)
+        return find_each(problem, lambda retention: self.ranked(problem, retention))
+
+
+def find_each(problem: Problem, ranked: Callable[[Fraction], list[Pattern]]) -> Outcome:
+    """The outcome of finding each retention's pattern by itself; see `DirectStrategy.ranked`."""
+    patterns: dict[Fraction, Pattern] = {}
+    rivals: dict[Fraction, list[Pattern]] = {}
+    for retention in problem.goal.full_layers:
+        patterns[retention], *rivals[retention] = ranked(retention)
+        problem.judge.losses([patterns[retention]])
+        problem.on_pattern(retention, patterns)
+    return Outcome(patterns, rivals=rivals)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.strategies.base import DirectStrategy, Outcome, Problem
+from indexcache_search.strategies.base import Outcome, Problem, Strategy, find_each
 from indexcache_search.strategies.dynamic_program import cheapest_patterns
 from sglang_indexcache import Pattern
 
@@ -160,17 +159,16 @@ class SegmentCosts:
         return list(zip(self._heads, self._heads[1:], self._heads[2:], strict=False))
 
 
-class Segments(DirectStrategy):
+class Segments(Strategy):
     """The cheapest row of segments, believed once it ran itself."""
 
     name = "segments"
     summary = "runs of layers that share, then the cheapest patterns made of them; a pattern per retention"
 
     def find(self, problem: Problem) -> Outcome:
-        self._costs = SegmentCosts(problem.goal.native, problem.judge)
-        outcome = super().find(problem)
-        problem.notice(f"measured {len(self._costs)} segments of layers")
+        goal, costs = problem.goal, SegmentCosts(problem.goal.native, problem.judge)
+        outcome = find_each(
+            problem, lambda retention: [item.pattern for item in costs.cheapest(goal.full_layers[retention])]
+        )
+        problem.notice(f"measured {len(costs)} segments of layers")
         return outcome
-
-    def ranked(self, problem: Problem, retention: Fraction) -> list[Pattern]:
-        return [item.pattern for item in self._costs.cheapest(problem.goal.full_layers[retention])]
