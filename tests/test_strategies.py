@@ -297,6 +297,32 @@ def test_what_looked_dear_on_few_sequences_gets_another_look() -> None:
     assert best.pattern == Pattern("FSFF")
 
 
+def test_the_last_check_finds_a_swap_that_segments_hide() -> None:
+    """Layers 2 and 5 are dear alone and cheap together, which no sum over segments can show."""
+
+    def loss(pattern: Pattern, row: int) -> float:
+        costs = {1: 0.3, 2: 0.5, 3: 0.6, 4: 0.8, 5: 0.4, 6: 0.9}
+        together = pattern[2] == "S" and pattern[5] == "S"
+        return sum(costs[layer] for layer in pattern.shared_layers) - 0.7 * together
+
+    costs = SegmentCosts(Pattern.full(7), judge_of(TableEngine(loss), token_set(32), race=True))
+    assert costs.cheapest(5)[0].pattern == Pattern("FSFFFSF")
+    assert costs.last_check(5)[0].pattern == Pattern("FFSFFSF")
+    assert costs.cheapest(5)[0].pattern == Pattern("FFSFFSF")  # and it is not forgotten
+
+
+@pytest.mark.parametrize("full", range(1, 6))
+def test_the_last_check_swaps_no_locked_layer(full: int) -> None:
+    native = Pattern("FFSFFF")
+    engine = TableEngine(
+        lambda pattern, row: float(pattern[2] == "S") + (pattern[1] == "F") - 3.0 * (pattern[4] == "S")
+    )
+    costs = SegmentCosts(native, judge_of(engine, token_set()))
+    for item in costs.last_check(full):
+        assert item.pattern[0] == "F" and item.pattern[2] == "S" and len(item.pattern.full_layers) == full
+    assert all(roles[2] == "S" for roles, _ in engine.asked)
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.integers(0, 10**6), st.integers(1, 7), st.integers(1, 12))
 def test_the_cheapest_patterns_are_those_of_all(seed: int, full: int, count: int) -> None:

@@ -27,16 +27,24 @@ Segment = tuple[int, int]
 
 MOST_CHECKED = 8  # patterns that run on all sequences for each retention
 PROPOSALS = 64  # cheapest patterns by their segments, among which the next one to run is chosen
+SWAPS = 4  # swaps of an F and an S layer that a round of the last check races
+ROUNDS = 3  # of the last check, at most
 ROUNDING = 1e-9
 LEAST_OF_COST = 0.5  # of what was measured on few sequences, however uncertain
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A pattern that ran on all sequences: what its segments cost together, and what it costs itself."""
+class Proposal:
+    """A pattern, and what its segments cost together."""
 
     pattern: Pattern
     predicted: float
+
+
+@dataclass(frozen=True)
+class Checked(Proposal):
+    """A pattern that ran on all sequences, and what it costs itself."""
+
     cost: float
 
 
@@ -53,6 +61,10 @@ class SegmentCosts:
     patterns are expected to do so by as much as they have segments in common with it. The next best are proposed,
     measured and run in turn, until none is expected to cost less than the best that ran.
 
+    The last check needs no expectation: of the patterns that differ from the best one by a swap of an `F` and an `S`
+    layer, those whose segments cost least race, and the winner runs on all sequences; again, while that finds a better
+    one. (The best pattern itself does not race: what beats it on all sequences may look worse on a few.)
+
     Args:
         native: the checkpoint's own pattern.
         judge: evaluates on growing shares of the sequences.
@@ -65,6 +77,7 @@ class SegmentCosts:
         self._unshared = set(itertools.pairwise(self._heads))  # segments of the native pattern; they cost nothing
         self._costs: dict[Segment, Estimate] = {}
         self._shares: dict[Segment, int] = {}  # which share of the sequences a cost was measured on
+        self._checked: dict[int, list[Checked]] = {}  # by the number of F layers
         self._measure([(before, after) for before, _, after in self._triples()])
 
     def __len__(self) -> int:
@@ -74,36 +87,66 @@ class SegmentCosts:
     def cheapest(self, full_layers: int) -> list[Checked]:
         """The patterns with `full_layers` `F` layers that ran on all sequences, the one that costs least first.
 
+        What other numbers of layers had measured in between is looked at when asked again.
+
         Raises:
             SearchError: if there are fewer layers that can be `F`.
         """
-        checked: list[Checked] = []
+        checked = self._checked.setdefault(full_layers, [])
         while len(checked) < MOST_CHECKED:
             proposal = self._measured_proposal(full_layers, checked)
             if proposal is None:
                 break
-            predicted, pattern = proposal
-            [cost] = self._judge.scout([pattern], self._native, self._everything)
-            checked.append(Checked(pattern, predicted, cost.mean))
-        return sorted(checked, key=lambda item: (item.cost, item.pattern.roles))
+            checked.append(self._run(proposal))
+        return sorted(checked, key=_rank)
 
-    def _measured_proposal(self, full_layers: int, checked: list[Checked]) -> tuple[float, Pattern] | None:
-        """The next pattern to run and what its segments cost together; `None` if none is expected to cost less."""
+    def last_check(self, full_layers: int) -> list[Checked]:
+        """As `cheapest`, once swaps of an `F` and an `S` layer of the best pattern were tried; see the class."""
+        checked = self.cheapest(full_layers)
+        for _ in range(ROUNDS):
+            swapped = self._swapped(checked)
+            if not swapped:
+                break
+            winner = self._judge.choose([item.pattern for item in swapped], self._native).best
+            best, checked = checked[0], sorted([*checked, self._run(swapped[winner])], key=_rank)
+            if checked[0] is best:
+                break
+        self._checked[full_layers] = checked
+        return checked
+
+    def _swapped(self, checked: list[Checked]) -> list[Proposal]:
+        """Those a swap away from the first of `checked` whose segments cost least, without what is among `checked`."""
+        best, done, costs = checked[0].pattern, {item.pattern for item in checked}, self.estimates()
+        patterns = [
+            best.share(full).unshare(shared)
+            for full in best.full_layers[1:]
+            for shared in best.shared_layers
+            if self._native[shared] == "F"
+        ]
+        found = [Proposal(pattern, _total(costs, pattern)) for pattern in patterns if pattern not in done]
+        return sorted(found, key=lambda item: (item.predicted, item.pattern.roles))[:SWAPS]
+
+    def _run(self, proposal: Proposal) -> Checked:
+        [cost] = self._judge.scout([proposal.pattern], self._native, self._everything)
+        return Checked(proposal.pattern, proposal.predicted, cost.mean)
+
+    def _measured_proposal(self, full_layers: int, checked: list[Checked]) -> Proposal | None:
+        """The next pattern to run; `None` if none is expected to cost less than the best of `checked`."""
         done = {item.pattern for item in checked}
         least = min((item.cost for item in checked), default=math.inf)
         while True:
             known = cheapest_patterns(self.estimates(), full_layers, self._native.shared_layers, PROPOSALS)
             proposals = [
-                (cost + self._interaction(pattern, checked), cost, pattern)
+                (cost + self._interaction(pattern, checked), Proposal(pattern, cost))
                 for cost, pattern in known
                 if pattern not in done
             ]
-            expected, cost, pattern = min(proposals, key=lambda item: item[0], default=(math.inf, 0.0, self._native))
             if not proposals:
                 return None
-            rough = [item for item in self._segments(pattern) if self._share(item) < self._enough]
+            expected, proposal = min(proposals, key=lambda item: item[0])
+            rough = [item for item in self._segments(proposal.pattern) if self._share(item) < self._enough]
             if not rough:  # what is not measured yet may still turn out to cost less than it seems
-                return None if expected >= least - ROUNDING * abs(least) else (cost, pattern)
+                return None if expected >= least - ROUNDING * abs(least) else proposal
             worst = min(map(self._share, rough))
             self._measure([item for item in rough if self._share(item) == worst])
 
@@ -159,6 +202,15 @@ class SegmentCosts:
         return list(zip(self._heads, self._heads[1:], self._heads[2:], strict=False))
 
 
+def _total(costs: NDArray[np.float64], pattern: Pattern) -> float:
+    """What the segments of `pattern` cost together."""
+    return float(sum(costs[segment] for segment in itertools.pairwise([*pattern.full_layers, len(pattern)])))
+
+
+def _rank(item: Checked) -> tuple[float, str]:
+    return item.cost, item.pattern.roles
+
+
 class Segments(Strategy):
     """The cheapest row of segments, believed once it ran itself."""
 
@@ -167,8 +219,10 @@ class Segments(Strategy):
 
     def find(self, problem: Problem) -> Outcome:
         goal, costs = problem.goal, SegmentCosts(problem.goal.native, problem.judge)
+        for full_layers in goal.full_layers.values():
+            costs.cheapest(full_layers)
         outcome = find_each(
-            problem, lambda retention: [item.pattern for item in costs.cheapest(goal.full_layers[retention])]
+            problem, lambda retention: [item.pattern for item in costs.last_check(goal.full_layers[retention])]
         )
         problem.notice(f"measured {len(costs)} segments of layers")
         return outcome
