@@ -29,7 +29,8 @@ from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.own_server import own_server
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.objectives import Objective
-from sglang_indexcache import DsaModel, Pattern
+from sglang_indexcache import Pattern, SparseModel
+from sglang_indexcache.families import describe
 from sglang_indexcache.protocol import KL, Measured
 
 CLOCK_FILE = "BENCH_FORWARD_CLOCK"
@@ -48,7 +49,7 @@ def main() -> None:
     parser.add_argument("server", nargs="*", help="flags of the server, behind --")
     options = parser.parse_args()
     config = json.loads((options.model / "config.json").read_text())
-    model = DsaModel.from_config(config, options.model.name)
+    model = describe(config, options.model.name)
     rng = random.Random(0)  # noqa: S311
     sequences = read_tokens(options, config["vocab_size"], rng)
     patterns = [random_pattern(model, rng) for _ in range(options.evaluations)]
@@ -91,7 +92,7 @@ def read_tokens(options: argparse.Namespace, vocabulary: int, rng: random.Random
     return [row for row in rows if len(row) == options.context][: options.sequences]
 
 
-def random_pattern(model: DsaModel, rng: random.Random) -> Pattern:
+def random_pattern(model: SparseModel, rng: random.Random) -> Pattern:
     shared = set(rng.sample(range(1, model.num_layers), model.num_layers // 2))
     return Pattern.full(model.num_layers, shared | set(model.native.shared_layers))
 
@@ -99,7 +100,7 @@ def random_pattern(model: DsaModel, rng: random.Random) -> Pattern:
 class Bench:
     """Evaluates one pattern after the other on one server: as a search does it, and token by token."""
 
-    def __init__(self, server: CalibrationServer, model: DsaModel, data: TokenSet, clock: Path) -> None:
+    def __init__(self, server: CalibrationServer, model: SparseModel, data: TokenSet, clock: Path) -> None:
         self.server, self.data, self.clock = server, data, clock
         self.engine = SglangEngine([server], model)
 

@@ -26,7 +26,8 @@ from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
-from sglang_indexcache import DsaModel, Pattern
+from sglang_indexcache import Pattern
+from sglang_indexcache.families import describe
 
 CONFIG: dict[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -72,7 +73,7 @@ def one_sequence(length: int) -> TokenSet:
 
 
 def longest(lengths: list[int]) -> list[dict[str, Any]]:
-    model, description, found = random_model(), DsaModel.from_config(CONFIG, "glm5-12"), []
+    model, description, found = random_model(), describe(CONFIG, "glm5-12"), []
     weights = torch.cuda.memory_allocated()
     for attention in ("naive", "kernels"):
         engine = TransformersEngine(model, description, prefix_cache_gb=0, attention=attention)

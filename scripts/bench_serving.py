@@ -22,8 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache import DsaModel, Pattern, PatternFile
-from sglang_indexcache.overrides import merge_overrides
+from sglang_indexcache import Pattern, PatternFile
+from sglang_indexcache.families import describe
+from sglang_indexcache.families.dsa.overrides import merge_overrides
 from sglang_indexcache.pattern_file import ModelSection
 from sglang_indexcache.plugin import PATTERN_VARIABLE
 
@@ -70,7 +71,7 @@ def main() -> None:
 def write_files(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The pattern under test and all F, as files made for this model."""
     config = json.loads((options.model / "config.json").read_text())
-    model = DsaModel.from_config(config, options.model.name)
+    model = describe(config, options.model.name)
     tested = (
         Pattern(options.pattern)
         if set(options.pattern) <= set("FS")

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.objectives import Objective
-from sglang_indexcache import DsaModel, Pattern
+from sglang_indexcache import Pattern, SparseModel
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,14 @@ class SimulatedEngine:
         self.name = f"simulator of {num_layers} layers, seed {seed}"
         self.settings: Mapping[str, str] = {"torch": "none", "structure": str(structure)}
         digest = hashlib.sha256(f"{self.name} {structure}".encode()).hexdigest()
-        self.model = DsaModel(self.name, "Simulated", num_layers, 64, Pattern.full(num_layers), digest)
+        self.model = SparseModel(
+            name=self.name,
+            architecture="Simulated",
+            layers=tuple(range(num_layers)),
+            index_topk=64,
+            native=Pattern.full(num_layers),
+            config_sha256=digest,
+        )
         self.weights_sha256 = digest
         self._seed, self._structure = seed, structure
         self._weights = np.exp(structure.weight + structure.spread * self._normal("weights", num_layers))

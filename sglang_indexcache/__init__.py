@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sglang_indexcache.errors import IndexCacheError
-    from sglang_indexcache.model_config import DsaModel
+    from sglang_indexcache.model import SparseModel
     from sglang_indexcache.pattern import Pattern
     from sglang_indexcache.pattern_file import PatternFile
 
-__all__ = ["DsaModel", "IndexCacheError", "Pattern", "PatternFile", "__version__"]
+__all__ = ["IndexCacheError", "Pattern", "PatternFile", "SparseModel", "__version__"]
 
 __version__ = "0.1.0"
 
-_HOMES = {"DsaModel": "model_config", "IndexCacheError": "errors", "Pattern": "pattern", "PatternFile": "pattern_file"}
+_HOMES = {"IndexCacheError": "errors", "Pattern": "pattern", "PatternFile": "pattern_file", "SparseModel": "model"}
 
 
 def __getattr__(name: str) -> Any:

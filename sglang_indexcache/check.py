@@ -14,8 +14,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.command_line import ending
 from sglang_indexcache.environment import Environment
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.installed import effective_pattern
-from sglang_indexcache.overrides import FLAG, merge_overrides, parse_overrides
+from sglang_indexcache.overrides import FLAG, parse_overrides
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import SglangError, SglangSource
 from sglang_indexcache.servers import differences
@@ -81,7 +80,7 @@ def check(spec: PatternSpec, model: str, user_overrides: str = "{}", allow_confi
         notes.append("no safetensors files at hand: indexer weights were not checked")
     override: dict[str, Any] = {}
     try:
-        override = merge_overrides(parse_overrides(user_overrides), pattern)
+        override = checkpoint.family.handed_over(parse_overrides(user_overrides), pattern)
     except IndexCacheError as error:
         problems.append(str(error))
     installed, effective = SglangSource.installed(), None
@@ -89,7 +88,7 @@ def check(spec: PatternSpec, model: str, user_overrides: str = "{}", allow_confi
         notes.append("SGLang is not installed here: what it would run was not checked")
     elif override and len(pattern) == checkpoint.model.num_layers:
         try:
-            effective = effective_pattern(installed, model, override, len(pattern))
+            effective = checkpoint.family.would_run(installed, model, override, len(pattern))
         except SglangError as error:
             problems.append(str(error))
         if effective is not None and effective != pattern:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.errors import FileError, IndexCacheError, ModelConfigError
+from sglang_indexcache.families import describe, family_of
+from sglang_indexcache.families.base import Family
 from sglang_indexcache.files import read_json_object, read_regular, reason
-from sglang_indexcache.model_config import DsaModel
+from sglang_indexcache.model import SparseModel
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file import PatternFile
 
 _INDEX_FILE = "model.safetensors.index.json"
-_INDEXER_WEIGHT = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.indexer\.")
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100 << 20
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
@@ -36,19 +36,23 @@ class Checkpoint:
 
     Attributes:
         model: layers, native sharing, digest.
-        indexer_layers: layers with indexer weights, NextN/MTP layers left out; `None` if no weights are at hand.
+        indexer_layers: model layers with indexer weights, NextN/MTP layers left out; `None` if no weights are at hand.
     """
 
-    model: DsaModel
+    model: SparseModel
     indexer_layers: frozenset[int] | None
 
     @property
     def locked(self) -> tuple[int, ...]:
-        """Layers that can't be `F`: shared by config.json, or without indexer weights."""
-        layers = set(self.model.locked)
+        """Letters that can't be `F`: shared by config.json, or without indexer weights."""
+        letters = set(self.model.locked)
         if self.indexer_layers is not None:
-            layers |= set(range(self.model.num_layers)) - self.indexer_layers
-        return tuple(sorted(layers))
+            letters |= {letter for letter, layer in enumerate(self.model.layers) if layer not in self.indexer_layers}
+        return tuple(sorted(letters))
+
+    @property
+    def family(self) -> Family:
+        return family_of(self.model.architecture)
 
     @classmethod
     def read(cls, model: str) -> Checkpoint:
@@ -66,9 +70,11 @@ class Checkpoint:
                 names = _index_names(_from_hub(model, _INDEX_FILE))
             except HubFileError:
                 names = None
-        description = DsaModel.from_config(config, name)
-        layers = None if names is None else _indexer_layers(names, description.num_layers)
-        return cls(description, layers)
+        description = describe(config, name)
+        if names is None:
+            return cls(description, None)
+        found = family_of(description.architecture).indexer_layers(names)
+        return cls(description, found.intersection(description.layers))
 
     def misfits(
         self, pattern: Pattern, file: PatternFile | None = None, allow_config_mismatch: bool = False
@@ -233,9 +239,3 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
         raise
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise ModelConfigError(f"{path}: not a safetensors file") from None
-
-
-def _indexer_layers(names: Iterable[str], num_layers: int) -> frozenset[int]:
-    found = (_INDEXER_WEIGHT.search(name) for name in names)
-    layers = {int(match.group(1)) for match in found if match is not None}
-    return frozenset(layer for layer in layers if layer < num_layers)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 
-from sglang_indexcache.probes import FEATURES, REQUIRED, SglangSource
+from sglang_indexcache.families import FAMILIES
+from sglang_indexcache.probes import FEATURES, REQUIRED, Feature, SglangSource
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,12 @@ class Row:
     otherwise: str
 
 
+def family_features() -> tuple[Feature, ...]:
+    """What the families need beside `FEATURES`, each once."""
+    features = (item for family in FAMILIES for item in (family.serving, family.pipeline, family.rule))
+    return tuple(dict.fromkeys(item for item in features if item is not None))
+
+
 @dataclass(frozen=True)
 class Environment:
     """All features, for one SGLang."""
@@ -35,15 +42,18 @@ class Environment:
 
     @classmethod
     def of(cls, source: SglangSource) -> Environment:
-        rows = (
+        rows = tuple(
             Row(feature.name, feature.does, feature in REQUIRED, source.refusal(feature), feature.otherwise)
-            for feature in FEATURES
+            for feature in (*FEATURES, *family_features())
         )
-        return cls(source.version, str(source.root), tuple(rows))
+        return cls(source.version, str(source.root), rows)
 
     @property
     def can_serve(self) -> bool:
-        return all(row.refused is None for row in self.features if row.required)
+        """Whether all that is required is there, and some family of models can be served."""
+        families = {family.serving.name for family in FAMILIES}
+        required = all(row.refused is None for row in self.features if row.required)
+        return required and any(row.refused is None for row in self.features if row.name in families)
 
     def as_text(self) -> str:
         lines = [f"SGLang {self.sglang} in {self.path}", ""]

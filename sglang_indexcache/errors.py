@@ -56,3 +56,7 @@ class SpellingError(IndexCacheError):
 
 class ModelConfigError(IndexCacheError):
     """A model without DSA attention, or one whose config.json can't be understood."""
+
+
+class ProofError(IndexCacheError):
+    """A loaded model, or a set of ranks, that would not run the pattern."""

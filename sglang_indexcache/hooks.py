@@ -10,7 +10,8 @@ from pkgutil import resolve_name
 from typing import Any
 
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.overrides import merge_overrides, parse_overrides
+from sglang_indexcache.families.base import Family
+from sglang_indexcache.overrides import parse_overrides
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import MODEL_CONFIG, Feature, Need, SglangError, SglangSource
 from sglang_indexcache.refusal import refuse, refuse_unforeseen
@@ -66,7 +67,7 @@ def bound_arguments(need: Need, args: Any, kwargs: Any) -> inspect.BoundArgument
     return bound
 
 
-def give_pattern(args: Any, kwargs: Any, pattern_for: Callable[[str], Pattern]) -> tuple[Any, Any] | None:
+def give_pattern(args: Any, kwargs: Any, plan_for: Callable[[str], tuple[Family, Pattern]]) -> tuple[Any, Any] | None:
     """Arguments of `ModelConfig.__init__` with a pattern in their overrides; `None` for a draft model's.
 
     A NextN layer always runs its own indexer.
@@ -74,16 +75,16 @@ def give_pattern(args: Any, kwargs: Any, pattern_for: Callable[[str], Pattern]) 
     Args:
         args: of the call.
         kwargs: of the call.
-        pattern_for: given the model's path.
+        plan_for: given the model's path.
 
     Raises:
-        IndexCacheError: if `pattern_for` refuses, or the overrides say something else.
+        IndexCacheError: if `plan_for` refuses, or the overrides say something else.
     """
     bound = bound_arguments(MODEL_CONFIG, args, kwargs)
     if bound.arguments["is_draft_model"]:
         return None
-    pattern = pattern_for(bound.arguments["model_path"])
-    merged = merge_overrides(parse_overrides(bound.arguments["model_override_args"]), pattern)
+    family, pattern = plan_for(bound.arguments["model_path"])
+    merged = family.handed_over(parse_overrides(bound.arguments["model_override_args"]), pattern)
     bound.arguments["model_override_args"] = json.dumps(merged)
     return bound.args, bound.kwargs
 

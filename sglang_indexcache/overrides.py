@@ -1,16 +1,12 @@
-"""A pattern as SGLang's `--json-model-override-args`, merged with what the user gives there."""
+"""`--json-model-override-args`: how SGLang is told of another configuration."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from sglang_indexcache.errors import SpellingError
-from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.spellings import FREQ_KEY, OFFSET_KEY, PATTERN_KEY, TYPES_KEY, Rule, read_spelling, to_sglang
 
-SHARING_KEYS = (PATTERN_KEY, TYPES_KEY, FREQ_KEY, OFFSET_KEY)
 FLAG = "--json-model-override-args"
 
 
@@ -27,34 +23,3 @@ def parse_overrides(text: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise SpellingError(f"{FLAG} is {type(content).__name__}, expected a JSON object")
     return content
-
-
-def merge_overrides(user: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
-    """The user's overrides with `pattern` added, in every spelling that SGLang 0.5.11 to 0.5.23 reads.
-
-    Each sharing key that the user gives is read on its own, since versions differ in which one wins.
-
-    Raises:
-        SpellingError: if one of them says another pattern, `cli_factor` would win over any, or the model would have
-            another number of layers.
-    """
-    if user.get("num_hidden_layers", len(pattern)) != len(pattern):
-        raise SpellingError(
-            f"{FLAG}: num_hidden_layers is {user['num_hidden_layers']}, the pattern has {len(pattern)} letters;"
-            " expected a file made for that model"
-        )
-    if (user.get("cli_factor") or 1) != 1:
-        raise SpellingError(f"{FLAG}: cli_factor is {user['cli_factor']}, which wins over any pattern; expected none")
-    for keys in ((PATTERN_KEY,), (TYPES_KEY,), (FREQ_KEY, OFFSET_KEY)):
-        given = {key: user[key] for key in keys if user.get(key) is not None}
-        if not given or given == {FREQ_KEY: 1}:
-            continue
-        try:
-            found = read_spelling(given, len(pattern), Rule.SGLANG_TYPES_FIRST).pattern
-        except SpellingError as error:
-            raise SpellingError(f"{FLAG}: {error}") from None
-        if found != pattern:
-            raise SpellingError(
-                f"{FLAG}: {next(iter(given))} means {found}, the pattern file {pattern}; expected one of them"
-            )
-    return {**{key: value for key, value in user.items() if key not in SHARING_KEYS}, **to_sglang(pattern)}

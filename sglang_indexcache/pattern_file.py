@@ -14,7 +14,7 @@ from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError,
 from sglang_indexcache import strict_yaml
 from sglang_indexcache.errors import FileError, IndexCacheError, PatternError, PatternFileError, is_hidden, one_line
 from sglang_indexcache.files import read_regular, write_atomically
-from sglang_indexcache.model_config import DsaModel
+from sglang_indexcache.model import SparseModel
 from sglang_indexcache.pattern import Pattern, full_layer_count, parse_retention
 
 SCHEMA = "indexcache/v1"
@@ -35,12 +35,12 @@ class ModelSection(_Section):
 
     architecture: str = Field(description="as in config.json, for instance GlmMoeDsaForCausalLM")
     num_layers: int = Field(ge=1, description="DSA attention layers, NextN/MTP layers not counted")
-    config_sha256: _Sha256 = Field(description="digest of config.json, see sglang_indexcache.model_config")
+    config_sha256: _Sha256 = Field(description="digest of config.json, see sglang_indexcache.model")
     name: str = Field(description="hub id or folder name, for people")
     locked_layers: _Layers = Field(default=(), description="layers shared in the checkpoint: they can't be F")
 
     @classmethod
-    def of(cls, model: DsaModel) -> Self:
+    def of(cls, model: SparseModel) -> Self:
         """The section of a pattern file for `model`."""
         return cls(
             architecture=model.architecture,
@@ -179,7 +179,7 @@ class PatternFile(_Section):
         pattern = self.pattern_at(retention)
         return self.model_copy(update={"pattern": pattern.roles, "retention": pattern.retention})
 
-    def check_model(self, model: DsaModel) -> None:
+    def check_model(self, model: SparseModel) -> None:
         """Check that the file was made for `model`.
 
         Raises:

@@ -62,18 +62,6 @@ MODEL_CONFIG = Need(
     "srt.configs.model_config", "ModelConfig.__init__", ("model_path", "model_override_args", "is_draft_model")
 )
 SERVER_ARGS = Need("srt.configs.model_config", "ModelConfig.from_server_args", ("server_args", "is_draft_model"))
-RULE = Need("srt.configs.model_config", "dsa_layer_skips_topk", ("config", "layer_id"))
-CONFIG_READER = Need(
-    "srt.utils.hf_transformers.config", "get_config", ("model", "trust_remote_code", "model_override_args")
-)
-ATTENTION = Need(
-    "srt.models.deepseek_v2", "DeepseekV2AttentionMLA.__init__", ("layer_id",), ("skip_topk", "next_skip_topk")
-)
-ROLE_READER = Need(
-    "srt.models.deepseek_common.attention_forward_methods.forward_mla",
-    "DeepseekMLAForwardMixin",
-    mentions=("skip_topk",),
-)
 LAUNCH = Need("srt.entrypoints.engine", "Engine._launch_subprocesses", ("server_args",))
 READY = Need("srt.managers.scheduler", "Scheduler.get_init_info")
 NEW_MODEL = Need("srt.model_loader.loader", "_initialize_model", ("model_config", "load_config"))
@@ -91,7 +79,6 @@ COLLECTOR = Need("srt.managers.scheduler", "Scheduler", mentions=("metrics_colle
 STORAGE = Need("srt.managers.cache_controller", "HiCacheController._generate_storage_config", ("model_name",))
 STORAGE_CONFIG = Need("srt.mem_cache.hicache_storage", "HiCacheStorageConfig.model_name")
 PEER = Need("srt.disaggregation.common.conn", "CommonKVManager.__init__", ("args",), ("kv_cache_dtype_str",))
-STAGES = Need("srt.models.deepseek_v2", "DeepseekV2Model.forward", ("pp_proxy_tensors",), ("topk_indices",))
 CONTROL = Need("srt.managers.scheduler", "Scheduler.handle_dumper_control", ("recv_req",))
 CONTROL_REPLY = Need("srt.managers.io_struct", "DumperControlReqOutput.response")
 CONTROL_REQUEST = Need("srt.managers.io_struct", "DumperControlReqInput.body")
@@ -109,13 +96,13 @@ HTTP = Need("srt.entrypoints.http_server", "_setup_and_run_http_server", ("serve
 SERVE = Feature(
     "serve",
     "hand the pattern over through SGLang's own configuration",
-    (MODEL_CONFIG, SERVER_ARGS, ATTENTION, ROLE_READER, SCHEDULER),
+    (MODEL_CONFIG, SERVER_ARGS, SCHEDULER),
     "no server",
 )
 PROVE = Feature(
     "prove",
     "compare every attention module with the pattern, on every rank",
-    (LOAD_MODEL, ATTENTION, WORLD, GATHER, READY, LAUNCH),
+    (LOAD_MODEL, WORLD, GATHER, READY, LAUNCH),
     "no server",
 )
 WEIGHTS = Feature("weights", "see that the indexers of F layers were loaded", (NEW_MODEL, LOAD_MODEL), "no server")
@@ -129,10 +116,6 @@ CACHE_KEYS = Feature(
 PEERS = Feature(
     "P/D peers", "prefill and decode servers with different patterns refuse each other", (PEER,), "a warning in the log"
 )
-PIPELINE = Feature(
-    "pipeline", "pipeline stages that begin with an S layer", (STAGES,), "no server with pipeline parallelism"
-)
-CHECK = Feature("check", "ask SGLang's own rule which layers would run", (RULE, CONFIG_READER), "not checked")
 CALIBRATE = Feature(
     "calibrate",
     "switch patterns between evaluations on a live server",
@@ -144,7 +127,7 @@ SAMPLING = Feature(
     "overlap", "index overlap of the layers on a live server", (FORWARD, REQUEST_IDS, CAPTURER, CAPTURE), "not measured"
 )
 FEATURES = (
-    *(SERVE, PROVE, WEIGHTS, STATUS, PROMETHEUS, CACHE_KEYS, PEERS, PIPELINE, CHECK),
+    *(SERVE, PROVE, WEIGHTS, STATUS, PROMETHEUS, CACHE_KEYS, PEERS),
     *(CALIBRATE, DIVERGENCE, SAMPLING),
 )
 REQUIRED = (SERVE, PROVE, WEIGHTS)

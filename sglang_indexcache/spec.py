@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from sglang_indexcache.errors import PatternError
-from sglang_indexcache.model_config import DsaModel
+from sglang_indexcache.model import SparseModel
 from sglang_indexcache.pattern import FULL, SHARED, Pattern, parse_retention, uniform_pattern
 from sglang_indexcache.pattern_file import PatternFile, split_retention
 
@@ -53,7 +53,7 @@ class PatternSpec:
             return "uniform" if self.letters is None else "letters"
         return self.file.search.strategy if self.file.search else Path(split_retention(self.text)[0]).stem
 
-    def pattern(self, model: DsaModel) -> Pattern:
+    def pattern(self, model: SparseModel) -> Pattern:
         """The pattern for `model`; of a whole file its default.
 
         Raises:
@@ -76,7 +76,7 @@ class PatternSpec:
             return uniform_pattern(native, self.retention)
         return self.known()
 
-    def by_retention(self, model: DsaModel, retentions: Sequence[Fraction]) -> list[tuple[Fraction, Pattern]]:
+    def by_retention(self, model: SparseModel, retentions: Sequence[Fraction]) -> list[tuple[Fraction, Pattern]]:
         """The pattern for `model`; of a file without a retention those at `retentions`.
 
         Raises:

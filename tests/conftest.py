@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.transformers import TransformersEngine
-from sglang_indexcache import DsaModel
+from sglang_indexcache.families import describe
 
 LAYERS, TOPK, VOCAB = 6, 8, 96
 ARCHITECTURES = {"glm_moe_dsa": "GlmMoeDsaForCausalLM", "deepseek_v32": "DeepseekV32ForCausalLM"}
@@ -86,7 +86,7 @@ def made_up(*key: object) -> int:
 
 
 def tiny_engine(config: dict[str, Any], **options: Any) -> TransformersEngine:
-    return TransformersEngine(tiny_model(config), DsaModel.from_config(config, "tiny"), **options)
+    return TransformersEngine(tiny_model(config), describe(config, "tiny"), **options)
 
 
 def random_tokens(sequences: int = 3, seq_len: int = 40, seed: int = 0, sources: int = 1) -> TokenSet:

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache import DsaModel, Pattern, PatternFile
+from sglang_indexcache import Pattern, PatternFile
+from sglang_indexcache.families import describe
 from sglang_indexcache.pattern_file import ModelSection
 
 
 def pattern_file(pattern: Pattern, config: dict[str, Any], name: str = "glm") -> PatternFile:
     """A file that says `pattern` and was made for the model with this config.json."""
-    model = DsaModel.from_config(config, name)
+    model = describe(config, name)
     section = ModelSection(
         architecture=model.architecture,
         num_layers=len(pattern),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from sglang_indexcache.calibration import preflight
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
+from sglang_indexcache.probes import SglangSource
 
 GOOD = {"disable_radix_cache": True, "enable_fp32_lm_head": True, "host": "127.0.0.1"}
 
@@ -18,7 +20,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Any:
     def checked(**flags: Any) -> None:
         found = SimpleNamespace(arguments={"server_args": SimpleNamespace(**{**GOOD, **flags})})
         monkeypatch.setattr(preflight, "bound_arguments", lambda *_: found)
-        Calibration().server_args()
+        Calibration(SglangSource(Path(), "0.0")).server_args()
 
     return checked
 

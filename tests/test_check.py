@@ -16,10 +16,11 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import ModelConfigError, SpellingError
-from sglang_indexcache.installed import effective_pattern
-from sglang_indexcache.overrides import merge_overrides, parse_overrides
+from sglang_indexcache.families.dsa.overrides import merge_overrides
+from sglang_indexcache.families.dsa.rule import effective_pattern
+from sglang_indexcache.families.dsa.spellings import indexer_types
+from sglang_indexcache.overrides import parse_overrides
 from sglang_indexcache.probes import SglangSource
-from sglang_indexcache.spellings import indexer_types
 from tests.conftest import tiny_config
 from tests.patterns import pattern_file
 

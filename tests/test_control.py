@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,9 @@ from sglang_indexcache.calibration.control import Controller
 from sglang_indexcache.calibration.divergence import Divergence
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration
-from sglang_indexcache.spellings import to_sglang
+from sglang_indexcache.families.dsa import Dsa
+from sglang_indexcache.families.dsa.spellings import to_sglang
+from sglang_indexcache.probes import SglangSource
 
 LAYERS = 6
 NATIVE = Pattern("FFFFSF")  # layer 4 is locked
@@ -58,8 +61,8 @@ def _no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def controller(divergence: Divergence | None = None, overlap: Overlap | None = None) -> Controller:
-    calibration = Calibration()
-    calibration._pattern, calibration.config_sha256 = NATIVE, "digest"
+    calibration = Calibration(SglangSource(Path(), "0.0"))
+    calibration._family, calibration._pattern, calibration.config_sha256 = Dsa(), NATIVE, "digest"
     return Controller(calibration, divergence, overlap)
 
 

@@ -20,10 +20,10 @@ from indexcache_search.data.packing import TokenReader, build_token_sets, held_o
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import DataError
-from sglang_indexcache import DsaModel
+from sglang_indexcache.families import describe
 from tests.conftest import TOPK, VOCAB, tiny_config
 
-MODEL = DsaModel.from_config(tiny_config(), "tiny")
+MODEL = describe(tiny_config(), "tiny")
 SEQ_LEN = 24
 
 

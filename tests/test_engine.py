@@ -23,7 +23,7 @@ from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern, checkpoint
 from sglang_indexcache.checkpoint import tokenizer_digest, weights_digest
 from sglang_indexcache.errors import ModelConfigError, PatternError
-from sglang_indexcache.spellings import indexer_types
+from sglang_indexcache.families.dsa.spellings import indexer_types
 from tests.conftest import LAYERS, TOPK, random_tokens, save_model, tiny_config, tiny_engine
 
 PATTERNS = [Pattern(roles) for roles in ("FFFFFF", "FSFFFF", "FFFFFS", "FFSSFF", "FSSSSS", "FFFSFF")]

@@ -29,8 +29,9 @@ from indexcache_search.data.packing import TokenReader, build_token_sets
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerBusyError, ServerLostError
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.loading import read_config
-from sglang_indexcache import DsaModel, IndexCacheError, PatternFile, files, http_client
+from sglang_indexcache import IndexCacheError, PatternFile, files, http_client
 from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.families import describe
 from sglang_indexcache.servers import served_fingerprints
 from tests.conftest import VOCAB, tiny_config
 from tests.test_pattern_file import GOOD
@@ -95,7 +96,7 @@ def test_ten_thousand_pattern_files() -> None:
 
 
 def test_two_hundred_data_files(tmp_path: Path) -> None:
-    model = DsaModel.from_config(tiny_config(), "tiny")
+    model = describe(tiny_config(), "tiny")
     rng = random.Random(8)
     rows = [json.dumps({"input_ids": [rng.randrange(3, VOCAB) for _ in range(32)]}) for _ in range(12)]
     for number in range(200):

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from sglang_indexcache import DsaModel
 from sglang_indexcache.errors import ModelConfigError
-from sglang_indexcache.model_config import config_digest
+from sglang_indexcache.families import describe
+from sglang_indexcache.model import config_digest
 from tests.conftest import tiny_config
 
 
 def test_reads_layers_topk_and_native_sharing() -> None:
-    model = DsaModel.from_config(tiny_config(index_topk_freq=2, index_skip_topk_offset=3), "glm")
+    model = describe(tiny_config(index_topk_freq=2, index_skip_topk_offset=3), "glm")
     assert (model.num_layers, model.index_topk, model.native.roles) == (6, 8, "FFFSFS")
     assert model.locked == (3, 5)
-    assert DsaModel.from_config(tiny_config(), "glm").locked == ()
+    assert describe(tiny_config(), "glm").locked == ()
 
 
 def test_digest_ignores_what_does_not_change_the_model() -> None:
@@ -40,4 +40,4 @@ def test_digest_ignores_what_does_not_change_the_model() -> None:
 )
 def test_other_models_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelConfigError, match=message):
-        DsaModel.from_config(tiny_config(**changes), "glm")
+        describe(tiny_config(**changes), "glm")

@@ -18,9 +18,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_pattern_tools_import_neither_torch_nor_sglang() -> None:
-    code = (
-        "import sys, sglang_indexcache, sglang_indexcache.spellings; print([m for m in sys.modules if m in {banned}])"
-    )
+    imports = "import sys, sglang_indexcache.families, sglang_indexcache.pattern_file"
+    code = f"{imports}; print([m for m in sys.modules if m in {{banned}}])"
     banned = {"torch", "sglang", "transformers", "numpy", "datasets"}
     command = [sys.executable, "-c", code.format(banned=banned)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"

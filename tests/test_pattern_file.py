@@ -14,8 +14,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_indexcache import DsaModel, Pattern, PatternFile
+from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.errors import PatternError, PatternFileError, is_hidden
+from sglang_indexcache.families import describe
 from tests.conftest import tiny_config
 
 GOOD = """\
@@ -295,7 +296,7 @@ def test_the_exported_schema_is_current() -> None:
 
 def test_check_model_names_the_difference() -> None:
     config = tiny_config(num_hidden_layers=8, indexer_types=["full"] * 6 + ["shared", "full"])
-    model = DsaModel.from_config(config, "glm")
+    model = describe(config, "glm")
     content = good()
     content["model"]["config_sha256"] = model.config_sha256
     PatternFile.loads(yaml.safe_dump(content)).check_model(model)

@@ -10,7 +10,8 @@ import pytest
 
 from sglang_indexcache import probes
 from sglang_indexcache.check import main
-from sglang_indexcache.environment import Environment
+from sglang_indexcache.environment import Environment, family_features
+from sglang_indexcache.families import FAMILIES
 from sglang_indexcache.probes import FEATURES, Feature, Need, SglangError, SglangSource
 
 
@@ -38,24 +39,26 @@ def write_sglang(folder: Path, needs: list[Need]) -> SglangSource:
     return SglangSource.at(folder)
 
 
-ALL_NEEDS = list(dict.fromkeys(need for feature in FEATURES for need in feature.needs))
+ALL = (*FEATURES, *family_features())
+ALL_NEEDS = list(dict.fromkeys(need for feature in ALL for need in feature.needs))
 
 
 def test_a_source_that_has_everything_enables_everything(tmp_path: Path) -> None:
     environment = Environment.of(write_sglang(tmp_path, ALL_NEEDS))
-    assert [row.refused for row in environment.features] == [None] * len(FEATURES)
+    assert [row.refused for row in environment.features] == [None] * len(ALL)
     assert environment.can_serve and environment.as_text().endswith("patterns can be served")
 
 
 @pytest.mark.parametrize("need", ALL_NEEDS, ids=lambda need: need.target)
 def test_each_missing_place_refuses_the_features_that_need_it(need: Need, tmp_path: Path) -> None:
     source = write_sglang(tmp_path, [other for other in ALL_NEEDS if other != need])
-    for feature in FEATURES:
+    for feature in ALL:
         reason = source.refusal(feature)
         assert (reason is not None) == (need in feature.needs)
         if reason is not None:
             assert reason.startswith("needs ") and need.module in reason and "SGLang unknown" in reason
     required = any(need in feature.needs for feature in probes.REQUIRED)
+    required |= all(need in family.serving.needs for family in FAMILIES)
     assert Environment.of(source).can_serve != required
 
 

@@ -21,8 +21,9 @@ from indexcache_search.cli import app
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.search import Search
 from indexcache_search.strategies.greedy import count_evaluations
-from sglang_indexcache import DsaModel, Pattern, PatternFile
-from sglang_indexcache.spellings import indexer_types
+from sglang_indexcache import Pattern, PatternFile
+from sglang_indexcache.families import describe
+from sglang_indexcache.families.dsa.spellings import indexer_types
 from tests.conftest import LAYERS, tiny_config, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -54,7 +55,7 @@ def metrics(folder: Path) -> dict[str, Any]:
 
 def test_greedy_writes_a_pattern_file_that_fits_the_model(finished: Path) -> None:
     file = PatternFile.load(finished / "pattern.yaml")
-    file.check_model(DsaModel.from_config(tiny_config(), "tiny"))
+    file.check_model(describe(tiny_config(), "tiny"))
     assert len(file.as_pattern().full_layers) == 3
     assert len(file.pattern_at(Fraction(1, 3)).full_layers) == 2
     assert file.search is not None and file.calibration is not None

@@ -19,18 +19,21 @@ import torch
 from torch import nn
 
 from sglang_indexcache import Pattern, launch_server, plugin, refusal, serving
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.errors import IndexCacheError, ProofError
+from sglang_indexcache.families.dsa import Dsa
 from sglang_indexcache.hooks import refusing, refusing_around
 from sglang_indexcache.launch_server import Arguments, LaunchError, check_plugin_is_found, split_arguments, with_carried
 from sglang_indexcache.serving import identity, proof, ready
 from sglang_indexcache.serving.proof import Proof, Proven, effective_roles, mark_unloaded, mismatch
-from sglang_indexcache.serving.ranks import MEET_VARIABLE, ProofError, RankReport, _meet_seconds, disagreement
+from sglang_indexcache.serving.ranks import MEET_VARIABLE, RankReport, _meet_seconds, disagreement
 from sglang_indexcache.serving.request import Request
 from tests.conftest import tiny_config
 from tests.patterns import pattern_file
 
 PATTERN = Pattern("FSSFSS")
+DSA = Dsa()
 REQUEST = Request("deploy.yaml@1/3", PATTERN, pattern_file(PATTERN, tiny_config()))
+ASKED = SimpleNamespace(pattern=PATTERN, family=DSA)
 PROVEN = Proven()
 PROVEN.set(Proof(PATTERN, 6, 2))
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
@@ -248,10 +251,10 @@ def loaded(roles: str, first: int = 0, **options: Any) -> nn.Module:
 
 def test_a_model_that_runs_the_pattern_is_proven_so() -> None:
     model = nn.ModuleList([loaded("FSSFSS"), Attention(6, "S", is_nextn=True), nn.Linear(2, 2)])
-    found = effective_roles(model)
+    found = effective_roles(DSA, model)
     assert "".join(found[layer].role for layer in range(6)) == "FSSFSS" and len(found) == 6
     assert mismatch(PATTERN, found) is None
-    assert mismatch(PATTERN, effective_roles(loaded("FSS", first=3))) is None  # a pipeline stage
+    assert mismatch(PATTERN, effective_roles(DSA, loaded("FSS", first=3))) is None  # a pipeline stage
 
 
 @pytest.mark.parametrize(
@@ -265,23 +268,23 @@ def test_a_model_that_runs_the_pattern_is_proven_so() -> None:
     ],
 )
 def test_any_difference_is_one_line(model: nn.Module, message: str) -> None:
-    line = mismatch(PATTERN, effective_roles(model))
+    line = mismatch(PATTERN, effective_roles(DSA, model))
     assert line is not None and message in line
 
 
 def test_indexers_of_f_layers_that_nothing_was_loaded_into_are_found() -> None:
     model = loaded("FSSFSS")
-    mark_unloaded(model)
+    mark_unloaded(DSA, model)
     attentions = [item for item in model.modules() if isinstance(item, Attention)]
     assert all(attention.indexer.wk.weight.isnan().all() == (attention.layer_id in (0, 3)) for attention in attentions)
     for attention in attentions[:3]:
         nn.init.zeros_(attention.indexer.wk.weight)
         nn.init.zeros_(attention.indexer.wk.bias)
     nn.init.zeros_(attentions[3].indexer.wk.weight)
-    line = mismatch(PATTERN, effective_roles(model))
+    line = mismatch(PATTERN, effective_roles(DSA, model))
     assert line == "layer 3 is F, but no weights were loaded into its indexer's wk.bias"
     nn.init.zeros_(attentions[3].indexer.wk.bias)
-    assert mismatch(PATTERN, effective_roles(model)) is None
+    assert mismatch(PATTERN, effective_roles(DSA, model)) is None
 
 
 def test_ranks_must_agree_and_hold_all_layers() -> None:
@@ -308,7 +311,7 @@ def test_how_long_ranks_wait_for_each_other_is_a_number(text: str, monkeypatch: 
 def test_a_mismatch_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(proof, "all_ranks", lambda report: [report])
     proven = Proven()
-    prove = refusing(proof.prover(REQUEST, proven))
+    prove = refusing(proof.prover(ASKED, proven))
     prove(None, SimpleNamespace(model=loaded("FSSFSS"), is_draft_worker=False))
     prove(None, SimpleNamespace(model=loaded("FFFFFF"), is_draft_worker=True))  # a draft model has no pattern
     with pytest.raises(SystemExit) as caught:
@@ -321,10 +324,10 @@ def test_a_mismatch_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_layer_whose_indexer_runs_whatever_its_attribute_says_is_found() -> None:
     """The attribute is right; SGLang's own decision is asked as well."""
     model = nn.ModuleList([Decides(layer, role) for layer, role in enumerate("FSSFSS")])
-    assert mismatch(PATTERN, effective_roles(model)) is None
+    assert mismatch(PATTERN, effective_roles(DSA, model)) is None
     model[1].ignores = True
     with pytest.raises(ProofError, match="layer 1 decides by something else than skip_topk"):
-        effective_roles(model)
+        effective_roles(DSA, model)
 
 
 def test_nothing_is_reported_without_a_proof() -> None:
@@ -407,7 +410,7 @@ def test_tensors_that_are_not_the_checkpoints_are_left_alone() -> None:
     first = next(item for item in model.modules() if isinstance(item, Attention))
     first.indexer.wk.packed_weight = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
     first.indexer.wk.input_scale = nn.Parameter(torch.ones(()))
-    mark_unloaded(model)
+    mark_unloaded(DSA, model)
     assert first.indexer.wk.packed_weight.eq(0).all() and first.indexer.wk.input_scale == 1
 
 

@@ -18,11 +18,12 @@ from indexcache_search.engines import calibration_server, own_server
 from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
-from sglang_indexcache import DsaModel, IndexCacheError, Pattern
+from sglang_indexcache import IndexCacheError, Pattern
+from sglang_indexcache.families import describe
 from sglang_indexcache.protocol import Measured
 from tests.conftest import LAYERS, made_up, random_tokens, tiny_config
 
-MODEL = DsaModel.from_config(tiny_config(), "tiny")
+MODEL = describe(tiny_config(), "tiny")
 PATTERNS = [Pattern.full(LAYERS, {layer}) for layer in range(1, LAYERS)]
 DATA = random_tokens()
 VERSIONS = {"sglang": "0.5.23", "torch": "2.14.1", "dtype": "float32"}

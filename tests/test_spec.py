@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from sglang_indexcache import DsaModel, IndexCacheError, Pattern
+from sglang_indexcache import IndexCacheError, Pattern
 from sglang_indexcache.check import main
+from sglang_indexcache.families import describe
+from sglang_indexcache.families.dsa.spellings import indexer_types
 from sglang_indexcache.serving.request import Request
 from sglang_indexcache.spec import PatternSpec, split_name
-from sglang_indexcache.spellings import indexer_types
 from tests.conftest import save_model, tiny_config
 from tests.patterns import pattern_file
 
-MODEL = DsaModel.from_config(tiny_config(), "glm")
+MODEL = describe(tiny_config(), "glm")
 HALF, THIRD = Fraction(1, 2), Fraction(1, 3)
 
 
@@ -74,10 +75,10 @@ def test_mistakes_are_one_line(text: str, message: str, tmp_path: Path, monkeypa
 
 
 def test_a_pattern_of_another_model_or_on_a_locked_layer_is_refused(path: Path) -> None:
-    other = DsaModel.from_config(tiny_config(hidden_size=64), "other")
+    other = describe(tiny_config(hidden_size=64), "other")
     with pytest.raises(IndexCacheError, match="config_sha256"):
         PatternSpec.read(str(path)).pattern(other)
-    locked = DsaModel.from_config(tiny_config(indexer_types=indexer_types(Pattern("FFSFFF"))), "locked")
+    locked = describe(tiny_config(indexer_types=indexer_types(Pattern("FFSFFF"))), "locked")
     for text in ("FSFSFS", "uniform@1/2"):
         with pytest.raises(IndexCacheError, match="F for layer 2, but the checkpoint has no indexer there"):
             PatternSpec.read(text).pattern(locked)

@@ -11,7 +11,7 @@ from transformers import GlmMoeDsaConfig
 
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import SpellingError
-from sglang_indexcache.spellings import (
+from sglang_indexcache.families.dsa.spellings import (
     Rule,
     freq_pattern,
     indexer_types,

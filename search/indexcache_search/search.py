@@ -30,7 +30,7 @@ from indexcache_search.strategies.greedy import count_evaluations
 from indexcache_search.strategies.similarity import Similarity, similarity_pattern
 from indexcache_search.strategies.swaps import improve
 from indexcache_search.strategies.uniform import Uniform
-from sglang_indexcache import DsaModel, Pattern, PatternFile
+from sglang_indexcache import Pattern, PatternFile, SparseModel
 from sglang_indexcache.pattern import full_layer_count
 from sglang_indexcache.pattern_file import (
     CalibrationSection,
@@ -67,12 +67,12 @@ class Settings:
     objective: Objective = "kl"
     seed: int = 0
 
-    def goal(self, model: DsaModel) -> Goal:
+    def goal(self, model: SparseModel) -> Goal:
         """What a strategy is asked for on `model`."""
         full_layers = {retention: full_layer_count(model.num_layers, retention) for retention in self.retain}
         return Goal(native=model.native, full_layers=full_layers, blocks=self.blocks, candidates=self.candidates)
 
-    def check(self, model: DsaModel) -> None:
+    def check(self, model: SparseModel) -> None:
         """Check that the model can be searched so, before anything expensive.
 
         Raises:
@@ -158,7 +158,7 @@ class Search:
         self.held_out = Evaluator(engine, held_out, "nll", journal, "held-out", lambda item: self.on_evaluation(item))
 
     @property
-    def model(self) -> DsaModel:
+    def model(self) -> SparseModel:
         return self.engine.model
 
     def planned_sequences(self) -> int | None:

@@ -1,7 +1,7 @@
 """Calibration mode: a server on which a search switches the pattern between evaluations.
 
 It starts with every layer F (the checkpoint's own schedule where layers are locked), without what would remember an
-earlier pattern: prefix caches and CUDA graphs. Switching is two attribute writes a layer, on all ranks, through a
+earlier pattern: prefix caches and CUDA graphs. Switching is a few attribute writes a layer, on all ranks, through a
 control request that SGLang already fans out. A server in serving mode has none of this.
 """
 
@@ -28,11 +28,11 @@ def install() -> None:
     """
     source = installed_source((*probes.REQUIRED, probes.CALIBRATE))
     os.environ["SGLANG_DSA_TOPK_BROADCAST"] = "1"  # all tensor-parallel ranks attend to what the first one selected
-    hooks, calibration = Hooks(), Calibration()
+    hooks, calibration = Hooks(), Calibration(source)
     hooks.guard(probes.SERVER_ARGS, probes.MODEL_CONFIG, probes.LOAD_MODEL, probes.READY)
     hooks.before(probes.SERVER_ARGS, calibration.server_args)
     hooks.before(probes.MODEL_CONFIG, calibration.model_config)
-    hooks.after(probes.NEW_MODEL, proof.prepare)
+    hooks.after(probes.NEW_MODEL, proof.preparer(calibration))
     proven = proof.Proven()
     hooks.after(probes.LOAD_MODEL, proof.prover(calibration, proven))
     hooks.after(probes.READY, lambda info, *_, **__: info.update(indexcache=proven.proof.status("calibration")))

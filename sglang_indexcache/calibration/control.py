@@ -14,11 +14,11 @@ from sglang_indexcache.calibration.divergence import Divergence
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.pattern import SHARED, Pattern
+from sglang_indexcache.families.base import Family
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.refusal import refuse
-from sglang_indexcache.serving.proof import attention_modules, current_roles
+from sglang_indexcache.serving.proof import current_roles
 from sglang_indexcache.serving.ranks import data_parallel_rank
-from sglang_indexcache.spellings import FREQ_KEY, PATTERN_KEY, TYPES_KEY, to_sglang
 
 METHOD = "indexcache"
 _UNMEASURED = "with pipeline stages, nor by an SGLang without the places for it (indexcache-check --environment)"
@@ -79,7 +79,7 @@ class Controller:
         runner, native = scheduler.tp_worker.model_runner, self._calibration.pattern
         answer = action(scheduler, body) if wanted in (None, rank) else {}
         return {
-            **_status(runner, len(native)),
+            **_status(self._calibration.family, runner, len(native)),
             "dp_rank": rank,
             "config_sha256": self._calibration.config_sha256,
             "weights_sha256": self._calibration.weights_sha256,
@@ -102,7 +102,7 @@ class Controller:
     def _switch(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         self._check(scheduler, body)
         pattern = Pattern(body["pattern"])
-        apply(scheduler.tp_worker.model_runner, pattern)
+        apply(self._calibration.family, scheduler.tp_worker.model_runner, pattern)
         scheduler.flush_cache()
         if self._divergence is not None:
             self._divergence.switched(pattern == self._calibration.pattern)
@@ -125,7 +125,7 @@ class Controller:
         runner, positions = scheduler.tp_worker.model_runner, body.get("positions")
         if not isinstance(positions, list) or not all(type(position) is int for position in positions):
             raise CalibrationError("positions is missing, expected a list of positions")
-        self._sampled(runner).begin(positions, len(current_roles(runner.model)))
+        self._sampled(runner).begin(positions, len(self._roles(runner)))
         return {}
 
     def _end_sampling(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,9 +133,12 @@ class Controller:
 
     def _measures(self, runner: Any) -> list[str]:
         """What can be measured beside logprobs; not with pipeline stages, whose first one answers alone."""
-        whole = len(current_roles(runner.model)) == len(self._calibration.pattern)
+        whole = len(self._roles(runner)) == len(self._calibration.pattern)
         places = {protocol.KL: self._divergence, protocol.OVERLAP: self._overlap}
         return [name for name, place in places.items() if whole and place is not None]
+
+    def _roles(self, runner: Any) -> dict[int, str]:
+        return current_roles(self._calibration.family, runner.model)
 
     def _measured_kl(self, runner: Any) -> Divergence:
         if self._divergence is None or protocol.KL not in self._measures(runner):
@@ -148,17 +151,10 @@ class Controller:
         return self._overlap
 
 
-def apply(runner: Any, pattern: Pattern) -> None:
+def apply(family: Family, runner: Any, pattern: Pattern) -> None:
     """Make the layers of this rank run `pattern`; a failure half-way ends the process."""
     try:
-        for module in attention_modules(runner.model):
-            following = module.layer_id + 1
-            module.skip_topk = pattern[module.layer_id] == SHARED
-            module.next_skip_topk = following < len(pattern) and pattern[following] == SHARED
-        config = runner.model_config.hf_config  # pipeline stages ask it whether to hand indices over
-        for key, value in to_sglang(pattern).items():
-            if key != TYPES_KEY or getattr(config, TYPES_KEY, None) is not None:
-                setattr(config, key, value)
+        family.switch(runner, pattern)
     except Exception as error:
         refuse(f"switching failed half-way: {error}")
 
@@ -190,11 +186,9 @@ def _versions(runner: Any) -> dict[str, str]:
     }
 
 
-def _status(runner: Any, num_layers: int) -> dict[str, Any]:
-    config = runner.model_config.hf_config
-    roles = getattr(config, PATTERN_KEY)
-    layers = current_roles(runner.model)
-    wrong = [layer for layer, role in layers.items() if roles[layer] != role]
-    if wrong or len(roles) != num_layers or getattr(config, FREQ_KEY) != 1:
+def _status(family: Family, runner: Any, num_layers: int) -> dict[str, Any]:
+    roles, layers = family.configured(runner), current_roles(family, runner.model)
+    wrong = [layer for layer, role in layers.items() if roles[layer : layer + 1] != role]
+    if wrong or len(roles) != num_layers:
         refuse(f"layer {min(wrong, default=0)} does not run what the configuration says")
     return {"pattern": roles, "fingerprint": Pattern(roles).fingerprint, "layers": len(layers), "process": os.getpid()}

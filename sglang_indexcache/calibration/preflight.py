@@ -8,8 +8,10 @@ from typing import Any
 from sglang_indexcache import probes
 from sglang_indexcache.checkpoint import Checkpoint, weights_digest
 from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.families.base import Family
 from sglang_indexcache.hooks import bound_arguments, give_pattern
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.probes import SglangError, SglangSource
 from sglang_indexcache.serving.preflight import FOREIGN_CACHES
 
 LAUNCH_FLAGS = ("--disable-radix-cache", "--disable-cuda-graph", "--enable-fp32-lm-head")
@@ -32,8 +34,10 @@ class CalibrationError(IndexCacheError):
 class Calibration:
     """Hooks before SGLang builds its model configurations, and the schedule that the server starts with."""
 
-    def __init__(self) -> None:
+    def __init__(self, source: SglangSource) -> None:
+        self._source = source
         self._pattern: Pattern | None = None
+        self._family: Family | None = None
         self.config_sha256 = self.weights_sha256 = ""
 
     @property
@@ -42,6 +46,13 @@ class Calibration:
         if self._pattern is None:
             raise CalibrationError("the model is not known yet")
         return self._pattern
+
+    @property
+    def family(self) -> Family:
+        """The family of the model."""
+        if self._family is None:
+            raise CalibrationError("the model is not known yet")
+        return self._family
 
     def server_args(self, *args: Any, **kwargs: Any) -> None:
         """Before `ModelConfig.from_server_args`.
@@ -75,12 +86,16 @@ class Calibration:
         """
         return give_pattern(args, kwargs, self._schedule)
 
-    def _schedule(self, model: str) -> Pattern:
+    def _schedule(self, model: str) -> tuple[Family, Pattern]:
         if self._pattern is None:
             checkpoint = Checkpoint.read(model)
+            needed = self._source.refusal(checkpoint.family.serving)
+            if needed is not None:
+                raise SglangError(needed)
+            self._family = checkpoint.family
             self._pattern = Pattern.full(checkpoint.model.num_layers, checkpoint.locked)
             self.config_sha256, self.weights_sha256 = checkpoint.model.config_sha256, weights_digest(model)
-        return self._pattern
+        return self.family, self._pattern
 
 
 def _flag(name: str) -> str:

@@ -58,25 +58,26 @@ def install_carried(overrides: str) -> Callable[..., None]:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     request, proven = Request.from_overrides(overrides), Proven()
-    _register(request, proven)
+    check = _register(request, proven)
     HookRegistry.apply_hooks()
-    return refusing(metrics.reporter(request, proven))
+    return refusing(metrics.reporter(request, check, proven))
 
 
-def _register(request: Request, proven: Proven) -> None:
+def _register(request: Request, proven: Proven) -> preflight.Preflight:
+    """Register all hooks; what is returned knows the model's family, once SGLang has read its configuration."""
     source = installed_source(probes.REQUIRED)
     hooks, check = Hooks(), preflight.Preflight(request, source)
     hooks.guard(probes.SERVER_ARGS, probes.MODEL_CONFIG, probes.LOAD_MODEL, probes.READY, probes.LAUNCH)
     hooks.before(probes.SERVER_ARGS, check.server_args)
     hooks.before(probes.MODEL_CONFIG, check.model_config)
     hooks.before(probes.LAUNCH, ready.carrier(request))
-    hooks.after(probes.NEW_MODEL, proof.prepare)
-    hooks.after(probes.LOAD_MODEL, proof.prover(request, proven))
+    hooks.after(probes.NEW_MODEL, proof.preparer(check))
+    hooks.after(probes.LOAD_MODEL, proof.prover(check, proven))
     hooks.after(probes.READY, ready.reporter(request, proven))
     hooks.after(probes.LAUNCH, ready.gate(request))
     for feature, register, need, function in (
         (probes.STATUS, hooks.after, probes.STATE, status(request, proven)),
-        (probes.PROMETHEUS, hooks.after, probes.SCHEDULER, metrics.reporter(request, proven)),
+        (probes.PROMETHEUS, hooks.after, probes.SCHEDULER, metrics.reporter(request, check, proven)),
         (probes.CACHE_KEYS, hooks.after, probes.STORAGE, identity.cache_keys(request)),
         (probes.PEERS, hooks.before, probes.PEER, identity.handshake(request)),
     ):
@@ -85,6 +86,7 @@ def _register(request: Request, proven: Proven) -> None:
             register(need, function)
         else:
             logger.warning("indexcache: no %s: %s", feature.name, reason)
+    return check
 
 
 def status(request: Request, proven: Proven) -> Callable[..., None]:

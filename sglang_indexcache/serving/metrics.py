@@ -7,11 +7,11 @@ from typing import Any
 
 from sglang_indexcache import probes
 from sglang_indexcache.pattern import FULL, Pattern
-from sglang_indexcache.serving.proof import Proven, current_roles
+from sglang_indexcache.serving.proof import Asked, Proven, current_roles
 from sglang_indexcache.serving.request import Request
 
 
-def reporter(request: Request, proven: Proven) -> Callable[..., None]:
+def reporter(request: Request, asked: Asked, proven: Proven) -> Callable[..., None]:
     """Hook after `Scheduler.__init__`: make the metrics if this scheduler reports any, and count forward passes."""
 
     def after(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -21,7 +21,7 @@ def reporter(request: Request, proven: Proven) -> Callable[..., None]:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         runner = scheduler.tp_worker.model_runner
-        roles = list(current_roles(runner.model).values())
+        roles = list(current_roles(asked.family, runner.model).values())
         labels, full = dict(context.collector.labels), roles.count(FULL)
         count = make_metrics(proven.proof.pattern, request.source, labels, full, len(roles) - full)
         HookRegistry.register(probes.FORWARD.target, count_passes(runner, count), HookType.AFTER)

@@ -6,10 +6,11 @@ from typing import Any
 
 from sglang_indexcache import probes
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.errors import IndexCacheError, ProofError
+from sglang_indexcache.families.base import Family
 from sglang_indexcache.hooks import bound_arguments, give_pattern
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.probes import SglangSource
+from sglang_indexcache.probes import SglangError, SglangSource
 from sglang_indexcache.serving.request import Request
 
 FOREIGN_CACHES = ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
@@ -24,7 +25,23 @@ class Preflight:
 
     def __init__(self, request: Request, source: SglangSource) -> None:
         self._request, self._source = request, source
-        self._checked: set[str] = set()
+        self._families: dict[str, Family] = {}  # of the models that were checked
+
+    @property
+    def pattern(self) -> Pattern:
+        """What was asked for."""
+        return self._request.pattern
+
+    @property
+    def family(self) -> Family:
+        """The family of the model that is served.
+
+        Raises:
+            ProofError: if no configuration of it was built.
+        """
+        if not self._families:
+            raise ProofError("SGLang built a model without a configuration that the pattern could be handed over in")
+        return next(iter(self._families.values()))
 
     def server_args(self, *args: Any, **kwargs: Any) -> None:
         """Before `ModelConfig.from_server_args`: flags that S layers can't be combined with.
@@ -47,7 +64,10 @@ class Preflight:
                     "pattern, so KV of another one would be restored; expected --hicache-storage-backend"
                 )
         if getattr(arguments, "pp_size", 1) > 1:
-            self._require(probes.PIPELINE, f"--pp-size {arguments.pp_size}")
+            family = self._family(arguments.model_path)
+            if family.pipeline is None:
+                raise PreflightError(f"--pp-size {arguments.pp_size} can't be combined with a pattern on {family.name}")
+            self._require(family.pipeline, f"--pp-size {arguments.pp_size}")
         if getattr(arguments, "hicache_storage_backend", None):
             self._require(probes.CACHE_KEYS, f"--hicache-storage-backend {arguments.hicache_storage_backend}")
 
@@ -57,16 +77,19 @@ class Preflight:
         Raises:
             IndexCacheError: if the pattern does not fit the model, or the overrides say something else.
         """
-        return give_pattern(args, kwargs, self._pattern_for)
+        return give_pattern(args, kwargs, lambda model: (self._family(model), self.pattern))
 
-    def _pattern_for(self, model: str) -> Pattern:
+    def _family(self, model: str) -> Family:
         """Checked once for each model, however many configurations SGLang builds of it."""
-        if model not in self._checked:
+        if model not in self._families:
             checkpoint, request = Checkpoint.read(model), self._request
             for error in checkpoint.misfits(request.pattern, request.file, request.allow_config_mismatch):
                 raise error
-            self._checked.add(model)
-        return self._request.pattern
+            needed = self._source.refusal(checkpoint.family.serving)
+            if needed is not None:
+                raise SglangError(needed)
+            self._families[model] = checkpoint.family
+        return self._families[model]
 
     def _require(self, feature: probes.Feature, flag: str) -> None:
         reason = self._source.refusal(feature)

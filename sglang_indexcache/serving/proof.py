@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sglang_indexcache.pattern import FULL, SHARED, Pattern
+from sglang_indexcache.errors import ProofError
+from sglang_indexcache.families.base import Family
+from sglang_indexcache.pattern import FULL, Pattern
 from sglang_indexcache.serving.ranks import (
-    ProofError,
     RankReport,
     all_ranks,
     disagreement,
@@ -88,59 +89,57 @@ class Proven:
         return self._proof
 
 
-def attention_modules(model: Any) -> Iterator[Any]:
-    """The DSA attention modules of a model, NextN modules left out: those always run their own indexer."""
-    for module in model.modules():
-        shares = getattr(module, "skip_topk", None) is not None and hasattr(module, "next_skip_topk")
-        if shares and not getattr(module, "is_nextn", False):
-            yield module
+class Asked(Protocol):
+    """Whoever knows which pattern must run, and on what kind of model."""
+
+    @property
+    def pattern(self) -> Pattern: ...
+
+    @property
+    def family(self) -> Family: ...
 
 
-def prepare(model: Any, *args: Any, **kwargs: Any) -> None:
+def preparer(asked: Asked) -> Callable[..., None]:
     """Hook after `_initialize_model`, before weights are loaded: meet the other ranks, mark what must be loaded."""
-    if next(attention_modules(model), None) is not None:  # draft models have none
-        meet_all_ranks()
-        mark_unloaded(model)
+
+    def after(model: Any, *args: Any, **kwargs: Any) -> None:
+        if next(asked.family.modules(model), None) is not None:  # draft models have none
+            meet_all_ranks()
+            mark_unloaded(asked.family, model)
+
+    return after
 
 
-def mark_unloaded(model: Any) -> None:
+def mark_unloaded(family: Family, model: Any) -> None:
     """Fill the indexers of F layers with NaN, which loading replaces.
 
     SGLang does not notice parameters that no weight was loaded into, and runs them as they are.
     """
-    for module in attention_modules(model):
-        if not module.skip_topk and getattr(module, "indexer", None) is not None:
-            for _, parameter in _checkpoint_tensors(module.indexer):
+    for site, module in family.modules(model):
+        indexer = family.indexer(module)
+        if indexer is not None and family.role(site, module) == FULL:
+            for _, parameter in _checkpoint_tensors(indexer):
                 parameter.data.fill_(float("nan"))
 
 
-def current_roles(model: Any) -> dict[int, str]:
-    """The role of each layer of this rank, `F` or `S`."""
-    return {module.layer_id: _role(module) for module in attention_modules(model)}
+def current_roles(family: Family, model: Any) -> dict[int, str]:
+    """The role of each site of this rank, `F` or `S`."""
+    return {site: family.role(site, module) for site, module in family.modules(model)}
 
 
-def effective_roles(model: Any) -> dict[int, Effective]:
-    """What the loaded layers of this rank will do, by layer."""
+def effective_roles(family: Family, model: Any) -> dict[int, Effective]:
+    """What the loaded sites of this rank will do."""
     found = {}
-    for module in attention_modules(model):
-        indexer = getattr(module, "indexer", None)
+    for site, module in family.modules(model):
+        indexer, role = family.indexer(module), family.role(site, module)
         unloaded = None
-        if indexer is not None and not module.skip_topk:
+        if indexer is not None and role == FULL:
             names = (
                 name for name, parameter in _checkpoint_tensors(indexer) if parameter.data.float().isnan().any().item()
             )
             unloaded = next(names, None)
-        found[module.layer_id] = Effective(_role(module), indexer is not None, unloaded)
+        found[site] = Effective(role, indexer is not None, unloaded)
     return found
-
-
-def _role(module: Any) -> str:
-    """What the module would do: SGLang's own decision where it has one (0.5.15 and newer), else what it reads."""
-    decide = getattr(module, "should_run_indexer", None)
-    runs = not module.skip_topk if decide is None else bool(decide(object()))  # with indices carried to it
-    if runs != (not module.skip_topk):
-        raise ProofError(f"layer {module.layer_id} decides by something else than skip_topk whether its indexer runs")
-    return FULL if runs else SHARED
 
 
 def mismatch(pattern: Pattern, effective: dict[int, Effective]) -> str | None:
@@ -159,14 +158,7 @@ def mismatch(pattern: Pattern, effective: dict[int, Effective]) -> str | None:
     return None
 
 
-class Asked(Protocol):
-    """Whoever knows which pattern must run."""
-
-    @property
-    def pattern(self) -> Pattern: ...
-
-
-def prover(request: Asked, proven: Proven) -> Callable[..., None]:
+def prover(asked: Asked, proven: Proven) -> Callable[..., None]:
     """Hook after `ModelRunner.load_model`: compare this rank with the pattern, and all ranks with each other.
 
     Every rank hears of every other's problem and ends with the same line.
@@ -179,14 +171,14 @@ def prover(request: Asked, proven: Proven) -> Callable[..., None]:
         if getattr(runner, "is_draft_worker", False):
             return
         try:
-            effective = effective_roles(runner.model)
-            problem = mismatch(request.pattern, effective)
+            effective = effective_roles(asked.family, runner.model)
+            problem = mismatch(asked.pattern, effective)
         except Exception as error:  # the other ranks must hear of it, or they wait for this one
             effective, problem = {}, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        roles = "".join(effective[layer].role if layer in effective else "-" for layer in range(len(request.pattern)))
-        report = RankReport(request.pattern.fingerprint, tuple(sorted(effective)), problem, roles)
+        roles = "".join(effective[layer].role if layer in effective else "-" for layer in range(len(asked.pattern)))
+        report = RankReport(asked.pattern.fingerprint, tuple(sorted(effective)), problem, roles)
         reports = all_ranks(report)
-        problem = disagreement(request.pattern, reports)
+        problem = disagreement(asked.pattern, reports)
         if problem is not None:
             raise ProofError(problem)
         proof = Proof(Pattern(read_back(reports)), len(effective), len(reports))

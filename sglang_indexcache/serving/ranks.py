@@ -7,15 +7,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.errors import ProofError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.refusal import PATTERN_VARIABLE
 
 MEET_VARIABLE = "SGLANG_INDEXCACHE_MEET_SECONDS"
-
-
-class ProofError(IndexCacheError):
-    """A loaded model, or a set of ranks, that would not run the pattern."""
 
 
 @dataclass(frozen=True)

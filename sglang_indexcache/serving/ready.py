@@ -17,12 +17,13 @@ from typing import Any
 from uuid import uuid4
 
 from sglang_indexcache import probes
+from sglang_indexcache.errors import ProofError
 from sglang_indexcache.files import read_json_object, write_atomically
 from sglang_indexcache.hooks import bound_arguments
-from sglang_indexcache.overrides import merge_overrides, parse_overrides
+from sglang_indexcache.overrides import parse_overrides
 from sglang_indexcache.refusal import PATTERN_VARIABLE
 from sglang_indexcache.serving.proof import Proven
-from sglang_indexcache.serving.ranks import ProofError, data_parallel_rank
+from sglang_indexcache.serving.ranks import data_parallel_rank
 from sglang_indexcache.serving.request import KEY, Request
 
 FOLDER_VARIABLE = "SGLANG_INDEXCACHE_PROOFS"
@@ -49,7 +50,7 @@ def carry(overrides: str, request: Request) -> str:
     Raises:
         SpellingError: if they say another pattern.
     """
-    merged = merge_overrides(parse_overrides(overrides), request.pattern)
+    merged = request.family.handed_over(parse_overrides(overrides), request.pattern)
     return json.dumps({**merged, KEY: request.carried()})
 
 

@@ -126,7 +126,7 @@ MAIN = [
     ("sglang_indexcache.checkpoint:Checkpoint.read", "AttributeError", "AttributeError: gone"),
 ]
 SCHEDULER = [
-    ("sglang_indexcache.serving.proof:prepare", "AttributeError", "AttributeError: gone"),
+    ("sglang_indexcache.serving.proof:@preparer", "AttributeError", "AttributeError: gone"),
     ("sglang_indexcache.serving.proof:effective_roles", "KeyError", "KeyError: 'BEFORE'"),
     ("sglang_indexcache.serving.proof:@prover", "OSError", "OSError: [Errno 5] bad disk"),
     ("sglang_indexcache.serving.ready:@reporter", "AttributeError", "AttributeError: gone"),

@@ -13,7 +13,7 @@ from indexcache_search.data.packing import EVALUATION_ORDER_SEED, TokenReader, h
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import DataError
-from sglang_indexcache import DsaModel
+from sglang_indexcache import SparseModel
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class HeldOut:
 def build(
     reader: TokenReader,
     load_tokenizer: Callable[[], Any],
-    model: DsaModel,
+    model: SparseModel,
     sources: Sequence[str],
     tasks: Sequence[str],
     haystack: str,

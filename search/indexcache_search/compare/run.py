@@ -24,7 +24,7 @@ from indexcache_search.journal import Journal
 from indexcache_search.line import NAMED, Line, uniform_lines
 from indexcache_search.results import ComparisonResult
 from indexcache_search.search import engine_identity, today
-from sglang_indexcache import DsaModel
+from sglang_indexcache import SparseModel
 from sglang_indexcache.files import write_atomically
 from sglang_indexcache.pattern import full_layer_count
 from sglang_indexcache.spec import PatternSpec, split_name
@@ -143,7 +143,9 @@ def run(
     return comparison
 
 
-def named_lines(specs: Sequence[tuple[str | None, PatternSpec]], candidates: Candidates, model: DsaModel) -> list[Line]:
+def named_lines(
+    specs: Sequence[tuple[str | None, PatternSpec]], candidates: Candidates, model: SparseModel
+) -> list[Line]:
     """The lines that were asked for.
 
     Raises:

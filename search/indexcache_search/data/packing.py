@@ -24,7 +24,7 @@ from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.sources import rows
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import DataError
-from sglang_indexcache import DsaModel
+from sglang_indexcache import SparseModel
 
 SECTION_SEQUENCES = 4  # a document longer than so many sequences is cut
 EVALUATION_ORDER_SEED = 0
@@ -121,7 +121,7 @@ def _integers(values: Any, source: str, column: str) -> NDArray[Any]:
 
 def build_token_sets(
     reader: TokenReader,
-    model: DsaModel,
+    model: SparseModel,
     calibration: Sequence[str],
     evaluation: Sequence[str],
     *,
@@ -153,7 +153,7 @@ def build_token_sets(
 
 def build_training_sets(
     reader: TokenReader,
-    model: DsaModel,
+    model: SparseModel,
     training: Sequence[str],
     evaluation: Sequence[str],
     *,
@@ -177,7 +177,7 @@ def build_training_sets(
 
 def held_out_set(
     reader: TokenReader,
-    model: DsaModel,
+    model: SparseModel,
     sources: Sequence[str],
     *,
     seq_len: int,
@@ -200,7 +200,7 @@ def held_out_set(
     return found, packer.left_out[0]
 
 
-def _packer(reader: TokenReader, model: DsaModel, seq_len: int) -> _Packer:
+def _packer(reader: TokenReader, model: SparseModel, seq_len: int) -> _Packer:
     if seq_len < model.index_topk + 2:
         raise DataError(
             f"--seq-len is {seq_len}, but queries see every token up to index_topk={model.index_topk}, where all"

@@ -14,10 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sglang_indexcache import DsaModel, Pattern
+from sglang_indexcache import Pattern
+from sglang_indexcache.families import describe
+from sglang_indexcache.families.dsa.spellings import to_sglang
 from sglang_indexcache.files import write_atomically
 from sglang_indexcache.pattern_file import ModelSection, PatternFile
-from sglang_indexcache.spellings import to_sglang
 
 _INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
@@ -60,7 +61,7 @@ def trained_pattern_file(
     folder: Path, name: str, pattern: Pattern, versions: Mapping[str, str], created: str
 ) -> PatternFile:
     """The pattern file of an exported model; `name` is for people."""
-    model = DsaModel.from_config(json.loads((folder / "config.json").read_text()), name)
+    model = describe(json.loads((folder / "config.json").read_text()), name)
     return PatternFile(
         schema="indexcache/v1",
         model=ModelSection.of(model),

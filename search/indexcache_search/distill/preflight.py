@@ -12,12 +12,12 @@ from indexcache_search.distill.processes import Processes
 from indexcache_search.distill.settings import Data, Runtime, Settings, Stage
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import check_seq_len
-from sglang_indexcache import DsaModel
+from sglang_indexcache import SparseModel
 from sglang_indexcache.checkpoint import Checkpoint
 
 
 def check_model(
-    model: str, description: DsaModel, config: PreTrainedConfig, data: Data, settings: Settings, runtime: Runtime
+    model: str, description: SparseModel, config: PreTrainedConfig, data: Data, settings: Settings, runtime: Runtime
 ) -> None:
     """Check that a model can be trained as asked.
 

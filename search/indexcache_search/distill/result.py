@@ -11,13 +11,13 @@ from indexcache_search import estimates
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.settings import Settings
 from indexcache_search.engines.base import Evaluation
-from sglang_indexcache import DsaModel, Pattern
+from sglang_indexcache import Pattern, SparseModel
 
 
 def collect(
     records: Sequence[Mapping[str, Any]],
     held_out: TokenSet,
-    model: DsaModel,
+    model: SparseModel,
     settings: Settings,
     versions: Mapping[str, str],
 ) -> dict[str, Any]:

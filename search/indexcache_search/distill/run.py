@@ -34,7 +34,7 @@ from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.hf.device import memory_error_in_one_line, resolve_attention
 from indexcache_search.hf.loading import describe_model, load_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.search import today
-from sglang_indexcache import DsaModel, Pattern, __version__
+from sglang_indexcache import Pattern, SparseModel, __version__
 from sglang_indexcache.checkpoint import tokenizer_digest, weights_digest
 from sglang_indexcache.files import write_atomically
 
@@ -61,7 +61,7 @@ def run(
 
 def _run(
     model: str,
-    description: DsaModel,
+    description: SparseModel,
     config: PreTrainedConfig,
     data: Data,
     settings: Settings,
@@ -135,7 +135,7 @@ def _run(
 
 
 def _write_results(
-    log: TrainingLog, held_out: TokenSet, description: DsaModel, settings: Settings, folders: Folders
+    log: TrainingLog, held_out: TokenSet, description: SparseModel, settings: Settings, folders: Folders
 ) -> dict[str, Any]:
     packages = ("torch", "transformers")
     versions = {"sglang_indexcache": __version__, **{name: version(name) for name in packages}}
@@ -151,7 +151,7 @@ def _write_results(
 
 def _load_data(
     model: str,
-    description: DsaModel,
+    description: SparseModel,
     config: PreTrainedConfig,
     data: Data,
     settings: Settings,
@@ -179,7 +179,7 @@ def _load_data(
     return train, held_out
 
 
-def _load(source: str, description: DsaModel, processes: Processes) -> tuple[Any, dict[str, torch.dtype]]:
+def _load(source: str, description: SparseModel, processes: Processes) -> tuple[Any, dict[str, torch.dtype]]:
     """The model, in the dtypes of its checkpoint, and these; only the first process reads the weights."""
     if processes.first:
         model: Any = load_model(source, description, "auto")
@@ -199,7 +199,7 @@ def _checkpoint_gradients(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def _keeps_shared(runtime: Runtime, description: DsaModel) -> bool:
+def _keeps_shared(runtime: Runtime, description: SparseModel) -> bool:
     """Whether the result has the indexers of S layers; transformers runs all of DeepSeek-V3.2's."""
     return runtime.keep_shared if runtime.keep_shared is not None else "DeepseekV32" in description.architecture
 

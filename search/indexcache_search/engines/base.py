@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.objectives import Objective
-from sglang_indexcache import DsaModel, Pattern
+from sglang_indexcache import Pattern, SparseModel
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Engine(Protocol):
 
     name: str
     settings: Mapping[str, str]
-    model: DsaModel
+    model: SparseModel
     weights_sha256: str
 
     def evaluate(

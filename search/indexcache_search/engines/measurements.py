@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from indexcache_kernels.patching import replaced
 from indexcache_search.data.tokens import sampled_queries
 from indexcache_search.hf.roles import apply_roles, dsa_attentions
-from sglang_indexcache import DsaModel
+from sglang_indexcache import SparseModel
 
 
 @torch.inference_mode()
-def topk_overlap(model: nn.Module, description: DsaModel, batches: Iterable[Tensor], rows: int) -> NDArray[np.float64]:
+def topk_overlap(
+    model: nn.Module, description: SparseModel, batches: Iterable[Tensor], rows: int
+) -> NDArray[np.float64]:
     """Mean of |T_i & T_j| / k over layers i and j (paper, Appendix A).
 
     Args:
@@ -49,7 +51,7 @@ def topk_overlap(model: nn.Module, description: DsaModel, batches: Iterable[Tens
 
 
 @torch.inference_mode()
-def output_similarity(model: nn.Module, description: DsaModel, batches: Iterable[Tensor]) -> NDArray[np.float64]:
+def output_similarity(model: nn.Module, description: SparseModel, batches: Iterable[Tensor]) -> NDArray[np.float64]:
     """Mean cosine similarity of layer i's attention output with its own and with layer j's indices.
 
     Args:

@@ -17,7 +17,7 @@ from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.calibration_server import CalibrationServer, Rank, ServerBusyError, ServerLostError
 from indexcache_search.errors import SearchError
 from indexcache_search.objectives import Objective
-from sglang_indexcache import DsaModel, Pattern
+from sglang_indexcache import Pattern, SparseModel
 from sglang_indexcache.protocol import KEEP, KL, OVERLAP, Measured, Range
 
 LONGEST_PAUSE = 30.0
@@ -64,7 +64,7 @@ class SglangEngine:
     def __init__(
         self,
         servers: Sequence[CalibrationServer],
-        description: DsaModel,
+        description: SparseModel,
         batch_size: int = 1,
         patience: float = 600.0,
         notice: Callable[[str], None] = lambda line: None,

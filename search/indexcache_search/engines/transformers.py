@@ -31,7 +31,7 @@ from indexcache_search.hf.device import (
 from indexcache_search.hf.loading import describe_model, load_model
 from indexcache_search.hf.roles import apply_roles
 from indexcache_search.objectives import Objective
-from sglang_indexcache import DsaModel, Pattern
+from sglang_indexcache import Pattern, SparseModel
 from sglang_indexcache.checkpoint import weights_digest
 
 
@@ -56,7 +56,7 @@ class TransformersEngine:
     def __init__(
         self,
         model: Any,
-        description: DsaModel,
+        description: SparseModel,
         batch_size: int = 1,
         prefix_cache_gb: float = 2.0,
         attention: str = "naive",

@@ -10,11 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.roles import dsa_attentions
-from sglang_indexcache import DsaModel, checkpoint
+from sglang_indexcache import SparseModel, checkpoint
 from sglang_indexcache.errors import one_line
+from sglang_indexcache.families import describe
 
 
-def load_model(model: str, description: DsaModel, dtype: torch.dtype | str) -> Any:
+def load_model(model: str, description: SparseModel, dtype: torch.dtype | str) -> Any:
     """The model of transformers with all of its weights from the checkpoint.
 
     transformers makes up what is missing or has another name, and says so in a warning. Indexers of locked layers may
@@ -50,13 +51,13 @@ def load_model(model: str, description: DsaModel, dtype: torch.dtype | str) -> A
     return loaded
 
 
-def describe_model(model: str) -> DsaModel:
+def describe_model(model: str) -> SparseModel:
     """Read the config.json of a folder or hub id.
 
     Raises:
         ModelConfigError: if there is none, or it has no DSA attention.
     """
-    return DsaModel.from_config(*checkpoint.read_config(model))
+    return describe(*checkpoint.read_config(model))
 
 
 def read_config(model: str) -> PreTrainedConfig:

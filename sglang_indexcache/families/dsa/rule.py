@@ -1,4 +1,4 @@
-"""What the installed SGLang would really run, asked of its own code."""
+"""What the installed SGLang would really run, asked of its own rule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from pkgutil import resolve_name
 from typing import Any
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.probes import CHECK, CONFIG_READER, RULE, Need, SglangError, SglangSource
+from sglang_indexcache.probes import Feature, Need, SglangError, SglangSource
+
+RULE = Need("srt.configs.model_config", "dsa_layer_skips_topk", ("config", "layer_id"))
+CONFIG_READER = Need(
+    "srt.utils.hf_transformers.config", "get_config", ("model", "trust_remote_code", "model_override_args")
+)
+RULE_FEATURE = Feature("check", "ask SGLang's own rule which layers would run", (RULE, CONFIG_READER), "not checked")
 
 
 def effective_pattern(source: SglangSource, model: str, overrides: Mapping[str, Any], num_layers: int) -> Pattern:
@@ -23,7 +29,7 @@ def effective_pattern(source: SglangSource, model: str, overrides: Mapping[str, 
     Raises:
         SglangError: if the functions are not there, or refuse the model.
     """
-    reason = source.refusal(CHECK)
+    reason = source.refusal(RULE_FEATURE)
     if reason is not None:
         raise SglangError(reason)
     with warnings.catch_warnings():

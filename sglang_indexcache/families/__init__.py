@@ -1,0 +1,59 @@
+"""The families of models that can be searched and served. A new one is a folder here, and a line in `FAMILIES`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_indexcache.errors import ModelConfigError
+from sglang_indexcache.families.base import Family
+from sglang_indexcache.families.dsa import Dsa
+from sglang_indexcache.families.hy_v4 import HyV4
+from sglang_indexcache.model import SparseModel
+
+FAMILIES: tuple[Family, ...] = (Dsa(), HyV4())
+
+_BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
+_REFUSED = {
+    "LongcatFlashForCausalLM": "LongCat's sharing (cli_factor) is trained in and wins over any pattern",
+    "DeepseekV4ForCausalLM": "DeepSeek-V4 shares indices through a buffer of its own, which patterns don't reach",
+}
+
+
+def family_of(architecture: str) -> Family:
+    """The family of an architecture, as in config.json.
+
+    Raises:
+        ModelConfigError: if there is none.
+    """
+    family = _BY_ARCHITECTURE.get(architecture)
+    if family is None:
+        raise ModelConfigError(f"{architecture} has no DSA attention known here, expected {_known()}")
+    return family
+
+
+def describe(config: Mapping[str, Any], name: str) -> SparseModel:
+    """What a parsed config.json says of a model's layers.
+
+    Args:
+        config: its content.
+        name: of the model, for people.
+
+    Raises:
+        ModelConfigError: if its architecture is of no family, or a needed key is missing or wrong.
+    """
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ModelConfigError(f"{name}: config.json: architectures is {architectures!r}, expected a list")
+    architecture = next((item for item in _BY_ARCHITECTURE if item in architectures), None)
+    if architecture is not None:
+        return _BY_ARCHITECTURE[architecture].describe(config, name, architecture)
+    reason = next((_REFUSED[item] for item in map(str, architectures) if item in _REFUSED), None)
+    if reason is not None:
+        raise ModelConfigError(f"{name}: {reason}; expected {_known()}")
+    listed = ", ".join(map(str, architectures)) or config.get("model_type", "no architecture")
+    raise ModelConfigError(f"{name}: {listed} has no DSA attention known here, expected {_known()}")
+
+
+def _known() -> str:
+    return " or ".join(_BY_ARCHITECTURE)

@@ -1,0 +1,107 @@
+"""What a family of models has in common: where its letters are, and how engines are told, asked and switched."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sglang_indexcache.model import SparseModel
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.probes import Feature, SglangSource
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Family(ABC):
+    """Models whose layers choose what they attend to, in one and the same way.
+
+    A letter of a pattern stands for a *site*, a place in the model that can choose. Which model layer that is says
+    `SparseModel.layers`, and nobody else.
+
+    Attributes:
+        name: short, for tables.
+        architectures: as in config.json.
+        serving: what SGLang must have for these models to be served with a pattern, and proven.
+        pipeline: what it must have for pipeline stages; `None` where no SGLang has them.
+        rule: what it must have to be asked which layers would run.
+    """
+
+    name: ClassVar[str]
+    architectures: ClassVar[tuple[str, ...]]
+    serving: ClassVar[Feature]
+    pipeline: ClassVar[Feature | None]
+    rule: ClassVar[Feature]
+
+    # -- the checkpoint
+
+    @abstractmethod
+    def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> SparseModel:
+        """Read a parsed config.json.
+
+        Args:
+            config: its content.
+            name: of the model, for people.
+            architecture: the one of `architectures` that it names.
+
+        Raises:
+            ModelConfigError: if a needed key is missing or wrong.
+        """
+
+    @abstractmethod
+    def indexer_layers(self, tensors: Iterable[str]) -> frozenset[int]:
+        """The model layers whose indexer is among the names of a checkpoint's tensors, NextN/MTP layers included."""
+
+    # -- SGLang, before it loads
+
+    @abstractmethod
+    def handed_over(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
+        """`--json-model-override-args` of the user, with what makes SGLang run `pattern`.
+
+        Raises:
+            SpellingError: if the user's say something else.
+        """
+
+    @abstractmethod
+    def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> Pattern:
+        """What the installed SGLang's own code says that it would run.
+
+        Args:
+            source: of the SGLang that `import sglang` takes.
+            model: folder or hub id.
+            overrides: of its configuration.
+            letters: of the pattern.
+
+        Raises:
+            SglangError: if it can't be asked, or refuses the model.
+        """
+
+    # -- SGLang's loaded model, on one rank
+
+    @abstractmethod
+    def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
+        """The modules that choose or reuse, by site; those of draft and NextN models are left out."""
+
+    @abstractmethod
+    def role(self, site: int, module: Any) -> str:
+        """What the module of `modules` would do: `F` or `S`.
+
+        Raises:
+            ProofError: if that can't be told.
+        """
+
+    @abstractmethod
+    def indexer(self, module: Any) -> nn.Module | None:
+        """The indexer of a module of `modules`, which an `F` needs loaded."""
+
+    @abstractmethod
+    def switch(self, runner: Any, pattern: Pattern) -> None:
+        """Make a `ModelRunner`'s layers run `pattern` from now on."""
+
+    @abstractmethod
+    def configured(self, runner: Any) -> str:
+        """The letters that a `ModelRunner`'s configuration says now; empty where it says something else.
+
+        Pipeline stages ask it; after `switch` it says the same as the modules.
+        """

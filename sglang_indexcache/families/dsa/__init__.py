@@ -1,0 +1,85 @@
+"""DeepSeek Sparse Attention with one lightning indexer a layer: DeepSeek-V3.2, GLM-5, 5.1, 5.2 and 5.3."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+from sglang_indexcache.errors import ModelConfigError, SpellingError
+from sglang_indexcache.families.base import Family
+from sglang_indexcache.families.dsa import attention
+from sglang_indexcache.families.dsa.overrides import merge_overrides
+from sglang_indexcache.families.dsa.rule import RULE_FEATURE, effective_pattern
+from sglang_indexcache.families.dsa.spellings import Rule, read_spelling
+from sglang_indexcache.model import SparseModel, config_digest, positive
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.probes import Feature, SglangSource
+
+MOST_LAYERS = 4096
+
+_INDEXER_WEIGHT = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.indexer\.")
+
+
+class Dsa(Family):
+    """Every layer is a site. SGLang reads the pattern from its configuration while it builds the model."""
+
+    name = "dsa"
+    architectures: ClassVar[tuple[str, ...]] = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+    serving = Feature("dsa", "patterns of F and S on DeepSeek-V3.2 and GLM-5", attention.NEEDS, "no server for these")
+    pipeline: ClassVar[Feature | None] = Feature(
+        "pipeline",
+        "pipeline stages that begin with an S layer",
+        (attention.STAGES,),
+        "no server with pipeline parallelism",
+    )
+    rule = RULE_FEATURE
+
+    def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> SparseModel:
+        num_layers = positive(config, "num_hidden_layers", name)
+        if num_layers > MOST_LAYERS:
+            raise ModelConfigError(f"{name}: config.json: {num_layers} layers, expected at most {MOST_LAYERS}")
+        try:
+            native = self.native(config, num_layers)
+        except SpellingError as error:
+            raise ModelConfigError(f"{name}: config.json: {error}") from None
+        return SparseModel(
+            name=name,
+            architecture=architecture,
+            layers=tuple(range(num_layers)),
+            index_topk=positive(config, "index_topk", name),
+            native=native,
+            config_sha256=config_digest(config),
+        )
+
+    def native(self, config: Mapping[str, Any], num_layers: int) -> Pattern:
+        """The pattern that a config.json declares; all `F` where it says nothing.
+
+        Raises:
+            SpellingError: if it can't be told.
+        """
+        return read_spelling(config, num_layers, Rule.SGLANG_TYPES_FIRST).pattern
+
+    def indexer_layers(self, tensors: Iterable[str]) -> frozenset[int]:
+        return frozenset(int(match[1]) for name in tensors if (match := _INDEXER_WEIGHT.search(name)))
+
+    def handed_over(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
+        return merge_overrides(overrides, pattern)
+
+    def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> Pattern:
+        return effective_pattern(source, model, overrides, letters)
+
+    def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
+        return attention.modules(model)
+
+    def role(self, site: int, module: Any) -> str:
+        return attention.role(site, module)
+
+    def indexer(self, module: Any) -> Any:
+        return getattr(module, "indexer", None)
+
+    def switch(self, runner: Any, pattern: Pattern) -> None:
+        attention.switch(runner, pattern)
+
+    def configured(self, runner: Any) -> str:
+        return attention.configured(runner)

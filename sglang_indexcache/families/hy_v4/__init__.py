@@ -1,0 +1,32 @@
+"""HY-V4 (Hy4-preview): the attention of DSA, trained with one indexer in four.
+
+SGLang's `HYV4Attention` is a `DeepseekV2AttentionMLA`, so roles, weights and switching are those of DSA. Its
+configuration class fills in the schedule that a config.json leaves out, and there are no pipeline stages. Read:
+sglang/srt/configs/hy_v4.py and srt/models/hunyuan_v4.py of 0.5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_indexcache.families.dsa import Dsa, attention
+from sglang_indexcache.families.dsa.spellings import TYPES_KEY
+from sglang_indexcache.pattern import FULL, SHARED, Pattern
+from sglang_indexcache.probes import Feature, Need
+
+MODEL = Need("srt.models.hunyuan_v4", "HYV4Attention")
+
+
+class HyV4(Dsa):
+    """DSA whose layers 0, 1, 5, 9, ... have an indexer; the others are locked."""
+
+    name = "hy_v4"
+    architectures = ("HYV4ForCausalLM",)
+    serving = Feature("hy_v4", "patterns of F and S on HY-V4", (MODEL, *attention.NEEDS), "no server for HY-V4")
+    pipeline = None
+
+    def native(self, config: Mapping[str, Any], num_layers: int) -> Pattern:
+        if config.get(TYPES_KEY) is not None:
+            return super().native(config, num_layers)
+        return Pattern("".join(FULL if layer == 0 or layer % 4 == 1 else SHARED for layer in range(num_layers)))

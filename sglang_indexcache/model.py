@@ -1,0 +1,76 @@
+"""What is known of a model before it is loaded: its layers that choose what to attend to, and a digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_indexcache.errors import ModelConfigError
+from sglang_indexcache.pattern import Pattern
+
+# Not part of what the model computes: the same checkpoint quantised, converted or re-saved keeps its digest.
+_INCIDENTAL_KEYS = {
+    "_name_or_path",
+    "auto_map",
+    "dtype",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseModel:
+    """A model whose layers choose what they attend to; `families.describe` reads it from a config.json.
+
+    Attributes:
+        name: where it came from: a folder's name or a hub id.
+        architecture: as in config.json; `families.family_of` knows its family.
+        layers: the model layer that each letter of a pattern stands for; NextN/MTP layers have none.
+        index_topk: tokens that each query selects.
+        native: the checkpoint's own pattern; all `F` unless it was trained with sharing.
+        config_sha256: digest of config.json without incidental keys, see `config_digest`.
+    """
+
+    name: str
+    architecture: str
+    layers: tuple[int, ...]
+    index_topk: int
+    native: Pattern
+    config_sha256: str
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that can choose: the letters of a pattern."""
+        return len(self.layers)
+
+    @property
+    def locked(self) -> tuple[int, ...]:
+        """Letters that are shared in the checkpoint: no indexer weights, so they can't become `F`."""
+        return self.native.shared_layers
+
+
+def positive(config: Mapping[str, Any], key: str, name: str) -> int:
+    """The positive integer under `key` of a config.json.
+
+    Raises:
+        ModelConfigError: if there is none.
+    """
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelConfigError(f"{name}: config.json: {key} is {value!r}, expected a positive integer")
+    return value
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """sha256 over config.json in canonical form (sorted keys, no spaces), incidental keys left out.
+
+    GLM-5 and GLM-5-FP8 have the same digest; another index_topk, another depth or another native schedule have not.
+    """
+    kept = {key: value for key, value in config.items() if key not in _INCIDENTAL_KEYS}
+    text = json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
