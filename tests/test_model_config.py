@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from indexcache_search.errors import SearchError
+from indexcache_search.hf.loading import load_model
 from sglang_indexcache.errors import ModelConfigError
-from sglang_indexcache.families import describe
+from sglang_indexcache.families import FAMILIES, describe, family_of
 from sglang_indexcache.model import config_digest
 from tests.conftest import tiny_config
 
@@ -41,3 +43,32 @@ def test_digest_ignores_what_does_not_change_the_model() -> None:
 def test_other_models_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelConfigError, match=message):
         describe(tiny_config(**changes), "glm")
+
+
+def hy_v4(layers: int = 11, **changes: Any) -> dict[str, Any]:
+    named = {"architectures": ["HYV4ForCausalLM"], "model_type": "hy_v4"}
+    return {**tiny_config(num_hidden_layers=layers, **changes), **named}
+
+
+def test_hy_v4_has_one_indexer_in_four_where_its_config_says_nothing() -> None:
+    """As `HYV4Config` of SGLang 0.5.23 fills it in."""
+    model = describe(hy_v4(), "hy4")
+    assert model.native.roles == "FFSSSFSSSFS" and model.locked == (2, 3, 4, 6, 7, 8, 10)
+    assert model.layers == tuple(range(11)) and family_of(model.architecture).name == "hy_v4"
+    types = ["full", "shared"] * 3
+    assert describe(hy_v4(6, indexer_types=types), "hy4").native.roles == "FSFSFS"
+    with pytest.raises(ModelConfigError, match="begins with S"):
+        describe(hy_v4(6, indexer_types=["shared", "full"] * 3), "hy4")
+
+
+def test_transformers_is_not_taken_for_hy_v4() -> None:
+    with pytest.raises(SearchError, match=r"rotates halves .* expected --engine sglang"):
+        load_model("hy4", describe(hy_v4(), "hy4"), "auto")
+
+
+def test_every_architecture_has_one_family() -> None:
+    architectures = [item for family in FAMILIES for item in family.architectures]
+    assert len(architectures) == len(set(architectures))
+    assert len({family.name for family in FAMILIES}) == len(FAMILIES)
+    with pytest.raises(ModelConfigError, match="LlamaForCausalLM has no DSA attention known here, expected Deepseek"):
+        family_of("LlamaForCausalLM")

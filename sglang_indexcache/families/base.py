@@ -26,6 +26,7 @@ class Family(ABC):
         serving: what SGLang must have for these models to be served with a pattern, and proven.
         pipeline: what it must have for pipeline stages; `None` where no SGLang has them.
         rule: what it must have to be asked which layers would run.
+        not_in_transformers: why transformers' model computes something else than the checkpoint; `None` if it does not.
     """
 
     name: ClassVar[str]
@@ -33,6 +34,7 @@ class Family(ABC):
     serving: ClassVar[Feature]
     pipeline: ClassVar[Feature | None]
     rule: ClassVar[Feature]
+    not_in_transformers: ClassVar[str | None] = None
 
     # -- the checkpoint
 

@@ -6,6 +6,7 @@ A fork server imports SGLang once; every case is a fork of it with its own distr
 from __future__ import annotations
 
 import io
+import json
 import multiprocessing
 import os
 import runpy
@@ -112,6 +113,13 @@ def _launch(arguments: list[str]) -> tuple[int, list[str]]:
     raise AssertionError(f"the launch went on: {output.getvalue()[-1000:]}")
 
 
+def attention(model: Path) -> dict[str, str]:
+    """Attention sinks (HY-V4) are known to one of SGLang's kernels alone."""
+    if "learnable_sink_init" not in json.loads((model / "config.json").read_text()):
+        return {}
+    return dict.fromkeys(("dsa_prefill_backend", "dsa_decode_backend"), "flashmla_sparse")
+
+
 def load_runner(model: Path) -> Any:
     """SGLang's model runner for `model` with all plugins; only once in a process."""
     from sglang.benchmark import one_batch
@@ -119,7 +127,7 @@ def load_runner(model: Path) -> Any:
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     load_plugins()
-    arguments = ServerArgs(model_path=str(model), skip_tokenizer_init=True, **ARGUMENTS)
+    arguments = ServerArgs(model_path=str(model), skip_tokenizer_init=True, **{**ARGUMENTS, **attention(model)})
     arguments.resolve_once()
     one_batch._set_envs_and_config(arguments)
     rank = one_batch.SpawnRanks(world_rank=one_batch.spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0)

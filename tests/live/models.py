@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 LAYERS, TOPK, VOCAB = 6, 16, 512
@@ -52,7 +54,23 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "glm-dense": ("glm_moe_dsa", {"first_k_dense_replace": LAYERS}, _GLM),
     "glm-moe": ("glm_moe_dsa", {}, _GLM),
     "deepseek-v3.2": ("deepseek_v32", {}, {}),
+    "hy-v4": (
+        "hy_v4",
+        {
+            "mlp_layer_types": ["dense"] * 2 + ["sparse"] * (LAYERS - 2),
+            "indexer_types": ["full", "full", "shared", "full", "full", "shared"],
+            "hc_mult": 2,
+            "n_group": 1,
+            "pad_token_id": 2,
+        },
+        {},
+    ),
 }
+_RELEASED = (  # names of HY-V4's release, where transformers 5.19 writes others
+    (r"\.hc_pre\.(hc_\w+_layer)\.hc_", r".\1.hc_pre.hc_"),
+    (r"\.hc_pre\.hc_head\.", ".hc_head."),
+    (r"(mlp\..*)linear_gate", r"\1gate_proj"),
+)
 
 
 def build(kind: str, folder: Path, **changes: Any) -> Path:
@@ -71,6 +89,15 @@ def build(kind: str, folder: Path, **changes: Any) -> Path:
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.1, 0.1)
     model.to(torch.bfloat16).save_pretrained(folder)
+    if kind == "hy-v4":
+        weights = folder / "model.safetensors"
+        save_file({_released(name): tensor for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **_ONLY_SGLANG_READS, **extra}, indent=1))
     return folder
+
+
+def _released(name: str) -> str:
+    for pattern, replacement in _RELEASED:
+        name = re.sub(pattern, replacement, name)
+    return name

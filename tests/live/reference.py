@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
+from transformers.models.hy_v4 import modeling_hy_v4
 
 from dsa_cpu_platform.recorder import Run
 from indexcache_search.hf.roles import apply_roles, dsa_attentions
@@ -41,7 +43,12 @@ class Replay:
 
 
 def load_reference(model: Path) -> Any:
-    """The transformers model in float32, one thread, so that it matches from run to run."""
+    """The transformers model in float32, one thread, so that it matches from run to run.
+
+    HY-V4's checkpoints were trained with interleaved rotary embeddings, as SGLang and vLLM have it; transformers 5.15
+    to 5.23 rotates halves.
+    """
+    modeling_hy_v4.apply_rotary_pos_emb = apply_rotary_pos_emb_interleave
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
 
 

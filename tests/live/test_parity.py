@@ -18,6 +18,7 @@ pytest.importorskip("sglang")
 from dsa_cpu_platform import recorder
 from indexcache_search import demo
 from sglang_indexcache import Pattern
+from sglang_indexcache.checkpoint import Checkpoint
 from tests.live import models
 from tests.live.inprocess import Served, generate
 from tests.live.reference import load_reference, replay, selections
@@ -53,18 +54,19 @@ def prompts(folder: Path) -> list[list[int]]:
     return [[rng.randrange(2, models.VOCAB) for _ in range(length)] for length in (200, 90)]
 
 
-def patterns(layers: int) -> list[Pattern]:
-    """All F, the paper's uniform 1/2 and 1/4, and five random ones."""
-    rng = random.Random(layers)
+def patterns(native: Pattern) -> list[Pattern]:
+    """All F, the paper's uniform 1/2 and 1/4, and five random ones; locked layers stay S."""
+    rng, layers = random.Random(len(native)), len(native)
     drawn = ["F" + "".join(rng.choice("FS") for _ in range(layers - 1)) for _ in range(5)]
-    return [Pattern.full(layers), Pattern.uniform(layers, 2), Pattern.uniform(layers, 4), *map(Pattern, drawn)]
+    wanted = [Pattern.full(layers), Pattern.uniform(layers, 2), Pattern.uniform(layers, 4), *map(Pattern, drawn)]
+    return [Pattern.full(layers, {*pattern.shared_layers, *native.shared_layers}) for pattern in wanted]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(8))
 def test_served_logprobs_match_transformers(served_model: tuple[Path, Any], index: int, tmp_path: Path) -> None:
     folder, model = served_model
-    pattern = patterns(model.config.num_hidden_layers)[index]
+    pattern = patterns(Checkpoint.read(str(folder)).model.native)[index]
     file = write_pattern(pattern, folder, tmp_path / "pattern.yaml")
     record = tmp_path / "record"
     record.mkdir()

@@ -257,3 +257,30 @@ def test_the_installed_sglang_enables_everything() -> None:
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
     features = json.loads(result.stdout)["features"]
     assert result.returncode == 0 and [row["name"] for row in features if row["refused"] is not None] == []
+
+
+# -- HY-V4, whose layers 2 and 5 have no indexer here
+
+
+@pytest.fixture(scope="module")
+def hy_v4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.build("hy-v4", tmp_path_factory.mktemp("hy-v4"))
+
+
+@pytest.mark.parametrize(
+    ("letters", "flags", "message"),
+    [
+        ("FFFFFS", (), "F for layer 2, but the checkpoint has no indexer there"),
+        ("FFSFSS", ("--pp-size", "2"), "--pp-size 2 can't be combined with a pattern on hy_v4"),
+        ("FFSFSS", (OVERRIDES, '{"index_topk_freq": 3}'), f"{OVERRIDES}: index_topk_freq means FFSSFS"),
+    ],
+)
+def test_what_hy_v4_can_not_be_served_with(hy_v4: Path, letters: str, flags: tuple[str, ...], message: str) -> None:
+    assert message in refused(hy_v4, letters, *flags)
+
+
+def test_what_sglang_would_run_of_hy_v4(hy_v4: Path) -> None:
+    arguments = [sys.executable, "-m", "sglang_indexcache.check", "FFSFSS", "--model", str(hy_v4), "--json"]
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    report = json.loads(result.stdout)
+    assert (result.returncode, report["effective"], report["locked_layers"]) == (0, "FFSFSS", [2, 5]), result.stderr

@@ -12,7 +12,7 @@ from indexcache_search.errors import SearchError
 from indexcache_search.hf.roles import dsa_attentions
 from sglang_indexcache import SparseModel, checkpoint
 from sglang_indexcache.errors import one_line
-from sglang_indexcache.families import describe
+from sglang_indexcache.families import describe, family_of
 
 
 def load_model(model: str, description: SparseModel, dtype: torch.dtype | str) -> Any:
@@ -27,8 +27,12 @@ def load_model(model: str, description: SparseModel, dtype: torch.dtype | str) -
         dtype: of the weights, or `auto` for the checkpoint's own.
 
     Raises:
-        SearchError: if it can't be found or loaded, or a weight is missing or not a number.
+        SearchError: if it can't be found or loaded, or a weight is missing or not a number, or if transformers computes
+            something else.
     """
+    problem = family_of(description.architecture).not_in_transformers
+    if problem is not None:
+        raise SearchError(f"{model}: {problem}; expected --engine sglang")
     try:
         loaded, info = AutoModelForCausalLM.from_pretrained(
             model, dtype=dtype, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True

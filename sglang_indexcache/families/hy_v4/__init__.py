@@ -2,7 +2,8 @@
 
 SGLang's `HYV4Attention` is a `DeepseekV2AttentionMLA`, so roles, weights and switching are those of DSA. Its
 configuration class fills in the schedule that a config.json leaves out, and there are no pipeline stages. Read:
-sglang/srt/configs/hy_v4.py and srt/models/hunyuan_v4.py of 0.5.23.
+sglang/srt/configs/hy_v4.py and srt/models/hunyuan_v4.py of 0.5.23; transformers/models/hy_v4 of 5.19 and 5.23. That
+rotary embeddings are on pairs: SGLang and vLLM 0.33, github.com/local-inference-lab/rtx6kpro/issues/90.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ class HyV4(Dsa):
     architectures = ("HYV4ForCausalLM",)
     serving = Feature("hy_v4", "patterns of F and S on HY-V4", (MODEL, *attention.NEEDS), "no server for HY-V4")
     pipeline = None
+    not_in_transformers = (
+        "transformers 5.15 to 5.23 rotates halves of its rotary dimensions, where the checkpoint was trained on pairs"
+    )
 
     def native(self, config: Mapping[str, Any], num_layers: int) -> Pattern:
         if config.get(TYPES_KEY) is not None:

@@ -44,11 +44,25 @@ def gather_prefill(
 
 
 def sparse_attention(
-    backend: Any, q_all: Tensor, kv_cache: Tensor, v_head_dim: int, page_table_1: Tensor, sm_scale: float
+    backend: Any,
+    q_all: Tensor,
+    kv_cache: Tensor,
+    v_head_dim: int,
+    page_table_1: Tensor,
+    sm_scale: float,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
 ) -> Tensor:
-    """Attention of `[tokens, heads, dim]` queries over the `[tokens, k]` slots in `page_table_1`, in float32."""
+    """Attention of `[tokens, heads, dim]` queries over the `[tokens, k]` slots in `page_table_1`, in float32.
+
+    `attn_sink`, `[heads]`, is a score that takes part in the softmax and has no value.
+    """
     slots = page_table_1.long()
     kv = kv_cache.reshape(kv_cache.shape[0], -1)[slots.clamp_min(0)].float()
     scores = torch.einsum("thd,tkd->thk", q_all.float(), kv) * sm_scale
-    probabilities = torch.softmax(scores.masked_fill((slots < 0).unsqueeze(1), float("-inf")), dim=-1)
+    scores = scores.masked_fill((slots < 0).unsqueeze(1), float("-inf"))
+    if attn_sink is not None:
+        sink = attn_sink.float().view(1, -1, 1).expand(len(scores), -1, 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    probabilities = torch.softmax(scores, dim=-1)[..., : slots.shape[1]]
     return torch.einsum("thk,tkd->thd", probabilities, kv[..., :v_head_dim]).to(q_all.dtype)

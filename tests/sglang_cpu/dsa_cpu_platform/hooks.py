@@ -10,6 +10,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from dsa_cpu_platform.attention import gather_decode, gather_prefill, sparse_attention
 from dsa_cpu_platform.indexer import indexer_forward
 
+_BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend."
 _GATHER = "sglang.kernels.ops.attention.dsa.transform_index."
 
 
@@ -21,7 +22,8 @@ def register_hooks() -> None:
         "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default": lambda _: {},
         _GATHER + "transform_index_page_table_decode": gather_decode,
         _GATHER + "transform_index_page_table_prefill": gather_prefill,
-        "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_tilelang": sparse_attention,
+        _BACKEND + "_forward_tilelang": sparse_attention,
+        _BACKEND + "_forward_flashmla_sparse": sparse_attention,  # the only one with attention sinks
         "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_native": indexer_forward,
     }
     for target, replacement in replacements.items():
