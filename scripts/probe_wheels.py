@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 from sglang_indexcache.environment import Environment
-from sglang_indexcache.probes import FEATURES, SglangSource
+from sglang_indexcache.probes import SglangSource
 
 VERSIONS = ("0.5.11", "0.5.13.post1", "0.5.15.post1", "0.5.17", "0.5.20", "0.5.23")
 
@@ -39,9 +39,9 @@ def main() -> None:
     environments = [Environment.of(unpacked(version, options.folder)) for version in options.versions]
     print("| feature | " + " | ".join(environment.sglang for environment in environments) + " |")
     print("|---|" + "---|" * len(environments))
-    for index, feature in enumerate(FEATURES):
-        cells = ["yes" if environment.features[index].refused is None else "no" for environment in environments]
-        print(f"| {feature.name}: {feature.does} | " + " | ".join(cells) + " |")
+    for rows in zip(*(environment.features for environment in environments), strict=True):
+        cells = ["yes" if row.refused is None else "no" for row in rows]
+        print(f"| {rows[0].name}: {rows[0].does} | " + " | ".join(cells) + " |")
     print()
     for environment in environments:
         for row in environment.features:

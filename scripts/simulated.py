@@ -73,6 +73,7 @@ class SimulatedEngine:
             architecture="Simulated",
             layers=tuple(range(num_layers)),
             index_topk=64,
+            first_choice=64,
             native=Pattern.full(num_layers),
             config_sha256=digest,
         )

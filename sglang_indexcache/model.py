@@ -32,6 +32,7 @@ class SparseModel:
         architecture: as in config.json; `families.family_of` knows its family.
         layers: the model layer that each letter of a pattern stands for; NextN/MTP layers have none.
         index_topk: tokens that each query selects.
+        first_choice: position of the first query with a choice; up to there every pattern gives the same output.
         native: the checkpoint's own pattern; all `F` unless it was trained with sharing.
         config_sha256: digest of config.json without incidental keys, see `config_digest`.
     """
@@ -40,6 +41,7 @@ class SparseModel:
     architecture: str
     layers: tuple[int, ...]
     index_topk: int
+    first_choice: int
     native: Pattern
     config_sha256: str
 

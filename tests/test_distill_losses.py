@@ -15,8 +15,9 @@ from torch import Tensor
 from indexcache_search.distill.losses import divergence
 from indexcache_search.distill.model import Distillation, set_trainable
 from indexcache_search.distill.settings import Loss, Stage
-from indexcache_search.hf.roles import apply_roles, dsa_attentions
+from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
+from sglang_indexcache.families.dsa.modeling import attentions as dsa_attentions
 from tests.conftest import LAYERS, VOCAB, tiny_config, tiny_model
 
 STAGES: tuple[Stage, ...] = ("warmup", "sparse")

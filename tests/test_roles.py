@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from indexcache_search.hf.roles import apply_roles, dsa_attentions
+from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
+from sglang_indexcache.families.dsa.modeling import attentions as dsa_attentions
 from sglang_indexcache.families.dsa.spellings import indexer_types
 from tests.conftest import LAYERS, TOPK, VOCAB, tiny_config, tiny_model
 

@@ -53,7 +53,7 @@ def collect(
             share_of_algorithm_1=found.cost.layer_tokens / max(algorithm_1, 1),
         ),
         steps=_steps(search, found),
-        held_out=held_out(rows, search.held_out.data, search.model.index_topk),
+        held_out=held_out(rows, search.held_out.data, search.model.first_choice),
         look_alikes=[str(item) for item in search.look_alikes(found)],
         overlap=None if overlap is None else overlap.round(4).tolist(),
         similarity=None if similarity is None else np.asarray(similarity).round(4).tolist(),
@@ -74,7 +74,7 @@ def _steps(search: Search, found: Found) -> list[StepResult]:
     ]
 
 
-def held_out(rows: Sequence[Row], data: TokenSet, index_topk: int) -> HeldOut:
+def held_out(rows: Sequence[Row], data: TokenSet, first_choice: int) -> HeldOut:
     """The held-out comparison: every pattern, and uniform's mean and best over phases where there are several."""
     baseline = next(row.evaluation for row in rows if row.line.kind == BASELINE)
     table = [TableRow(**described(row.line), **_measure(row.evaluation, baseline, data)) for row in rows]
@@ -84,7 +84,7 @@ def held_out(rows: Sequence[Row], data: TokenSet, index_topk: int) -> HeldOut:
             table += _phase_summaries(phases, baseline, data)
     return HeldOut(
         sources=list(data.sources),
-        answer_sources=_answer_sources(data, index_topk),
+        answer_sources=_answer_sources(data, first_choice),
         sequences=data.num_sequences,
         scored_tokens=data.scored_tokens,
         sha256=data.sha256,
@@ -104,9 +104,9 @@ def described(line: Line) -> dict[str, Any]:
     }
 
 
-def _answer_sources(data: TokenSet, index_topk: int) -> list[str]:
+def _answer_sources(data: TokenSet, first_choice: int) -> list[str]:
     """Sources of which a loss mask picks the tokens that count: questions with answers, rather than running text."""
-    all_counted = np.asarray(data.scored[:, index_topk + 1 :].all(axis=1))
+    all_counted = np.asarray(data.scored[:, first_choice + 1 :].all(axis=1))
     return [name for number, name in enumerate(data.sources) if not all_counted[data.source_of == number].all()]
 
 

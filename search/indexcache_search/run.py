@@ -38,7 +38,7 @@ OVERLAP_ROWS = 64  # queries a sequence for the overlap matrix
 
 @dataclass(frozen=True)
 class Data:
-    """Sources and sizes of the calibration and the held-out set; `seq_len` None means 4 x index_topk."""
+    """Sources and sizes of the calibration and the held-out set; `seq_len` None means 4 x `first_choice`."""
 
     calibration: tuple[str, ...]
     evaluation: tuple[str, ...]
@@ -114,7 +114,7 @@ def _load_data(model: str, data: Data, settings: Settings) -> tuple[TokenSet, To
     set_quiet()
     description, config = describe_model(model), read_config(model)
     settings.check(description)
-    seq_len = data.seq_len or 4 * description.index_topk
+    seq_len = data.seq_len or 4 * description.first_choice
     check_seq_len(seq_len, config)
     return build_token_sets(
         TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len),

@@ -32,6 +32,16 @@ def family_of(architecture: str) -> Family:
     return family
 
 
+def family_of_modules(model: object) -> Family:
+    """The family of a transformers model, by its class or one that it is derived from.
+
+    Raises:
+        ModelConfigError: if there is none.
+    """
+    names = [item.__name__ for item in type(model).__mro__]
+    return family_of(next((name for name in names if name in _BY_ARCHITECTURE), names[0]))
+
+
 def describe(config: Mapping[str, Any], name: str) -> SparseModel:
     """What a parsed config.json says of a model's layers.
 

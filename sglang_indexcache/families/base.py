@@ -107,3 +107,9 @@ class Family(ABC):
 
         Pipeline stages ask it; after `switch` it says the same as the modules.
         """
+
+    # -- transformers' model
+
+    @abstractmethod
+    def selectors(self, model: Any) -> list[nn.Module | None]:
+        """The modules whose `forward` gives the indices that a site attends to, by site; `None` where it is locked."""

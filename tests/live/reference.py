@@ -20,8 +20,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_po
 from transformers.models.hy_v4 import modeling_hy_v4
 
 from dsa_cpu_platform.recorder import Run
-from indexcache_search.hf.roles import apply_roles, dsa_attentions
+from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
+from sglang_indexcache.families.dsa.modeling import attentions as dsa_attentions
 
 Selections = dict[int, dict[int, frozenset[int]]]
 """Layer, position, the positions it attends to."""

@@ -50,7 +50,7 @@ def build(
     Args:
         reader: of the sources.
         load_tokenizer: of the model; called where there are tasks.
-        model: gives `index_topk`.
+        model: gives `first_choice`.
         sources: shared out over `sequences`, as `indexcache-search` does; may be empty.
         tasks: names from `TASKS`.
         haystack: source of the text around the needles.
@@ -89,7 +89,7 @@ def build(
         first = sum(map(len, tokens))
         answers |= {first + index: one.answers for index, one in enumerate(made)}
         tokens.append(np.stack([one.tokens for one in made]))
-        scored.append(np.stack([one.mask for one in made]) & (np.arange(seq_len) > model.index_topk))
+        scored.append(np.stack([one.mask for one in made]) & (np.arange(seq_len) > model.first_choice))
         source_of.append(np.full(samples, len(names) - len(tasks) + number))
     data = TokenSet(np.concatenate(tokens), np.concatenate(scored), np.concatenate(source_of), tuple(names))
     return HeldOut(data, answers, left_out)

@@ -34,7 +34,7 @@ PREFIX_CACHE_GB = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What is compared on; see `held_out.build`. `seq_len` None means 4 x index_topk."""
+    """What is compared on; see `held_out.build`. `seq_len` None means 4 x `first_choice`."""
 
     sources: tuple[str, ...]
     tasks: tuple[str, ...]
@@ -106,7 +106,7 @@ def run(
     description, config = describe_model(model), read_config(model)
     specs = [(name, PatternSpec.read(text)) for name, text in map(split_name, candidates.patterns)]
     lines = named_lines(specs, candidates, description)
-    seq_len = data.seq_len or 4 * description.index_topk
+    seq_len = data.seq_len or 4 * description.first_choice
     check_seq_len(seq_len, config)
     built = held_out.build(
         TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len),
@@ -136,7 +136,7 @@ def run(
                 model, runtime, lines, built, output, restart, lambda done: progress.advance(bar, done)
             )
     comparison = result.collect(
-        compared, built, description.index_topk, model=description.name, engine=engine, seq_len=seq_len
+        compared, built, description.first_choice, model=description.name, engine=engine, seq_len=seq_len
     )
     write_atomically(output / "eval.json", json.dumps(comparison.as_json(), indent=1) + "\n")
     write_atomically(output / "eval.html", result.render(comparison))

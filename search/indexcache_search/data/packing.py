@@ -134,8 +134,8 @@ def build_token_sets(
 
     Args:
         reader: of the sources.
-        model: gives `index_topk`: only targets predicted from a position that sees more tokens are scored, since up
-            to there every pattern gives the same output.
+        model: gives `first_choice`: only targets predicted from there on are scored, since before every pattern gives
+            the same output.
         calibration: sources; each gets an equal share of the sequences, the first ones what does not divide.
         evaluation: likewise; may name the same sources.
         seq_len: tokens a sequence.
@@ -201,12 +201,12 @@ def held_out_set(
 
 
 def _packer(reader: TokenReader, model: SparseModel, seq_len: int) -> _Packer:
-    if seq_len < model.index_topk + 2:
+    if seq_len < model.first_choice + 2:
         raise DataError(
             f"--seq-len is {seq_len}, but queries see every token up to index_topk={model.index_topk}, where all"
-            f" patterns are equal; expected at least {model.index_topk + 2}"
+            f" patterns are equal; expected at least {model.first_choice + 2}"
         )
-    return _Packer(reader, seq_len, model.index_topk + 1, set(), Sketch())
+    return _Packer(reader, seq_len, model.first_choice + 1, set(), Sketch())
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,10 @@ class TokenSet:
         return digest.hexdigest()
 
 
-def sampled_queries(seq_len: int, index_topk: int, rows: int) -> NDArray[np.int64]:
-    """Positions of up to `rows` queries, evenly spread over those that see more than `index_topk` tokens."""
-    number = min(rows, seq_len - index_topk)
-    return np.linspace(index_topk, seq_len - 1, number).round().astype(np.int64)
+def sampled_queries(seq_len: int, first_choice: int, rows: int) -> NDArray[np.int64]:
+    """Positions of up to `rows` queries, evenly spread over those with a choice."""
+    number = min(rows, seq_len - first_choice)
+    return np.linspace(first_choice, seq_len - 1, number).round().astype(np.int64)
 
 
 def growing_shares(data: TokenSet, first: int) -> list[list[int]]:

@@ -15,14 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sglang_indexcache import Pattern
-from sglang_indexcache.families import describe
+from sglang_indexcache.families import describe, family_of_modules
 from sglang_indexcache.families.dsa.spellings import to_sglang
 from sglang_indexcache.files import write_atomically
 from sglang_indexcache.pattern_file import ModelSection, PatternFile
 
 _INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-_INDEXER = re.compile(r"^model\.layers\.(\d+)\.self_attn\.indexer\.")
 
 
 def export(
@@ -44,7 +43,8 @@ def export(
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     origin = local_folder(source)
-    kept = {name: value for name, value in weights.items() if keep_shared or not _is_shared_indexer(name, pattern)}
+    family, shared = family_of_modules(model), set(pattern.shared_layers)
+    kept = {name: value for name, value in weights.items() if keep_shared or not family.indexer_layers([name]) & shared}
     model.save_pretrained(partial, state_dict=kept, max_shard_size="5GB")
     _copy_other_layers(origin, partial, len(pattern))
     for path in sorted(origin.iterdir()):
@@ -75,11 +75,6 @@ def trained_pattern_file(
 def local_folder(source: str) -> Path:
     """The folder of a model; for a hub id the cached one that it was loaded from."""
     return Path(source) if Path(source).is_dir() else Path(snapshot_download(source, local_files_only=True))
-
-
-def _is_shared_indexer(name: str, pattern: Pattern) -> bool:
-    match = _INDEXER.match(name)
-    return match is not None and pattern[int(match.group(1))] == "S"
 
 
 def _copy_other_layers(origin: Path, folder: Path, layers: int) -> None:

@@ -29,8 +29,8 @@ from indexcache_search.distill.kernel_attention import Vectors, attend_and_compa
 from indexcache_search.distill.losses import divergence
 from indexcache_search.distill.settings import Loss, Stage
 from indexcache_search.hf.device import LOGIT_ROWS
-from indexcache_search.hf.roles import dsa_attentions
 from sglang_indexcache import Pattern
+from sglang_indexcache.families.dsa.modeling import attentions as dsa_attentions
 
 NAME = "indexcache_distill"  # among transformers' attention implementations
 

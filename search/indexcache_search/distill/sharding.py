@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from indexcache_search.distill.processes import Processes
-from indexcache_search.hf.roles import dsa_attentions
+from sglang_indexcache.families.dsa.modeling import attentions as dsa_attentions
 
 
 def shard(model: Any, processes: Processes) -> Any:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from indexcache_kernels.patching import replaced
 from indexcache_search.data.tokens import sampled_queries
-from indexcache_search.hf.roles import apply_roles, dsa_attentions
+from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import SparseModel
+from sglang_indexcache.families.dsa.modeling import attentions as dsa_attentions
 
 
 @torch.inference_mode()
@@ -34,7 +35,7 @@ def topk_overlap(
     """
     total, count = np.zeros((description.num_layers, description.num_layers)), 0
     for batch in batches:
-        sampled = torch.from_numpy(sampled_queries(batch.shape[1], description.index_topk, rows))
+        sampled = torch.from_numpy(sampled_queries(batch.shape[1], description.first_choice, rows))
         selected: dict[int, Tensor] = {}
 
         def keep(layer: int, indices: Tensor, sampled: Tensor = sampled, batch: Tensor = batch) -> None:
@@ -72,10 +73,10 @@ def output_similarity(model: nn.Module, description: SparseModel, batches: Itera
             attention: Any, args: Any, kwargs: dict[str, Any], output: Any, held: dict[int, Tensor] = indices
         ) -> None:
             layer = attention.layer_idx
-            own = output[0][:, description.index_topk :].float()
+            own = output[0][:, description.first_choice :].float()
             for other in range(layer):
                 source = description.native.source_layers[other]
-                reused = _run_with_indices(attention, args, kwargs, held[source])[:, description.index_topk :]
+                reused = _run_with_indices(attention, args, kwargs, held[source])[:, description.first_choice :]
                 total[layer, other] += F.cosine_similarity(own, reused.float(), dim=-1).double().mean().item()
             total[layer, layer] += 1.0
 

@@ -272,7 +272,7 @@ class SglangEngine:
             raise SearchError(f"{lane.url}: kept no baseline of sequence {missing[0]}")
 
     def _overlap(self, lane: CalibrationServer, data: TokenSet, rows: int) -> NDArray[np.float64]:
-        positions = sampled_queries(data.seq_len, self.model.index_topk, rows)
+        positions = sampled_queries(data.seq_len, self.model.first_choice, rows)
         lane.switch(self.model.native)
         lane.sample_indices(positions.tolist())
         for row in range(data.num_sequences):

@@ -9,7 +9,6 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from indexcache_search.errors import SearchError
-from indexcache_search.hf.roles import dsa_attentions
 from sglang_indexcache import SparseModel, checkpoint
 from sglang_indexcache.errors import one_line
 from sglang_indexcache.families import describe, family_of
@@ -30,9 +29,9 @@ def load_model(model: str, description: SparseModel, dtype: torch.dtype | str) -
         SearchError: if it can't be found or loaded, or a weight is missing or not a number, or if transformers computes
             something else.
     """
-    problem = family_of(description.architecture).not_in_transformers
-    if problem is not None:
-        raise SearchError(f"{model}: {problem}; expected --engine sglang")
+    family = family_of(description.architecture)
+    if family.not_in_transformers is not None:
+        raise SearchError(f"{model}: {family.not_in_transformers}; expected --engine sglang")
     try:
         loaded, info = AutoModelForCausalLM.from_pretrained(
             model, dtype=dtype, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True
@@ -41,16 +40,16 @@ def load_model(model: str, description: SparseModel, dtype: torch.dtype | str) -
         raise
     except Exception as error:  # transformers, safetensors and PyTorch each have their own
         raise SearchError(f"{model}: can't be loaded: {_one_line(error)}") from None
-    locked = tuple(f"model.layers.{layer}.self_attn.indexer." for layer in description.locked)
-    missing = sorted(name for name in info["missing_keys"] if not name.startswith(locked or ("\0",)))
+    locked = {description.layers[letter] for letter in description.locked}
+    missing = sorted(name for name in info["missing_keys"] if not family.indexer_layers([name]) & locked)
     wrong = sorted(str(item[0] if isinstance(item, tuple) else item) for item in info["mismatched_keys"])
     for names, what in ((missing, "is not in the checkpoint"), (wrong, "has another shape in the checkpoint")):
         if names:
             more = f" ({len(names)} such weights)" if len(names) > 1 else ""
             raise SearchError(f"{model}: {names[0]} {what}{more}; expected all weights of {description.architecture}")
-    for layer, attention in enumerate(dsa_attentions(loaded)):
-        for name, parameter in () if attention.indexer is None else attention.indexer.named_parameters():
-            if layer not in description.locked and not parameter.isfinite().all():
+    for layer, selector in zip(description.layers, family.selectors(loaded), strict=True):
+        for name, parameter in () if selector is None else selector.named_parameters():
+            if layer not in locked and not parameter.isfinite().all():
                 raise SearchError(f"{model}: {name} of the indexer of layer {layer} is not finite")
     return loaded
 

@@ -1,4 +1,4 @@
-"""Run-time F and S roles on transformers' DSA models."""
+"""Run-time F and S roles on transformers' models."""
 
 from __future__ import annotations
 
@@ -10,17 +10,12 @@ from torch import Tensor, nn
 
 from indexcache_kernels.patching import replaced
 from sglang_indexcache import Pattern
+from sglang_indexcache.families import family_of_modules
 
 Observer = Callable[[int, Tensor], None]
 """Called with a layer and the `[batch, queries, k]` indices its attention is about to use."""
 
 _MARK = "_indexcache_role"
-
-
-def dsa_attentions(model: nn.Module) -> list[Any]:
-    """The attention modules of a `DeepseekV32ForCausalLM` or `GlmMoeDsaForCausalLM`, by layer."""
-    decoder: Any = model.model
-    return [layer.self_attn for layer in decoder.layers[: decoder.config.num_hidden_layers]]
 
 
 @contextmanager
@@ -37,7 +32,7 @@ def apply_roles(
     under another.
 
     Args:
-        model: a transformers DSA model.
+        model: of transformers, of a family in `sglang_indexcache.families`.
         pattern: must be `S` on layers that have no indexer.
         observe: sees the indices of every layer that has an indexer, also the reused ones.
         carried: indices that an `S` layer reuses before any `F` layer ran, for a forward that skips the lower layers.
@@ -46,8 +41,8 @@ def apply_roles(
         PatternError: if the pattern does not fit the model.
         RuntimeError: if roles are already applied to the model.
     """
-    attentions = dsa_attentions(model)
-    pattern.check_fits(len(attentions), [layer for layer, item in enumerate(attentions) if item.indexer is None])
+    selectors = family_of_modules(model).selectors(model)
+    pattern.check_fits(len(selectors), [site for site, selector in enumerate(selectors) if selector is None])
     kept: list[Tensor] = [] if carried is None else [carried]
 
     def full(layer: int, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -69,14 +64,13 @@ def apply_roles(
         return forward
 
     changes: list[tuple[Any, str, Any]] = []
-    for layer, attention in enumerate(attentions):
-        indexer = attention.indexer
-        if indexer is None:
+    for site, selector in enumerate(selectors):
+        if selector is None:
             continue
-        if hasattr(indexer.forward, _MARK):
+        if hasattr(selector.forward, _MARK):
             raise RuntimeError("roles are already applied to this model; leave the first `with` block before")
-        forward = full(layer, indexer.forward) if pattern[layer] == "F" else shared(layer)
-        setattr(forward, _MARK, pattern[layer])
-        changes.append((indexer, "forward", forward))
+        forward = full(site, selector.forward) if pattern[site] == "F" else shared(site)
+        setattr(forward, _MARK, pattern[site])
+        changes.append((selector, "forward", forward))
     with replaced(*changes):
         yield

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from sglang_indexcache.errors import ModelConfigError, SpellingError
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.dsa import attention
+from sglang_indexcache.families.dsa.modeling import attentions
 from sglang_indexcache.families.dsa.overrides import merge_overrides
 from sglang_indexcache.families.dsa.rule import RULE_FEATURE, effective_pattern
 from sglang_indexcache.families.dsa.spellings import Rule, read_spelling
@@ -43,11 +44,13 @@ class Dsa(Family):
             native = self.native(config, num_layers)
         except SpellingError as error:
             raise ModelConfigError(f"{name}: config.json: {error}") from None
+        index_topk = positive(config, "index_topk", name)
         return SparseModel(
             name=name,
             architecture=architecture,
             layers=tuple(range(num_layers)),
-            index_topk=positive(config, "index_topk", name),
+            index_topk=index_topk,
+            first_choice=index_topk,
             native=native,
             config_sha256=config_digest(config),
         )
@@ -83,3 +86,6 @@ class Dsa(Family):
 
     def configured(self, runner: Any) -> str:
         return attention.configured(runner)
+
+    def selectors(self, model: Any) -> list[Any]:
+        return [module.indexer for module in attentions(model)]
