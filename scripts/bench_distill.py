@@ -28,9 +28,10 @@ from rich.console import Console
 from indexcache_search import demo, estimates
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.run import run
-from indexcache_search.distill.settings import Data, Folders, Intervals, Loss, Runtime, Settings
+from indexcache_search.distill.settings import Data, Loss, Runtime, Settings
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.loading import describe_model
+from indexcache_search.training.settings import Folders, Intervals
 from scripts.demo_model.recall import ANSWER, TEXT, UNSCORED, RecallTasks
 from scripts.train_demo_model import MIXTURE
 from sglang_indexcache import Pattern
@@ -102,10 +103,10 @@ def train(row: Row, seed: int, data: Data, options: argparse.Namespace, folder: 
     """The folder of the trained model."""
     assert row.loss is not None
     settings = Settings(
-        row.pattern,
-        row.loss,
-        options.warmup_steps,
-        options.steps,
+        pattern=row.pattern,
+        loss=row.loss,
+        warmup_steps=options.warmup_steps,
+        sparse_steps=options.steps,
         warmup_lr=1e-3,
         indexer_lr=options.indexer_lr,
         lr=options.lr,
@@ -115,9 +116,15 @@ def train(row: Row, seed: int, data: Data, options: argparse.Namespace, folder: 
         seed=seed,
     )
     runtime = Runtime(
-        options.device, "auto", options.attention, options.gradient_checkpointing, True, None,
-        Intervals(100_000, 100, 20), False,
-    )  # fmt: skip
+        device=options.device,
+        dtype="auto",
+        attention=options.attention,
+        gradient_checkpointing=options.gradient_checkpointing,
+        check_memory=True,
+        keep_shared=None,
+        intervals=Intervals(evaluate=100_000, checkpoint=100, show=20),
+        tensorboard=False,
+    )
     run(str(demo.MODEL), data, settings, runtime, Folders(folder, restart=False), Console(stderr=True, highlight=False))
     return str(folder / "model")
 
@@ -173,7 +180,13 @@ def main(options: argparse.Namespace) -> None:
         path = options.output / f"training-{seed}.jsonl"
         sequences = options.batch_size * (options.warmup_steps + options.steps)
         write_training(RecallTasks(streams["train"], words, 1000 + seed), path, sequences + 64, length)
-        data = Data((str(path),), (str(path),), length, sequences, 8)
+        data = Data(
+            training=(str(path),),
+            evaluation=(str(path),),
+            seq_len=length,
+            num_sequences=sequences,
+            num_eval_sequences=8,
+        )
         for row in wanted:
             own = None if row.loss is None else seed
             if any(item["row"] == row.name and item["seed"] == own for item in results):

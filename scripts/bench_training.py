@@ -23,10 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill import memory
-from indexcache_search.distill.processes import Processes, joined
 from indexcache_search.distill.settings import Settings, Stage
-from indexcache_search.distill.trainer import StageTrainer
+from indexcache_search.distill.task import StageTask
 from indexcache_search.hf.loading import set_quiet
+from indexcache_search.training.processes import Processes, joined
 from scripts.bench_context import CONFIG, PATTERN
 
 SHAPES: dict[str, Any] = {**CONFIG, "n_routed_experts": 16}
@@ -48,7 +48,7 @@ def model_of(processes: Processes) -> Any:
 def measure(processes: Processes, stage: Stage, options: argparse.Namespace) -> None:
     steps = {"warmup_steps": options.steps, "sparse_steps": 0 if stage == "warmup" else options.steps}
     first = 0 if stage == "warmup" else options.steps
-    settings = Settings(PATTERN, batch_size=options.batch_size, ramp_steps=1, lr=1e-4, indexer_lr=1e-3, **steps)
+    settings = Settings(pattern=PATTERN, batch_size=options.batch_size, ramp_steps=1, lr=1e-4, indexer_lr=1e-3, **steps)
     train = sequences(options.batch_size * options.steps, options.length, 1)
     model = model_of(processes)
     if stage == "sparse":
@@ -64,15 +64,15 @@ def measure(processes: Processes, stage: Stage, options: argparse.Namespace) -> 
         gradient_checkpointing=stage == "sparse",
         kernels=True,
     )
-    trainer = StageTrainer(processes, model, settings, stage, train, train, "auto")
+    task = StageTask(processes, model, settings, stage, train, train, "auto")
     del model
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    trainer.model.train()
+    task.model.train()
     for step in range(first, first + options.steps):
         began = time.monotonic()
-        record = trainer._step(step)
+        record = task.step(step)
         torch.cuda.synchronize()
         if processes.first:
             seconds = (time.monotonic() - began) * processes.count / options.batch_size

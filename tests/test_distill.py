@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from indexcache_search.distill import memory
-from indexcache_search.distill.data import Order
-from indexcache_search.distill.processes import joined
 from indexcache_search.distill.settings import Settings
-from indexcache_search.distill.trainer import StageTrainer
+from indexcache_search.distill.task import StageTask
 from indexcache_search.distill_cli import app
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import read_config
+from indexcache_search.training.order import Order
+from indexcache_search.training.processes import joined
 from sglang_indexcache import Pattern
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.pattern_file import PatternFile
@@ -415,7 +415,7 @@ def test_running_out_of_memory_is_one_line(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA")
 
-    monkeypatch.setattr(StageTrainer, "_step", fail)
+    monkeypatch.setattr(StageTask, "step", fail)
     code, text = distill(model_folder, training, tmp_path / "out")
     assert code == 2 and "out of memory with --seq-len" in text and "Traceback" not in text
 
@@ -452,7 +452,7 @@ def test_tensorboard(model_folder: Path, training: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
 def test_schedules(schedule: Any) -> None:
-    settings = Settings(Pattern(PATTERN), warmup_steps=100, sparse_steps=200, schedule=schedule, ramp_steps=10)
+    settings = Settings(pattern=Pattern(PATTERN), warmup_steps=100, sparse_steps=200, schedule=schedule, ramp_steps=10)
     rates = [settings.rate(step) for step in range(300)]
     assert rates[0] == rates[100] == pytest.approx(0.1)
     assert max(rates) <= 1 and rates[9] == pytest.approx(1, abs=0.03)

@@ -161,8 +161,9 @@ def distill(
                 raise SearchError(f"{package} is not installed; expected: pip install 'sglang-indexcache[distill]'")
         from indexcache_search.distill.result import terminal_table
         from indexcache_search.distill.run import run
-        from indexcache_search.distill.settings import Data, Folders, Intervals, Runtime, Settings
+        from indexcache_search.distill.settings import Data, Runtime, Settings
         from indexcache_search.hf.loading import describe_model
+        from indexcache_search.training.settings import Folders, Intervals
 
         if is_demo and training is None:
             training, evaluation = list(demo.CALIBRATION), evaluation or list(demo.EVALUATION)
@@ -172,31 +173,38 @@ def distill(
         description = describe_model(name)
         defaults = DEMO if is_demo else Defaults()
         settings = Settings(
-            PatternSpec.read(pattern).pattern(description),
-            loss,
-            defaults.warmup_steps if warmup_steps is None else warmup_steps,
-            defaults.steps if steps is None else steps,
-            warmup_lr,
-            defaults.indexer_lr if indexer_lr is None else indexer_lr,
-            defaults.lr if lr is None else lr,
-            schedule,
-            ramp_steps,
-            batch_size or defaults.batch_size,
-            micro_batch_size,
-            weight_decay,
-            max_norm,
-            seed,
+            pattern=PatternSpec.read(pattern).pattern(description),
+            loss=loss,
+            warmup_steps=defaults.warmup_steps if warmup_steps is None else warmup_steps,
+            sparse_steps=defaults.steps if steps is None else steps,
+            warmup_lr=warmup_lr,
+            indexer_lr=defaults.indexer_lr if indexer_lr is None else indexer_lr,
+            lr=defaults.lr if lr is None else lr,
+            schedule=schedule,
+            ramp_steps=ramp_steps,
+            batch_size=batch_size or defaults.batch_size,
+            micro_batch_size=micro_batch_size,
+            weight_decay=weight_decay,
+            max_norm=max_norm,
+            seed=seed,
         )
         data = Data(
-            tuple(training),
-            tuple(evaluation or training),
-            seq_len or defaults.seq_len or 4 * description.index_topk,
-            num_sequences or defaults.num_sequences,
-            num_eval_sequences or defaults.num_eval_sequences,
+            training=tuple(training),
+            evaluation=tuple(evaluation or training),
+            seq_len=seq_len or defaults.seq_len or 4 * description.first_choice,
+            num_sequences=num_sequences or defaults.num_sequences,
+            num_eval_sequences=num_eval_sequences or defaults.num_eval_sequences,
         )
-        keep = {"auto": None, "drop": False, "keep": True}[shared_indexers]
-        intervals = Intervals(evaluate_every, checkpoint_every, show_every)
-        runtime = Runtime(device, dtype, attention, gradient_checkpointing, memory_check, keep, intervals, tensorboard)
+        runtime = Runtime(
+            device=device,
+            dtype=dtype,
+            attention=attention,
+            gradient_checkpointing=gradient_checkpointing,
+            check_memory=memory_check,
+            keep_shared={"auto": None, "drop": False, "keep": True}[shared_indexers],
+            intervals=Intervals(evaluate=evaluate_every, checkpoint=checkpoint_every, show=show_every),
+            tensorboard=tensorboard,
+        )
         folder = output or Path(f"indexcache-distilled-{'demo' if is_demo else Path(name).name}")
         result = run(name, data, settings, runtime, Folders(folder, restart), console)
     if not result:

@@ -57,6 +57,11 @@ def set_trainable(model: nn.Module, pattern: Pattern, stage: Stage) -> None:
             attention.indexer.requires_grad_(pattern[layer] == "F")
 
 
+def sharding_units(model: Any) -> list[nn.Module]:
+    """Decoder layers, and before them the indexers within: their loss reaches them from other layers than their own."""
+    return [*(item.indexer for item in dsa_attentions(model) if item.indexer is not None), *model.model.layers]
+
+
 class Distillation:
     """Runs a transformers DSA model with `pattern`, and measures what its indexers have to learn.
 

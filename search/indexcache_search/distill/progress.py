@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from rich.console import Console
 
-from indexcache_search.distill.trainer import Watch
 from indexcache_search.progress import bar
+from indexcache_search.training.loop import Watch
 
 _NAMES = {"warmup": "dense warm-up", "sparse": "sparse training"}
 

@@ -18,22 +18,24 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from indexcache_search.data.packing import TokenReader, build_training_sets
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.distill.checkpoints import Checkpoints
 from indexcache_search.distill.curves import draw
-from indexcache_search.distill.data import load_set, save_set
 from indexcache_search.distill.export import export, trained_pattern_file
-from indexcache_search.distill.log import TrainingLog
 from indexcache_search.distill.preflight import check_memory, check_model, computes_in_bfloat16
-from indexcache_search.distill.processes import Processes, joined
 from indexcache_search.distill.progress import TrainingProgress
 from indexcache_search.distill.result import collect
-from indexcache_search.distill.settings import Data, Folders, Runtime, Settings, Stage
-from indexcache_search.distill.trainer import StageTrainer
-from indexcache_search.distill.work import work_folder
+from indexcache_search.distill.settings import Data, Runtime, Settings, Stage
+from indexcache_search.distill.task import StageTask
 from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.hf.device import memory_error_in_one_line, resolve_attention
 from indexcache_search.hf.loading import describe_model, load_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.search import today
+from indexcache_search.training.checkpoints import Checkpoints
+from indexcache_search.training.log import TrainingLog
+from indexcache_search.training.loop import Loop
+from indexcache_search.training.processes import Processes, joined
+from indexcache_search.training.settings import Folders
+from indexcache_search.training.stored import load_set, save_set
+from indexcache_search.training.work import work_folder
 from sglang_indexcache import Pattern, SparseModel, __version__
 from sglang_indexcache.checkpoint import tokenizer_digest, weights_digest
 from sglang_indexcache.files import write_atomically
@@ -90,7 +92,7 @@ def _run(
     with work_folder(folders, identity, processes):
         train, held_out = _load_data(model, description, config, data, settings, folders, processes)
         checkpoints = Checkpoints(folders.work / "checkpoints", processes)
-        done = checkpoints.latest()
+        done, warmed_up = checkpoints.latest(), folders.work / "warmed-up"
         events = folders.output / "tensorboard" if runtime.tensorboard else None
         with (
             TrainingLog(folders.output / "log.jsonl", done, events) if processes.first else nullcontext() as log,
@@ -101,17 +103,18 @@ def _run(
                 "--gradient-checkpointing, or a run with more processes, shorter sequences or a smaller micro batch",
             ),
         ):
+            loop = Loop(processes, checkpoints, log, progress.watch, runtime.intervals)
             for stage in stages:
                 first, last = settings.range(stage)
-                result = folders.model if stage == stages[-1] else folders.warmed_up
+                result = folders.model if stage == stages[-1] else warmed_up
                 if done >= last and result.is_dir():
                     continue
                 progress.begin(stage)
-                source = str(folders.warmed_up) if first else model
+                source = str(warmed_up) if first else model
                 loaded, dtypes = _load(source, description, processes)
                 if runtime.gradient_checkpointing and stage == "sparse":
                     _checkpoint_gradients(loaded)
-                trainer = StageTrainer(
+                task = StageTask(
                     processes,
                     loaded if processes.bfloat16 else loaded.float(),
                     settings,
@@ -121,14 +124,15 @@ def _run(
                     "auto" if attention == "kernels" else None,
                 )
                 if not done:
-                    trainer.evaluate_before(description.native, log, progress.watch)
-                trainer.train(done, checkpoints, log, progress.watch, runtime.intervals)
+                    for record in task.evaluate_before(description.native):
+                        loop.report(record)
+                loop.train(task, done)
                 # Between the stages the model keeps its own pattern and all of its indexers.
                 pattern = settings.pattern if stage == stages[-1] else description.native
                 keep = stage != stages[-1] or _keeps_shared(runtime, description)
-                _export(trainer.model, dtypes, source, pattern, result, keep, processes)
+                _export(task.model, dtypes, source, pattern, result, keep, processes)
                 done = max(done, last)
-                del loaded, trainer
+                del loaded, task
                 gc.collect()
                 torch.cuda.empty_cache()
         return {} if log is None else _write_results(log, held_out, description, settings, folders)

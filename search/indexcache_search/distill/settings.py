@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from indexcache_search.errors import SearchError
+from indexcache_search.training.settings import Intervals
 from sglang_indexcache import Pattern
 
 Stage = Literal["warmup", "sparse"]
@@ -18,7 +18,7 @@ COSINE_FLOOR = 0.1  # of the peak, at the end
 WSD_DECAY = 0.2  # of a stage's steps
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """What the trained weights depend on, beside model and data.
 
@@ -96,16 +96,7 @@ class Settings:
         return {**asdict(self), "pattern": self.pattern.roles}
 
 
-@dataclass(frozen=True)
-class Intervals:
-    """Steps between evaluations, checkpoints and lines for people; the last step of a stage has all three."""
-
-    evaluate: int
-    checkpoint: int
-    show: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Data:
     """Sources and sizes of the training and the held-out set."""
 
@@ -116,7 +107,7 @@ class Data:
     num_eval_sequences: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Runtime:
     """How a run trains; see `indexcache-distill --help`.
 
@@ -135,23 +126,3 @@ class Runtime:
     keep_shared: bool | None
     intervals: Intervals
     tensorboard: bool
-
-
-@dataclass(frozen=True)
-class Folders:
-    """Where a run writes; `restart` discards what an earlier one left there."""
-
-    output: Path
-    restart: bool
-
-    @property
-    def work(self) -> Path:
-        return self.output / "work"
-
-    @property
-    def model(self) -> Path:
-        return self.output / "model"
-
-    @property
-    def warmed_up(self) -> Path:
-        return self.work / "warmed-up"

@@ -1,4 +1,4 @@
-"""The folder of a run: held by one run at a time, and kept for the same one."""
+"""The folders of a run: held by one run at a time, and kept for the same one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from indexcache_search.distill.processes import Processes
-from indexcache_search.distill.settings import Folders
 from indexcache_search.errors import JournalError
+from indexcache_search.training.processes import Processes
+from indexcache_search.training.settings import Folders
 from sglang_indexcache.errors import FileError
 from sglang_indexcache.files import read_json_object, write_atomically
 

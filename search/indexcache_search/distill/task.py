@@ -1,10 +1,8 @@
-"""The training loop of one stage."""
+"""What a stage of a distillation trains on, step by step."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,30 +15,20 @@ from indexcache_kernels.backends import Backend
 from indexcache_kernels.patching import replaced
 from indexcache_search import estimates
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.distill.checkpoints import Checkpoints
-from indexcache_search.distill.data import Order
-from indexcache_search.distill.log import TrainingLog
-from indexcache_search.distill.model import Distillation, set_trainable
-from indexcache_search.distill.processes import Processes
+from indexcache_search.distill.model import Distillation, set_trainable, sharding_units
 from indexcache_search.distill.result import as_evaluation
-from indexcache_search.distill.settings import Intervals, Settings, Stage
-from indexcache_search.distill.sharding import shard
+from indexcache_search.distill.settings import Settings, Stage
 from indexcache_search.errors import NonFiniteLossError
+from indexcache_search.training.order import Order
+from indexcache_search.training.processes import Processes
+from indexcache_search.training.sharding import shard
 from sglang_indexcache import Pattern
 
 BETAS = (0.9, 0.95)
 
 
-@dataclass(frozen=True)
-class Watch:
-    """Who wants to hear of a run: `record` each step's record, `show` lines for people."""
-
-    record: Callable[[dict[str, Any]], None]
-    show: Callable[[dict[str, Any]], None]
-
-
-class StageTrainer:
-    """Trains one stage of one model.
+class StageTask:
+    """One stage of one model, as a `training.loop.Task`.
 
     Args:
         processes: which train together.
@@ -62,19 +50,20 @@ class StageTrainer:
         held_out: TokenSet,
         kernels: Backend | None = None,
     ) -> None:
-        self._processes, self._settings, self._stage = processes, settings, stage
+        self._processes, self._settings, self.stage = processes, settings, stage
+        self.steps = settings.range(stage)
         self._train, self._held_out = train, held_out
         set_trainable(model, settings.pattern, stage)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-        self.model = shard(model, processes)
-        self._optimizer = torch.optim.AdamW(self._groups(self.model), betas=BETAS)
+        self.model = shard(model, sharding_units(model), processes)
+        self.optimizer = torch.optim.AdamW(self._groups(self.model), betas=BETAS)
         self.distillation = Distillation(self.model, settings.pattern, stage, settings.loss, kernels)
         self._order = Order(train.num_sequences, settings.seed)
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        settings, warmup = self._settings, self._stage == "warmup"
+        settings, warmup = self._settings, self.stage == "warmup"
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         indexers = [p for name, p in named if ".indexer." in name]
         body = [p for name, p in named if ".indexer." not in name]
@@ -85,47 +74,14 @@ class StageTrainer:
         ]
         return [{**group, "lr": group["peak"]} for group in groups if group["params"]]
 
-    def train(
-        self, done: int, checkpoints: Checkpoints, log: TrainingLog | None, watch: Watch, intervals: Intervals
-    ) -> None:
-        """Run this stage to its end, from the checkpoint at `done` steps where it has begun before.
+    def step(self, number: int) -> dict[str, Any]:
+        """One optimizer step: forward and backward of all sequences of a batch, scaled to the means over all of it.
 
         Raises:
             NonFiniteLossError: if a loss or gradient is NaN or infinite; the step is not taken.
         """
-        first, last = self._settings.range(self._stage)
-        if done > first:
-            checkpoints.load(done, self.model, self._optimizer)
-        self.model.train()
-        device = self._processes.device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        while done < last:
-            began = time.monotonic()
-            record = self._step(done)
-            done += 1
-            record["seconds"] = round(time.monotonic() - began, 3)
-            if device.type == "cuda":
-                record["peak_gb"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 2)
-            self._note(record, log, watch.record)
-            if done % intervals.show == 0 or done in (1, last):
-                watch.show(record)
-            if done % intervals.evaluate == 0 or done == last:
-                found = {"step": done, "stage": self._stage, **self.evaluate(self.distillation)}
-                self._note(found, log, watch.show)
-            if done % intervals.checkpoint == 0 or done == last:
-                checkpoints.save(done, self.model, self._optimizer)
-
-    @staticmethod
-    def _note(record: dict[str, Any], log: TrainingLog | None, watch: Callable[[dict[str, Any]], None]) -> None:
-        if log is not None:
-            log.add(record)
-        watch(record)
-
-    def _step(self, step: int) -> dict[str, Any]:
-        """One optimizer step: forward and backward of all sequences of a batch, scaled to the means over all of it."""
         settings, processes = self._settings, self._processes.count
-        rows = self._order.step(step, settings.batch_size)
+        rows = self._order.step(number, settings.batch_size)
         weights = self._train.scored[rows][:, 1:]
         scored, queries = max(1, int(weights.sum())), rows.size * self._train.seq_len
         own = np.array_split(rows, processes)[self._processes.index]
@@ -139,17 +95,17 @@ class StageTrainer:
                 sums += torch.cat([losses.detach().sum()[None], divergences.detach()]).double().cpu()
         sums = self._processes.sum(sums)
         norms = self._clip()
-        factor = settings.rate(step)
-        for group in self._optimizer.param_groups:
+        factor = settings.rate(number)
+        for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * factor
-        record = self._record(step + 1, sums[0].item() / scored, (sums[1:] / queries).tolist(), norms, factor)
+        record = self._record(number + 1, sums[0].item() / scored, (sums[1:] / queries).tolist(), norms, factor)
         if not np.isfinite([record.get("loss", 0.0), record["kl"], *norms.values()]).all():
             raise NonFiniteLossError(
-                f"step {step + 1} ({self._stage}): loss {record.get('loss', 0.0)}, KL {record['kl']}, gradient norms"
+                f"step {number + 1} ({self.stage}): loss {record.get('loss', 0.0)}, KL {record['kl']}, gradient norms"
                 f" {', '.join(f'{name} {value}' for name, value in norms.items())}; expected finite numbers"
             )
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         return record
 
     def _record(
@@ -158,8 +114,8 @@ class StageTrainer:
         layers = self._settings.pattern.full_layers
         return {
             "step": step,
-            "stage": self._stage,
-            **({} if self._stage == "warmup" else {"loss": loss}),
+            "stage": self.stage,
+            **({} if self.stage == "warmup" else {"loss": loss}),
             "kl": sum(divergences) / len(divergences),
             "kl_layers": dict(zip(map(str, layers), divergences, strict=True)),
             **{f"norm_{name}": value for name, value in norms.items()},
@@ -180,28 +136,32 @@ class StageTrainer:
     def _clip(self) -> dict[str, float]:
         """Clip the gradients of indexers and body, each for itself, and return their norms."""
         norms = {}
-        indexers, *body = (group["params"] for group in self._optimizer.param_groups)
+        indexers, *body = (group["params"] for group in self.optimizer.param_groups)
         for name, parameters in (("indexers", indexers), ("body", [p for group in body for p in group])):
             if parameters:
                 norm = clip_grad_norm_(parameters, self._settings.max_norm)
                 norms[name] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         return norms
 
-    def evaluate_before(self, native: Pattern, log: TrainingLog | None, watch: Watch) -> None:
-        """Record what the untrained model does with its own pattern, and with the one to be trained."""
+    def evaluate_before(self, native: Pattern) -> Iterator[dict[str, Any]]:
+        """Records of what the untrained model does with its own pattern, and with the one to be trained."""
         for name, pattern in (("original", native), ("training-free", self._settings.pattern)):
             kernels, loss = self.distillation.kernels, self.distillation.loss
-            found = self.evaluate(Distillation(self.model, pattern, "sparse", loss, kernels))
-            self._note({"step": 0, "stage": name, **found}, log, watch.show)
+            before = Distillation(self.model, pattern, "sparse", loss, kernels)
+            yield {"step": 0, "stage": name, **self.evaluate(before)}
 
     @torch.no_grad()
-    def evaluate(self, distillation: Distillation) -> dict[str, Any]:
+    def evaluate(self, distillation: Distillation | None = None) -> dict[str, Any]:
         """Held-out losses of the model as it will be served, which is sparse.
+
+        Args:
+            distillation: another one of the same model; what trains by default.
 
         Returns:
             `losses`: sum over each sequence's scored tokens; `tokens`: how many those are; `held_out_loss`: mean over
             tokens, then over sources; `held_out_kl`: mean over queries and indexers.
         """
+        distillation = distillation or self.distillation
         data, processes = self._held_out, self._processes.count
         size = self._settings.micro_batch_size
         losses = torch.zeros(data.num_sequences + 1, dtype=torch.float64)  # the divergences come last

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from indexcache_search.distill.processes import Processes
 from indexcache_search.errors import JournalError
+from indexcache_search.training.processes import Processes
 from sglang_indexcache.errors import FileError
 from sglang_indexcache.files import read_regular, write_atomically
 

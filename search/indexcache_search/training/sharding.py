@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,28 +10,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from indexcache_search.distill.processes import Processes
-from sglang_indexcache.families.dsa.modeling import attentions as dsa_attentions
+from indexcache_search.training.processes import Processes
 
 
-def shard(model: Any, processes: Processes) -> Any:
+def shard(model: Any, units: Sequence[nn.Module], processes: Processes) -> Any:
     """Put `model` on the devices of `processes`; in float32 on one of them as a whole, else sharded.
 
-    Decoder layers are units of sharding. Indexers are units within them: their loss reaches them from other layers
-    than the one that they stand in. In bfloat16 a unit computes with rounded weights and inputs, also in a single
-    process, so that one and several train alike; gradients are added up in float32.
+    In bfloat16 a unit computes with rounded weights and inputs, also in a single process, so that one and several train
+    alike; gradients are added up in float32.
 
     Args:
         model: the first process's has the weights; those of the others may be on the meta device.
+        units: modules that are gathered as a whole before they run, those within others first; what is in none of
+            them is gathered with the model.
         processes: all of them call this.
     """
     if not processes.shards:
         return model.to(processes.device)
     mesh = init_device_mesh(processes.device.type, (processes.count,))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if processes.bfloat16 else MixedPrecisionPolicy()
-    indexers = [attention.indexer for attention in dsa_attentions(model) if attention.indexer is not None]
     handed_out: set[nn.Module] = set()
-    for unit in (*indexers, *model.model.layers, model):
+    for unit in (*units, model):
         new = [module for module in unit.modules() if module not in handed_out]
         _hand_out(new, processes)
         handed_out.update(new)
