@@ -26,10 +26,13 @@ from indexcache_search.data.packing import TokenReader, build_token_sets
 from indexcache_search.data.tokens import TokenSet, growing_shares
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.evaluator import Evaluator
 from indexcache_search.hf.loading import load_tokenizer, read_config, set_quiet
+from indexcache_search.identity import identity, today
 from indexcache_search.journal import Journal
 from indexcache_search.objectives import Objective
-from indexcache_search.search import Search, Settings, identity, today
+from indexcache_search.search import Search
+from indexcache_search.settings import Settings
 from sglang_indexcache import Pattern
 
 OBJECTIVES: tuple[Objective, ...] = ("nll", "kl")
@@ -38,10 +41,9 @@ OBJECTIVES: tuple[Objective, ...] = ("nll", "kl")
 def steps_of_a_search(engine: TransformersEngine, data: TokenSet) -> list[list[Pattern]]:
     """Candidates after 0, 1/4, 1/2 and 3/4 of the flips of lazy greedy."""
     settings = Settings((Fraction(1, 8),), "lazy", objective="nll")
-    names = identity(engine, data, data, settings)
+    names = identity(engine, data, data, settings.objective)
     with tempfile.TemporaryDirectory() as folder, Journal(Path(folder), names, today()) as journal:
-        search = Search(engine, data, data, settings, journal)
-        search.evaluate_baseline()
+        search = Search(engine, Evaluator(engine, data, settings.objective, journal, "calibration"), settings)
         walked = [engine.model.native, *(step.pattern for step in search.find().steps)]
     chosen = [walked[len(walked) * part // 4] for part in range(4)]
     return [[pattern.share(layer) for layer in pattern.full_layers if layer] for pattern in chosen]

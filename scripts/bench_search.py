@@ -33,10 +33,13 @@ from indexcache_search.data.packing import TokenReader, build_token_sets
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine, Evaluation
 from indexcache_search.engines.transformers import TransformersEngine
-from indexcache_search.evaluator import Cost
+from indexcache_search.evaluator import Cost, Evaluator
 from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
+from indexcache_search.identity import identity, today
 from indexcache_search.journal import Journal
-from indexcache_search.search import Search, Settings, identity, today
+from indexcache_search.matrices import Matrices
+from indexcache_search.search import Search
+from indexcache_search.settings import Settings
 from scripts.simulated import SimulatedEngine, Structure
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import parse_retention
@@ -91,14 +94,16 @@ def run(case: Case, settings: Settings) -> Run:
     """Search with a journal of its own."""
     engine, began = case.new_engine(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        names = identity(engine, case.calibration, case.held_out, settings)
+        names = identity(engine, case.calibration, case.held_out, settings.objective)
         with Journal(Path(folder), names, today()) as journal:
-            search = Search(engine, case.calibration, case.held_out, settings, journal)
-            search.evaluate_baseline()
+            calibration = Evaluator(engine, case.calibration, settings.objective, journal, "calibration")
+            matrices = Matrices(engine, case.calibration, journal)
+            search = Search(engine, calibration, settings, matrices.similarity)
             found = search.find()
             seconds = time.monotonic() - began
             patterns = {Fraction(1): engine.model.native, **found.patterns}
-            held_out = dict(zip(patterns, search.held_out.evaluations(list(patterns.values())), strict=True))
+            judges = Evaluator(engine, case.held_out, "nll", journal, "held-out")
+            held_out = dict(zip(patterns, judges.evaluations(list(patterns.values())), strict=True))
     return Run(found.cost, found.cost.layer_tokens / search.algorithm_1(), seconds, found.patterns, held_out)
 
 

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from indexcache_search.cli import app
 from indexcache_search.engines.transformers import TransformersEngine
-from indexcache_search.search import Search
 from indexcache_search.strategies.greedy import count_evaluations
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.families import describe
@@ -263,10 +262,10 @@ def test_ctrl_c_leaves_a_valid_partial_trajectory(
 def test_ctrl_c_leaves_the_patterns_found_so_far(
     model_folder: Path, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(self: Search, found: Any) -> Any:
+    def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Search, "comparison_lines", interrupted)
+    monkeypatch.setattr("indexcache_search.run.comparison_lines", interrupted)
     assert run(*arguments(model_folder, token_file, tmp_path, "--strategy", "segments")).exit_code == 130
     partial = PatternFile.load(tmp_path / "pattern.partial.yaml")
     assert [len(partial.pattern_at(kept).full_layers) for kept in (Fraction(1, 2), Fraction(1, 3))] == [3, 2]

@@ -152,7 +152,7 @@ def search(
     Writes pattern.yaml, metrics.json and report.html. Without options it searches the demo model.
     """
     from indexcache_search.run import Data, Files, Runtime, run, show
-    from indexcache_search.search import Settings
+    from indexcache_search.settings import Settings
 
     console = Console(stderr=True, highlight=False)
     with errors_in_one_line(console, "indexcache-search"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,63 +11,63 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search import estimates
+from indexcache_search.comparison import Row
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Evaluation
+from indexcache_search.engines.base import Engine, Evaluation
 from indexcache_search.line import BASELINE, BEST, MEAN, PHASE, Line
 from indexcache_search.results import CostResult, HeldOut, Measured, SearchResult, StepResult
 from indexcache_search.results import Row as TableRow
-from indexcache_search.search import Found, Row, Search
+from indexcache_search.search import Found
 from sglang_indexcache import PatternFile
 
 SCHEMA = "indexcache-search/metrics/v3"
 
 
 def collect(
-    search: Search,
     found: Found,
     file: PatternFile,
-    rows: Sequence[Row],
-    overlap: NDArray[np.float64] | None,
-    seconds: dict[str, float],
+    engine: Engine,
+    algorithm_1: int,
+    table: HeldOut,
+    matrices: Mapping[str, NDArray[np.float64] | None],
+    seconds: Mapping[str, float],
 ) -> SearchResult:
     """The result of a finished search.
 
     Args:
-        search: the search.
         found: its outcome.
         file: the pattern file made of it.
-        rows: the held-out comparison.
-        overlap: `[layers, layers]`, from `Search.overlap`; `None` if it was not measured.
+        engine: that evaluated.
+        algorithm_1: layer-tokens of the paper's search.
+        table: the held-out comparison.
+        matrices: `overlap` and `similarity`, `[layers, layers]`; `None` if not measured.
         seconds: wall time of each phase of this run.
     """
-    similarity = search.journal.matrix("similarity")
-    algorithm_1 = search.algorithm_1()
     return SearchResult(
         schema=SCHEMA,
         pattern_file=file,
-        engine={"name": search.engine.name, **search.engine.settings},
+        engine={"name": engine.name, **engine.settings},
         seconds={name: round(value, 1) for name, value in seconds.items()},
         cost=CostResult(
             **{**asdict(found.cost), "seconds": round(found.cost.seconds, 1)},
             algorithm_1_layer_tokens=algorithm_1,
             share_of_algorithm_1=found.cost.layer_tokens / max(algorithm_1, 1),
         ),
-        steps=_steps(search, found),
-        held_out=held_out(rows, search.held_out.data, search.model.first_choice),
-        look_alikes=[str(item) for item in search.look_alikes(found)],
-        overlap=None if overlap is None else overlap.round(4).tolist(),
-        similarity=None if similarity is None else np.asarray(similarity).round(4).tolist(),
+        steps=_steps(found),
+        held_out=table,
+        look_alikes=[str(item) for item in found.look_alikes],
+        **{name: None if matrix is None else matrix.round(4).tolist() for name, matrix in matrices.items()},
     )
 
 
-def _steps(search: Search, found: Found) -> list[StepResult]:
+def _steps(found: Found) -> list[StepResult]:
     return [
         StepResult(
             layer=step.layer,
             full_layers=len(step.pattern.full_layers),
             pattern=step.pattern.roles,
             loss=step.loss,
-            increase=search.increase(step.pattern),
+            increase=found.increases[step.pattern],
             candidates={str(layer): value for layer, value in step.losses.items()},
         )
         for step in found.steps

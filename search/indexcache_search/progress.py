@@ -19,10 +19,10 @@ from rich.progress import (
 )
 
 from indexcache_search import estimates
+from indexcache_search.comparison import Row
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.line import NAMED
-from indexcache_search.search import Row
 from indexcache_search.strategies.base import Step
 from sglang_indexcache import Pattern
 

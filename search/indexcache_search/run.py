@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from indexcache_search import metrics, tables
+from indexcache_search.comparison import compare, comparison_lines
 from indexcache_search.data.packing import TokenReader, build_token_sets
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine
@@ -22,14 +23,18 @@ from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.own_server import own_server
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.evaluator import Evaluator
+from indexcache_search.found_file import FileWriter
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
+from indexcache_search.identity import identity, today
 from indexcache_search.journal import Journal
 from indexcache_search.line import NAMED
+from indexcache_search.matrices import Matrices
 from indexcache_search.progress import SearchProgress
 from indexcache_search.results import SearchResult
-from indexcache_search.search import Search, Settings, identity, today
+from indexcache_search.search import Found, Listeners, Search
+from indexcache_search.settings import Settings
 from indexcache_search.strategies.base import Step
-from sglang_indexcache import Pattern
 from sglang_indexcache.command_line import doing
 from sglang_indexcache.files import write_atomically
 
@@ -97,10 +102,9 @@ def run(model: str, data: Data, runtime: Runtime, settings: Settings, files: Fil
                 calibration, held_out = _load_data(model, data, settings)
             with doing("loading the model"):
                 engine = _load_engine(model, runtime, files, stack, console)
-        journal = stack.enter_context(
-            Journal(files.work_dir, identity(engine, calibration, held_out, settings), today(), files.restart)
-        )
-        result = _search(Search(engine, calibration, held_out, settings, journal), files, console)
+        names = identity(engine, calibration, held_out, settings.objective)
+        journal = stack.enter_context(Journal(files.work_dir, names, today(), files.restart))
+        result = _search(engine, calibration, held_out, settings, journal, files, console)
     write_atomically(files.folder / "metrics.json", json.dumps(result.as_json(), indent=1) + "\n")
     if files.report:
         from indexcache_search.report import render  # matplotlib takes a second to import
@@ -150,9 +154,19 @@ def _load_engine(model: str, runtime: Runtime, files: Files, stack: ExitStack, c
     return SglangEngine(servers, describe_model(model), runtime.batch_size, notice=notice)
 
 
-def _search(search: Search, files: Files, console: Console) -> SearchResult:
+def _search(
+    engine: Engine,
+    calibration: TokenSet,
+    held_out: TokenSet,
+    settings: Settings,
+    journal: Journal,
+    files: Files,
+    console: Console,
+) -> SearchResult:
     """Run the phases of a search under a progress bar; write the pattern file."""
     partial = files.folder / "pattern.partial.yaml"
+    writer = FileWriter(engine, calibration, settings, journal.facts["created"])
+    matrices = Matrices(engine, calibration, journal)
     seconds: dict[str, float] = {}
 
     @contextmanager
@@ -163,42 +177,41 @@ def _search(search: Search, files: Files, console: Console) -> SearchResult:
         seconds[name] = time.monotonic() - began
 
     with SearchProgress(console) as progress:
-        search.on_evaluation = progress.evaluated
+        chooses = Evaluator(engine, calibration, settings.objective, journal, "calibration", progress.evaluated)
+        judges = Evaluator(engine, held_out, "nll", journal, "held-out", progress.evaluated)
 
-        retain = search.settings.retain
-        flips = len(search.model.native.full_layers) - search.goal.fewest
+        def on_step(step: Step, found: Found) -> None:
+            writer.file(found, step.pattern).save(partial)
+            progress.committed(step, len(found.steps), len(engine.model.native.full_layers) - search.goal.fewest)
 
-        def on_step(step: Step, steps: tuple[Step, ...]) -> None:
-            search.partial_file(step.pattern, steps, {}).save(partial)
-            progress.committed(step, len(steps), flips)
+        def on_pattern(retention: Fraction, found: Found) -> None:
+            writer.file(found, next(iter(found.patterns.values()))).save(partial)
+            share = sum(map(float, found.patterns)) / sum(map(float, settings.retain))
+            progress.found(retention, found.patterns[retention], share)
 
-        def on_pattern(retention: Fraction, patterns: dict[Fraction, Pattern]) -> None:
-            search.partial_file(next(iter(patterns.values())), (), patterns).save(partial)
-            progress.found(retention, patterns[retention], sum(map(float, patterns)) / sum(map(float, retain)))
-
-        search.on_step, search.on_pattern, search.notice = on_step, on_pattern, progress.notice
+        listeners = Listeners(on_step, on_pattern, progress.notice)
+        search = Search(engine, chooses, settings, matrices.similarity, listeners)
         with timed("search"):
-            progress.begin(f"{search.strategy.name} search", search.planned_sequences(), search.calibration.data)
-            search.evaluate_baseline()
+            progress.begin(f"{settings.strategy} search", search.planned_sequences(), calibration)
             found = search.find()
         with timed("overlap and similarity"):
             progress.wait("cross-layer overlap and similarity")
-            overlap = search.overlap(OVERLAP_ROWS)
-            lines = search.comparison_lines(found)
-        for look_alike in search.look_alikes(found):
+            measured = {"overlap": matrices.overlap(OVERLAP_ROWS), "similarity": matrices.similarity()}
+            lines = comparison_lines(settings.strategy, found.patterns, engine.model.native, measured["similarity"])
+        for look_alike in found.look_alikes:
             progress.warn(str(look_alike))
         with timed("held-out comparison"):
-            held_out = search.held_out.data
             distinct = len({line.pattern for line in lines})
             progress.begin("held-out comparison", distinct * held_out.num_sequences, held_out)
             rows = []
-            for row in search.compare(lines):
+            for row in compare(lines, judges):
                 rows.append(row)
                 progress.compared(row, rows[0])
-    file = search.pattern_file(found)
+    file = writer.file(found, found.patterns[settings.retain[0]])
     file.save(files.folder / "pattern.yaml")
     partial.unlink(missing_ok=True)
-    return metrics.collect(search, found, file, rows, overlap, seconds)
+    table = metrics.held_out(rows, held_out, engine.model.first_choice)
+    return metrics.collect(found, file, engine, search.algorithm_1(), table, measured, seconds)
 
 
 def show(result: SearchResult, files: Files) -> None:

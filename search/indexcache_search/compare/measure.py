@@ -10,10 +10,10 @@ import numpy as np
 
 from indexcache_search.compare.endpoints import Endpoint
 from indexcache_search.compare.held_out import HeldOut
+from indexcache_search.comparison import Row
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.evaluator import Evaluator
 from indexcache_search.line import NAMED, Line
-from indexcache_search.search import Row
 from sglang_indexcache import Pattern
 
 TOGETHER = 24  # sequences that all patterns run before the next ones: the states of one pattern's run are kept

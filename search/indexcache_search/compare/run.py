@@ -20,10 +20,10 @@ from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluator import Evaluator
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
+from indexcache_search.identity import engine_identity, today
 from indexcache_search.journal import Journal
 from indexcache_search.line import NAMED, Line, uniform_lines
 from indexcache_search.results import ComparisonResult
-from indexcache_search.search import engine_identity, today
 from sglang_indexcache import SparseModel
 from sglang_indexcache.files import write_atomically
 from sglang_indexcache.pattern import full_layer_count

@@ -28,7 +28,7 @@ from indexcache_search.distill.task import StageTask
 from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.hf.device import memory_error_in_one_line, resolve_attention
 from indexcache_search.hf.loading import describe_model, load_model, load_tokenizer, read_config, set_quiet
-from indexcache_search.search import today
+from indexcache_search.identity import today
 from indexcache_search.training.checkpoints import Checkpoints
 from indexcache_search.training.log import TrainingLog
 from indexcache_search.training.loop import Loop

@@ -1,0 +1,58 @@
+"""What a search is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from indexcache_search.errors import SearchError
+from indexcache_search.objectives import Objective
+from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
+from indexcache_search.strategies.base import Goal
+from sglang_indexcache import SparseModel
+from sglang_indexcache.pattern import full_layer_count
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a search is asked to do.
+
+    Attributes:
+        retain: retentions wanted; the first is the pattern file's default.
+        strategy: a name among `STRATEGIES`.
+        blocks: of block-wise greedy; 1 is Algorithm 1.
+        candidates: flips that a lazy step evaluates at least and at most.
+        race: compare patterns on growing shares of the sequences, where the strategy does that at all.
+        swaps: swaps that local search tries a round; 0 for no local search.
+        objective: what is minimised.
+        seed: of the calibration data's order.
+    """
+
+    retain: tuple[Fraction, ...]
+    strategy: str = DEFAULT_STRATEGY
+    blocks: int = 1
+    candidates: tuple[int, int] = (3, 6)
+    race: bool = True
+    swaps: int = 0
+    objective: Objective = "kl"
+    seed: int = 0
+
+    def goal(self, model: SparseModel) -> Goal:
+        """What a strategy is asked for on `model`."""
+        full_layers = {retention: full_layer_count(model.num_layers, retention) for retention in self.retain}
+        return Goal(native=model.native, full_layers=full_layers, blocks=self.blocks, candidates=self.candidates)
+
+    def check(self, model: SparseModel) -> None:
+        """Check that the model can be searched so, before anything expensive.
+
+        Raises:
+            SearchError: if there is no such strategy, a retention can't be reached, or a search would not end.
+        """
+        strategy = STRATEGIES.get(self.strategy)
+        if strategy is None:
+            raise SearchError(f"--strategy is {self.strategy}, expected one of {', '.join(STRATEGIES)}")
+        if self.blocks > 1 and not strategy.takes_blocks:
+            raise SearchError(f"--blocks {self.blocks} needs --strategy greedy, found {self.strategy}")
+        if self.candidates[0] > self.candidates[1]:
+            raise SearchError(f"--max-candidates is {self.candidates[1]}, expected at least {self.candidates[0]}")
+        strategy.check(self.goal(model))
