@@ -209,7 +209,7 @@ def test_what_has_an_order_repeats_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("q", lambda q: q[:, 0], "q is [4, 16] and k [9, 16], expected [T, H, D] and [L, D]"),
+        ("q", lambda q: q[:, 0], "q is [4, 16] and k [9, 16], expected [T, I, C] and [L, C]"),
         ("k", lambda k: k.bfloat16(), "q is torch.float32 and k torch.bfloat16"),
         ("weights", lambda weights: weights[:2], "weights is [2, 2], expected [4, 2]"),
         ("starts", lambda starts: starts.long(), "starts is torch.int64, expected torch.int32"),
@@ -375,13 +375,14 @@ from indexcache_kernels.sparse_attention.triton import _backward_kernel, _forwar
 
 def ptx(kernel, types, constants, **options):
     names = kernel.arg_names
-    signature = {name: types.get(name, "constexpr") for name in names}
+    signature = {name: types.get(name.removesuffix("_ptr"), "constexpr") for name in names}
     constants = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
-integers = ("starts", "ends", "marks", "candidates", "counts", "found", "found_values", "queue", "parts", "part_values")
-numbers = dict.fromkeys(("rows", "blocks", "layers"), "i32")
+integers = ("starts", "ends", "marks", "candidates", "counts", "result", "result_values", "queue", "parts")
+integers += ("part_values",)
+numbers = dict.fromkeys(("num_queries", "num_blocks"), "i32")
 common = {**dict.fromkeys(integers, "*i32"), "scores": "*fp32", "bounds": "*fp32", **numbers}
 for key in ("fp8e4nv", "bf16"):
     types = {**common, "q": "*" + key, "k": "*" + key, "weights": "*fp32", "k_scale": "*fp32"}
@@ -391,7 +392,8 @@ for key in ("fp8e4nv", "bf16"):
     assert "wgmma" in ptx(_stream_kernel, types, constants, num_warps=4, num_stages=3, maxnreg=128), key
 ptx(_merge_kernel, common, dict(TOTAL=4096, TOPK=2048, ROOM=4096, SEGMENT=1024), num_warps=4)
 types = {"indices": "*i32", "lse": "*fp32", "scale": "fp32", **dict.fromkeys(("q", "k", "v", "out"), "*bf16")}
-types |= dict.fromkeys(("k_row", "k_head", "v_row", "v_head", "heads", "kv_heads"), "i32")
+strides = [f"{item}_{axis}_stride" for item in "kv" for axis in ("row", "head")]
+types |= dict.fromkeys((*strides, "num_heads", "num_kv_heads"), "i32")
 types |= {"delta": "*fp32", "d_out": "*bf16", "d_q": "*bf16", "d_k": "*fp32", "d_v": "*fp32"}
 constants = dict(GROUP=64, TOPK=2048, DIM=576, MAIN=512, TAIL=64, V_DIM=512, V_PADDED=512, UPCAST=False)
 constants |= dict(PRECISION="tf32")

@@ -11,30 +11,30 @@ from torch import Tensor
 
 
 @triton.jit
-def load_heads(rows, exists, DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):
+def load_heads(row_ptrs, row_mask, DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):
     """Both parts of the heads that `rows` points to, `[n, MAIN]` and `[n, TAIL]`; 0 where they don't exist."""
-    main, tail = tl.arange(0, MAIN), MAIN + tl.arange(0, TAIL)
-    first = tl.load(rows[:, None] + main[None, :], mask=exists[:, None] & (main < DIM)[None, :], other=0.0)
-    second = tl.load(rows[:, None] + tail[None, :], mask=exists[:, None] & (tail < DIM)[None, :], other=0.0)
+    main, tail = tl.arange(0, MAIN), MAIN + tl.arange(0, TAIL)  # [MAIN], [TAIL]
+    first = tl.load(row_ptrs[:, None] + main[None, :], mask=row_mask[:, None] & (main < DIM)[None, :], other=0.0)
+    second = tl.load(row_ptrs[:, None] + tail[None, :], mask=row_mask[:, None] & (tail < DIM)[None, :], other=0.0)
     if UPCAST:
         first, second = first.to(tl.float32), second.to(tl.float32)
     return first, second
 
 
 @triton.jit
-def load_rows(rows, exists, DIM: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr):
+def load_rows(row_ptrs, row_mask, DIM: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr):
     """The vectors that `rows` points to, `[n, PADDED]`; 0 where they don't exist."""
     dim = tl.arange(0, PADDED)
-    found = tl.load(rows[:, None] + dim[None, :], mask=exists[:, None] & (dim < DIM)[None, :], other=0.0)
+    vectors = tl.load(row_ptrs[:, None] + dim[None, :], mask=row_mask[:, None] & (dim < DIM)[None, :], other=0.0)
     if UPCAST:
-        found = found.to(tl.float32)
-    return found
+        vectors = vectors.to(tl.float32)
+    return vectors
 
 
 @triton.jit
 def products(q_main, q_tail, k_main, k_tail, scale, PRECISION: tl.constexpr):
     """Scaled products of all queries and keys."""
-    score = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
+    score = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)  # [BLOCK_H, BLOCK_K]
     return tl.dot(q_tail, tl.trans(k_tail), score, input_precision=PRECISION) * scale
 
 

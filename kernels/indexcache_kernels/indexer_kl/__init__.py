@@ -29,11 +29,11 @@ def indexer_kl(
 
     Args:
         q: `[T, H, D]`, of the attention: float32, bfloat16 or float16; no gradient.
-        k: `[S, G, D]`, in the dtype of `q`; heads h of `q` use key head h // (H / G).
+        k: `[L, G, D]`, in the dtype of `q`; heads h of `q` use key head h // (H / G).
         lse: `[T, H]`, float32: logarithm of the attention's denominator over the same keys, see `sparse_attention`.
         scale: of the products of `q` and `k`.
         index_q: `[T, I, C]`, in the dtype of `q`.
-        index_k: `[S, C]`, in the dtype of `q`.
+        index_k: `[L, C]`, in the dtype of `q`.
         index_weights: `[T, I]`, float32.
         starts: `[T]`, int32, the first key that a query sees; see `causal_ranges`. Not looked at with `indices`.
         ends: `[T]`, int32, one past the last.
@@ -49,7 +49,7 @@ def indexer_kl(
     """
     queries, keys = len(q), len(k)
     if q.ndim != 3 or k.ndim != 3 or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
-        raise KernelInputError(f"q is {list(q.shape)} and k {list(k.shape)}, expected [T, H, D] and [S, G, D]")
+        raise KernelInputError(f"q is {list(q.shape)} and k {list(k.shape)}, expected [T, H, D] and [L, G, D]")
     heads, dim = index_q.shape[1:] if index_q.ndim == 3 else (0, 0)
     expected = {
         "lse": (lse, (queries, q.shape[1]), torch.float32),
@@ -80,7 +80,7 @@ def indexer_kl(
 
 
 def visible_keys(keys: int, starts: Tensor | None, ends: Tensor | None, indices: Tensor | None) -> Tensor:
-    """`[..., T, keys]`, bool: the keys that were selected for a query (`[..., T, K]`), or that it sees (`[..., T]`)."""
+    """`[..., T, L]`, bool: the keys that were selected for a query (`[..., T, K]`), or that it sees (`[..., T]`)."""
     if indices is not None:
         found = torch.zeros((*indices.shape[:-1], keys + 1), dtype=torch.bool, device=indices.device)
         return found.scatter_(-1, indices.long() % (keys + 1), True)[..., :keys]  # -1 becomes the last column

@@ -15,12 +15,12 @@ def indexer_kl(
 
     Args:
         q: `[T, H, D]`, of the attention.
-        k: `[S, G, D]`.
+        k: `[L, G, D]`.
         scale: of their products.
         index_q: `[T, I, C]`.
-        index_k: `[S, C]`.
+        index_k: `[L, C]`.
         index_weights: `[T, I]`.
-        visible: `[T, S]`, bool.
+        visible: `[T, L]`, bool.
 
     Returns:
         `[T]`, in nats; 0 where nothing is visible.
@@ -28,7 +28,7 @@ def indexer_kl(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     keys = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     hidden = ~visible & visible.any(dim=1, keepdim=True)  # queries that see nothing are left out at the end
-    scores = (torch.einsum("thd,shd->ths", q.to(dtype), keys) * scale).masked_fill(hidden[:, None], -torch.inf)
+    scores = (torch.einsum("thd,lhd->thl", q.to(dtype), keys) * scale).masked_fill(hidden[:, None], -torch.inf)
     target = scores.softmax(dim=2).mean(dim=1).detach()
     index = indexer_scores(index_q, index_k, index_weights).masked_fill(hidden, -torch.inf)
     terms = target * (target.log() - index.log_softmax(dim=1))

@@ -13,35 +13,36 @@ from indexcache_kernels.heads import head_sizes, load_heads, load_rows, products
 
 
 @triton.jit
-def _keys(indices, token, start, at, count, BLOCK: tl.constexpr, SELECTED: tl.constexpr, TOPK: tl.constexpr):
+def _keys(indices_ptr, token, start, first, count, BLOCK: tl.constexpr, SELECTED: tl.constexpr, TOPK: tl.constexpr):
     """A block of keys of one query, -1 for none: what was selected, or all from `start` on."""
-    place = at + tl.arange(0, BLOCK)
+    slot = first + tl.arange(0, BLOCK)  # [BLOCK]
     if SELECTED:
-        return tl.load(indices + token * TOPK + place, mask=place < TOPK, other=-1).to(tl.int64)
-    return tl.where(place < count, start + place, -1).to(tl.int64)
+        return tl.load(indices_ptr + token * TOPK + slot, mask=slot < TOPK, other=-1).to(tl.int64)
+    return tl.where(slot < count, start + slot, -1).to(tl.int64)
 
 
 @triton.jit
-def _target(q, k, lse, key, token, scale, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+def _target(q_ptr, k_ptr, lse_ptr, key, token, scale, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
             MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr, UPCAST: tl.constexpr,
             PRECISION: tl.constexpr):  # fmt: skip
     """Mean over heads of the attention that one query pays to a block of keys."""
-    total = tl.zeros((key.shape[0],), tl.float32)
+    total = tl.zeros((key.shape[0],), tl.float32)  # [BLOCK_K]
     for kv_head in range(HEADS // GROUP):
-        k_main, k_tail = load_heads(k + (key * (HEADS // GROUP) + kv_head) * DIM, key >= 0, DIM, MAIN, TAIL, UPCAST)
-        for first in range(0, GROUP, BLOCK_H):
-            member = first + tl.arange(0, BLOCK_H)
-            head = token * HEADS + kv_head * GROUP + member
-            q_main, q_tail = load_heads(q + head * DIM, member < GROUP, DIM, MAIN, TAIL, UPCAST)
-            score = products(q_main, q_tail, k_main, k_tail, scale, PRECISION)
-            base = tl.load(lse + head, mask=member < GROUP, other=float("inf"))
+        k_main, k_tail = load_heads(k_ptr + (key * (HEADS // GROUP) + kv_head) * DIM, key >= 0, DIM, MAIN, TAIL, UPCAST)
+        for first_head in range(0, GROUP, BLOCK_H):
+            group_head = first_head + tl.arange(0, BLOCK_H)  # [BLOCK_H]
+            head_offset = token * HEADS + kv_head * GROUP + group_head
+            q_main, q_tail = load_heads(q_ptr + head_offset * DIM, group_head < GROUP, DIM, MAIN, TAIL, UPCAST)
+            score = products(q_main, q_tail, k_main, k_tail, scale, PRECISION)  # [BLOCK_H, BLOCK_K]
+            base = tl.load(lse_ptr + head_offset, mask=group_head < GROUP, other=float("inf"))
             total += tl.sum(tl.exp(score - base[:, None]), 0)
     return tl.where(key >= 0, total / HEADS, 0.0)
 
 
 @triton.jit
 def _forward_kernel(
-    q, k, lse, scale, index_q, index_k, weights, starts, ends, indices, loss, index_lse,
+    q_ptr, k_ptr, lse_ptr, scale, index_q_ptr, index_k_ptr, weights_ptr, starts_ptr, ends_ptr, indices_ptr,
+    loss_ptr, index_lse_ptr,
     SELECTED: tl.constexpr, TOPK: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr, INDEXERS: tl.constexpr, INDEX_DIM: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
@@ -51,34 +52,41 @@ def _forward_kernel(
     token = tl.program_id(0).to(tl.int64)
     start, count = 0, TOPK
     if not SELECTED:
-        start = tl.load(starts + token)
-        count = tl.load(ends + token) - start
-    row = tl.arange(0, BLOCK_I)
-    queries = load_rows(index_q + (token * INDEXERS + row) * INDEX_DIM, row < INDEXERS, INDEX_DIM, BLOCK_C, UPCAST)
-    weight = tl.load(weights + token * INDEXERS + row, mask=row < INDEXERS, other=0.0)
+        start = tl.load(starts_ptr + token)
+        count = tl.load(ends_ptr + token) - start
+    indexer = tl.arange(0, BLOCK_I)  # [BLOCK_I]
+    index_queries = load_rows(
+        index_q_ptr + (token * INDEXERS + indexer) * INDEX_DIM, indexer < INDEXERS, INDEX_DIM, BLOCK_C, UPCAST
+    )
+    weight = tl.load(weights_ptr + token * INDEXERS + indexer, mask=indexer < INDEXERS, other=0.0)
     highest, total = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
     entropy, cross = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
-    for at in range(0, count, BLOCK_K):
-        key = _keys(indices, token, start, at, count, BLOCK_K, SELECTED, TOPK)
-        target = _target(q, k, lse, key, token, scale, HEADS, GROUP, DIM, MAIN, TAIL, BLOCK_H, UPCAST, PRECISION)
-        vectors = load_rows(index_k + key * INDEX_DIM, key >= 0, INDEX_DIM, BLOCK_C, UPCAST)
-        product = tl.dot(queries, tl.trans(vectors), input_precision=PRECISION)
-        score = tl.sum(tl.maximum(product, 0.0) * weight[:, None], 0)
+    for first in range(0, count, BLOCK_K):
+        key = _keys(indices_ptr, token, start, first, count, BLOCK_K, SELECTED, TOPK)  # [BLOCK_K]
+        target = _target(
+            q_ptr, k_ptr, lse_ptr, key, token, scale, HEADS, GROUP, DIM, MAIN, TAIL, BLOCK_H, UPCAST, PRECISION
+        )
+        # [BLOCK_K, BLOCK_C]:
+        index_keys = load_rows(index_k_ptr + key * INDEX_DIM, key >= 0, INDEX_DIM, BLOCK_C, UPCAST)
+        product = tl.dot(index_queries, tl.trans(index_keys), input_precision=PRECISION)  # [BLOCK_I, BLOCK_K]
+        score = tl.sum(tl.maximum(product, 0.0) * weight[:, None], 0)  # [BLOCK_K]
         entropy += tl.sum(tl.where(target > 0, target * tl.log(tl.where(target > 0, target, 1.0)), 0.0))
         cross += tl.sum(target * score)
+        # the denominator, kept relative to the highest score so far
         score = tl.where(key >= 0, score, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(highest - base) + tl.sum(tl.exp(score - base), 0)
         highest = higher
     denominator = tl.where(total > 0, highest + tl.log(tl.where(total > 0, total, 1.0)), 0.0)
-    tl.store(loss + token, entropy - cross + denominator)
-    tl.store(index_lse + token, denominator)
+    tl.store(loss_ptr + token, entropy - cross + denominator)
+    tl.store(index_lse_ptr + token, denominator)
 
 
 @triton.jit
 def _backward_kernel(
-    q, k, lse, scale, index_q, index_k, weights, starts, ends, indices, index_lse, d_loss, d_q, d_k, d_weights,
+    q_ptr, k_ptr, lse_ptr, scale, index_q_ptr, index_k_ptr, weights_ptr, starts_ptr, ends_ptr, indices_ptr,
+    index_lse_ptr, d_loss_ptr, d_q_ptr, d_k_ptr, d_weights_ptr,
     SELECTED: tl.constexpr, TOPK: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr, INDEXERS: tl.constexpr, INDEX_DIM: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
@@ -88,32 +96,37 @@ def _backward_kernel(
     token = tl.program_id(0).to(tl.int64)
     start, count = 0, TOPK
     if not SELECTED:
-        start = tl.load(starts + token)
-        count = tl.load(ends + token) - start
-    row, dim = tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_C)
-    place = (token * INDEXERS + row[:, None]) * INDEX_DIM + dim[None, :]
-    there = (row < INDEXERS)[:, None] & (dim < INDEX_DIM)[None, :]
-    queries = load_rows(index_q + (token * INDEXERS + row) * INDEX_DIM, row < INDEXERS, INDEX_DIM, BLOCK_C, UPCAST)
-    weight = tl.load(weights + token * INDEXERS + row, mask=row < INDEXERS, other=0.0)
-    base, upstream = tl.load(index_lse + token), tl.load(d_loss + token)
+        start = tl.load(starts_ptr + token)
+        count = tl.load(ends_ptr + token) - start
+    indexer, dim = tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_C)  # [BLOCK_I], [BLOCK_C]
+    index_offsets = (token * INDEXERS + indexer[:, None]) * INDEX_DIM + dim[None, :]  # [BLOCK_I, BLOCK_C]
+    index_mask = (indexer < INDEXERS)[:, None] & (dim < INDEX_DIM)[None, :]
+    index_queries = load_rows(
+        index_q_ptr + (token * INDEXERS + indexer) * INDEX_DIM, indexer < INDEXERS, INDEX_DIM, BLOCK_C, UPCAST
+    )
+    weight = tl.load(weights_ptr + token * INDEXERS + indexer, mask=indexer < INDEXERS, other=0.0)
+    base, upstream = tl.load(index_lse_ptr + token), tl.load(d_loss_ptr + token)
     dq = tl.zeros((BLOCK_I, BLOCK_C), tl.float32)
     dw = tl.zeros((BLOCK_I,), tl.float32)
-    for at in range(0, count, BLOCK_K):
-        key = _keys(indices, token, start, at, count, BLOCK_K, SELECTED, TOPK)
-        target = _target(q, k, lse, key, token, scale, HEADS, GROUP, DIM, MAIN, TAIL, BLOCK_H, UPCAST, PRECISION)
-        exists = (key >= 0)[:, None] & (dim < INDEX_DIM)[None, :]
-        vectors = load_rows(index_k + key * INDEX_DIM, key >= 0, INDEX_DIM, BLOCK_C, UPCAST)
-        product = tl.dot(queries, tl.trans(vectors), input_precision=PRECISION)
+    for first in range(0, count, BLOCK_K):
+        key = _keys(indices_ptr, token, start, first, count, BLOCK_K, SELECTED, TOPK)  # [BLOCK_K]
+        target = _target(
+            q_ptr, k_ptr, lse_ptr, key, token, scale, HEADS, GROUP, DIM, MAIN, TAIL, BLOCK_H, UPCAST, PRECISION
+        )
+        key_mask = (key >= 0)[:, None] & (dim < INDEX_DIM)[None, :]  # [BLOCK_K, BLOCK_C]
+        # [BLOCK_K, BLOCK_C]:
+        index_keys = load_rows(index_k_ptr + key * INDEX_DIM, key >= 0, INDEX_DIM, BLOCK_C, UPCAST)
+        product = tl.dot(index_queries, tl.trans(index_keys), input_precision=PRECISION)  # [BLOCK_I, BLOCK_K]
         positive = tl.maximum(product, 0.0)
-        score = tl.sum(positive * weight[:, None], 0)
-        change = upstream * (tl.where(key >= 0, tl.exp(score - base), 0.0) - target)
-        dw += tl.sum(positive * change[None, :], 1)
-        inner = tl.where(product > 0, weight[:, None] * change[None, :], 0.0).to(vectors.dtype)
-        dq = tl.dot(inner, vectors, dq, input_precision=PRECISION)
-        back = tl.dot(tl.trans(inner), queries, input_precision=PRECISION)
-        tl.atomic_add(d_k + key[:, None] * INDEX_DIM + dim[None, :], back, mask=exists, sem="relaxed")
-    tl.store(d_q + place, dq.to(d_q.dtype.element_ty), mask=there)
-    tl.store(d_weights + token * INDEXERS + row, dw, mask=row < INDEXERS)
+        score = tl.sum(positive * weight[:, None], 0)  # [BLOCK_K]
+        d_score = upstream * (tl.where(key >= 0, tl.exp(score - base), 0.0) - target)  # [BLOCK_K]
+        dw += tl.sum(positive * d_score[None, :], 1)
+        d_product = tl.where(product > 0, weight[:, None] * d_score[None, :], 0.0).to(index_keys.dtype)
+        dq = tl.dot(d_product, index_keys, dq, input_precision=PRECISION)
+        d_key = tl.dot(tl.trans(d_product), index_queries, input_precision=PRECISION)  # [BLOCK_K, BLOCK_C]
+        tl.atomic_add(d_k_ptr + key[:, None] * INDEX_DIM + dim[None, :], d_key, mask=key_mask, sem="relaxed")
+    tl.store(d_q_ptr + index_offsets, dq.to(d_q_ptr.dtype.element_ty), mask=index_mask)
+    tl.store(d_weights_ptr + token * INDEXERS + indexer, dw, mask=indexer < INDEXERS)
 
 
 def _sizes(q: Tensor, k: Tensor, index_q: Tensor, indices: Tensor | None) -> dict[str, Any]:

@@ -28,9 +28,9 @@ def indexer_topk(
     Deterministic: of equal scores the lower indices are taken. Scores must not be NaN.
 
     Args:
-        q: `[T, H, D]`, in the dtype of `k`. Scales of quantised queries belong into `weights`.
-        k: `[L, D]`: float32, bfloat16, float16 or float8_e4m3fn.
-        weights: `[T, H]`, float32; softmax scale and scales of `q` included.
+        q: `[T, I, C]`, in the dtype of `k`. Scales of quantised queries belong into `weights`.
+        k: `[L, C]`: float32, bfloat16, float16 or float8_e4m3fn.
+        weights: `[T, I]`, float32; softmax scale and scales of `q` included.
         starts: `[T]`, int32, the first key that a query sees; see `causal_ranges`.
         ends: `[T]`, int32, one past the last.
         topk: keys of a query; at most 8192 with `triton`.
@@ -39,7 +39,7 @@ def indexer_topk(
             that on CUDA.
 
     Returns:
-        `[T, topk]`, int32: rows of `k`, ascending; -1 behind them where a query sees fewer.
+        `[T, K]`, int32: rows of `k`, ascending; -1 behind them where a query sees fewer.
 
     Raises:
         KernelInputError: if shapes, dtypes or devices don't fit together, or the backend can't run them.
@@ -80,7 +80,7 @@ def _check(
     q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, topk: int, k_scale: Tensor | None
 ) -> None:
     if q.ndim != 3 or k.ndim != 2 or q.shape[2] != k.shape[1]:
-        raise KernelInputError(f"q is {_shape(q)} and k {_shape(k)}, expected [T, H, D] and [L, D]")
+        raise KernelInputError(f"q is {_shape(q)} and k {_shape(k)}, expected [T, I, C] and [L, C]")
     if q.dtype != k.dtype or k.dtype not in KEY_DTYPES:
         raise KernelInputError(f"q is {q.dtype} and k {k.dtype}, expected the same one of {KEY_DTYPES}")
     queries, heads, _ = q.shape

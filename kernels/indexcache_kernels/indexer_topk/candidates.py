@@ -26,28 +26,28 @@ def _score(ordered):
 @triton.jit
 def _nth_largest(ordered, n):
     """Of unsigned integers, along the last axis; 0 where there are fewer. Built from its highest bit down."""
-    found = tl.zeros_like(n).to(tl.uint32)
+    result = tl.zeros_like(n).to(tl.uint32)
     bit = tl.full((), 2147483648, tl.uint32)
     for _ in range(32):
-        higher = found | bit
+        higher = result | bit
         bit = bit >> 1
         reach = tl.sum((ordered >= tl.expand_dims(higher, -1)).to(tl.int32), -1)
-        found = tl.where(reach >= n, higher, found)
-    return found
+        result = tl.where(reach >= n, higher, result)
+    return result
 
 
 @triton.jit
-def _best(values, count, TOPK: tl.constexpr, ROOM: tl.constexpr):
+def _best(values_ptr, count, TOPK: tl.constexpr, ROOM: tl.constexpr):
     """The TOPK best of the `count` candidates of a row, of equal ones the first.
 
     Returns whether each is one of them, its place among them, and the lowest of them.
     """
-    place = tl.arange(0, ROOM)
-    exists = place < count
-    ordered = tl.load(values + place, mask=exists, other=0).to(tl.uint32, bitcast=True)
+    slot = tl.arange(0, ROOM)  # [ROOM]
+    slot_mask = slot < count
+    ordered = tl.load(values_ptr + slot, mask=slot_mask, other=0).to(tl.uint32, bitcast=True)
     last = _nth_largest(ordered[None, :], tl.full((1,), TOPK, tl.int32))
-    above = (exists & (ordered > last)).to(tl.int32)
-    equal = (exists & (ordered == last)).to(tl.int32)
+    above = (slot_mask & (ordered > last)).to(tl.int32)
+    equal = (slot_mask & (ordered == last)).to(tl.int32)
     wanted = TOPK - tl.sum(above)
     both = tl.cumsum(above + (equal << 16), 0)  # two sums in one
     before = both >> 16
@@ -56,51 +56,60 @@ def _best(values, count, TOPK: tl.constexpr, ROOM: tl.constexpr):
 
 
 @triton.jit(noinline=True)
-def shrink(values, indices, counts, bounds, TOPK: tl.constexpr, ROOM: tl.constexpr):
+def shrink(values_ptr, indices_ptr, counts_ptr, bounds_ptr, TOPK: tl.constexpr, ROOM: tl.constexpr):
     """Keep the TOPK best candidates of a row, in their order, and set the score that later ones must exceed."""
-    row, place = tl.arange(0, 1), tl.arange(0, ROOM)
-    count = tl.load(counts)
-    taken, to, last = _best(values, count, TOPK, ROOM)
-    value = tl.load(values + place, mask=taken, other=0)
+    row, slot = tl.arange(0, 1), tl.arange(0, ROOM)  # [1], [ROOM]
+    count = tl.load(counts_ptr)
+    taken, target, last = _best(values_ptr, count, TOPK, ROOM)
+    value = tl.load(values_ptr + slot, mask=taken, other=0)
     tl.debug_barrier()
-    tl.store(values + to, value, mask=taken)
-    index = tl.load(indices + place, mask=taken, other=0)
+    tl.store(values_ptr + target, value, mask=taken)
+    index = tl.load(indices_ptr + slot, mask=taken, other=0)
     tl.debug_barrier()
-    tl.store(indices + to, index, mask=taken)
-    tl.store(bounds + row, tl.where(count >= TOPK, _score(last), tl.load(bounds + row)))
-    tl.store(counts + row, tl.minimum(count, TOPK) + tl.zeros_like(row))
+    tl.store(indices_ptr + target, index, mask=taken)
+    tl.store(bounds_ptr + row, tl.where(count >= TOPK, _score(last), tl.load(bounds_ptr + row)))
+    tl.store(counts_ptr + row, tl.minimum(count, TOPK) + tl.zeros_like(row))
 
 
 @triton.jit(noinline=True)
-def finish(values, indices, count, result, result_values, MERGE: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr):
+def finish(
+    values_ptr,
+    indices_ptr,
+    count,
+    result_ptr,
+    result_values_ptr,
+    MERGE: tl.constexpr,
+    TOPK: tl.constexpr,
+    ROOM: tl.constexpr,
+):
     """Write the best TOPK candidates of a row, ascending, -1 behind them; their values where they will be merged."""
-    taken, to, _ = _best(values, count, TOPK, ROOM)
-    place = tl.arange(0, ROOM)
-    tl.store(result + to, tl.load(indices + place, mask=taken, other=0), mask=taken)
-    tl.store(result + place, -1, mask=(place >= count) & (place < TOPK))
+    taken, target, _ = _best(values_ptr, count, TOPK, ROOM)
+    slot = tl.arange(0, ROOM)  # [ROOM]
+    tl.store(result_ptr + target, tl.load(indices_ptr + slot, mask=taken, other=0), mask=taken)
+    tl.store(result_ptr + slot, -1, mask=(slot >= count) & (slot < TOPK))
     if MERGE:
-        tl.store(result_values + to, tl.load(values + place, mask=taken, other=0), mask=taken)
+        tl.store(result_values_ptr + target, tl.load(values_ptr + slot, mask=taken, other=0), mask=taken)
 
 
 @triton.jit(noinline=True)
 def take_sample(
-    scores, bounds, starts, ends, rows, lowest, highest, step,
+    scores_ptr, bounds_ptr, starts_ptr, ends_ptr, num_queries, lowest, highest, step,
     BLOCK_Q: tl.constexpr, SEGMENT: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Set the bounds of BLOCK_Q rows so that a few more than TOPK of their keys should exceed them, judged by every
     `step`-th key; -inf where they may all be candidates."""
-    row, lane = tl.arange(0, BLOCK_Q), tl.arange(0, SEGMENT)
-    start = tl.load(starts + row, mask=row < rows, other=2147483647)
-    end = tl.minimum(tl.load(ends + row, mask=row < rows, other=0), highest)
+    row, slot = tl.arange(0, BLOCK_Q), tl.arange(0, SEGMENT)  # [BLOCK_Q], [SEGMENT]
+    start = tl.load(starts_ptr + row, mask=row < num_queries, other=2147483647)
+    end = tl.minimum(tl.load(ends_ptr + row, mask=row < num_queries, other=0), highest)
     start = tl.maximum(start, lowest)
-    key = (lowest + lane * step)[None, :]
-    seen = (key >= start[:, None]) & (key < end[:, None])
-    score = tl.load(scores + row[:, None] * SEGMENT + lane[None, :], mask=seen, other=0.0)
-    count, sampled = tl.maximum(end - start, 1), tl.sum(seen.to(tl.int32), 1)
+    key = (lowest + slot * step)[None, :]
+    visible = (key >= start[:, None]) & (key < end[:, None])  # [BLOCK_Q, SEGMENT]
+    score = tl.load(scores_ptr + row[:, None] * SEGMENT + slot[None, :], mask=visible, other=0.0)
+    count, sampled = tl.maximum(end - start, 1), tl.sum(visible.to(tl.int32), 1)
     expected = TOPK / count * sampled  # of the sample are in
     rank = (expected + 4.0 * tl.sqrt(expected) + 4.0).to(tl.int32)  # four standard deviations, and rounding
-    found = _nth_largest(tl.where(seen, _ordered(score), 0), rank)
-    tl.store(bounds + row, tl.where((count > ROOM) & (rank <= sampled), _score(found), float("-inf")))
+    bound = _nth_largest(tl.where(visible, _ordered(score), 0), rank)
+    tl.store(bounds_ptr + row, tl.where((count > ROOM) & (rank <= sampled), _score(bound), float("-inf")))
 
 
 @triton.jit
@@ -114,7 +123,8 @@ def _ones(word):
 
 @triton.jit(noinline=True)
 def take_segment(
-    scores, marks, values, indices, counts, bounds, starts, ends, rows, segment, highest,
+    scores_ptr, marks_ptr, values_ptr, indices_ptr, counts_ptr, bounds_ptr, starts_ptr, ends_ptr,
+    num_queries, segment, highest,
     BLOCK_Q: tl.constexpr, SEGMENT: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr, TOPK: tl.constexpr,
     ROOM: tl.constexpr,
 ):  # fmt: skip
@@ -123,34 +133,44 @@ def take_segment(
 
     Few do, so which ones is a bit each, 16 in a word, and every candidate then looks for its bit.
     """
-    row, lane = tl.arange(0, BLOCK_Q), tl.arange(0, SEGMENT)
-    start = tl.load(starts + row, mask=row < rows, other=2147483647)
-    end = tl.minimum(tl.load(ends + row, mask=row < rows, other=0), highest)
-    key = (segment + lane)[None, :]
-    seen = (key >= start[:, None]) & (key < end[:, None])
-    score = tl.load(scores + row[:, None] * SEGMENT + lane[None, :], mask=seen, other=0.0)
-    passed = (seen & (score > tl.load(bounds + row)[:, None])).to(tl.int32) << (lane & 15)[None, :]
-    words = tl.sum(tl.reshape(passed, (BLOCK_Q, SEGMENT // 16, 16)), axis=2)
+    row, slot = tl.arange(0, BLOCK_Q), tl.arange(0, SEGMENT)  # [BLOCK_Q], [SEGMENT]
+    start = tl.load(starts_ptr + row, mask=row < num_queries, other=2147483647)
+    end = tl.minimum(tl.load(ends_ptr + row, mask=row < num_queries, other=0), highest)
+    key = (segment + slot)[None, :]
+    visible = (key >= start[:, None]) & (key < end[:, None])  # [BLOCK_Q, SEGMENT]
+    score = tl.load(scores_ptr + row[:, None] * SEGMENT + slot[None, :], mask=visible, other=0.0)
+    # 1. a bit for each key that passed, and how many stand before each word
+    passed = (visible & (score > tl.load(bounds_ptr + row)[:, None])).to(tl.int32) << (slot & 15)[None, :]
+    words = tl.sum(tl.reshape(passed, (BLOCK_Q, SEGMENT // 16, 16)), axis=2)  # [BLOCK_Q, SEGMENT // 16]
     ones = _ones(words)
     before = tl.cumsum(ones, 1) - ones
     at_word = row[:, None] * (SEGMENT // 16) + tl.arange(0, SEGMENT // 16)[None, :]
-    tl.store(marks + at_word, words | (before << 16))
-    count, added = tl.load(counts + row), tl.sum(ones, 1)
+    tl.store(marks_ptr + at_word, words | (before << 16))
+    # 2. room for them
+    count, added = tl.load(counts_ptr + row), tl.sum(ones, 1)  # [BLOCK_Q]
     if tl.max(count + added) > ROOM:
-        for at in range(BLOCK_Q):
-            shrink(values + at * ROOM, indices + at * ROOM, counts + at, bounds + at, TOPK, ROOM)
+        for query in range(BLOCK_Q):
+            shrink(
+                values_ptr + query * ROOM,
+                indices_ptr + query * ROOM,
+                counts_ptr + query,
+                bounds_ptr + query,
+                TOPK,
+                ROOM,
+            )
         tl.debug_barrier()
-        count = tl.load(counts + row)
+        count = tl.load(counts_ptr + row)
     tl.debug_barrier()
-    its_marks = marks + row[:, None] * (SEGMENT // 16)
+    # 3. every new candidate looks for its bit: first the word, then the bit in it
+    marks_ptrs = marks_ptr + row[:, None] * (SEGMENT // 16)
     for first in range(0, tl.max(added), CHUNK):
         rank = tl.broadcast_to((first + tl.arange(0, CHUNK))[None, :], (BLOCK_Q, CHUNK))
-        there = rank < added[:, None]
-        word = tl.zeros((BLOCK_Q, CHUNK), tl.int32)  # the last one that has at most `rank` candidates before it
+        added_mask = rank < added[:, None]  # [BLOCK_Q, CHUNK]
+        word = tl.zeros((BLOCK_Q, CHUNK), tl.int32)  # the last one that has query most `rank` candidates before it
         for step in tl.static_range(STEPS):
             width = SEGMENT // 32 >> step
-            word += tl.where(tl.load(its_marks + word + width) >> 16 <= rank, width, 0)
-        mark = tl.load(its_marks + word)
+            word += tl.where(tl.load(marks_ptrs + word + width) >> 16 <= rank, width, 0)
+        mark = tl.load(marks_ptrs + word)
         bits, left = mark & 65535, rank - (mark >> 16)  # candidates before it in its word
         bit = tl.zeros((BLOCK_Q, CHUNK), tl.int32)
         for step in tl.static_range(4):
@@ -158,10 +178,10 @@ def take_segment(
             low = _ones((bits >> bit) & ((1 << width) - 1))
             bit += tl.where(left >= low, width, 0)
             left -= tl.where(left >= low, low, 0)
-        place = word * 16 + bit
-        value = _ordered(tl.load(scores + row[:, None] * SEGMENT + place, mask=there, other=0.0))
-        to = row[:, None] * ROOM + count[:, None] + rank
-        tl.store(values + to, value.to(tl.int32, bitcast=True), mask=there)
-        tl.store(indices + to, segment + place, mask=there)
+        key_in_segment = word * 16 + bit
+        value = _ordered(tl.load(scores_ptr + row[:, None] * SEGMENT + key_in_segment, mask=added_mask, other=0.0))
+        target = row[:, None] * ROOM + count[:, None] + rank
+        tl.store(values_ptr + target, value.to(tl.int32, bitcast=True), mask=added_mask)
+        tl.store(indices_ptr + target, segment + key_in_segment, mask=added_mask)
     tl.debug_barrier()
-    tl.store(counts + row, count + added)
+    tl.store(counts_ptr + row, count + added)

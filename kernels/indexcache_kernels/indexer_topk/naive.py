@@ -10,17 +10,17 @@ def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, k_scale: Tensor | None
     """Lightning-indexer scores (DeepSeek-V3.2, Eq. 1): the sum over heads of weight x ReLU(q . k).
 
     Args:
-        q: `[..., T, H, D]`.
-        k: `[..., L, D]`.
-        weights: `[..., T, H]`.
+        q: `[..., T, I, C]`.
+        k: `[..., L, C]`.
+        weights: `[..., T, I]`.
         k_scale: `[L]`, what the rows of a quantised `k` are multiplied by.
 
     Returns:
         `[..., T, L]`, in float64 where `weights` is, else in float32.
     """
     dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
-    products = torch.einsum("...thd,...ld->...thl", q.to(dtype), k.to(dtype)).relu()
-    scores = torch.einsum("...thl,...th->...tl", products, weights.to(dtype))
+    products = torch.einsum("...tic,...lc->...til", q.to(dtype), k.to(dtype)).relu()
+    scores = torch.einsum("...til,...ti->...tl", products, weights.to(dtype))
     return scores if k_scale is None else scores * k_scale.to(dtype)
 
 

@@ -24,7 +24,7 @@ SEGMENT = 1024  # keys between two looks at what they scored; also how many keys
 
 @triton.jit
 def _products(
-    q, weights, k, k_scale, scores, rows, first, step, stop,
+    q_ptr, weights_ptr, k_ptr, k_scale_ptr, scores_ptr, num_queries, first_key, step, stop,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SEGMENT: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -35,36 +35,41 @@ def _products(
     that are not inlined must find no shared memory in use; Triton 3.6 let them overwrite it (README.md).
     """
     row, dim = tl.arange(0, BLOCK_Q), tl.arange(0, PADDED_DIM)
-    part = tl.arange(0, BLOCK_Q * PADDED_HEADS)
-    head = part % PADDED_HEADS
-    there = (part // PADDED_HEADS < rows) & (head < HEADS)
-    place = part // PADDED_HEADS * HEADS + head
-    query = tl.load(q + place[None, :] * DIM + dim[:, None], mask=there[None, :] & (dim < DIM)[:, None], other=0.0)
-    weight = tl.load(weights + place, mask=there, other=0.0)
+    column = tl.arange(0, BLOCK_Q * PADDED_HEADS)  # [BLOCK_Q * PADDED_HEADS]
+    head = column % PADDED_HEADS
+    column_mask = (column // PADDED_HEADS < num_queries) & (head < HEADS)
+    column_offset = column // PADDED_HEADS * HEADS + head
+    query_columns = tl.load(
+        q_ptr + column_offset[None, :] * DIM + dim[:, None], mask=column_mask[None, :] & (dim < DIM)[:, None], other=0.0
+    )
+    weight = tl.load(weights_ptr + column_offset, mask=column_mask, other=0.0)
     if UPCAST:
-        query = query.to(tl.float32)
-    for at in range(0, tl.minimum(SEGMENT, tl.cdiv(stop - first, step)), BLOCK_K):
-        lane = at + tl.arange(0, BLOCK_K)
-        key = first + lane * step
-        exists = key < stop
-        vectors = tl.load(
-            k + key.to(tl.int64)[:, None] * DIM + dim[None, :], mask=exists[:, None] & (dim < DIM)[None, :], other=0.0
+        query_columns = query_columns.to(tl.float32)
+    for first in range(0, tl.minimum(SEGMENT, tl.cdiv(stop - first_key, step)), BLOCK_K):
+        slot = first + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+        key = first_key + slot * step
+        key_mask = key < stop
+        key_rows = tl.load(
+            k_ptr + key.to(tl.int64)[:, None] * DIM + dim[None, :],
+            mask=key_mask[:, None] & (dim < DIM)[None, :],
+            other=0.0,
         )
         if UPCAST:
-            vectors = vectors.to(tl.float32)
-        product = tl.dot(vectors, query, input_precision=PRECISION)
+            key_rows = key_rows.to(tl.float32)
+        product = tl.dot(key_rows, query_columns, input_precision=PRECISION)  # [BLOCK_K, BLOCK_Q * PADDED_HEADS]
         product = tl.maximum(product, 0.0) * weight[None, :]
-        score = tl.sum(tl.reshape(product, (BLOCK_K, BLOCK_Q, PADDED_HEADS)), axis=2)
+        score = tl.sum(tl.reshape(product, (BLOCK_K, BLOCK_Q, PADDED_HEADS)), axis=2)  # [BLOCK_K, BLOCK_Q]
         if SCALED:
-            score *= tl.load(k_scale + key, mask=exists, other=0.0)[:, None]
-        tl.store(scores + row[None, :] * SEGMENT + lane[:, None], score)
+            score *= tl.load(k_scale_ptr + key, mask=key_mask, other=0.0)[:, None]
+        tl.store(scores_ptr + row[None, :] * SEGMENT + slot[:, None], score)
     tl.debug_barrier()
 
 
 @triton.jit
 def _stream_kernel(
-    q, k, weights, k_scale, starts, ends, scores, marks, candidates, counts, bounds, found, found_values, queue,
-    rows, blocks,
+    q_ptr, k_ptr, weights_ptr, k_scale_ptr, starts_ptr, ends_ptr, scores_ptr, marks_ptr, candidates_ptr, counts_ptr,
+    bounds_ptr, result_ptr, result_values_ptr, queue_ptr,
+    num_queries, num_blocks,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SEGMENT: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr,
     TOPK: tl.constexpr, ROOM: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
@@ -76,99 +81,109 @@ def _stream_kernel(
     inlined, to leave registers to the products.
     """
     program, row = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_Q)
-    scores += program * BLOCK_Q * SEGMENT
-    marks += program * BLOCK_Q * (SEGMENT // 16)
-    counts += program * BLOCK_Q
-    bounds += program * BLOCK_Q
-    values = candidates + program * BLOCK_Q * ROOM * 2
-    indices = values + BLOCK_Q * ROOM
-    item = tl.atomic_add(queue, 1)
-    while item < blocks * SPLITS:
-        first, split = (blocks - 1 - item // SPLITS) * BLOCK_Q, item % SPLITS
-        here = first + row < rows
-        start = tl.load(starts + first + row, mask=here, other=2147483647)
-        end = tl.load(ends + first + row, mask=here, other=0)
+    scores_ptr += program * BLOCK_Q * SEGMENT
+    marks_ptr += program * BLOCK_Q * (SEGMENT // 16)
+    counts_ptr += program * BLOCK_Q
+    bounds_ptr += program * BLOCK_Q
+    values_ptr = candidates_ptr + program * BLOCK_Q * ROOM * 2
+    indices_ptr = values_ptr + BLOCK_Q * ROOM
+    item = tl.atomic_add(queue_ptr, 1)
+    while item < num_blocks * SPLITS:
+        first, split = (num_blocks - 1 - item // SPLITS) * BLOCK_Q, item % SPLITS
+        # 1. which queries, and which part of their keys
+        query_mask = first + row < num_queries
+        start = tl.load(starts_ptr + first + row, mask=query_mask, other=2147483647)
+        end = tl.load(ends_ptr + first + row, mask=query_mask, other=0)
         lowest, highest = tl.min(start), tl.max(end)
         if SPLITS > 1:
             length = tl.cdiv(tl.cdiv(tl.maximum(highest - lowest, 0), SPLITS), BLOCK_K) * BLOCK_K
             lowest += split * length
             highest = tl.minimum(highest, lowest + length)
-        visible = tl.maximum(tl.minimum(end, highest) - tl.maximum(start, lowest), 0)
-        queries = q + first.to(tl.int64) * (HEADS * DIM)
-        its_weights = weights + first.to(tl.int64) * HEADS
+        visible = tl.maximum(tl.minimum(end, highest) - tl.maximum(start, lowest), 0)  # [BLOCK_Q], how many keys
+        block_q_ptr = q_ptr + first.to(tl.int64) * (HEADS * DIM)
+        block_weights_ptr = weights_ptr + first.to(tl.int64) * HEADS
         tl.debug_barrier()
-        tl.store(bounds + row, float("-inf"))
+        tl.store(bounds_ptr + row, float("-inf"))
         tl.debug_barrier()
+        # 2. a bound from a sample, where not all keys fit among the candidates
         if highest - lowest > ROOM:
             step = (highest - lowest) // SEGMENT
             _products(
-                queries, its_weights, k, k_scale, scores, rows - first, lowest, step, highest,
+                block_q_ptr, block_weights_ptr, k_ptr, k_scale_ptr, scores_ptr, num_queries - first, lowest, step,
+                highest,
                 HEADS, PADDED_HEADS, DIM, PADDED_DIM, BLOCK_Q, BLOCK_K, SEGMENT, SCALED, PRECISION, UPCAST,
             )  # fmt: skip
             take_sample(
-                scores, bounds, starts + first, ends + first, rows - first, lowest, highest, step,
+                scores_ptr, bounds_ptr, starts_ptr + first, ends_ptr + first, num_queries - first, lowest, highest,
+                step,
                 BLOCK_Q, SEGMENT, TOPK, ROOM,
             )  # fmt: skip
+        # 3. candidates of all segments
         attempt = 0
         while attempt < 2:
             tl.debug_barrier()
-            tl.store(counts + row, 0)
+            tl.store(counts_ptr + row, 0)
             tl.debug_barrier()
             for segment in range(lowest, highest, SEGMENT):
                 _products(
-                    queries, its_weights, k, k_scale, scores, rows - first, segment, 1, highest,
+                    block_q_ptr, block_weights_ptr, k_ptr, k_scale_ptr, scores_ptr, num_queries - first, segment, 1,
+                    highest,
                     HEADS, PADDED_HEADS, DIM, PADDED_DIM, BLOCK_Q, BLOCK_K, SEGMENT, SCALED, PRECISION, UPCAST,
                 )  # fmt: skip
                 take_segment(
-                    scores, marks, values, indices, counts, bounds, starts + first, ends + first, rows - first,
+                    scores_ptr, marks_ptr, values_ptr, indices_ptr, counts_ptr, bounds_ptr, starts_ptr + first,
+                    ends_ptr + first, num_queries - first,
                     segment, highest, BLOCK_Q, SEGMENT, STEPS, CHUNK, TOPK, ROOM,
                 )  # fmt: skip
                 tl.debug_barrier()
-            missing = tl.minimum(visible, TOPK) - tl.load(counts + row)
+            missing = tl.minimum(visible, TOPK) - tl.load(counts_ptr + row)  # [BLOCK_Q]
             attempt += tl.where(tl.max(missing) > 0, 1, 2)  # the sample misled: once more, without a bound
             tl.debug_barrier()
-            tl.store(bounds + row, float("-inf"))
-        for at in range(tl.minimum(BLOCK_Q, rows - first)):
-            target = ((first + at).to(tl.int64) * SPLITS + split) * TOPK
-            size = tl.load(counts + at)
+            tl.store(bounds_ptr + row, float("-inf"))
+        # 4. the best of them
+        for query in range(tl.minimum(BLOCK_Q, num_queries - first)):
+            result_offset = ((first + query).to(tl.int64) * SPLITS + split) * TOPK
+            size = tl.load(counts_ptr + query)
             finish(
-                values + at * ROOM, indices + at * ROOM, size, found + target, found_values + target,
+                values_ptr + query * ROOM, indices_ptr + query * ROOM, size, result_ptr + result_offset,
+                result_values_ptr + result_offset,
                 SPLITS > 1, TOPK, ROOM,
             )  # fmt: skip
-        item = tl.atomic_add(queue, 1)
+        item = tl.atomic_add(queue_ptr, 1)
 
 
 @triton.jit
 def _merge_kernel(
-    parts, part_values, candidates, counts, bounds, found, TOTAL: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr,
+    parts_ptr, part_values_ptr, candidates_ptr, counts_ptr, bounds_ptr, result_ptr, TOTAL: tl.constexpr,
+    TOPK: tl.constexpr, ROOM: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """The best of what the parts of one query's keys have."""
     token = tl.program_id(0).to(tl.int64)
-    values = candidates + token * ROOM * 2
-    indices = values + ROOM
-    counts += token
+    values_ptr = candidates_ptr + token * ROOM * 2
+    indices_ptr = values_ptr + ROOM
+    counts_ptr += token
     row = tl.arange(0, 1)
-    tl.store(counts + row, 0)
-    for at in range(0, TOTAL, SEGMENT):
-        place = at + tl.arange(0, SEGMENT)
-        index = tl.load(parts + token * TOTAL + place, mask=place < TOTAL, other=-1)
-        flags = (index >= 0).to(tl.int32)
-        value = tl.load(part_values + token * TOTAL + place, mask=index >= 0, other=0)
+    tl.store(counts_ptr + row, 0)
+    for first in range(0, TOTAL, SEGMENT):
+        slot = first + tl.arange(0, SEGMENT)  # [SEGMENT]
+        index = tl.load(parts_ptr + token * TOTAL + slot, mask=slot < TOTAL, other=-1)
+        flags = (index >= 0).to(tl.int32)  # [SEGMENT]
+        value = tl.load(part_values_ptr + token * TOTAL + slot, mask=index >= 0, other=0)
         tl.debug_barrier()
-        count, added = tl.load(counts), tl.sum(flags)
+        count, added = tl.load(counts_ptr), tl.sum(flags)
         if count + added > ROOM:
-            shrink(values, indices, counts, bounds + token, TOPK, ROOM)
+            shrink(values_ptr, indices_ptr, counts_ptr, bounds_ptr + token, TOPK, ROOM)
             tl.debug_barrier()
-            count = tl.load(counts)
+            count = tl.load(counts_ptr)
         to = count + tl.cumsum(flags, 0) - 1
-        tl.store(values + to, value, mask=index >= 0)
-        tl.store(indices + to, index, mask=index >= 0)
+        tl.store(values_ptr + to, value, mask=index >= 0)
+        tl.store(indices_ptr + to, index, mask=index >= 0)
         tl.debug_barrier()
-        tl.store(counts + row, count + added + tl.zeros_like(row))
+        tl.store(counts_ptr + row, count + added + tl.zeros_like(row))
     tl.debug_barrier()
-    result = found + token * TOPK
-    finish(values, indices, tl.load(counts), result, result, False, TOPK, ROOM)
+    own_result_ptr = result_ptr + token * TOPK
+    finish(values_ptr, indices_ptr, tl.load(counts_ptr), own_result_ptr, own_result_ptr, False, TOPK, ROOM)
 
 
 def indexer_topk(

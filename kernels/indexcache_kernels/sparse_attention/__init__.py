@@ -26,8 +26,8 @@ def sparse_attention(
 
     Args:
         q: `[T, H, D]`: float32, bfloat16 or float16.
-        k: `[S, G, D]`, in the dtype of `q`; heads h of `q` use key head h // (H / G).
-        v: `[S, G, V]`; or V, where the first V dimensions of a key are its value, as in absorbed MLA (D 576, V 512).
+        k: `[L, G, D]`, in the dtype of `q`; heads h of `q` use key head h // (H / G).
+        v: `[L, G, V]`; or V, where the first V dimensions of a key are its value, as in absorbed MLA (D 576, V 512).
         indices: `[T, K]`, int32: rows of `k`, in any order, -1 for none; the same for all heads.
         scale: of the products, before the softmax.
         backend: `naive` is PyTorch with gathered copies, `triton` needs a CUDA device or TRITON_INTERPRET=1,
@@ -42,7 +42,7 @@ def sparse_attention(
         KernelInputError: if shapes or dtypes don't fit together, or the backend can't run them.
     """
     if q.ndim != 3 or k.ndim != 3 or q.shape[2] != k.shape[2]:
-        raise KernelInputError(f"q is {list(q.shape)} and k {list(k.shape)}, expected [T, H, D] and [S, G, D]")
+        raise KernelInputError(f"q is {list(q.shape)} and k {list(k.shape)}, expected [T, H, D] and [L, G, D]")
     if isinstance(v, int) and not 1 <= v <= k.shape[2]:
         raise KernelInputError(f"v is {v}, expected 1 to the {k.shape[2]} dimensions of k")
     if isinstance(v, Tensor) and (v.ndim != 3 or v.shape[:2] != k.shape[:2]):

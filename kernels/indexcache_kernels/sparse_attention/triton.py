@@ -15,18 +15,18 @@ from indexcache_kernels.sparse_attention import flash_mla
 
 @triton.jit
 def _forward_kernel(
-    q,
-    k,
-    v,
-    indices,
-    out,
-    lse,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    indices_ptr,
+    out_ptr,
+    lse_ptr,
     scale,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    heads,
+    k_row_stride,
+    k_head_stride,
+    v_row_stride,
+    v_head_stride,
+    num_heads,
     GROUP: tl.constexpr,
     TOPK: tl.constexpr,
     DIM: tl.constexpr,
@@ -43,56 +43,58 @@ def _forward_kernel(
     """One query, and up to BLOCK_H heads that share their keys. A head has MAIN + TAIL dimensions, both powers of two;
     with SHARED the first V_DIM = MAIN of a key are its value."""
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    member = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    head = kv_head * GROUP + member
+    group_head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
+    head = kv_head * GROUP + group_head
     value_dim = tl.arange(0, V_PADDED)
-    here = (member < GROUP)[:, None]
-    q_main, q_tail = load_heads(q + (token * heads + head) * DIM, member < GROUP, DIM, MAIN, TAIL, UPCAST)
-    highest = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_H,), tl.float32)
-    mean = tl.zeros((BLOCK_H, V_PADDED), tl.float32)
-    for at in range(0, TOPK, BLOCK_K):
-        place = at + tl.arange(0, BLOCK_K)
-        key = tl.load(indices + token * TOPK + place, mask=place < TOPK, other=-1).to(tl.int64)
-        exists = key >= 0
-        k_main, k_tail = load_heads(k + key * k_row + kv_head * k_head, exists, DIM, MAIN, TAIL, UPCAST)
-        values = k_main
+    head_mask = (group_head < GROUP)[:, None]  # [BLOCK_H, 1]
+    q_main, q_tail = load_heads(q_ptr + (token * num_heads + head) * DIM, group_head < GROUP, DIM, MAIN, TAIL, UPCAST)
+    highest = tl.full((BLOCK_H,), float("-inf"), tl.float32)  # [BLOCK_H]
+    total = tl.zeros((BLOCK_H,), tl.float32)  # [BLOCK_H]
+    mean = tl.zeros((BLOCK_H, V_PADDED), tl.float32)  # [BLOCK_H, V_PADDED]
+    for first in range(0, TOPK, BLOCK_K):
+        slot = first + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+        key = tl.load(indices_ptr + token * TOPK + slot, mask=slot < TOPK, other=-1).to(tl.int64)
+        key_mask = key >= 0
+        k_main, k_tail = load_heads(
+            k_ptr + key * k_row_stride + kv_head * k_head_stride, key_mask, DIM, MAIN, TAIL, UPCAST
+        )
+        values = k_main  # [BLOCK_K, V_PADDED]
         if not SHARED:
-            values = load_rows(v + key * v_row + kv_head * v_head, exists, V_DIM, V_PADDED, UPCAST)
-        score = products(q_main, q_tail, k_main, k_tail, scale, PRECISION)
-        score = tl.where(exists[None, :], score, float("-inf"))
+            values = load_rows(v_ptr + key * v_row_stride + kv_head * v_head_stride, key_mask, V_DIM, V_PADDED, UPCAST)
+        score = products(q_main, q_tail, k_main, k_tail, scale, PRECISION)  # [BLOCK_H, BLOCK_K]
+        score = tl.where(key_mask[None, :], score, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp(highest - base)
-        weight = tl.exp(score - base[:, None])
+        shrink = tl.exp(highest - base)  # [BLOCK_H]
+        weight = tl.exp(score - base[:, None])  # [BLOCK_H, BLOCK_K]
         total = total * shrink + tl.sum(weight, 1)
         mean = tl.dot(weight.to(values.dtype), values, mean * shrink[:, None], input_precision=PRECISION)
         highest = higher
     mean = mean / tl.where(total == 0.0, 1.0, total)[:, None]
-    target = out + (token * heads + head[:, None]) * V_DIM + value_dim[None, :]
-    tl.store(target, mean.to(out.dtype.element_ty), mask=here & (value_dim < V_DIM)[None, :])
-    tl.store(lse + token * heads + head, highest + tl.log(total), mask=member < GROUP)
+    out_ptrs = out_ptr + (token * num_heads + head[:, None]) * V_DIM + value_dim[None, :]
+    tl.store(out_ptrs, mean.to(out_ptr.dtype.element_ty), mask=head_mask & (value_dim < V_DIM)[None, :])
+    tl.store(lse_ptr + token * num_heads + head, highest + tl.log(total), mask=group_head < GROUP)
 
 
 @triton.jit
 def _backward_kernel(
-    q,
-    k,
-    v,
-    indices,
-    lse,
-    delta,
-    d_out,
-    d_q,
-    d_k,
-    d_v,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    indices_ptr,
+    lse_ptr,
+    delta_ptr,
+    d_out_ptr,
+    d_q_ptr,
+    d_k_ptr,
+    d_v_ptr,
     scale,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    heads,
-    kv_heads,
+    k_row_stride,
+    k_head_stride,
+    v_row_stride,
+    v_head_stride,
+    num_heads,
+    num_kv_heads,
     GROUP: tl.constexpr,
     TOPK: tl.constexpr,
     DIM: tl.constexpr,
@@ -108,47 +110,49 @@ def _backward_kernel(
 ):
     """Gradients from one query and up to BLOCK_H heads; those of keys and values are added up in memory."""
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    member = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    head = token * heads + kv_head * GROUP + member
+    group_head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
+    head = token * num_heads + kv_head * GROUP + group_head
     main, tail, value_dim = tl.arange(0, MAIN), MAIN + tl.arange(0, TAIL), tl.arange(0, V_PADDED)
-    in_main, in_tail = (main < DIM)[None, :], (tail < DIM)[None, :]
-    here = member < GROUP
-    q_main, q_tail = load_heads(q + head * DIM, here, DIM, MAIN, TAIL, UPCAST)
-    grad = load_rows(d_out + head * V_DIM, here, V_DIM, V_PADDED, UPCAST)
-    base = tl.load(lse + head, mask=here, other=0.0)
+    main_mask, tail_mask = (main < DIM)[None, :], (tail < DIM)[None, :]
+    head_mask = group_head < GROUP
+    q_main, q_tail = load_heads(q_ptr + head * DIM, head_mask, DIM, MAIN, TAIL, UPCAST)
+    grad = load_rows(d_out_ptr + head * V_DIM, head_mask, V_DIM, V_PADDED, UPCAST)  # [BLOCK_H, V_PADDED]
+    base = tl.load(lse_ptr + head, mask=head_mask, other=0.0)
     base = tl.where(base == float("-inf"), 0.0, base)
-    mean = tl.load(delta + head, mask=here, other=0.0)
-    dq_main = tl.zeros((BLOCK_H, MAIN), tl.float32)
-    dq_tail = tl.zeros((BLOCK_H, TAIL), tl.float32)
-    for at in range(0, TOPK, BLOCK_K):
-        place = at + tl.arange(0, BLOCK_K)
-        key = tl.load(indices + token * TOPK + place, mask=place < TOPK, other=-1).to(tl.int64)
-        exists = (key >= 0)[:, None]
-        k_main, k_tail = load_heads(k + key * k_row + kv_head * k_head, key >= 0, DIM, MAIN, TAIL, UPCAST)
-        values = k_main
+    mean = tl.load(delta_ptr + head, mask=head_mask, other=0.0)
+    dq_main = tl.zeros((BLOCK_H, MAIN), tl.float32)  # [BLOCK_H, MAIN]
+    dq_tail = tl.zeros((BLOCK_H, TAIL), tl.float32)  # [BLOCK_H, TAIL]
+    for first in range(0, TOPK, BLOCK_K):
+        slot = first + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+        key = tl.load(indices_ptr + token * TOPK + slot, mask=slot < TOPK, other=-1).to(tl.int64)
+        key_mask = (key >= 0)[:, None]
+        k_main, k_tail = load_heads(
+            k_ptr + key * k_row_stride + kv_head * k_head_stride, key >= 0, DIM, MAIN, TAIL, UPCAST
+        )
+        values = k_main  # [BLOCK_K, V_PADDED]
         if not SHARED:
-            values = load_rows(v + key * v_row + kv_head * v_head, key >= 0, V_DIM, V_PADDED, UPCAST)
-        score = products(q_main, q_tail, k_main, k_tail, scale, PRECISION)
-        weight = tl.where((key >= 0)[None, :] & here[:, None], tl.exp(score - base[:, None]), 0.0)
-        change = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
-        change = (weight * (change - mean[:, None]) * scale).to(k_main.dtype)
-        dq_main = tl.dot(change, k_main, dq_main, input_precision=PRECISION)
-        dq_tail = tl.dot(change, k_tail, dq_tail, input_precision=PRECISION)
-        row = key[:, None] * kv_heads + kv_head
-        back = tl.dot(tl.trans(change), q_main, input_precision=PRECISION)
-        value_back = tl.trans(weight.to(grad.dtype))
+            values = load_rows(v_ptr + key * v_row_stride + kv_head * v_head_stride, key >= 0, V_DIM, V_PADDED, UPCAST)
+        score = products(q_main, q_tail, k_main, k_tail, scale, PRECISION)  # [BLOCK_H, BLOCK_K]
+        weight = tl.where((key >= 0)[None, :] & head_mask[:, None], tl.exp(score - base[:, None]), 0.0)
+        d_score = tl.dot(grad, tl.trans(values), input_precision=PRECISION)  # [BLOCK_H, BLOCK_K]
+        d_score = (weight * (d_score - mean[:, None]) * scale).to(k_main.dtype)
+        dq_main = tl.dot(d_score, k_main, dq_main, input_precision=PRECISION)
+        dq_tail = tl.dot(d_score, k_tail, dq_tail, input_precision=PRECISION)
+        key_row = key[:, None] * num_kv_heads + kv_head  # [BLOCK_K, 1]
+        d_key = tl.dot(tl.trans(d_score), q_main, input_precision=PRECISION)  # [BLOCK_K, MAIN]
+        d_value = tl.trans(weight.to(grad.dtype))  # [BLOCK_K, BLOCK_H]
         if SHARED:
-            back = tl.dot(value_back, grad, back, input_precision=PRECISION)
+            d_key = tl.dot(d_value, grad, d_key, input_precision=PRECISION)
         else:
-            target = d_v + row * V_DIM + value_dim[None, :]
-            value_back = tl.dot(value_back, grad, input_precision=PRECISION)
-            tl.atomic_add(target, value_back, exists & (value_dim < V_DIM)[None, :], sem="relaxed")
-        tl.atomic_add(d_k + row * DIM + main[None, :], back, exists & in_main, sem="relaxed")
-        back = tl.dot(tl.trans(change), q_tail, input_precision=PRECISION)
-        tl.atomic_add(d_k + row * DIM + tail[None, :], back, exists & in_tail, sem="relaxed")
-    target = d_q + head[:, None] * DIM
-    tl.store(target + main[None, :], dq_main.to(d_q.dtype.element_ty), mask=here[:, None] & in_main)
-    tl.store(target + tail[None, :], dq_tail.to(d_q.dtype.element_ty), mask=here[:, None] & in_tail)
+            ptrs = d_v_ptr + key_row * V_DIM + value_dim[None, :]
+            d_value = tl.dot(d_value, grad, input_precision=PRECISION)  # [BLOCK_K, V_PADDED]
+            tl.atomic_add(ptrs, d_value, key_mask & (value_dim < V_DIM)[None, :], sem="relaxed")
+        tl.atomic_add(d_k_ptr + key_row * DIM + main[None, :], d_key, key_mask & main_mask, sem="relaxed")
+        d_key = tl.dot(tl.trans(d_score), q_tail, input_precision=PRECISION)  # [BLOCK_K, TAIL]
+        tl.atomic_add(d_k_ptr + key_row * DIM + tail[None, :], d_key, key_mask & tail_mask, sem="relaxed")
+    ptrs = d_q_ptr + head[:, None] * DIM
+    tl.store(ptrs + main[None, :], dq_main.to(d_q_ptr.dtype.element_ty), mask=head_mask[:, None] & main_mask)
+    tl.store(ptrs + tail[None, :], dq_tail.to(d_q_ptr.dtype.element_ty), mask=head_mask[:, None] & tail_mask)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
