@@ -178,11 +178,11 @@ def _pattern(options: argparse.Namespace) -> int:
         result, text, problems = asdict(report), [as_text(report)], list(report.problems)
     if options.server:
         pattern = spec.known() if report is None else Pattern(report.pattern)
-        found = [line for url in options.server for line in differences(url, pattern)]
+        server_problems = [line for url in options.server for line in differences(url, pattern)]
         result = {**result, "servers": options.server, "fingerprint": pattern.fingerprint}
-        result["problems"] = problems = problems + found
+        result["problems"] = problems = problems + server_problems
         text.append(
-            "\n".join(f"problem: {line}" for line in found)
+            "\n".join(f"problem: {line}" for line in server_problems)
             or f"{len(options.server)} server(s) serve fingerprint {pattern.fingerprint[:16]}"
         )
     sys.stdout.write((json.dumps(result, indent=1) if options.json else "\n\n".join(text)) + "\n")

@@ -73,8 +73,8 @@ class Checkpoint:
         description = describe(config, name)
         if names is None:
             return cls(description, None)
-        found = family_of(description.architecture).indexer_layers(names)
-        return cls(description, found.intersection(description.layers))
+        with_indexer = family_of(description.architecture).indexer_layers(names)
+        return cls(description, with_indexer.intersection(description.layers))
 
     def misfits(
         self, pattern: Pattern, file: PatternFile | None = None, allow_config_mismatch: bool = False
@@ -87,13 +87,13 @@ class Checkpoint:
         checks: list[Callable[[], None]] = [lambda: pattern.check_fits(self.model.num_layers, self.locked)]
         if file is not None and not allow_config_mismatch:
             checks.append(lambda: file.check_model(self.model))
-        found = []
+        errors = []
         for check in checks:
             try:
                 check()
             except IndexCacheError as error:
-                found.append(error)
-        return found
+                errors.append(error)
+        return errors
 
 
 def read_config(model: str) -> tuple[dict[str, Any], str]:
@@ -160,12 +160,12 @@ def _samples(path: Path) -> list[tuple[int, int]]:
     if path.suffix != ".safetensors":
         return [(at, at + _SAMPLE) for at in range(0, size, max(_SAMPLE, size // 256))]
     header, data = _header(path)
-    found = [(0, data)]
+    ranges = [(0, data)]
     for name, tensor in sorted(header.items()):
         if name != "__metadata__":
             start, stop = (data + int(offset) for offset in tensor["data_offsets"])
-            found += [(start, min(stop, start + _SAMPLE)), (max(start, stop - _SAMPLE), stop)]
-    return found
+            ranges += [(start, min(stop, start + _SAMPLE)), (max(start, stop - _SAMPLE), stop)]
+    return ranges
 
 
 def _bytes(path: Path, limit: int) -> bytes:

@@ -127,10 +127,8 @@ class PatternFile(_Section):
                 raise PatternError(f"patterns.{name}: expected {parse_retention(name)}, the one way to write it")
             expected = full_layer_count(model.num_layers, parse_retention(name))
             if len(pattern.full_layers) != expected:
-                found = len(pattern.full_layers)
-                raise PatternError(
-                    f"patterns.{name}: found {found} F layers, expected {expected} of {model.num_layers}"
-                )
+                kept = len(pattern.full_layers)
+                raise PatternError(f"patterns.{name}: found {kept} F layers, expected {expected} of {model.num_layers}")
             known.append(roles)
         if (self.trajectory or self.patterns) and self.pattern not in known:
             raise PatternError("pattern: is neither a step of trajectory nor one of patterns, expected one of them")
@@ -162,16 +160,16 @@ class PatternFile(_Section):
         """
         if str(retention) in self.patterns:
             return Pattern(self.patterns[str(retention)])
-        wanted = full_layer_count(self.model.num_layers, retention)
+        full_layers = full_layer_count(self.model.num_layers, retention)
         steps = self.trajectory_patterns() if self.trajectory else [self.as_pattern()]
         for pattern in steps:
-            if len(pattern.full_layers) == wanted:
+            if len(pattern.full_layers) == full_layers:
                 return pattern
         counts = sorted({len(pattern.full_layers) for pattern in steps})
         reach = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
         total = self.model.num_layers
         raise PatternError(
-            f"retention {retention} keeps {wanted} of {total} layers F, but the file has patterns with {reach}"
+            f"retention {retention} keeps {full_layers} of {total} layers F, but the file has patterns with {reach}"
         )
 
     def at(self, retention: Fraction) -> PatternFile:
@@ -185,12 +183,12 @@ class PatternFile(_Section):
         Raises:
             PatternFileError: if architecture, depth, locked layers or config digest differ.
         """
-        found, right = self.model, model
+        own, right = self.model, model
         for field, value, expected in (
-            ("architecture", found.architecture, right.architecture),
-            ("num_layers", found.num_layers, right.num_layers),
-            ("locked_layers", list(found.locked_layers), list(right.locked)),
-            ("config_sha256", found.config_sha256, right.config_sha256),
+            ("architecture", own.architecture, right.architecture),
+            ("num_layers", own.num_layers, right.num_layers),
+            ("locked_layers", list(own.locked_layers), list(right.locked)),
+            ("config_sha256", own.config_sha256, right.config_sha256),
         ):
             if value != expected:
                 raise PatternFileError(f"model.{field}: file has {value}, {right.name} has {expected}")
@@ -227,8 +225,8 @@ class PatternFile(_Section):
         try:
             content = strict_yaml.load(data if isinstance(data, bytes) else data.encode())
             if not isinstance(content, dict):
-                found = type(content).__name__
-                raise PatternFileError(f"found {found}, expected a mapping that begins with schema: {SCHEMA}")
+                kind = type(content).__name__
+                raise PatternFileError(f"found {kind}, expected a mapping that begins with schema: {SCHEMA}")
             return cls.model_validate(content)
         except ValidationError as error:
             raise PatternFileError(f"{source}: {_first_error(error)}") from None
@@ -273,8 +271,8 @@ def _first_error(error: ValidationError) -> str:
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, IndexCacheError):
         return f"{where}: {cause}" if where else str(cause)
-    found = one_line(repr(first["input"]), 60)
-    return f"{where or 'the file'}: found {found}, expected: {first['msg'].removeprefix('Input should be ')}"
+    value = one_line(repr(first["input"]), 60)
+    return f"{where or 'the file'}: found {value}, expected: {first['msg'].removeprefix('Input should be ')}"
 
 
 def _escaped(letter: str) -> str:

@@ -178,10 +178,10 @@ class SglangSource:
             return f"needs sglang.{need.module}, which is not in SGLang {self.version}"
         node: ast.AST = tree
         for part in need.name.split("."):
-            found = next((child for child in _definitions(node) if _name(child) == part), None)
-            if found is None:
+            definition = next((child for child in _definitions(node) if _name(child) == part), None)
+            if definition is None:
                 return f"needs {need.target}, which is not in SGLang {self.version}"
-            node = found
+            node = definition
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             arguments = node.args
             names = [item.arg for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]

@@ -46,9 +46,9 @@ def differences(url: str, pattern: Pattern) -> list[str]:
         ServerError: if the server can't be asked.
     """
     lines = []
-    found = served_fingerprints(url)
-    for rank, fingerprint in enumerate(found):
-        where = f"{shown(url)} DP rank {rank}" if len(found) > 1 else shown(url)
+    fingerprints = served_fingerprints(url)
+    for rank, fingerprint in enumerate(fingerprints):
+        where = f"{shown(url)} DP rank {rank}" if len(fingerprints) > 1 else shown(url)
         if fingerprint is None:
             lines.append(f"{where} serves without a pattern file, expected fingerprint {pattern.fingerprint[:16]}")
         elif fingerprint != pattern.fingerprint:

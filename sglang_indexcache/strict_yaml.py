@@ -106,12 +106,12 @@ def _document(events: Iterator[tuple[int, Any]]) -> Any:
         return None
     if event.version or event.tags:
         raise PatternFileError(f"line {line}: directives are not allowed")
-    found = _node(*next(events), events, 0)
+    value = _node(*next(events), events, 0)
     next(events)  # the document ends
     line, event = next(events)
     if not isinstance(event, yaml.StreamEndEvent):
         raise PatternFileError(f"line {line}: a second document is not allowed")
-    return found
+    return value
 
 
 def _node(line: int, event: Any, events: Iterator[tuple[int, Any]], depth: int) -> Any:

@@ -20,7 +20,7 @@ def runs_triton(backend: str, tensor: Tensor) -> bool:
     """
     if backend not in ("auto", "naive", "triton"):
         raise KernelInputError(f"backend is {backend}, expected auto, naive or triton")
-    wanted = backend == "triton" or (backend == "auto" and tensor.is_cuda)
-    if wanted and find_spec("triton") is None:
+    use_triton = backend == "triton" or (backend == "auto" and tensor.is_cuda)
+    if use_triton and find_spec("triton") is None:
         raise KernelInputError("the package triton is not installed; expected it, or backend naive")
-    return wanted
+    return use_triton

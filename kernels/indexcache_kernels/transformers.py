@@ -107,8 +107,8 @@ def key_ranges(
     if attention_mask is not None:
         seen = attention_mask[:, :kv_length]
         count, first = seen.sum(dim=1, keepdim=True), seen.int().argmax(dim=1, keepdim=True)
-        place = torch.arange(seen.shape[1], device=seen.device)
-        if not torch.equal(seen, (place >= first) & (place < first + count)):
+        positions = torch.arange(seen.shape[1], device=seen.device)
+        if not torch.equal(seen, (positions >= first) & (positions < first + count)):
             raise KernelInputError("the attention mask has gaps, expected padding on one side or both")
         starts, ends = first.expand(-1, q_length), torch.minimum(ends, first + count)
     return torch.stack([starts, ends], dim=-1).int()[:, None]
@@ -189,9 +189,9 @@ def select(q: Tensor, k: Tensor, weights: Tensor, ranges: Tensor, topk: int, bac
     starts, ends = (ranges + first).flatten(0, 1).unbind(dim=1)
     queries, keys = q.flatten(0, 1), k.flatten(0, 1).to(q.dtype)
     topk = min(topk, k.shape[1])
-    found = indexer_topk(queries, keys, weights.flatten(0, 1), starts, ends, topk, backend=backend)
-    found = found.view(*q.shape[:2], topk)
-    return found if len(found) == 1 else torch.where(found < 0, found, found - first)
+    indices = indexer_topk(queries, keys, weights.flatten(0, 1), starts, ends, topk, backend=backend)
+    indices = indices.view(*q.shape[:2], topk)
+    return indices if len(indices) == 1 else torch.where(indices < 0, indices, indices - first)
 
 
 def first_keys(k: Tensor) -> Tensor:

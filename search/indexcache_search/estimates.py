@@ -43,10 +43,10 @@ def share(counts: NDArray[np.float64], evaluation: Evaluation, data: TokenSet, s
 def _ratio(sums: NDArray[np.float64], evaluation: Evaluation, data: TokenSet, source: int | None) -> Estimate:
     """Of `sums` to scored tokens, on the sequences of `evaluation`; sources that have none of them do not count."""
     tokens, source_of = np.asarray(evaluation.tokens), data.source_of[list(evaluation.rows)]
-    wanted = sorted(set(source_of.tolist())) if source is None else [source]
-    parts = [_source_ratio(sums[source_of == one], tokens[source_of == one]) for one in wanted]
-    mean = math.fsum(part.mean for part in parts) / len(parts)
-    errors = [part.stderr for part in parts]
+    numbers = sorted(set(source_of.tolist())) if source is None else [source]
+    parts = [_source_ratio(sums[source_of == number], tokens[source_of == number]) for number in numbers]
+    mean = math.fsum(ratio.mean for ratio in parts) / len(parts)
+    errors = [ratio.stderr for ratio in parts]
     known = [error for error in errors if error is not None]
     if len(known) < len(errors):
         return Estimate(mean, None)

@@ -116,10 +116,10 @@ def evaluate(
             chat=chat,
         )
         runtime = Runtime(device=device, dtype=dtype, batch_size=batch_size, attention=attention)
-        found = run(model or str(demo.MODEL), candidates, data, runtime, output, restart, console)
+        result = run(model or str(demo.MODEL), candidates, data, runtime, output, restart, console)
     if json_:
-        sys.stdout.write(json.dumps(found.as_json(), indent=1) + "\n")
+        sys.stdout.write(json.dumps(result.as_json(), indent=1) + "\n")
     else:
-        show(found, output, Console(highlight=False, width=None if sys.stdout.isatty() else 200))
-    if max_increase is not None and rises(found.held_out.rows) > max_increase:
+        show(result, output, Console(highlight=False, width=None if sys.stdout.isatty() else 200))
+    if max_increase is not None and rises(result.held_out.rows) > max_increase:
         raise typer.Exit(1)

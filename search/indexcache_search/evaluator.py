@@ -60,14 +60,14 @@ class Evaluator:
         Raises:
             NonFiniteLossError: if a loss is NaN or infinite.
         """
-        wanted = list(range(self.data.num_sequences) if rows is None else rows)
+        asked = list(range(self.data.num_sequences) if rows is None else rows)
         missing: dict[tuple[int, ...], list[Pattern]] = {}  # patterns by the rows they lack
         for pattern in dict.fromkeys(patterns):
             recorded = self.journal.evaluation(self.part, pattern, repeat)
             known = set() if recorded is None else set(recorded.rows)
-            lacking = tuple(row for row in wanted if row not in known)
-            if recorded is not None and len(lacking) < len(wanted):
-                self._ask(recorded.on([row for row in wanted if row in known]), repeat)
+            lacking = tuple(row for row in asked if row not in known)
+            if recorded is not None and len(lacking) < len(asked):
+                self._ask(recorded.on([row for row in asked if row in known]), repeat)
             if lacking:
                 missing.setdefault(lacking, []).append(pattern)
         for lacking, group in missing.items():
@@ -75,7 +75,7 @@ class Evaluator:
                 self._check_finite(evaluation)
                 self.journal.add_evaluation(self.part, evaluation, repeat)
                 self._ask(evaluation, repeat)
-        return [self.recorded(pattern, repeat).on(wanted) for pattern in patterns]
+        return [self.recorded(pattern, repeat).on(asked) for pattern in patterns]
 
     def _ask(self, evaluation: Evaluation, repeat: int) -> None:
         asked = self._asked.setdefault((evaluation.pattern.roles, repeat), set())
@@ -90,10 +90,10 @@ class Evaluator:
         Raises:
             KeyError: if nothing was.
         """
-        found = self.journal.evaluation(self.part, pattern, repeat)
-        if found is None:
+        evaluation = self.journal.evaluation(self.part, pattern, repeat)
+        if evaluation is None:
             raise KeyError(f"{pattern} was not evaluated on {self.part}")
-        return found
+        return evaluation
 
     @property
     def cost(self) -> Cost:

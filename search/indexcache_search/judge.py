@@ -62,28 +62,30 @@ class Judge:
         increases = [math.inf] * len(patterns)
         for number, rows in enumerate(self.shares):
             base = self._evaluator.evaluations([reference], rows)[0]
-            found = dict(zip(alive, self._evaluator.evaluations([patterns[at] for at in alive], rows), strict=True))
+            evaluations = dict(
+                zip(alive, self._evaluator.evaluations([patterns[at] for at in alive], rows), strict=True)
+            )
             for at in alive:
-                increases[at] = estimates.increase(found[at], base, self._data).mean
+                increases[at] = estimates.increase(evaluations[at], base, self._data).mean
             alive.sort(key=lambda at: (increases[at], at))
             if number + 1 < len(self.shares):
-                leader = found[alive[0]]
+                leader = evaluations[alive[0]]
                 half = alive[: math.ceil(len(alive) / 2)]
-                alive = [at for at in half if not self._clearly_worse(found[at], leader)]
+                alive = [at for at in half if not self._clearly_worse(evaluations[at], leader)]
         best = alive[0]
-        return Choice(best, estimates.loss(found[best], self._data).mean, increases)
+        return Choice(best, estimates.loss(evaluations[best], self._data).mean, increases)
 
     def scout(self, patterns: Sequence[Pattern], reference: Pattern, share: int = 0) -> list[Estimate]:
         """Increases of `patterns` over `reference` on one share alone, the first by default: what to look at closer."""
         rows = self.shares[share]
         base = self._evaluator.evaluations([reference], rows)[0]
-        found = self._evaluator.evaluations(patterns, rows)
-        return [estimates.increase(item, base, self._data) for item in found]
+        evaluations = self._evaluator.evaluations(patterns, rows)
+        return [estimates.increase(item, base, self._data) for item in evaluations]
 
     def difference(self, pattern: Pattern, other: Pattern) -> Estimate:
         """How much `pattern` costs more than `other`, both run on all sequences; paired."""
-        one, two = (self._evaluator.evaluations([item], self.shares[-1])[0] for item in (pattern, other))
-        return estimates.increase(one, two, self._data)
+        first, second = (self._evaluator.evaluations([item], self.shares[-1])[0] for item in (pattern, other))
+        return estimates.increase(first, second, self._data)
 
     def noise(self, pattern: Pattern, reference: Pattern) -> float:
         """Standard error of the difference between two patterns that ran on all sequences; 0 where it is not known."""

@@ -75,9 +75,9 @@ class Controller:
         action = self._actions.get(str(body.get("action")))
         if action is None:
             raise CalibrationError(f"action is {body.get('action')!r}, expected {', '.join(self._actions)}")
-        rank, wanted = data_parallel_rank(scheduler), body.get("dp_rank")
+        rank, meant_for = data_parallel_rank(scheduler), body.get("dp_rank")
         runner, native = scheduler.tp_worker.model_runner, self._calibration.pattern
-        answer = action(scheduler, body) if wanted in (None, rank) else {}
+        answer = action(scheduler, body) if meant_for in (None, rank) else {}
         return {
             **_status(self._calibration.family, runner, len(native)),
             "dp_rank": rank,
@@ -135,7 +135,7 @@ class Controller:
         """What can be measured beside logprobs; not with pipeline stages, whose first one answers alone."""
         whole = len(self._roles(runner)) == len(self._calibration.pattern)
         places = {protocol.KL: self._divergence, protocol.OVERLAP: self._overlap}
-        return [name for name, place in places.items() if whole and place is not None]
+        return [name for name, measure in places.items() if whole and measure is not None]
 
     def _roles(self, runner: Any) -> dict[int, str]:
         return current_roles(self._calibration.family, runner.model)
@@ -162,12 +162,12 @@ def apply(family: Family, runner: Any, pattern: Pattern) -> None:
 def _ranges(given: Any) -> list[tuple[int, int]]:
     """`[[first, last], ...]` from a request."""
     try:
-        found = _RANGES.validate_python(given)
+        ranges = _RANGES.validate_python(given)
     except ValidationError:
         raise CalibrationError(f"ranges are {str(given)[:50]}, expected [first, last] pairs of integers") from None
-    if any(not 0 <= first < last for first, last in found):
+    if any(not 0 <= first < last for first, last in ranges):
         raise CalibrationError("a range is empty, expected first < last")
-    return found
+    return ranges
 
 
 def _versions(runner: Any) -> dict[str, str]:

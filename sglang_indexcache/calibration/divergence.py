@@ -38,13 +38,13 @@ class Rows:
 
     def take(self, first: int, last: int) -> list[Tensor] | None:
         """Pieces of `[first, last)`; `None` if a position is missing."""
-        found, position = [], first
+        pieces, position = [], first
         for start, values in self._pieces:
             stop = start + len(values)
             if start <= position < min(stop, last):
-                found.append(values[position - start : last - start])
+                pieces.append(values[position - start : last - start])
                 position = min(stop, last)
-        return found if position >= last else None
+        return pieces if position >= last else None
 
 
 class Divergence:
@@ -101,10 +101,10 @@ class Divergence:
         for rid, ranges in requests.items():
             rows, values = self._found.pop(rid, Rows()), []
             for first, last in ranges:
-                found = rows.take(first, last)
-                if found is None:
+                states = rows.take(first, last)
+                if states is None:
                     raise CalibrationError(f"no divergence for {rid}: it was not run, or without a baseline")
-                values += found
+                values += states
             every = torch.cat(values).double() if values else torch.zeros(0, dtype=torch.float64)
             answer[rid] = (_or_none(every.sum().item()), _or_none(every.square().sum().item()), len(every))
         return answer
@@ -209,12 +209,12 @@ def kl_rows(expected: Tensor, logits: Tensor) -> Tensor:
     """
     import torch
 
-    found = []
+    divergences = []
     for start in range(0, len(logits), _BLOCK):
         rows = slice(start, start + _BLOCK)
         truth, own = expected[rows].float().log_softmax(-1), logits[rows].float().log_softmax(-1)
-        found.append((truth.exp() * (truth - own)).sum(-1))
-    return torch.cat(found)
+        divergences.append((truth.exp() * (truth - own)).sum(-1))
+    return torch.cat(divergences)
 
 
 def _or_none(value: float) -> float | None:

@@ -105,13 +105,13 @@ def common_indices(sets: Tensor) -> Tensor:
     import torch
 
     layers, queries, size = sets.shape
-    found = torch.zeros(queries, layers, layers, dtype=torch.int64, device=sets.device)
+    common = torch.zeros(queries, layers, layers, dtype=torch.int64, device=sets.device)
     for layer in range(layers):
         others = sets[layer:].transpose(0, 1).reshape(queries, -1).contiguous()
         own = sets[layer].contiguous()
         places = torch.searchsorted(own, others).clamp_(max=size - 1)
         equal = (own.gather(1, places) == others) & (others >= 0)
         counts = equal.view(queries, layers - layer, size).sum(-1)
-        found[:, layer, layer:] = counts
-        found[:, layer:, layer] = counts
-    return found
+        common[:, layer, layer:] = counts
+        common[:, layer:, layer] = counts
+    return common

@@ -60,22 +60,23 @@ class Calibration:
         Raises:
             CalibrationError: naming the flag that is missing or too many.
         """
-        found = bound_arguments(probes.SERVER_ARGS, args, kwargs).arguments["server_args"]
+        server_args = bound_arguments(probes.SERVER_ARGS, args, kwargs).arguments["server_args"]
         for name, reason in _WANTED.items():
-            if not getattr(found, name, False):
+            if not getattr(server_args, name, False):
                 raise CalibrationError(f"calibration needs {_flag(name)}: {reason}")
         for name, reason in _REFUSED.items():
-            if getattr(found, name, None):
+            if getattr(server_args, name, None):
                 raise CalibrationError(f"{_flag(name)} can't be combined with calibration: {reason}")
-        if getattr(found, "disaggregation_mode", "null") != "null":
+        if getattr(server_args, "disaggregation_mode", "null") != "null":
             raise CalibrationError("--disaggregation-mode can't be combined with calibration: switch one whole server")
-        if getattr(found, "tokenizer_worker_num", 1) > 1:
+        if getattr(server_args, "tokenizer_worker_num", 1) > 1:
             raise CalibrationError("calibration needs --tokenizer-worker-num 1: other workers don't load plugins")
-        if getattr(found, "enable_dp_attention", False) and not getattr(found, "enable_dp_lm_head", False):
+        if getattr(server_args, "enable_dp_attention", False) and not getattr(server_args, "enable_dp_lm_head", False):
             raise CalibrationError("calibration needs --enable-dp-lm-head with --enable-dp-attention: logits are huge")
-        if not _is_loopback(found.host) and not getattr(found, "admin_api_key", None):
+        if not _is_loopback(server_args.host) and not getattr(server_args, "admin_api_key", None):
             raise CalibrationError(
-                f"calibration on --host {found.host} needs --admin-api-key: whoever reaches it can switch the pattern"
+                f"calibration on --host {server_args.host} needs --admin-api-key: whoever reaches it can switch the"
+                " pattern"
             )
 
     def model_config(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -129,7 +129,7 @@ def current_roles(family: Family, model: Any) -> dict[int, str]:
 
 def effective_roles(family: Family, model: Any) -> dict[int, Effective]:
     """What the loaded sites of this rank will do."""
-    found = {}
+    effective = {}
     for site, module in family.modules(model):
         indexer, role = family.indexer(module), family.role(site, module)
         unloaded = None
@@ -138,23 +138,23 @@ def effective_roles(family: Family, model: Any) -> dict[int, Effective]:
                 name for name, parameter in _checkpoint_tensors(indexer) if parameter.data.float().isnan().any().item()
             )
             unloaded = next(names, None)
-        found[site] = Effective(role, indexer is not None, unloaded)
-    return found
+        effective[site] = Effective(role, indexer is not None, unloaded)
+    return effective
 
 
 def mismatch(pattern: Pattern, effective: dict[int, Effective]) -> str | None:
     """One line if the loaded layers differ from `pattern`; pipeline stages hold some of the layers only."""
     if not effective:
         return "the loaded model has no DSA attention module, so the pattern can't take effect"
-    for layer, found in sorted(effective.items()):
+    for layer, module in sorted(effective.items()):
         if layer >= len(pattern):
             return f"the loaded model has a DSA layer {layer}, the pattern has {len(pattern)} letters"
-        if found.role != pattern[layer]:
-            return f"layer {layer} would run as {found.role}, the pattern says {pattern[layer]}"
-        if found.role == FULL and not found.has_indexer:
+        if module.role != pattern[layer]:
+            return f"layer {layer} would run as {module.role}, the pattern says {pattern[layer]}"
+        if module.role == FULL and not module.has_indexer:
             return f"layer {layer} is F, but the loaded model has no indexer there"
-        if found.unloaded is not None:
-            return f"layer {layer} is F, but no weights were loaded into its indexer's {found.unloaded}"
+        if module.unloaded is not None:
+            return f"layer {layer} is F, but no weights were loaded into its indexer's {module.unloaded}"
     return None
 
 

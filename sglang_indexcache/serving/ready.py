@@ -62,11 +62,11 @@ def reporter(request: Request, proven: Proven) -> Callable[..., None]:
     """
 
     def after(info: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        found = {**proven.proof.status(request.source), "dp_rank": data_parallel_rank(scheduler)}
-        info[KEY] = found
+        status = {**proven.proof.status(request.source), "dp_rank": data_parallel_rank(scheduler)}
+        info[KEY] = status
         folder = os.environ.get(FOLDER_VARIABLE)
         if folder is not None and Path(folder).is_dir():
-            write_atomically(Path(folder) / f"{uuid4().hex}.json", json.dumps(found))
+            write_atomically(Path(folder) / f"{uuid4().hex}.json", json.dumps(status))
 
     return after
 

@@ -61,7 +61,7 @@ class Request:
             IndexCacheError: if it is not there.
         """
         content: Any = json.loads(text)
-        found = content.get(KEY) if isinstance(content, Mapping) else None
-        if not isinstance(found, Mapping) or set(found) != {"source", "pattern"}:
+        section = content.get(KEY) if isinstance(content, Mapping) else None
+        if not isinstance(section, Mapping) or set(section) != {"source", "pattern"}:
             raise IndexCacheError(f"the model overrides have no {KEY} section with source and pattern")
-        return cls(str(found["source"]), Pattern(found["pattern"]))
+        return cls(str(section["source"]), Pattern(section["pattern"]))

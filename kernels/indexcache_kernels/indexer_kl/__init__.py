@@ -82,8 +82,8 @@ def indexer_kl(
 def visible_keys(keys: int, starts: Tensor | None, ends: Tensor | None, indices: Tensor | None) -> Tensor:
     """`[..., T, L]`, bool: the keys that were selected for a query (`[..., T, K]`), or that it sees (`[..., T]`)."""
     if indices is not None:
-        found = torch.zeros((*indices.shape[:-1], keys + 1), dtype=torch.bool, device=indices.device)
-        return found.scatter_(-1, indices.long() % (keys + 1), True)[..., :keys]  # -1 becomes the last column
+        visible = torch.zeros((*indices.shape[:-1], keys + 1), dtype=torch.bool, device=indices.device)
+        return visible.scatter_(-1, indices.long() % (keys + 1), True)[..., :keys]  # -1 becomes the last column
     assert starts is not None and ends is not None
-    place = torch.arange(keys, device=starts.device)
-    return (place >= starts[..., None]) & (place < ends[..., None])
+    positions = torch.arange(keys, device=starts.device)
+    return (positions >= starts[..., None]) & (positions < ends[..., None])

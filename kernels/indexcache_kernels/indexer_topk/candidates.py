@@ -48,11 +48,11 @@ def _best(values_ptr, count, TOPK: tl.constexpr, ROOM: tl.constexpr):
     last = _nth_largest(ordered[None, :], tl.full((1,), TOPK, tl.int32))
     above = (slot_mask & (ordered > last)).to(tl.int32)
     equal = (slot_mask & (ordered == last)).to(tl.int32)
-    wanted = TOPK - tl.sum(above)
+    missing = TOPK - tl.sum(above)
     both = tl.cumsum(above + (equal << 16), 0)  # two sums in one
     before = both >> 16
-    taken = (above == 1) | ((equal == 1) & (before <= wanted))
-    return taken, (both & 65535) + tl.minimum(before, wanted) - 1, last
+    taken = (above == 1) | ((equal == 1) & (before <= missing))
+    return taken, (both & 65535) + tl.minimum(before, missing) - 1, last
 
 
 @triton.jit(noinline=True)

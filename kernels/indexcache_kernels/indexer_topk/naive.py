@@ -33,8 +33,8 @@ def indexer_topk(
     inside = (keys >= starts[:, None]) & (keys < ends[:, None])
     order = scores.masked_fill(~inside, -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :topk]
     count = inside.sum(dim=1, keepdim=True).clamp(max=topk)
-    place = torch.arange(order.shape[1], device=k.device)
-    chosen = order.masked_fill(place >= count, k.shape[0]).sort(dim=1).values
-    found = torch.full((q.shape[0], topk), -1, dtype=torch.int32, device=q.device)
-    found[:, : chosen.shape[1]] = chosen.masked_fill(chosen == k.shape[0], -1)
-    return found
+    rank = torch.arange(order.shape[1], device=k.device)
+    chosen = order.masked_fill(rank >= count, k.shape[0]).sort(dim=1).values
+    selected = torch.full((q.shape[0], topk), -1, dtype=torch.int32, device=q.device)
+    selected[:, : chosen.shape[1]] = chosen.masked_fill(chosen == k.shape[0], -1)
+    return selected

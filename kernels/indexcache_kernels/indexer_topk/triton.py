@@ -198,9 +198,9 @@ def indexer_topk(
 ) -> Tensor:
     """See `indexcache_kernels.indexer_topk`; `splits` says into how many parts the keys of a query are split."""
     queries, heads, dim = q.shape
-    found = torch.empty((queries, topk), dtype=torch.int32, device=q.device)
+    selected = torch.empty((queries, topk), dtype=torch.int32, device=q.device)
     if not queries:
-        return found
+        return selected
     padded_heads = max(4, triton.next_power_of_2(heads))
     block_q = max(1, min(4, COLUMNS[k.itemsize] // padded_heads))
     blocks = triton.cdiv(queries, block_q)
@@ -216,7 +216,7 @@ def indexer_topk(
     def workspace(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    parts, part_values = workspace(2, queries, splits, topk) if splits > 1 else (found, found)
+    parts, part_values = workspace(2, queries, splits, topk) if splits > 1 else (selected, selected)
     candidates, counts, bounds = workspace(sets, 2, room), workspace(sets), workspace(sets, dtype=torch.float32)
     _stream_kernel[(programs,)](
         q,
@@ -256,6 +256,6 @@ def indexer_topk(
     if splits > 1:
         total = splits * topk
         _merge_kernel[(queries,)](
-            parts, part_values, candidates, counts, bounds, found, TOTAL=total, TOPK=topk, ROOM=room, SEGMENT=SEGMENT
+            parts, part_values, candidates, counts, bounds, selected, TOTAL=total, TOPK=topk, ROOM=room, SEGMENT=SEGMENT
         )
-    return found
+    return selected

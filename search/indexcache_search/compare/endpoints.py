@@ -71,9 +71,9 @@ class Endpoint:
         Raises:
             SearchError: if the server does not give logprobs of a prompt.
         """
-        found = self._complete(tokens, 1, {"echo": True, "logprobs": 1}).logprobs
-        own = [] if found is None else found.token_logprobs[1 : len(tokens)]
-        best = [] if found is None else found.top_logprobs[1 : len(tokens)]
+        logprobs = self._complete(tokens, 1, {"echo": True, "logprobs": 1}).logprobs
+        own = [] if logprobs is None else logprobs.token_logprobs[1 : len(tokens)]
+        best = [] if logprobs is None else logprobs.top_logprobs[1 : len(tokens)]
         pairs = [
             (value, value >= max(top.values()))
             for value, top in zip(own, best, strict=False)

@@ -70,26 +70,28 @@ def build(
         raise DataError("nothing to compare on, expected --evaluation or --tasks")
     parts, left_out = [], 0
     if sources:
-        part, left_out = held_out_set(reader, model, sources, seq_len=seq_len, count=sequences, calibrated=calibrated)
-        parts.append(part)
-    tokens = [part.tokens for part in parts]
-    scored = [part.scored for part in parts]
-    source_of = [part.source_of for part in parts]
+        token_set, left_out = held_out_set(
+            reader, model, sources, seq_len=seq_len, count=sequences, calibrated=calibrated
+        )
+        parts.append(token_set)
+    tokens = [token_set.tokens for token_set in parts]
+    scored = [token_set.scored for token_set in parts]
+    source_of = [token_set.source_of for token_set in parts]
     names = [*(parts[0].sources if parts else ()), *(f"{task}-style" for task in tasks)]
     answers: dict[int, tuple[str, ...]] = {}
     if tasks:
-        tokenizer, wanted = load_tokenizer(), seq_len * 16
+        tokenizer, characters = load_tokenizer(), seq_len * 16
         text: list[int] = []
         for section in reader.sections(haystack, EVALUATION_ORDER_SEED):
             text += section.tokens.tolist()
-            if len(text) >= wanted:
+            if len(text) >= characters:
                 break
     for number, task in enumerate(tasks):
         made = [sample(task, tokenizer, text, seq_len, seed, chat) for seed in range(samples)]
         first = sum(map(len, tokens))
-        answers |= {first + index: one.answers for index, one in enumerate(made)}
-        tokens.append(np.stack([one.tokens for one in made]))
-        scored.append(np.stack([one.mask for one in made]) & (np.arange(seq_len) > model.first_choice))
+        answers |= {first + index: drawn.answers for index, drawn in enumerate(made)}
+        tokens.append(np.stack([drawn.tokens for drawn in made]))
+        scored.append(np.stack([drawn.mask for drawn in made]) & (np.arange(seq_len) > model.first_choice))
         source_of.append(np.full(samples, len(names) - len(tasks) + number))
     data = TokenSet(np.concatenate(tokens), np.concatenate(scored), np.concatenate(source_of), tuple(names))
     return HeldOut(data, answers, left_out)

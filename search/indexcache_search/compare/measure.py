@@ -56,10 +56,10 @@ def patterns(losses: Evaluator, divergences: Evaluator, named: Sequence[Line], h
         for pattern in alike:  # finds the layers of the one before; its divergences find all layers
             losses.evaluations([pattern], rows)
             divergences.evaluations([pattern], rows)
-    found = []
+    compared = []
     for line, loss, divergence in zip(lines, losses.evaluations(chosen), divergences.evaluations(chosen), strict=True):
-        found.append(Compared(Row(line, loss), divergence, _whole(loss, held_out)))
-    return found
+        compared.append(Compared(Row(line, loss), divergence, _whole(loss, held_out)))
+    return compared
 
 
 def _whole(evaluation: Evaluation, held_out: HeldOut) -> dict[int, float]:
@@ -72,15 +72,15 @@ def servers(urls: Sequence[str], held_out: HeldOut, done: Done) -> list[Compared
     Raises:
         SearchError: if a server does not answer, or gives no logprobs of a prompt.
     """
-    data, found = held_out.data, []
+    data, compared = held_out.data, []
     for number, url in enumerate(urls):
         endpoint, began = Endpoint(url), time.monotonic()
         losses, correct, generated = [], [], {}
         for row in range(data.num_sequences):
             tokens, scored = data.tokens[row].tolist(), data.scored[row]
-            pairs, wanted = endpoint.logprobs(tokens), np.flatnonzero(scored) - 1
-            losses.append(-float(sum(pairs[at][0] for at in wanted)))
-            correct.append(sum(pairs[at][1] for at in wanted))
+            pairs, targets = endpoint.logprobs(tokens), np.flatnonzero(scored) - 1
+            losses.append(-float(sum(pairs[at][0] for at in targets)))
+            correct.append(sum(pairs[at][1] for at in targets))
             if row in held_out.answers:
                 first = int(np.flatnonzero(scored)[0])
                 text = endpoint.generate(tokens[:first], len(tokens) - first + 8)
@@ -92,5 +92,5 @@ def servers(urls: Sequence[str], held_out: HeldOut, done: Done) -> list[Compared
         unknown = Pattern("F")  # an evaluation has a pattern; the line says that a server's is not known
         evaluation = Evaluation(unknown, rows, tuple(losses), tuple(correct), counts, none, time.monotonic() - began)
         line = Line(NAMED, endpoint.url, None, None) if number else Line.baseline(None)
-        found.append(Compared(Row(line, evaluation), None, generated))
-    return found
+        compared.append(Compared(Row(line, evaluation), None, generated))
+    return compared

@@ -100,7 +100,7 @@ def common_words(rng: random.Random) -> Puzzle:
     """Three words stand there twelve times, thirty others twice; the three are asked for."""
     words = _words(rng, 33)
     counts = [12] * 3 + [2] * 30
-    needles = [f" {one}" for one, count in zip(words, counts, strict=True) for _ in range(count)]
+    needles = [f" {word}" for word, count in zip(words, counts, strict=True) for _ in range(count)]
     rng.shuffle(needles)
     return Puzzle(needles, "Which three made-up words stand most often in the text?", "They are", words[:3])
 

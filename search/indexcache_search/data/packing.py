@@ -71,8 +71,8 @@ class TokenReader:
         for row in rows(source, seed):
             tokens, mask = self._encode(row, source)
             for start in range(0, len(tokens), size):
-                part = slice(start, start + size)
-                yield Section(tokens[part], mask[part])
+                block = slice(start, start + size)
+                yield Section(tokens[block], mask[block])
 
     def _encode(self, row: Mapping[str, Any], source: str) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         column = next((name for name in _COLUMNS if row.get(name) is not None), None)
@@ -110,13 +110,13 @@ def _integers(values: Any, source: str, column: str) -> NDArray[Any]:
         DataError: if it is something else.
     """
     try:
-        found = np.asarray(values)
+        array = np.asarray(values)
     except (TypeError, ValueError, OverflowError):
-        found = np.asarray("none")
+        array = np.asarray("none")
     kinds = "iub" if column == "loss_mask" else "iu"
-    if found.ndim != 1 or (len(found) and found.dtype.kind not in kinds):
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in kinds):
         raise DataError(f"{source}: {column} is not a list of integers")
-    return found
+    return array
 
 
 def build_token_sets(
@@ -196,8 +196,8 @@ def held_out_set(
         DataError: as there.
     """
     packer = replace(_packer(reader, model, seq_len), calibrated=tuple(calibrated))
-    found = packer.collect(sources, count, EVALUATION_ORDER_SEED, "evaluation")
-    return found, packer.left_out[0]
+    collected = packer.collect(sources, count, EVALUATION_ORDER_SEED, "evaluation")
+    return collected, packer.left_out[0]
 
 
 def _packer(reader: TokenReader, model: SparseModel, seq_len: int) -> _Packer:
@@ -235,16 +235,16 @@ class _Packer:
         share, extra = divmod(count, len(sources))
         tokens, scored, source_of = [], [], []
         for number, source in enumerate(sources):
-            wanted = share + (number < extra)
-            packed = self._pack(self.reader.sections(source, seed), wanted)
-            if len(packed) < wanted:
+            own_share = share + (number < extra)
+            packed = self._pack(self.reader.sections(source, seed), own_share)
+            if len(packed) < own_share:
                 raise DataError(
-                    f"{source}: gives {len(packed)} {what} sequences of {self.seq_len} tokens, {wanted} were asked"
+                    f"{source}: gives {len(packed)} {what} sequences of {self.seq_len} tokens, {own_share} were asked"
                     " for; expected more text, a shorter --seq-len or fewer sequences"
                 )
             tokens += [sequence for sequence, _ in packed]
             scored += [flags for _, flags in packed]
-            source_of += [number] * wanted
+            source_of += [number] * own_share
         return TokenSet(np.stack(tokens), np.stack(scored), np.asarray(source_of), tuple(sources))
 
     def _pack(self, sections: Iterator[Section], wanted: int) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:

@@ -34,16 +34,16 @@ class Sketch:
 
     def add(self, tokens: NDArray[Any]) -> None:
         """Remember the windows of one text, `[tokens]`."""
-        found = _hashes(tokens)
-        self._hashes.update(found[found < self._limit].tolist())
+        hashes = _hashes(tokens)
+        self._hashes.update(hashes[hashes < self._limit].tolist())
         while len(self._hashes) > self._most:
             self._limit //= 2
             self._hashes = {item for item in self._hashes if item < self._limit}
 
     def covers(self, tokens: NDArray[Any]) -> bool:
         """Whether most of a text's sampled windows were added before; what documents of a kind share is less."""
-        found = _hashes(tokens)
-        sampled = set(found[found < self._limit].tolist())
+        hashes = _hashes(tokens)
+        sampled = set(hashes[hashes < self._limit].tolist())
         return bool(sampled) and len(sampled & self._hashes) >= MOSTLY * len(sampled)
 
     @classmethod
@@ -80,9 +80,9 @@ def _hashes(tokens: NDArray[Any]) -> NDArray[np.uint64]:
     """A hash of `BITS` bits for each window of a text; none of one that is shorter."""
     if len(tokens) < WINDOW:
         return np.empty(0, np.uint64)
-    found = np.zeros(len(tokens) - WINDOW + 1, np.uint64)
+    hashes = np.zeros(len(tokens) - WINDOW + 1, np.uint64)
     values = tokens.astype(np.uint64)
     for at in range(WINDOW):
-        found = (found + values[at : at + len(found)] + np.uint64(1)) * _MULTIPLIER
-        found ^= found >> np.uint64(29)
-    return found >> np.uint64(64 - BITS)
+        hashes = (hashes + values[at : at + len(hashes)] + np.uint64(1)) * _MULTIPLIER
+        hashes ^= hashes >> np.uint64(29)
+    return hashes >> np.uint64(64 - BITS)

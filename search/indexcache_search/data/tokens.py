@@ -72,11 +72,11 @@ def growing_shares(data: TokenSet, first: int) -> list[list[int]]:
     """
     counts = np.bincount(data.source_of, minlength=len(data.sources))
     seen = np.zeros_like(counts)
-    place = []
+    order_keys = []
     for row, source in enumerate(data.source_of):
-        place.append(((seen[source] + 0.5) / counts[source], int(source), row))
+        order_keys.append(((seen[source] + 0.5) / counts[source], int(source), row))
         seen[source] += 1
-    order = [row for _, _, row in sorted(place)]
+    order = [row for _, _, row in sorted(order_keys)]
     size = first
     while any((data.source_of[order[:size]] == source).sum() < min(2, count) for source, count in enumerate(counts)):
         size += 1

@@ -133,7 +133,7 @@ def dense_attention(attention: Any, query: Tensor, key: Tensor, scale: float) ->
     keys, values = type(attention).expand_kv(attention, latent, rope)
     run = _compiled() if query.device.type == "cuda" else flex_attention
     mask = _causal(query.shape[2], query.device)
-    output, found = run(
+    output, auxiliary = run(
         query,
         keys.to(query.dtype),
         values.to(query.dtype),
@@ -141,7 +141,7 @@ def dense_attention(attention: Any, query: Tensor, key: Tensor, scale: float) ->
         scale=scale,
         return_aux=AuxRequest(lse=True),
     )
-    return output.transpose(1, 2).contiguous(), found.lse.float()
+    return output.transpose(1, 2).contiguous(), auxiliary.lse.float()
 
 
 @cache

@@ -151,8 +151,8 @@ class Distillation:
             torch.split(self._labels.flatten(), LOGIT_ROWS),
             strict=True,
         )
-        found = [checkpoint(losses, rows, labels, use_reentrant=False) for rows, labels in blocks]
-        return torch.cat(found)
+        blocks_of_losses = [checkpoint(losses, rows, labels, use_reentrant=False) for rows, labels in blocks]
+        return torch.cat(blocks_of_losses)
 
     def _select(self, layer: int, indexer: nn.Module) -> Callable[..., Tensor]:
         """What stands in the place of a layer's indexer."""
@@ -207,11 +207,11 @@ class Distillation:
         indices = self._indices[source] if self.stage == "sparse" else None
         if self.kernels is not None:
             compare, share = (layer == source, 1) if self.loss == "own" else (True, self._served[source])
-            output, found = attend_and_compare(
+            output, divergences = attend_and_compare(
                 attention, query, key, ranges, scale, self._vectors[source], indices, self.kernels, compare
             )
-            if found is not None:
-                self._report(source, found / share)
+            if divergences is not None:
+                self._report(source, divergences / share)
             return output
         visible = visible_keys(key.shape[2], ranges[:, 0, :, 0], ranges[:, 0, :, 1], indices)
         scores = torch.matmul(query, key.mT) * scale

@@ -25,10 +25,10 @@ def collect(
 
     Differences are paired: all rows are of the same sequences.
     """
-    found = [record for record in records if "losses" in record]
-    original = as_evaluation(found[0]["losses"], found[0]["tokens"], model.native)
+    evaluations = [record for record in records if "losses" in record]
+    original = as_evaluation(evaluations[0]["losses"], evaluations[0]["tokens"], model.native)
     rows = []
-    for record in found:
+    for record in evaluations:
         pattern = model.native if record["stage"] == "original" else settings.pattern
         evaluation = as_evaluation(record["losses"], record["tokens"], pattern)
         loss = estimates.loss(evaluation, held_out)

@@ -165,7 +165,7 @@ def _load_data(
     """Both sets, read once and kept as token ids, so that a resumed run trains on the same ones."""
     places = [folders.work / "data" / name for name in ("training", "held-out")]
     with processes.first_before_others():
-        if any(load_set(place) is None for place in places):
+        if any(load_set(folder) is None for folder in places):
             sets = build_training_sets(
                 TokenReader(lambda: load_tokenizer(model), config.vocab_size, data.seq_len),
                 description,
@@ -176,9 +176,9 @@ def _load_data(
                 num_evaluation=data.num_eval_sequences,
                 seed=settings.seed,
             )
-            for tokens, place in zip(sets, places, strict=True):
-                save_set(tokens, place)
-    train, held_out = (load_set(place) for place in places)
+            for tokens, folder in zip(sets, places, strict=True):
+                save_set(tokens, folder)
+    train, held_out = (load_set(folder) for folder in places)
     assert train is not None and held_out is not None
     return train, held_out
 

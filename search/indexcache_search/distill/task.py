@@ -88,8 +88,8 @@ class StageTask:
         sums = torch.zeros(1 + len(settings.pattern.full_layers), dtype=torch.float64)
         with self.distillation.attached():
             for start in range(0, len(own), settings.micro_batch_size):
-                part = own[start : start + settings.micro_batch_size]
-                losses, divergences = self._forward(self.distillation, part, self._train)
+                micro_batch = own[start : start + settings.micro_batch_size]
+                losses, divergences = self._forward(self.distillation, micro_batch, self._train)
                 total = losses.sum() / scored + divergences.sum() / queries
                 torch.autograd.backward(total * processes)  # FSDP averages gradients over processes
                 sums += torch.cat([losses.detach().sum()[None], divergences.detach()]).double().cpu()
@@ -171,9 +171,9 @@ class StageTask:
                 first = (turn * processes + self._processes.index) * size
                 rows = np.arange(first, min(first + size, data.num_sequences))
                 # FSDP's calls are collective: a process that has nothing left runs a sequence for nobody.
-                found, divergences = self._forward(distillation, rows if rows.size else np.arange(1), data)
+                own_losses, divergences = self._forward(distillation, rows if rows.size else np.arange(1), data)
                 if rows.size:
-                    losses[rows], losses[-1] = found.cpu(), losses[-1] + divergences.sum().item()
+                    losses[rows], losses[-1] = own_losses.cpu(), losses[-1] + divergences.sum().item()
         self.model.train()
         losses = self._processes.sum(losses)
         parts = data.num_sequences * data.seq_len * len(distillation.pattern.full_layers)

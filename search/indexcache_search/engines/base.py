@@ -43,8 +43,8 @@ class Evaluation:
         Raises:
             KeyError: if one was not evaluated.
         """
-        place = {row: index for index, row in enumerate(self.rows)}
-        at = [place[row] for row in rows]
+        index_of = {row: index for index, row in enumerate(self.rows)}
+        at = [index_of[row] for row in rows]
 
         def pick(values: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(values[index] for index in at)

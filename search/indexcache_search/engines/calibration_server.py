@@ -193,10 +193,10 @@ class CalibrationServer:
         """
         sums = self._control(protocol.KL, requests=requests)[0].sums
         for rid, ranges in requests.items():
-            wanted = sum(last - first for first, last in ranges)
+            expected = sum(last - first for first, last in ranges)
             total, _, count = sums.get(rid, (None, None, 0))
-            if count != wanted or (total is not None and total < -ROUNDING):
-                raise SearchError(f"{self.url}: gave a divergence of {total} over {count} tokens, expected {wanted}")
+            if count != expected or (total is not None and total < -ROUNDING):
+                raise SearchError(f"{self.url}: gave a divergence of {total} over {count} tokens, expected {expected}")
         return {rid: (_number(total), _number(squares), count) for rid, (total, squares, count) in sums.items()}
 
     def sample_indices(self, positions: Sequence[int]) -> None:

@@ -103,9 +103,9 @@ class PrefixCache:
     def copy(self, tensor: Tensor) -> Tensor | None:
         """A copy in host memory, until `release`; `None` if there is no room, even without all other states."""
         while True:
-            found = self._slab.take(tensor)
-            if found is not None:
-                start, piece = found
+            copy = self._slab.take(tensor)
+            if copy is not None:
+                start, piece = copy
                 piece.copy_(tensor)
                 self._starts[id(piece)] = start
                 self._users[id(piece)] = 1

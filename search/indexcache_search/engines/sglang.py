@@ -141,9 +141,9 @@ class SglangEngine:
         for lane in self._lanes:
             while True:
                 try:
-                    found = self._overlap(lane, data, rows)
+                    overlap = self._overlap(lane, data, rows)
                     self._lost.pop(lane, None)
-                    return found
+                    return overlap
                 except ServerLostError as error:
                     reason = str(error)
                     if not self._came_back(lane, error, threading.Event()):

@@ -116,8 +116,8 @@ class TransformersEngine:
         fresh: bool = False,
     ) -> Iterator[Evaluation]:
         """See `Engine.evaluate`; one pattern after the other, those that share their first roles side by side."""
-        wanted = list(range(data.num_sequences) if rows is None else rows)
-        cache = None if fresh or not self._prefixes_fit(data, len(wanted)) else self._cache
+        asked = list(range(data.num_sequences) if rows is None else rows)
+        cache = None if fresh or not self._prefixes_fit(data, len(asked)) else self._cache
         for pattern in sorted(patterns, key=lambda item: item.roles):
             began = time.monotonic()
             found: list[tuple[float, int, int, int]] = []
@@ -125,14 +125,14 @@ class TransformersEngine:
                 f"--seq-len {data.seq_len} and --batch-size {self.batch_size}",
                 "shorter sequences, a smaller batch, a smaller --prefix-cache-gb or a larger device",
             ):
-                for start in range(0, len(wanted), self.batch_size):
-                    batch = wanted[start : start + self.batch_size]
+                for start in range(0, len(asked), self.batch_size):
+                    batch = asked[start : start + self.batch_size]
                     before = self._keep_baselines(batch, data, cache) if objective == "kl" else 0
                     hidden, layers = self._hidden(pattern, batch, data, cache)
                     for row, states in zip(batch, hidden, strict=True):
                         found.append((*self._score(states, row, data, objective), (before + layers) * data.seq_len))
             losses, correct, tokens, layer_tokens = zip(*found, strict=True)
-            yield Evaluation(pattern, tuple(wanted), losses, correct, tokens, layer_tokens, time.monotonic() - began)
+            yield Evaluation(pattern, tuple(asked), losses, correct, tokens, layer_tokens, time.monotonic() - began)
 
     def _prefixes_fit(self, data: TokenSet, sequences: int) -> bool:
         """Whether the states of one pattern's run fit into the prefix cache."""
@@ -174,13 +174,13 @@ class TransformersEngine:
         baseline = self._baselines[data.sha256, index].to(hidden.device) if objective == "kl" else None
         loss, correct = 0.0, 0
         for start in range(0, len(targets), LOGIT_ROWS):
-            part = slice(start, start + LOGIT_ROWS)
-            logits = self.torch_model.lm_head(rows[part]).float()
-            correct += int((logits.argmax(-1) == labels[part]).sum())
+            block = slice(start, start + LOGIT_ROWS)
+            logits = self.torch_model.lm_head(rows[block]).float()
+            correct += int((logits.argmax(-1) == labels[block]).sum())
             if baseline is None:
-                losses = objectives.nll(logits, labels[part])
+                losses = objectives.nll(logits, labels[block])
             else:
-                losses = objectives.kl(logits, self.torch_model.lm_head(baseline[part]).float())
+                losses = objectives.kl(logits, self.torch_model.lm_head(baseline[block]).float())
             loss += losses.double().sum().item()
         return loss, correct, len(targets)
 

@@ -80,9 +80,9 @@ def comparison_figure(held_out: HeldOut) -> Markup:
     figure, axes = _axes(8, 3.4)
     width = 0.8 / len(series)
     for number, (kind, name) in enumerate(series):
-        found = {row.retention: row for row in rows if (row.kind, row.name) == (kind, name)}
-        at = [index for index, item in enumerate(retentions) if item in found]
-        rises = [found[retentions[index]].increase for index in at]
+        by_retention = {row.retention: row for row in rows if (row.kind, row.name) == (kind, name)}
+        at = [index for index, item in enumerate(retentions) if item in by_retention]
+        rises = [by_retention[retentions[index]].increase for index in at]
         label = "uniform (paper's phase)" if kind == PHASE else _plain(name)
         axes.bar(
             np.asarray(at) + (number - (len(series) - 1) / 2) * width,
@@ -96,9 +96,9 @@ def comparison_figure(held_out: HeldOut) -> Markup:
     phases = [row for row in held_out.rows if row.kind == PHASE and row.retention is not None]
     dots = [(retentions.index(str(row.retention)), row.increase.mean) for row in phases]
     if any(row.phase for row in phases):
-        place = (len(series) - 1) / 2 * width
+        offset = (len(series) - 1) / 2 * width
         axes.scatter(
-            [x + place for x, _ in dots], [y for _, y in dots], s=10, color="black", zorder=3, label="each phase"
+            [x + offset for x, _ in dots], [y for _, y in dots], s=10, color="black", zorder=3, label="each phase"
         )
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_yscale("symlog", linthresh=0.1)  # the searched pattern beside baselines a hundred times worse

@@ -110,9 +110,9 @@ class Strategy(ABC):
             SearchError: if not.
         """
         available = len(goal.native.full_layers)
-        for wanted in goal.full_layers.values():
-            if wanted > available:
-                raise SearchError(f"{wanted} F layers were asked for, but only {available} layers have an indexer")
+        for count in goal.full_layers.values():
+            if count > available:
+                raise SearchError(f"{count} F layers were asked for, but only {available} layers have an indexer")
 
     def planned(self, goal: Goal) -> int | None:
         """Patterns that will run on all sequences; None where that depends on what is found."""
@@ -140,8 +140,8 @@ class SteppingStrategy(Strategy):
             steps.append(step)
             problem.on_step(step, tuple(steps))
         by_count = {len(pattern.full_layers): pattern for pattern in (problem.goal.native, *(s.pattern for s in steps))}
-        wanted = problem.goal.full_layers
-        return Outcome({retention: by_count[count] for retention, count in wanted.items()}, tuple(steps))
+        full_layers = problem.goal.full_layers
+        return Outcome({retention: by_count[count] for retention, count in full_layers.items()}, tuple(steps))
 
 
 class DirectStrategy(Strategy):

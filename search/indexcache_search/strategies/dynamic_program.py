@@ -62,11 +62,11 @@ def _extended(
     ways: dict[int, list[tuple[float, tuple[int, ...]]]], costs: NDArray[np.float64], end: int, count: int
 ) -> list[tuple[float, tuple[int, ...]]]:
     """The cheapest of `ways`, with the segment from each one's latest `F` layer to `end` added."""
-    before = [(source, place) for source, items in ways.items() if source < end for place in range(len(items))]
-    totals = np.asarray([ways[source][place][0] + costs[source, end] for source, place in before])
+    before = [(source, rank) for source, items in ways.items() if source < end for rank in range(len(items))]
+    totals = np.asarray([ways[source][rank][0] + costs[source, end] for source, rank in before])
     order = np.argsort(totals, kind="stable")[:count]
-    found = []
+    extended = []
     for at in order[np.isfinite(totals[order])]:
-        source, place = before[at]
-        found.append((float(totals[at]), (*ways[source][place][1], end)))
-    return found
+        source, rank = before[at]
+        extended.append((float(totals[at]), (*ways[source][rank][1], end)))
+    return extended

@@ -56,7 +56,12 @@ class LazyFlips:
         [layer] = racers
         self._last = layer
         before = loss - self._costs[layer]
-        return Step(layer, pattern.share(layer), loss, {one: before + self._costs[one] for one in sorted(seen)})
+        return Step(
+            layer,
+            pattern.share(layer),
+            loss,
+            {candidate: before + self._costs[candidate] for candidate in sorted(seen)},
+        )
 
     def _worth_a_look(self, pattern: Pattern, best: int, rest: list[int]) -> list[int]:
         """The first of `rest`, unless the best flip beats its old cost by more than noise."""

@@ -123,8 +123,8 @@ class SegmentCosts:
             for shared in best.shared_layers
             if self._native[shared] == "F"
         ]
-        found = [Proposal(pattern, _total(costs, pattern)) for pattern in patterns if pattern not in done]
-        return sorted(found, key=lambda item: (item.predicted, item.pattern.roles))[:SWAPS]
+        proposals = [Proposal(pattern, _total(costs, pattern)) for pattern in patterns if pattern not in done]
+        return sorted(proposals, key=lambda item: (item.predicted, item.pattern.roles))[:SWAPS]
 
     def _run(self, proposal: Proposal) -> Checked:
         [cost] = self._judge.scout([proposal.pattern], self._native, self._everything)
@@ -153,11 +153,11 @@ class SegmentCosts:
     def _interaction(self, pattern: Pattern, checked: list[Checked]) -> float:
         """What a pattern is expected to cost beyond its segments: as those that ran, by the segments they share."""
         own = set(self._segments(pattern))
-        found = [0.0]
+        excesses = [0.0]
         for item in checked:
             other = set(self._segments(item.pattern))
-            found.append((item.cost - item.predicted) * len(own & other) / max(1, len(own | other)))
-        return max(found)
+            excesses.append((item.cost - item.predicted) * len(own & other) / max(1, len(own | other)))
+        return max(excesses)
 
     def estimates(self) -> NDArray[np.float64]:
         """`[N, N + 1]`, what each segment costs as far as that is known; infinite where a segment can't be."""

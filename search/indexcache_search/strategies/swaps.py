@@ -39,14 +39,22 @@ def improve(pattern: Pattern, native: Pattern, judge: Judge, tries: int) -> Iter
         alone = [pattern.share(layer) for layer in full] + [pattern.unshare(layer) for layer in shared]
         change = {layer: cost.mean for layer, cost in zip([*full, *shared], judge.scout(alone, pattern), strict=True)}
         ranked = sorted(
-            ((change[one] + change[other], one, other) for one in full for other in shared),
+            (
+                (change[newly_shared] + change[newly_full], newly_shared, newly_full)
+                for newly_shared in full
+                for newly_full in shared
+            ),
         )
-        pairs = [(one, other) for _, one, other in ranked[:tries]]
-        pairs += [(one, other) for _, one, other in ranked[tries:] if abs(one - other) == 1]
-        patterns = [pattern.share(one).unshare(other) for one, other in pairs]
+        pairs = [(newly_shared, newly_full) for _, newly_shared, newly_full in ranked[:tries]]
+        pairs += [
+            (newly_shared, newly_full)
+            for _, newly_shared, newly_full in ranked[tries:]
+            if abs(newly_shared - newly_full) == 1
+        ]
+        patterns = [pattern.share(newly_shared).unshare(newly_full) for newly_shared, newly_full in pairs]
         choice = judge.choose(patterns, pattern)
-        found = patterns[choice.best]
-        if choice.increases[choice.best] >= -judge.noise(found, pattern):
+        swapped = patterns[choice.best]
+        if choice.increases[choice.best] >= -judge.noise(swapped, pattern):
             return
-        pattern = found
-        yield Swap(*pairs[choice.best], found, choice.loss)
+        pattern = swapped
+        yield Swap(*pairs[choice.best], swapped, choice.loss)

@@ -59,12 +59,12 @@ class Checkpoints:
         Raises:
             JournalError: if there are checkpoints, and all of them are damaged.
         """
-        there = self._complete()
-        for path in reversed(there):
+        complete = self._complete()
+        for path in reversed(complete):
             if self._is_whole(path):
                 return self._step(path)
-        if there:
-            raise JournalError(f"{there[-1]}: is damaged, and no other checkpoint is whole; --restart trains anew")
+        if complete:
+            raise JournalError(f"{complete[-1]}: is damaged, and no other checkpoint is whole; --restart trains anew")
         return 0
 
     def path(self, step: int) -> Path:
@@ -100,19 +100,19 @@ class Checkpoints:
             JournalError: if it holds something else.
         """
         weights, state = get_state_dict(model, optimizer, options=_OPTIONS)
-        wanted = {"model": weights, "optimizer": state}
+        current = {"model": weights, "optimizer": state}
         path = self.path(step) / self._share()
         tensors = load_file(path.with_suffix(".safetensors"))
         rest = json.loads(read_regular(path.with_suffix(".json"), _MAX_BYTES))
-        own, _ = _split(wanted)
+        own, _ = _split(current)
         if set(own) != set(tensors) or any(own[name].shape != tensors[name].shape for name in own):
             raise JournalError(f"{path}: holds other weights than this model trains; --restart trains anew")
-        found = _joined(wanted, tensors, rest)
+        restored = _joined(current, tensors, rest)
         set_state_dict(
             model,
             optimizer,
-            model_state_dict=found["model"],
-            optim_state_dict=found["optimizer"],
+            model_state_dict=restored["model"],
+            optim_state_dict=restored["optimizer"],
             options=_OPTIONS,
         )
 
@@ -129,8 +129,8 @@ class Checkpoints:
             return False
 
     def _complete(self) -> list[Path]:
-        there = self._folder.iterdir() if self._folder.is_dir() else ()
-        return sorted((path for path in there if _NAME.fullmatch(path.name)), key=self._step)
+        paths = self._folder.iterdir() if self._folder.is_dir() else ()
+        return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=self._step)
 
     @staticmethod
     def _step(path: Path) -> int:

@@ -20,7 +20,7 @@ class Order:
 
     def step(self, step: int, batch_size: int) -> NDArray[np.int64]:
         """Rows of a step, counted from 0."""
-        return np.array([self._at(place) for place in range(step * batch_size, (step + 1) * batch_size)])
+        return np.array([self._at(position) for position in range(step * batch_size, (step + 1) * batch_size)])
 
     def _at(self, place: int) -> int:
         epoch, within = divmod(place, self._rows)

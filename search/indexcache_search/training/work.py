@@ -46,17 +46,17 @@ def work_folder(folders: Folders, identity: Mapping[str, Any], processes: Proces
                 shutil.rmtree(folder, ignore_errors=True)
             for name in ("curves.svg", "log.jsonl", "metrics.json", "pattern.yaml"):
                 (folders.output / name).unlink(missing_ok=True)
-        wanted = json.loads(json.dumps(identity))
+        own = json.loads(json.dumps(identity))
         try:
-            found = read_json_object(path, _MAX_BYTES) if path.is_file() else wanted
+            recorded = read_json_object(path, _MAX_BYTES) if path.is_file() else own
         except FileError as error:
             raise JournalError(f"{error}; --restart discards the run") from None
-        for key in sorted({*found, *wanted}):
-            if found.get(key) != wanted.get(key):
+        for key in sorted({*recorded, *own}):
+            if recorded.get(key) != own.get(key):
                 raise JournalError(
-                    f"{path}: belongs to a run with {key} {found.get(key)}, now it is {wanted.get(key)};"
+                    f"{path}: belongs to a run with {key} {recorded.get(key)}, now it is {own.get(key)};"
                     " choose another --output, or --restart to discard it"
                 )
-        write_atomically(path, json.dumps(wanted, indent=1) + "\n")
+        write_atomically(path, json.dumps(own, indent=1) + "\n")
         processes.wait()
         yield

@@ -42,11 +42,11 @@ def merge_overrides(user: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]
         if not given or given == {FREQ_KEY: 1}:
             continue
         try:
-            found = read_spelling(given, len(pattern), Rule.SGLANG_TYPES_FIRST).pattern
+            meant = read_spelling(given, len(pattern), Rule.SGLANG_TYPES_FIRST).pattern
         except SpellingError as error:
             raise SpellingError(f"{FLAG}: {error}") from None
-        if found != pattern:
+        if meant != pattern:
             raise SpellingError(
-                f"{FLAG}: {next(iter(given))} means {found}, the pattern file {pattern}; expected one of them"
+                f"{FLAG}: {next(iter(given))} means {meant}, the pattern file {pattern}; expected one of them"
             )
     return {**{key: value for key, value in user.items() if key not in SHARING_KEYS}, **to_sglang(pattern)}
