@@ -42,7 +42,7 @@ class Report:
 
     Attributes:
         pattern: requested roles.
-        fingerprint: of the requested pattern.
+        fingerprint: sha256 of the requested pattern.
         retention: share of `F` layers.
         model: name of the model.
         source_layers: whose indices each layer uses.

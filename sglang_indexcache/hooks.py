@@ -73,9 +73,9 @@ def give_pattern(args: Any, kwargs: Any, plan_for: Callable[[str], tuple[Family,
     A NextN layer always runs its own indexer.
 
     Args:
-        args: of the call.
-        kwargs: of the call.
-        plan_for: given the model's path.
+        args: positional arguments of the hooked call.
+        kwargs: its keyword arguments.
+        plan_for: gives the family and the pattern of the model at a path.
 
     Raises:
         IndexCacheError: if `plan_for` refuses, or the overrides say something else.

@@ -35,7 +35,7 @@ class StatusError(ServerError):
     """The server answers with an error.
 
     Attributes:
-        code: of HTTP.
+        code: HTTP status code.
         detail: what it says about it, one line.
     """
 
@@ -59,10 +59,10 @@ def ask(
     Args:
         url: such as `http://host:30000`.
         path: such as `/server_info`.
-        form: that the answer must have.
+        form: what the answer is validated against.
         body: anything that JSON can hold.
         seconds: for everything, from the connection to the last byte.
-        max_bytes: of the answer.
+        max_bytes: size that the answer may have.
         key: sent as a bearer token; by default what `SGLANG_API_KEY` holds.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -77,6 +77,13 @@ class Pattern:
             raise PatternError(f"layer {outside[0]} is outside the model's layers 0 to {num_layers - 1}")
         return cls("".join(FULL if layer in layers else SHARED for layer in range(num_layers)))
 
+    def neighbours(self, locked: Collection[int] = ()) -> Iterator[Pattern]:
+        """All patterns that trade one `F` for one `S`; layer 0 stays `F`, and `locked` layers stay `S`."""
+        for full in self.full_layers[1:]:
+            for shared in self.shared_layers:
+                if shared not in locked:
+                    yield self.share(full).unshare(shared)
+
     def __str__(self) -> str:
         return self.roles
 
@@ -138,7 +145,7 @@ class Pattern:
         """Check the pattern against a model.
 
         Args:
-            num_layers: of the model's DSA attention layers.
+            num_layers: how many layers of the model can choose.
             locked: layers that are shared in the checkpoint; they have no indexer weights and can't be `F`.
 
         Raises:

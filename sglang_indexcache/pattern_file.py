@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sglang_indexcache import strict_yaml
 from sglang_indexcache.errors import FileError, IndexCacheError, PatternError, PatternFileError, is_hidden, one_line
+from sglang_indexcache.fields import Count, Finite
 from sglang_indexcache.files import read_regular, write_atomically
 from sglang_indexcache.model import SparseModel
 from sglang_indexcache.pattern import Pattern, full_layer_count, parse_retention
 
 SCHEMA = "indexcache/v1"
 
-_Finite = Annotated[float, AllowInfNan(False)]
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-_Count = Annotated[int, Field(ge=0)]
-_Layers = Annotated[tuple[_Count, ...], Field(strict=False)]
+_Layers = Annotated[tuple[Count, ...], Field(strict=False)]
 _Names = Annotated[tuple[str, ...], Field(strict=False)]
 
 
@@ -54,9 +53,9 @@ class ModelSection(_Section):
 class TrajectoryStep(_Section):
     """One layer flipped from F to S."""
 
-    layer: _Count = Field(description="the layer, counted from 0")
-    pattern_loss: _Finite = Field(description="objective after the flip")
-    stderr: _Finite | None = Field(default=None, description="paired standard error of its increase over baseline_loss")
+    layer: Count = Field(description="the layer, counted from 0")
+    pattern_loss: Finite = Field(description="objective after the flip")
+    stderr: Finite | None = Field(default=None, description="paired standard error of its increase over baseline_loss")
 
 
 class SearchSection(_Section):
@@ -64,15 +63,15 @@ class SearchSection(_Section):
 
     strategy: str
     objective: str
-    baseline_loss: _Finite = Field(description="objective with the checkpoint's own pattern")
-    loss: _Finite = Field(description="objective with `pattern`")
-    evaluations: _Count = Field(description="patterns evaluated by the strategy, baseline not counted")
-    evaluated_sequences: _Count | None = Field(
+    baseline_loss: Finite = Field(description="objective with the checkpoint's own pattern")
+    loss: Finite = Field(description="objective with `pattern`")
+    evaluations: Count = Field(description="patterns evaluated by the strategy, baseline not counted")
+    evaluated_sequences: Count | None = Field(
         default=None, description="runs of one sequence under one pattern, baseline counted: what the search cost"
     )
     seed: int
     blocks: Annotated[int, Field(ge=1)] = 1
-    noise_floor: _Finite = Field(description="difference of two evaluations of the baseline")
+    noise_floor: Finite = Field(description="difference of two evaluations of the baseline")
 
 
 class CalibrationSection(_Section):
@@ -80,9 +79,9 @@ class CalibrationSection(_Section):
 
     sources: _Names
     sha256: _Sha256 = Field(description="digest of the token stream")
-    sequences: _Count
-    seq_len: _Count = Field(description="tokens")
-    scored_tokens: _Count
+    sequences: Count
+    seq_len: Count = Field(description="tokens")
+    scored_tokens: Count
     sketch: Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$", max_length=8192)] | None = Field(
         default=None, description="which text this was, so that indexcache-eval can leave it out of held-out sets"
     )
@@ -94,7 +93,7 @@ class PatternFile(_Section):
     schema_: Literal["indexcache/v1"] = Field(alias="schema")
     model: ModelSection
     pattern: str = Field(description="one letter per layer, F runs its indexer, S reuses the last F layer's indices")
-    retention: _Finite = Field(description="share of F layers, as a decimal")
+    retention: Finite = Field(description="share of F layers, as a decimal")
     patterns: dict[str, str] = Field(default_factory=dict, description="other patterns by retention, e.g. 1/4")
     trajectory: Annotated[tuple[TrajectoryStep, ...], Field(strict=False)] = Field(
         default=(), description="layers in the order in which they became S: one file serves any retention"

@@ -26,7 +26,7 @@ class Need:
     Attributes:
         module: dotted name below `sglang.`
         name: function, `Class`, `Class.method` or `Class.field`.
-        parameters: that the function must have.
+        parameters: names that the function must take.
         mentions: attributes or string keys that must occur in the body.
     """
 

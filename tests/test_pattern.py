@@ -120,3 +120,11 @@ def test_bad_retentions_are_refused(text: str) -> None:
 @pytest.mark.parametrize(("layers", "count"), [(78, 20), (47, 12), (61, 16), (16, 4), (1, 1)])
 def test_full_layer_count_rounds_up_as_uniform_does(layers: int, count: int) -> None:
     assert full_layer_count(layers, Fraction(1, 4)) == count == len(Pattern.uniform(layers, 4).full_layers)
+
+
+def test_neighbours_trade_one_layer_for_another() -> None:
+    pattern = Pattern("FFSSF")
+    found = {neighbour.roles for neighbour in pattern.neighbours(locked=(3,))}
+    assert found == {"FSFSF", "FFFSS"}
+    assert len(set(pattern.neighbours())) == 4 and pattern not in set(pattern.neighbours())
+    assert not list(Pattern("FFF").neighbours()) and not list(Pattern("FSS").neighbours())

@@ -23,7 +23,9 @@ from sglang_indexcache.errors import IndexCacheError, ProofError
 from sglang_indexcache.families.dsa import Dsa
 from sglang_indexcache.hooks import refusing, refusing_around
 from sglang_indexcache.launch_server import Arguments, LaunchError, check_plugin_is_found, split_arguments, with_carried
+from sglang_indexcache.probes import SglangError, SglangSource
 from sglang_indexcache.serving import identity, proof, ready
+from sglang_indexcache.serving.preflight import Preflight
 from sglang_indexcache.serving.proof import Proof, Proven, effective_roles, mark_unloaded, mismatch
 from sglang_indexcache.serving.ranks import MEET_VARIABLE, RankReport, _meet_seconds, disagreement
 from sglang_indexcache.serving.request import Request
@@ -427,3 +429,32 @@ def test_the_launcher_says_a_mistake_in_the_file_at_once(tmp_path: Path) -> None
     ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and "model" in result.stderr
+
+
+# -- families
+
+
+def test_a_file_knows_its_family_and_letters_are_taken_for_dsa(tmp_path: Path) -> None:
+    assert REQUEST.family.name == "dsa" and Request("FSSFSS", PATTERN).family.name == "dsa"
+    config = {**tiny_config(indexer_types=["full"] * 6), "architectures": ["HYV4ForCausalLM"]}
+    assert Request("x", PATTERN, pattern_file(PATTERN, config)).family.name == "hy_v4"
+    with pytest.raises(IndexCacheError, match="has no DSA attention known here"):
+        other = pattern_file(PATTERN, tiny_config())
+        unknown = other.model_copy(update={"model": other.model.model_copy(update={"architecture": "Other"})})
+        _ = Request("x", PATTERN, unknown).family
+
+
+def test_a_model_without_a_configuration_is_not_proven() -> None:
+    check = Preflight(REQUEST, SglangSource(Path(), "0.0"))
+    with pytest.raises(ProofError, match="SGLang built a model without a configuration"):
+        proof.preparer(check)(nn.Linear(2, 2))
+
+
+def test_an_sglang_without_the_familys_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
+    check = Preflight(REQUEST, SglangSource.at(tmp_path))
+    with pytest.raises(SglangError, match=r"needs sglang.srt.models.deepseek_v2, which is not in SGLang unknown"):
+        check._family(str(tmp_path))
+    with pytest.raises(ProofError):
+        _ = check.family

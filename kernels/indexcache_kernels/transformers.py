@@ -152,8 +152,8 @@ def index_vectors(
     """What a lightning indexer scores with, as its own forward makes them, but with gradients.
 
     Args:
-        indexer: of a transformers DSA model.
-        rope: of its model type, see `INDEXER_ROPES`.
+        indexer: one of a transformers DSA model.
+        rope: how its model type rotates, see `INDEXER_ROPES`.
         hidden_states: `[batch, length, hidden]`.
         q_resid: `[batch, length, q_lora_rank]`.
         position_embeddings: cosine and sine.
@@ -219,7 +219,7 @@ def _attend(
         key: `[batch, 1, keys, latent + rope]`.
         value: empty.
         attention_mask: ranges, of which the indexer made `indices`.
-        scaling: of the products.
+        scaling: what products of queries and keys are multiplied by.
         dropout: must be 0.
         indices: `[batch, queries, k]`, -1 for none.
 
@@ -247,7 +247,7 @@ def attend_latent(
         query: `[batch, heads, queries, nope + rope]`.
         key: `[batch, 1, keys, latent + rope]`, of `keep_latent`.
         indices: `[batch, queries, k]`, -1 for none.
-        scaling: of the products.
+        scaling: what products of queries and keys are multiplied by.
         backend: see `indexcache_kernels.sparse_attention`.
         observe: called for each block with its place among all queries, absorbed queries `[rows, heads, dim]`, all
             keys `[batch x keys, 1, dim]`, logarithms of the denominators `[rows, heads]`, and rows of those keys

@@ -34,7 +34,7 @@ def comparison_lines(
     at every phase.
 
     Args:
-        strategy: that found `patterns`; its own baseline is not listed twice.
+        strategy: name of what found `patterns`; its own baseline is not listed twice.
         patterns: by retention.
         native: the checkpoint's own.
         similarity: cross-layer output similarity; None where it can't be measured.

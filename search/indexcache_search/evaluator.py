@@ -22,7 +22,7 @@ class Cost:
         evaluations: patterns that were evaluated, on all sequences or a part of them.
         sequences: runs of one sequence under one pattern.
         layer_tokens: layers that really ran x tokens.
-        seconds: of the engine.
+        seconds: time that the engine took.
     """
 
     evaluations: int

@@ -18,9 +18,9 @@ class FileWriter:
     """Makes the files of one search, also while it goes on.
 
     Args:
-        engine: that evaluates.
+        engine: the one that evaluates.
         calibration: the set that chooses.
-        settings: of the search.
+        settings: what the search is asked to do.
         created: the date of its first run.
     """
 

@@ -8,20 +8,18 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.errors import JournalError
 from indexcache_search.records import Sealer, complete, damaged, opened
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
+from sglang_indexcache.fields import Count, Finite
 
 FILE_NAME = "journal.jsonl"
-
-_Finite = Annotated[float, AllowInfNan(False)]
-_Count = Annotated[int, Field(ge=0)]
 
 
 class Journal:
@@ -157,19 +155,19 @@ class _Header(_Record):
 
 class _Matrix(_Record):
     matrix: str
-    values: list[list[_Finite]]
+    values: list[list[Finite]]
 
 
 class _Line(_Record):
     set: str
     pattern: str
-    repeat: _Count
-    rows: list[_Count]
-    losses: list[_Finite]
-    correct: list[_Count]
-    tokens: list[_Count]
-    layer_tokens: list[_Count]
-    seconds: _Finite
+    repeat: Count
+    rows: list[Count]
+    losses: list[Finite]
+    correct: list[Count]
+    tokens: list[Count]
+    layer_tokens: list[Count]
+    seconds: Finite
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:

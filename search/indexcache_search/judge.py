@@ -26,7 +26,7 @@ class Choice:
     Attributes:
         best: its place among them.
         loss: its loss on all sequences.
-        increases: of each pattern over the reference, on the sequences it was evaluated on.
+        increases: each pattern's loss minus the reference's, on the sequences it was evaluated on.
     """
 
     best: int
@@ -42,7 +42,7 @@ class Judge:
     left. What is chosen has always run on all sequences.
 
     Args:
-        evaluator: of the calibration set.
+        evaluator: evaluates patterns on the calibration set.
         race: False evaluates everything on all sequences.
     """
 

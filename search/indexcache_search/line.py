@@ -29,7 +29,7 @@ class Line:
         name: for people.
         retention: share of `F` layers, as it was asked for; `None` of a server, whose pattern is its own affair.
         pattern: what runs; `None` of a server.
-        phase: of uniform.
+        phase: the layer at which uniform's F layers begin, see `Pattern.uniform`.
     """
 
     kind: Kind

@@ -37,7 +37,7 @@ def collect(
     Args:
         found: its outcome.
         file: the pattern file made of it.
-        engine: that evaluated.
+        engine: the one that evaluated.
         algorithm_1: layer-tokens of the paper's search.
         table: the held-out comparison.
         matrices: `overlap` and `similarity`, `[layers, layers]`; `None` if not measured.

@@ -20,7 +20,7 @@ class Measured(_Section):
 
     Attributes:
         loss: a scored token's.
-        increase: of the loss over the baseline's, paired by sequence.
+        increase: how much the loss is above the baseline's, paired by sequence.
         accuracy: share of scored tokens that are the likeliest.
         accuracy_change: from the baseline's.
         kl: divergence from the baseline.
@@ -56,7 +56,7 @@ class HeldOut(_Section):
     """A comparison on held-out data.
 
     Attributes:
-        answer_sources: of which a loss mask picks the tokens that count.
+        answer_sources: those where a loss mask picks the tokens that count.
         sha256: of the tokens.
     """
 
@@ -98,7 +98,7 @@ class SearchResult(_Section):
         seconds: wall time of each phase of this run; resumed runs only count what they did.
         look_alikes: a line for each pattern that calibration can't tell from the one found.
         overlap: index overlap `[layers, layers]`, None if it was not measured.
-        similarity: of attention outputs, likewise.
+        similarity: attention output similarity, likewise.
     """
 
     schema_: str = Field(alias="schema")

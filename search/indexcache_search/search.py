@@ -47,10 +47,10 @@ class Found:
         steps: nested flips, where there are such.
         patterns: by retention; all on the way of `steps`, or better than what is.
         look_alikes: other patterns that calibration can't tell from those.
-        cost: of all evaluations on the calibration set.
-        baseline_loss: of the native pattern, on the calibration set.
+        cost: what all evaluations on the calibration set took.
+        baseline_loss: the native pattern's loss on the calibration set.
         noise_floor: how far two evaluations of it lie apart, on the first share of the sequences.
-        losses: of all of these patterns, on the whole set.
+        losses: each of these patterns' loss on the whole set.
         increases: over `baseline_loss`, likewise.
     """
 
@@ -69,9 +69,9 @@ class Listeners:
     """Who hears of a search while it runs.
 
     Attributes:
-        on_step: of every committed flip, and what was found so far.
-        on_pattern: of a retention whose pattern was found at once, and what was found so far.
-        notice: of what else is worth a line.
+        on_step: hears of every committed flip, and what was found so far.
+        on_pattern: hears of a retention whose pattern was found at once, and what was found so far.
+        notice: hears of what else is worth a line.
     """
 
     on_step: Callable[[Step, Found], None] = field(default=lambda step, found: None)

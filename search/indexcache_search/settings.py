@@ -20,12 +20,12 @@ class Settings:
     Attributes:
         retain: retentions wanted; the first is the pattern file's default.
         strategy: a name among `STRATEGIES`.
-        blocks: of block-wise greedy; 1 is Algorithm 1.
+        blocks: parts that block-wise greedy divides the layers into; 1 is Algorithm 1.
         candidates: flips that a lazy step evaluates at least and at most.
         race: compare patterns on growing shares of the sequences, where the strategy does that at all.
         swaps: swaps that local search tries a round; 0 for no local search.
         objective: what is minimised.
-        seed: of the calibration data's order.
+        seed: decides the order of the calibration data.
     """
 
     retain: tuple[Fraction, ...]

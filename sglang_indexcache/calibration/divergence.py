@@ -67,8 +67,8 @@ class Divergence:
 
         Args:
             data: its digest.
-            ranges: of each sequence, the positions whose next token is scored.
-            row_bytes: of one hidden state.
+            ranges: for each sequence, the positions whose next token is scored.
+            row_bytes: bytes of one hidden state.
 
         Returns:
             Sequences whose baseline is not here yet.

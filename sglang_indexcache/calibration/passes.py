@@ -15,7 +15,7 @@ class Part:
 
     Attributes:
         measured: what is measured on the request, if anything.
-        row: of its first token among the tokens of the pass.
+        row: where its first token stands among the tokens of the pass.
         first: position of that token in the request.
         tokens: how many there are.
         scored: tokens at its end for which SGLang computes logits, at least one.

@@ -47,7 +47,7 @@ def describe(config: Mapping[str, Any], name: str) -> SparseModel:
 
     Args:
         config: its content.
-        name: of the model, for people.
+        name: what people call the model.
 
     Raises:
         ModelConfigError: if its architecture is of no family, or a needed key is missing or wrong.

@@ -44,7 +44,7 @@ class Family(ABC):
 
         Args:
             config: its content.
-            name: of the model, for people.
+            name: what people call the model.
             architecture: the one of `architectures` that it names.
 
         Raises:
@@ -70,10 +70,10 @@ class Family(ABC):
         """What the installed SGLang's own code says that it would run.
 
         Args:
-            source: of the SGLang that `import sglang` takes.
+            source: source tree of the SGLang that `import sglang` takes.
             model: folder or hub id.
-            overrides: of its configuration.
-            letters: of the pattern.
+            overrides: merged into the model's configuration.
+            letters: how many letters a pattern has.
 
         Raises:
             SglangError: if it can't be asked, or refuses the model.

@@ -34,9 +34,9 @@ def make_metrics(pattern: Pattern, source: str, labels: dict[str, Any], full: in
     """Create gauges and counters for this rank's layers.
 
     Args:
-        pattern: that was proven.
+        pattern: the one that was proven.
         source: the file that it came from.
-        labels: of SGLang's own metrics on this rank.
+        labels: what SGLang's own metrics on this rank are labelled with.
         full: F layers on this rank; a pipeline stage has some of the layers only.
         shared: S layers on this rank.
 

@@ -48,7 +48,7 @@ class Proof:
     Attributes:
         pattern: read from the loaded modules of all ranks, layer by layer.
         modules: attention modules on this rank.
-        ranks: that agreed.
+        ranks: how many agreed.
     """
 
     pattern: Pattern

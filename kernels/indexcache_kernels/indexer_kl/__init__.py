@@ -31,7 +31,7 @@ def indexer_kl(
         q: `[T, H, D]`, of the attention: float32, bfloat16 or float16; no gradient.
         k: `[L, G, D]`, in the dtype of `q`; heads h of `q` use key head h // (H / G).
         lse: `[T, H]`, float32: logarithm of the attention's denominator over the same keys, see `sparse_attention`.
-        scale: of the products of `q` and `k`.
+        scale: what products of `q` and `k` are multiplied by.
         index_q: `[T, I, C]`, in the dtype of `q`.
         index_k: `[L, C]`, in the dtype of `q`.
         index_weights: `[T, I]`, float32.

@@ -16,7 +16,7 @@ def indexer_kl(
     Args:
         q: `[T, H, D]`, of the attention.
         k: `[L, G, D]`.
-        scale: of their products.
+        scale: what their products are multiplied by.
         index_q: `[T, I, C]`.
         index_k: `[L, C]`.
         index_weights: `[T, I]`.

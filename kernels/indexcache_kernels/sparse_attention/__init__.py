@@ -29,7 +29,7 @@ def sparse_attention(
         k: `[L, G, D]`, in the dtype of `q`; heads h of `q` use key head h // (H / G).
         v: `[L, G, V]`; or V, where the first V dimensions of a key are its value, as in absorbed MLA (D 576, V 512).
         indices: `[T, K]`, int32: rows of `k`, in any order, -1 for none; the same for all heads.
-        scale: of the products, before the softmax.
+        scale: what products are multiplied by, before the softmax.
         backend: `naive` is PyTorch with gathered copies, `triton` needs a CUDA device or TRITON_INTERPRET=1,
             `flash_mla` sgl_kernel, and runs its forward for absorbed MLA in bfloat16 on Hopper. `auto` takes the first
             that fits of the last, `triton` on CUDA, and `naive`.

@@ -48,15 +48,15 @@ def build(
     """Read the sources and generate the tasks.
 
     Args:
-        reader: of the sources.
-        load_tokenizer: of the model; called where there are tasks.
+        reader: reads the sources.
+        load_tokenizer: gives the model's tokenizer; called where there are tasks.
         model: gives `first_choice`.
         sources: shared out over `sequences`, as `indexcache-search` does; may be empty.
         tasks: names from `TASKS`.
         haystack: source of the text around the needles.
         seq_len: tokens of each sequence.
-        sequences: of all sources together.
-        samples: of each task.
+        sequences: how many all sources give together.
+        samples: how many each task gives.
         chat: put the chat template around a task's text.
         calibrated: sketches of what the patterns were calibrated on, which is left out.
 

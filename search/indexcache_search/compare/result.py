@@ -33,7 +33,7 @@ def collect(
     Args:
         lines: the baseline first.
         held_out: what was run.
-        first_choice: of the model.
+        first_choice: see `SparseModel`.
         model: its name.
         engine: what ran it, or the servers.
         seq_len: tokens a sequence.

@@ -61,7 +61,7 @@ class Candidates:
 
     Attributes:
         patterns: as `spec.PatternSpec`, with `NAME=` before it if it is to have one.
-        retentions: of files that name none.
+        retentions: what is compared of files that name none.
         uniform: whether uniform patterns at all phases stand beside them.
         endpoints: servers; the first is the baseline.
     """
@@ -91,8 +91,8 @@ def run(
     Args:
         model: folder or hub id; with servers its tokenizer and config.json are all that is read.
         candidates: what is compared.
-        data: on what.
-        runtime: of patterns.
+        data: what is compared on.
+        runtime: how patterns are evaluated.
         output: folder of the results, and of the journal.
         restart: discard the journal first.
         console: for people.

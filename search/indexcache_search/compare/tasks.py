@@ -119,10 +119,10 @@ def sample(task: str, tokenizer: Any, haystack: Sequence[int], seq_len: int, see
 
     Args:
         task: one of `TASKS`.
-        tokenizer: of transformers.
+        tokenizer: a transformers tokenizer.
         haystack: tokens of running text, at least `seq_len`.
         seq_len: tokens.
-        seed: of this sample.
+        seed: decides this sample.
         chat: put the tokenizer's chat template around the text.
 
     Raises:

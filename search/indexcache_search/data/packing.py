@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -133,7 +133,7 @@ def build_token_sets(
     """Build the calibration and the held-out evaluation set.
 
     Args:
-        reader: of the sources.
+        reader: reads the sources.
         model: gives `first_choice`: only targets predicted from there on are scored, since before every pattern gives
             the same output.
         calibration: sources; each gets an equal share of the sequences, the first ones what does not divide.
@@ -197,7 +197,7 @@ def held_out_set(
     """
     packer = replace(_packer(reader, model, seq_len), calibrated=tuple(calibrated))
     collected = packer.collect(sources, count, EVALUATION_ORDER_SEED, "evaluation")
-    return collected, packer.left_out[0]
+    return collected, packer.left_out
 
 
 def _packer(reader: TokenReader, model: SparseModel, seq_len: int) -> _Packer:
@@ -209,7 +209,7 @@ def _packer(reader: TokenReader, model: SparseModel, seq_len: int) -> _Packer:
     return _Packer(reader, seq_len, model.first_choice + 1, set(), Sketch())
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Packer:
     """Packs sections into sequences.
 
@@ -227,7 +227,7 @@ class _Packer:
     used: set[bytes]
     seen: Sketch
     calibrated: tuple[Sketch, ...] = ()
-    left_out: list[int] = field(default_factory=lambda: [0])
+    left_out: int = 0
 
     def collect(self, sources: Sequence[str], count: int, seed: int, what: str) -> TokenSet:
         if not sources or count < len(sources):
@@ -256,7 +256,7 @@ class _Packer:
             if section.digest in self.used or self.seen.covers(section.tokens):
                 continue
             if any(sketch.covers(section.tokens) for sketch in self.calibrated):
-                self.left_out[0] += 1
+                self.left_out += 1
                 continue
             self.used.add(section.digest)
             self.seen.add(section.tokens)

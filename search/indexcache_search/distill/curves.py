@@ -16,7 +16,7 @@ def draw(records: Sequence[Mapping[str, Any]], warmup_steps: int) -> str:
     """Losses, held out and in training, and the divergence of each indexer, over the steps.
 
     Args:
-        records: of the log.
+        records: what the log holds.
         warmup_steps: where the sparse stage begins.
     """
     steps = [record for record in records if "losses" not in record]

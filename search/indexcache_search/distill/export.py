@@ -34,7 +34,7 @@ def export(
 
     Args:
         model: knows how its parameters are called in checkpoints.
-        weights: of all its parameters and buffers, in the dtypes to be written.
+        weights: all its parameters and buffers, in the dtypes to be written.
         source: folder or hub id that the model came from.
         pattern: what it was trained for.
         folder: replaced if it is there.

@@ -42,11 +42,11 @@ def attend_and_compare(
         query: `[batch, heads, queries, dim]`.
         key: `[batch, 1, keys, latent + rope]`.
         ranges: first keys and ends of the queries, `[batch, 1, queries, 2]`.
-        scale: of the products.
-        vectors: of the indexer.
+        scale: what products of queries and keys are multiplied by.
+        vectors: the indexer's queries, keys and weights.
         indices: `[batch, queries, k]`, what is attended to and compared over; None for all earlier keys, in which case
             the attention has no gradient.
-        backend: of the kernels.
+        backend: what the kernels run on.
         compare: whether to compare at all.
 
     Returns:
@@ -122,7 +122,7 @@ def dense_attention(attention: Any, query: Tensor, key: Tensor, scale: float) ->
         attention: what makes keys and values of latents.
         query: `[batch, heads, queries, dim]`.
         key: `[batch, 1, keys, latent + rope]`, as many keys as queries.
-        scale: of the products.
+        scale: what products of queries and keys are multiplied by.
 
     Returns:
         `[batch, queries, heads, value]`, and the logarithms of the softmax's denominators, `[batch, heads, queries]`,

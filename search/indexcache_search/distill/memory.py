@@ -47,14 +47,14 @@ def estimate(
     """Count weights exactly, and activations by their largest tensors.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         pattern: says which indexers train.
         stage: says whether the body trains.
         seq_len: tokens a sequence.
         micro_batch_size: sequences a forward.
         processes: over which FSDP2 shards.
         bfloat16: computes in bfloat16; else in float32.
-        gradient_checkpointing: in the sparse stage keeps a layer's input alone, and runs the layer again.
+        gradient_checkpointing: the sparse stage keeps a layer's input alone, and runs the layer again.
         kernels: without `[queries, keys]` tensors.
     """
     with torch.device("meta"):

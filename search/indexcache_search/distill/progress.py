@@ -19,7 +19,7 @@ class TrainingProgress:
     Args:
         console: quiet in all processes but the first; on something that is no terminal only the lines are written.
         done: steps that an earlier run has done.
-        steps: of all stages.
+        steps: how many all stages take.
     """
 
     def __init__(self, console: Console, done: int, steps: int) -> None:

@@ -25,16 +25,16 @@ class Settings:
     Attributes:
         pattern: what the model will be served with.
         loss: see `Distillation`.
-        warmup_steps: of the dense warm-up; 0 leaves it out.
-        sparse_steps: of sparse training; 0 leaves it out.
-        warmup_lr: of the indexers in the warm-up.
-        indexer_lr: of the indexers in sparse training.
-        lr: of the body in sparse training.
+        warmup_steps: steps of the dense warm-up; 0 leaves it out.
+        sparse_steps: steps of sparse training; 0 leaves it out.
+        warmup_lr: peak learning rate of the indexers in the warm-up.
+        indexer_lr: peak learning rate of the indexers in sparse training.
+        lr: peak learning rate of the body in sparse training.
         schedule: after the ramp: `cosine` to a tenth; `wsd` stays and falls to 0 over the last fifth; `constant`.
-        ramp_steps: of a linear ramp that each stage begins with.
+        ramp_steps: length of the linear ramp that each stage begins with.
         batch_size: sequences a step, of all processes together.
         micro_batch_size: sequences a forward of one process.
-        weight_decay: of the body's matrices.
+        weight_decay: AdamW's, on the body's matrices.
         max_norm: to which the gradients of indexers and body are clipped, each for itself.
         seed: order of the training sequences.
     """
@@ -113,7 +113,7 @@ class Runtime:
 
     Attributes:
         device: `auto` or `cpu`.
-        dtype: that of the computations: `auto`, `float32` or `bfloat16`; what trains is float32 in any case.
+        dtype: what computations run in: `auto`, `float32` or `bfloat16`; what trains is float32 in any case.
         attention: `auto`, `naive` or `kernels`.
         keep_shared: write the indexers of S layers, too; None: where transformers needs them.
     """

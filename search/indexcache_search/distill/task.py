@@ -31,9 +31,9 @@ class StageTask:
     """One stage of one model, as a `training.loop.Task`.
 
     Args:
-        processes: which train together.
+        processes: those that train together.
         model: as loaded, in the first process.
-        settings: of the run.
+        settings: what the run is asked to do.
         stage: to train.
         train: training sequences; `scored` says which tokens count in the language modelling loss.
         held_out: evaluation sequences.

@@ -7,10 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NoReturn, TypeVar
 
-from pydantic import AllowInfNan, BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern, protocol
+from sglang_indexcache.fields import Finite
 from sglang_indexcache.http_client import KEY_VARIABLE, NoAnswerError, ServerError, StatusError, ask, shown
 from sglang_indexcache.protocol import Range
 
@@ -20,8 +21,7 @@ BUSY_SECONDS = 120
 ROUNDING = 1e-3  # nats by which a sum that can't be negative may be
 _BYTES, _BYTES_A_TOKEN = 4 << 20, 1 << 10  # of an answer
 
-_Finite = Annotated[float, AllowInfNan(False)]
-_Number = _Finite | None  # JSON has null where a number is not finite
+_Number = Finite | None  # JSON has null where a number is not finite
 _Answer = TypeVar("_Answer")
 
 
@@ -44,7 +44,7 @@ class Rank(BaseModel):
     process: int = 0
     missing: list[Annotated[int, Field(ge=0)]] = []
     sums: dict[str, tuple[_Number, _Number, Annotated[int, Field(gt=0)]]] = {}
-    overlap: list[list[_Finite]] = []
+    overlap: list[list[Finite]] = []
     queries: Annotated[int, Field(ge=0)] = 0
 
 
@@ -130,9 +130,9 @@ class CalibrationServer:
         """Logprob of each token from `start` on, and whether it is the likeliest.
 
         Args:
-            sequences: of token ids.
+            sequences: token ids of each.
             start: at least 1.
-            ids: of the requests, where something is measured on them.
+            ids: request ids, where something is measured on them.
 
         Raises:
             ServerLostError: if the server goes away.
@@ -169,7 +169,7 @@ class CalibrationServer:
 
         Args:
             data: its digest.
-            ranges: of each sequence, the positions whose next token is scored, the last one excluded.
+            ranges: for each sequence, the positions whose next token is scored, the last one excluded.
 
         Returns:
             Numbers of the sequences whose baseline is still to be run.

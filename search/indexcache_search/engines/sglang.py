@@ -50,7 +50,7 @@ class SglangEngine:
     server, or a data-parallel rank of one.
 
     Args:
-        servers: in calibration mode, with the same model.
+        servers: all in calibration mode, with the same model.
         description: what the model's config.json says.
         batch_size: sequences a request.
         patience: seconds to wait for a lost server; the others go on meanwhile.

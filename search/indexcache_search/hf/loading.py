@@ -23,7 +23,7 @@ def load_model(model: str, description: SparseModel, dtype: torch.dtype | str) -
     Args:
         model: folder or hub id.
         description: what its config.json says.
-        dtype: of the weights, or `auto` for the checkpoint's own.
+        dtype: what the weights are converted to, or `auto` for the checkpoint's own.
 
     Raises:
         SearchError: if it can't be found or loaded, or a weight is missing or not a number, or if transformers computes

@@ -32,7 +32,7 @@ def apply_roles(
     under another.
 
     Args:
-        model: of transformers, of a family in `sglang_indexcache.families`.
+        model: a transformers model of a family in `sglang_indexcache.families`.
         pattern: must be `S` on layers that have no indexer.
         observe: sees the indices of every layer that has an indexer, also the reused ones.
         carried: indices that an `S` layer reuses before any `F` layer ran, for a forward that skips the lower layers.

@@ -92,8 +92,8 @@ class Strategy(ABC):
     """A way to look for patterns.
 
     Attributes:
-        name: on the command line and in pattern files.
-        summary: of what it evaluates, for `--help`.
+        name: what it is called on the command line and in pattern files.
+        summary: what it evaluates, for `--help`.
         races: compares patterns on growing shares of the sequences, where that is not turned off.
         takes_blocks: knows `Goal.blocks`.
     """

@@ -117,12 +117,7 @@ class SegmentCosts:
     def _swapped(self, checked: list[Checked]) -> list[Proposal]:
         """Those a swap away from the first of `checked` whose segments cost least, without what is among `checked`."""
         best, done, costs = checked[0].pattern, {item.pattern for item in checked}, self.estimates()
-        patterns = [
-            best.share(full).unshare(shared)
-            for full in best.full_layers[1:]
-            for shared in best.shared_layers
-            if self._native[shared] == "F"
-        ]
+        patterns = best.neighbours(self._native.shared_layers)
         proposals = [Proposal(pattern, _total(costs, pattern)) for pattern in patterns if pattern not in done]
         return sorted(proposals, key=lambda item: (item.predicted, item.pattern.roles))[:SWAPS]
 

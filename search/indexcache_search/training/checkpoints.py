@@ -46,8 +46,8 @@ class Checkpoints:
     """The checkpoints of a run, one folder each; a folder is there under its name only when it is complete.
 
     Args:
-        folder: of all of them.
-        processes: which write and read together.
+        folder: where they all are.
+        processes: those that write and read together.
     """
 
     def __init__(self, folder: Path, processes: Processes) -> None:

@@ -17,7 +17,7 @@ class TrainingLog:
     """Records with a `step`, the number of steps done, one JSON object a line, with checksums.
 
     Args:
-        path: of the file.
+        path: the file.
         step: what is recorded of later steps is dropped, since they are done again; with 0 everything is.
         tensorboard: folder for TensorBoard event files, or None.
     """

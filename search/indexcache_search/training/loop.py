@@ -61,9 +61,9 @@ class Loop:
     """Runs tasks.
 
     Args:
-        processes: which train together.
-        checkpoints: of the run.
-        log: of the run, in the process that writes it.
+        processes: those that train together.
+        checkpoints: where the run's states are kept.
+        log: the run's records, in the process that writes them.
         watch: hears of everything.
         intervals: between what takes time.
     """

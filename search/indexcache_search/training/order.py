@@ -11,7 +11,7 @@ class Order:
 
     Args:
         rows: how many there are.
-        seed: of the shuffles; the same seed gives the same stream everywhere.
+        seed: decides the shuffles; the same seed gives the same stream everywhere.
     """
 
     def __init__(self, rows: int, seed: int) -> None:

@@ -24,8 +24,8 @@ class Processes:
 
     Attributes:
         index: 0 is the first, which writes and speaks.
-        count: of all.
-        device: of this one.
+        count: how many there are.
+        device: what this one computes on.
         bfloat16: computes in bfloat16; else in float32.
     """
 

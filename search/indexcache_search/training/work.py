@@ -25,7 +25,7 @@ def work_folder(folders: Folders, identity: Mapping[str, Any], processes: Proces
     Args:
         folders: `restart` discards what an earlier run left there.
         identity: what the trained weights depend on; another run's folder is refused.
-        processes: of the run.
+        processes: all processes of the run.
 
     Raises:
         JournalError: if the folder belongs to another run, or another process uses it.

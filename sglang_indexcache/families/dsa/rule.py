@@ -24,7 +24,7 @@ def effective_pattern(source: SglangSource, model: str, overrides: Mapping[str, 
     pools ask (0.5.14 and newer).
 
     Args:
-        source: of the SGLang that `import sglang` takes.
+        source: source tree of the SGLang that `import sglang` takes.
 
     Raises:
         SglangError: if the functions are not there, or refuse the model.
