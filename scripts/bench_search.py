@@ -4,6 +4,13 @@
     python -m scripts.bench_search --model build/models/deep24 --device cuda --batch-size 8
     python -m scripts.bench_search --model sim:78                        # a simulated model of 78 layers for each seed
 
+Many seeds run side by side, also where the data libraries are missing:
+
+    python -m scripts.bench_search --seeds 0,1,2,3 --write-sets build/sets.npz
+    python -m scripts.bench_search --sets build/sets.npz --seeds 0,1 --output a.json &
+    python -m scripts.bench_search --sets build/sets.npz --seeds 2,3 --output b.json & wait
+    python -m scripts.bench_search --sets build/sets.npz --merge a.json b.json
+
 Every strategy runs by itself, with a journal and a prefix cache of its own. Cost: patterns evaluated, and layer-tokens
 (layers that really ran x tokens) relative to the paper's Algorithm 1, which runs every layer of every evaluation.
 Quality: increase of the held-out loss over the own pattern of the checkpoint, mean over seeds; errors are over held-out
@@ -58,6 +65,7 @@ VARIANTS = {
     "greedy + swaps": replace(PLAIN, swaps=32),
     "exhaustive": replace(PLAIN, strategy="exhaustive"),
 }
+SET_PARTS = ("tokens", "scored", "source_of", "sources")
 DEFAULT = ("greedy (Algorithm 1)", "segments", "segments + swaps", "lazy")
 
 
@@ -89,6 +97,19 @@ class Run:
             "held_out": {str(kept): item.losses for kept, item in self.held_out.items()},
         }
 
+    @classmethod
+    def from_json(cls, content: dict[str, Any], data: TokenSet) -> Run:
+        """What `as_json` wrote; what was not written is 0 or empty."""
+        patterns = {Fraction(kept): Pattern(roles) for kept, roles in content["patterns"].items()}
+        sequences, tokens = range(data.num_sequences), tuple(data.scored.sum(1).tolist())
+        nothing = (0,) * data.num_sequences
+        held_out = {
+            Fraction(kept): Evaluation(Pattern("F"), tuple(sequences), tuple(losses), nothing, tokens, nothing, 0.0)
+            for kept, losses in content["held_out"].items()
+        }
+        share, seconds = content["share_of_algorithm_1"], content["seconds"]
+        return cls(Cost(**content["cost"]), share, seconds, patterns, held_out)
+
 
 def run(case: Case, settings: Settings) -> Run:
     """Search with a journal of its own."""
@@ -107,22 +128,50 @@ def run(case: Case, settings: Settings) -> Run:
     return Run(found.cost, found.cost.layer_tokens / search.algorithm_1(), seconds, found.patterns, held_out)
 
 
+def token_sets(options: argparse.Namespace) -> Iterator[tuple[int, TokenSet, TokenSet]]:
+    """Each seed's calibration and held-out set, of the demo's data; read from a file where one is given."""
+    if options.sets is not None:
+        arrays = np.load(options.sets, allow_pickle=False)
+        for seed in map(int, options.seeds.split(",")):
+            yield seed, read_set(arrays, f"calibration-{seed}"), read_set(arrays, "held-out")
+        return
+    reader = TokenReader(lambda: load_tokenizer(options.model), read_config(options.model).vocab_size, options.seq_len)
+    for seed in map(int, options.seeds.split(",")):
+        yield (
+            seed,
+            *build_token_sets(
+                reader,
+                describe_model(options.model),
+                demo.CALIBRATION,
+                demo.EVALUATION,
+                seq_len=options.seq_len,
+                num_calibration=options.sequences,
+                num_evaluation=options.eval_sequences,
+                seed=seed,
+            ),
+        )
+
+
+def read_set(arrays: Mapping[str, NDArray[Any]], name: str) -> TokenSet:
+    """One set of a file that `--write-sets` wrote."""
+    tokens, scored, source_of, sources = (arrays[f"{name}-{part}"] for part in SET_PARTS)
+    return TokenSet(tokens, scored, source_of, tuple(sources.tolist()))
+
+
+def write_sets(options: argparse.Namespace) -> None:
+    """Write the sets of all seeds; the held-out one is the same for all."""
+    arrays: dict[str, NDArray[Any]] = {}
+    for seed, calibration, held_out in token_sets(options):
+        for name, data in ((f"calibration-{seed}", calibration), ("held-out", held_out)):
+            arrays |= {f"{name}-{part}": np.asarray(getattr(data, part)) for part in SET_PARTS}
+    np.savez_compressed(options.write_sets, **arrays)
+
+
 def transformers_cases(options: argparse.Namespace) -> Iterator[Case]:
     """The demo's calibration and held-out data for a real model."""
     set_quiet()
     loaded = TransformersEngine.load(options.model, options.device)
-    reader = TokenReader(lambda: load_tokenizer(options.model), read_config(options.model).vocab_size, options.seq_len)
-    for seed in map(int, options.seeds.split(",")):
-        calibration, held_out = build_token_sets(
-            reader,
-            describe_model(options.model),
-            demo.CALIBRATION,
-            demo.EVALUATION,
-            seq_len=options.seq_len,
-            num_calibration=options.sequences,
-            num_evaluation=options.eval_sequences,
-            seed=seed,
-        )
+    for _, calibration, held_out in token_sets(options):
         yield Case(
             lambda: TransformersEngine(loaded.torch_model, loaded.model, options.batch_size, options.prefix_cache_gb),
             calibration,
@@ -137,6 +186,19 @@ def simulated_cases(options: argparse.Namespace) -> Iterator[Case]:
         engine = SimulatedEngine(layers, seed, Structure())
         calibration, held_out = engine.tokens(options.sequences, seed=1), engine.tokens(options.eval_sequences, seed=2)
         yield Case(partial(SimulatedEngine, layers, seed, Structure()), calibration, held_out)
+
+
+def merged(files: Sequence[Path], data: TokenSet) -> dict[str, list[Run]]:
+    """What several runs found, by strategy in the order of seeds."""
+    found: dict[str, dict[int, Run]] = {}
+    for content in (json.loads(path.read_text()) for path in files):
+        seeds = [int(seed) for seed in content["options"]["seeds"].split(",")]
+        for name, items in content["runs"].items():
+            found.setdefault(name, {}).update(
+                {seed: Run.from_json(item, data) for seed, item in zip(seeds, items, strict=False)}
+            )
+    common = set.intersection(*(set(runs) for runs in found.values()))
+    return {name: [runs[seed] for seed in sorted(common)] for name, runs in found.items()}
 
 
 def mean_over_seeds(runs: Sequence[Run], kept: Fraction) -> Evaluation:
@@ -225,12 +287,20 @@ def main() -> None:
     parser.add_argument("--prefix-cache-gb", type=float, default=1.5)
     parser.add_argument("--against", default=DEFAULT[0])
     parser.add_argument("--output", type=Path, default=Path("bench_search.json"))
+    parser.add_argument("--write-sets", type=Path, metavar="FILE", help="only write the token sets of all seeds")
+    parser.add_argument("--sets", type=Path, metavar="FILE", help="token sets that were written before")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="only show what several runs found")
     options = parser.parse_args()
+    if options.write_sets is not None:
+        write_sets(options)
+        return
     retain = tuple(parse_retention(item) for item in options.retain.split(","))
     runs: dict[str, list[Run]] = {name: [] for name in options.strategies.split(";")}
-    for number, case in enumerate(
-        (simulated_cases if options.model.startswith("sim:") else transformers_cases)(options)
-    ):
+    if options.merge:
+        _, _, data = next(token_sets(options))
+        runs = merged(options.merge, data)
+    new_cases = simulated_cases if options.model.startswith("sim:") else transformers_cases
+    for number, case in enumerate(() if options.merge else new_cases(options)):
         data = case.held_out
         for name, items in runs.items():
             settings = replace(VARIANTS[name], retain=retain, objective=options.objective)
