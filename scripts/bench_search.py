@@ -6,10 +6,10 @@
 
 Many seeds run side by side, also where the data libraries are missing:
 
-    python -m scripts.bench_search --seeds 0,1,2,3 --write-sets build/sets.npz
-    python -m scripts.bench_search --sets build/sets.npz --seeds 0,1 --output a.json &
-    python -m scripts.bench_search --sets build/sets.npz --seeds 2,3 --output b.json & wait
-    python -m scripts.bench_search --sets build/sets.npz --merge a.json b.json
+    python -m scripts.bench_search --seeds 0,1,2,3 --write-sets build/sets
+    python -m scripts.bench_search --sets build/sets --seeds 0,1 --output a.json &
+    python -m scripts.bench_search --sets build/sets --seeds 2,3 --output b.json & wait
+    python -m scripts.bench_search --sets build/sets --merge a.json b.json
 
 Every strategy runs by itself, with a journal and a prefix cache of its own. Cost: patterns evaluated, and layer-tokens
 (layers that really ran x tokens) relative to the paper's Algorithm 1, which runs every layer of every evaluation.
@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from indexcache_search import demo, estimates
 from indexcache_search.data.packing import TokenReader, build_token_sets
+from indexcache_search.data.stored import load_set, save_set
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine, Evaluation
 from indexcache_search.engines.transformers import TransformersEngine
@@ -65,7 +66,6 @@ VARIANTS = {
     "greedy + swaps": replace(PLAIN, swaps=32),
     "exhaustive": replace(PLAIN, strategy="exhaustive"),
 }
-SET_PARTS = ("tokens", "scored", "source_of", "sources")
 DEFAULT = ("greedy (Algorithm 1)", "segments", "segments + swaps", "lazy")
 
 
@@ -129,11 +129,13 @@ def run(case: Case, settings: Settings) -> Run:
 
 
 def token_sets(options: argparse.Namespace) -> Iterator[tuple[int, TokenSet, TokenSet]]:
-    """Each seed's calibration and held-out set, of the demo's data; read from a file where one is given."""
+    """Each seed's calibration and held-out set, of the demo's data; read from a folder where one is given."""
     if options.sets is not None:
-        arrays = np.load(options.sets, allow_pickle=False)
         for seed in map(int, options.seeds.split(",")):
-            yield seed, read_set(arrays, f"calibration-{seed}"), read_set(arrays, "held-out")
+            calibration, held_out = (load_set(options.sets / name) for name in (f"calibration-{seed}", "held-out"))
+            if calibration is None or held_out is None:
+                raise SystemExit(f"{options.sets}: has no sets of seed {seed}; expected --write-sets before")
+            yield seed, calibration, held_out
         return
     reader = TokenReader(lambda: load_tokenizer(options.model), read_config(options.model).vocab_size, options.seq_len)
     for seed in map(int, options.seeds.split(",")):
@@ -152,19 +154,11 @@ def token_sets(options: argparse.Namespace) -> Iterator[tuple[int, TokenSet, Tok
         )
 
 
-def read_set(arrays: Mapping[str, NDArray[Any]], name: str) -> TokenSet:
-    """One set of a file that `--write-sets` wrote."""
-    tokens, scored, source_of, sources = (arrays[f"{name}-{part}"] for part in SET_PARTS)
-    return TokenSet(tokens, scored, source_of, tuple(sources.tolist()))
-
-
 def write_sets(options: argparse.Namespace) -> None:
     """Write the sets of all seeds; the held-out one is the same for all."""
-    arrays: dict[str, NDArray[Any]] = {}
     for seed, calibration, held_out in token_sets(options):
         for name, data in ((f"calibration-{seed}", calibration), ("held-out", held_out)):
-            arrays |= {f"{name}-{part}": np.asarray(getattr(data, part)) for part in SET_PARTS}
-    np.savez_compressed(options.write_sets, **arrays)
+            save_set(data, options.write_sets / name)
 
 
 def transformers_cases(options: argparse.Namespace) -> Iterator[Case]:
@@ -287,8 +281,8 @@ def main() -> None:
     parser.add_argument("--prefix-cache-gb", type=float, default=1.5)
     parser.add_argument("--against", default=DEFAULT[0])
     parser.add_argument("--output", type=Path, default=Path("bench_search.json"))
-    parser.add_argument("--write-sets", type=Path, metavar="FILE", help="only write the token sets of all seeds")
-    parser.add_argument("--sets", type=Path, metavar="FILE", help="token sets that were written before")
+    parser.add_argument("--write-sets", type=Path, metavar="FOLDER", help="only write the token sets of all seeds")
+    parser.add_argument("--sets", type=Path, metavar="FOLDER", help="token sets that were written before")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="only show what several runs found")
     options = parser.parse_args()
     if options.write_sets is not None:

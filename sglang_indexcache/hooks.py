@@ -98,10 +98,7 @@ def installed_source(features: Iterable[Feature]) -> SglangSource:
     source = SglangSource.installed()
     if source is None:
         raise SglangError("SGLang is not installed")
-    for feature in features:
-        reason = source.refusal(feature)
-        if reason is not None:
-            raise SglangError(reason)
+    source.require(*features)
     return source
 
 

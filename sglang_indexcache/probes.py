@@ -197,6 +197,16 @@ class SglangSource:
         """Why this SGLang does not have `feature`: its first missing need, or `None`."""
         return next((reason for reason in map(self.missing, feature.needs) if reason is not None), None)
 
+    def require(self, *features: Feature) -> None:
+        """Check that this SGLang has all of `features`.
+
+        Raises:
+            SglangError: naming the first missing need.
+        """
+        for reason in map(self.refusal, features):
+            if reason is not None:
+                raise SglangError(reason)
+
     def _tree(self, module: str) -> ast.Module | None:
         if module not in self._trees:
             path = self.root.joinpath(*module.split("."))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.errors import JournalError
-from indexcache_search.records import Sealer, complete, damaged, opened
+from indexcache_search.records import Sealer, append, check_identity, complete, damaged, opened
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.fields import Count, Finite
@@ -77,7 +76,7 @@ class Journal:
             try:
                 if number == 1:
                     header = _Header.model_validate(record)
-                    self._check_identity(header.identity, identity)
+                    check_identity(self.path, "search", "--work-dir", header.identity, identity)
                     self.facts = header.facts
                 elif "matrix" in record:
                     matrix = _Matrix.model_validate(record)
@@ -87,14 +86,6 @@ class Journal:
                     self._add(key, evaluation)
             except (ValidationError, PatternError):
                 raise damaged(self.path, number) from None
-
-    def _check_identity(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-        for key in sorted({*found, *wanted}):
-            if found.get(key) != wanted.get(key):
-                raise JournalError(
-                    f"{self.path}: belongs to a search with {key} {found.get(key)}, now it is {wanted.get(key)};"
-                    " choose another --work-dir, or --restart to discard it"
-                )
 
     def __enter__(self) -> Self:
         return self
@@ -139,9 +130,7 @@ class Journal:
         self._matrices[name] = values
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        self._file.write(self._sealer.seal(record))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        append(self._file, self._sealer, record)
 
 
 class _Record(BaseModel):

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from indexcache_search.errors import JournalError
 
@@ -47,6 +49,34 @@ class Sealer:
     def _next(self, text: bytes) -> bytes:
         self._chain = hashlib.sha256(self._chain + text).hexdigest()[:16].encode()
         return self._chain
+
+
+def append(file: IO[bytes], sealer: Sealer, record: Mapping[str, Any]) -> None:
+    """Write the next line of `file`; it is on disk when this returns."""
+    file.write(sealer.seal(record))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def check_identity(path: Path, what: str, option: str, recorded: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Check that what lies in `path` belongs to this run.
+
+    Args:
+        path: the file that holds `recorded`.
+        what: it belongs to, for people: `search`.
+        option: names another place.
+        recorded: what its results depend on.
+        own: what this run's results depend on.
+
+    Raises:
+        JournalError: naming the first difference.
+    """
+    for key in sorted({*recorded, *own}):
+        if recorded.get(key) != own.get(key):
+            raise JournalError(
+                f"{path}: belongs to a {what} with {key} {recorded.get(key)}, now it is {own.get(key)};"
+                f" choose another {option}, or --restart to discard it"
+            )
 
 
 def complete(content: bytes) -> bytes:

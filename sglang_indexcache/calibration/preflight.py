@@ -11,7 +11,7 @@ from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.hooks import bound_arguments, give_pattern
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.probes import SglangError, SglangSource
+from sglang_indexcache.probes import SglangSource
 from sglang_indexcache.serving.preflight import FOREIGN_CACHES
 
 LAUNCH_FLAGS = ("--disable-radix-cache", "--disable-cuda-graph", "--enable-fp32-lm-head")
@@ -90,9 +90,7 @@ class Calibration:
     def _schedule(self, model: str) -> tuple[Family, Pattern]:
         if self._pattern is None:
             checkpoint = Checkpoint.read(model)
-            needed = self._source.refusal(checkpoint.family.serving)
-            if needed is not None:
-                raise SglangError(needed)
+            self._source.require(checkpoint.family.serving)
             self._family = checkpoint.family
             self._pattern = Pattern.full(checkpoint.model.num_layers, checkpoint.locked)
             self.config_sha256, self.weights_sha256 = checkpoint.model.config_sha256, weights_digest(model)

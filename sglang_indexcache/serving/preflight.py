@@ -10,7 +10,7 @@ from sglang_indexcache.errors import IndexCacheError, ProofError
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.hooks import bound_arguments, give_pattern
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.probes import SglangError, SglangSource
+from sglang_indexcache.probes import SglangSource
 from sglang_indexcache.serving.request import Request
 
 FOREIGN_CACHES = ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
@@ -85,9 +85,7 @@ class Preflight:
             checkpoint, request = Checkpoint.read(model), self._request
             for error in checkpoint.misfits(request.pattern, request.file, request.allow_config_mismatch):
                 raise error
-            needed = self._source.refusal(checkpoint.family.serving)
-            if needed is not None:
-                raise SglangError(needed)
+            self._source.require(checkpoint.family.serving)
             self._families[model] = checkpoint.family
         return self._families[model]
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from indexcache_search.data.packing import TokenReader, build_training_sets
+from indexcache_search.data.stored import load_set, save_set
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.curves import draw
 from indexcache_search.distill.export import export, trained_pattern_file
@@ -34,7 +35,6 @@ from indexcache_search.training.log import TrainingLog
 from indexcache_search.training.loop import Loop
 from indexcache_search.training.processes import Processes, joined
 from indexcache_search.training.settings import Folders
-from indexcache_search.training.stored import load_set, save_set
 from indexcache_search.training.work import work_folder
 from sglang_indexcache import Pattern, SparseModel, __version__
 from sglang_indexcache.checkpoint import tokenizer_digest, weights_digest

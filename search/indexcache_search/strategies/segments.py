@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -177,7 +178,7 @@ class SegmentCosts:
 
     def _segments(self, pattern: Pattern) -> list[Segment]:
         """Those of `pattern` that are not the native pattern's."""
-        return [item for item in itertools.pairwise([*pattern.full_layers, len(pattern)]) if item not in self._unshared]
+        return [item for item in _row(pattern) if item not in self._unshared]
 
     def _share(self, segment: Segment) -> int:
         return self._shares.get(segment, -1)
@@ -197,9 +198,14 @@ class SegmentCosts:
         return list(zip(self._heads, self._heads[1:], self._heads[2:], strict=False))
 
 
+def _row(pattern: Pattern) -> Iterator[Segment]:
+    """The segments that `pattern` is made of."""
+    return itertools.pairwise([*pattern.full_layers, len(pattern)])
+
+
 def _total(costs: NDArray[np.float64], pattern: Pattern) -> float:
     """What the segments of `pattern` cost together."""
-    return float(sum(costs[segment] for segment in itertools.pairwise([*pattern.full_layers, len(pattern)])))
+    return float(sum(costs[segment] for segment in _row(pattern)))
 
 
 def _rank(item: Checked) -> tuple[float, str]:

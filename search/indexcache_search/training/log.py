@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from indexcache_search.errors import JournalError
-from indexcache_search.records import Sealer, complete, damaged, opened
+from indexcache_search.records import Sealer, append, complete, damaged, opened
 from sglang_indexcache.files import write_atomically
 
 
@@ -39,9 +38,7 @@ class TrainingLog:
     def add(self, record: Mapping[str, Any]) -> None:
         """Append a record; it is on disk when this returns."""
         self.records.append(dict(record))
-        self._file.write(self._sealer.seal(record))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        append(self._file, self._sealer, record)
         if self._writer is not None:
             for name, value in record.items():
                 if isinstance(value, float):

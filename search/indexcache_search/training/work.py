@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from indexcache_search.errors import JournalError
+from indexcache_search.records import check_identity
 from indexcache_search.training.processes import Processes
 from indexcache_search.training.settings import Folders
 from sglang_indexcache.errors import FileError
@@ -51,12 +52,7 @@ def work_folder(folders: Folders, identity: Mapping[str, Any], processes: Proces
             recorded = read_json_object(path, _MAX_BYTES) if path.is_file() else own
         except FileError as error:
             raise JournalError(f"{error}; --restart discards the run") from None
-        for key in sorted({*recorded, *own}):
-            if recorded.get(key) != own.get(key):
-                raise JournalError(
-                    f"{path}: belongs to a run with {key} {recorded.get(key)}, now it is {own.get(key)};"
-                    " choose another --output, or --restart to discard it"
-                )
+        check_identity(path, "run", "--output", recorded, own)
         write_atomically(path, json.dumps(own, indent=1) + "\n")
         processes.wait()
         yield

@@ -29,9 +29,7 @@ def effective_pattern(source: SglangSource, model: str, overrides: Mapping[str, 
     Raises:
         SglangError: if the functions are not there, or refuse the model.
     """
-    reason = source.refusal(RULE_FEATURE)
-    if reason is not None:
-        raise SglangError(reason)
+    source.require(RULE_FEATURE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang's imports warn of every device that is not there
         get_config, skips_topk = _imported(CONFIG_READER), _imported(RULE)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_indexcache.families.dsa import Dsa, attention
-from sglang_indexcache.families.dsa.spellings import TYPES_KEY
-from sglang_indexcache.pattern import FULL, SHARED, Pattern
+from sglang_indexcache.families.dsa.spellings import TYPES_KEY, freq_pattern
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import Feature, Need
 
 MODEL = Need("srt.models.hunyuan_v4", "HYV4Attention")
@@ -33,4 +33,4 @@ class HyV4(Dsa):
     def native(self, config: Mapping[str, Any], num_layers: int) -> Pattern:
         if config.get(TYPES_KEY) is not None:
             return super().native(config, num_layers)
-        return Pattern("".join(FULL if layer == 0 or layer % 4 == 1 else SHARED for layer in range(num_layers)))
+        return freq_pattern(num_layers, 4)

@@ -1,4 +1,4 @@
-"""Training sequences on disk: read once, so that a resumed run trains on the same ones."""
+"""Token sets on disk: read once, so that a resumed run, or another machine, has the same ones."""
 
 from __future__ import annotations
 
