@@ -48,6 +48,7 @@ class Report:
         source_layers: whose indices each layer uses.
         locked_layers: layers that can't be `F`.
         override: what makes SGLang run the pattern.
+        layers: the model layer that each letter stands for.
         sglang: version of the installed SGLang, `None` without one.
         effective: what that SGLang would run, `None` if it was not asked.
         problems: one line each; empty if all is well.
@@ -61,6 +62,7 @@ class Report:
     source_layers: tuple[int, ...]
     locked_layers: tuple[int, ...]
     override: dict[str, Any]
+    layers: tuple[int, ...]
     sglang: str | None
     effective: str | None
     problems: tuple[str, ...]
@@ -78,17 +80,21 @@ def check(spec: PatternSpec, model: str, user_overrides: str = "{}", allow_confi
     problems, notes = [str(error) for error in checkpoint.misfits(pattern, spec.file, allow_config_mismatch)], []
     if checkpoint.indexer_layers is None:
         notes.append("no safetensors files at hand: indexer weights were not checked")
-    override: dict[str, Any] = {}
+    family, override = checkpoint.family, None
     try:
-        override = checkpoint.family.handed_over(parse_overrides(user_overrides), pattern)
+        override = family.handed_over(parse_overrides(user_overrides), pattern)
     except IndexCacheError as error:
         problems.append(str(error))
     installed, effective = SglangSource.installed(), None
     if installed is None:
         notes.append("SGLang is not installed here: what it would run was not checked")
-    elif override and len(pattern) == checkpoint.model.num_layers:
+    elif (reason := installed.refusal(family.serving)) is not None:
+        problems.append(reason)
+    elif family.rule is None:
+        notes.append("roles are written after loading: SGLang has no rule that could be asked before")
+    elif override is not None and len(pattern) == checkpoint.model.num_layers:
         try:
-            effective = checkpoint.family.would_run(installed, model, override, len(pattern))
+            effective = family.would_run(installed, model, override, len(pattern))
         except SglangError as error:
             problems.append(str(error))
         if effective is not None and effective != pattern:
@@ -100,7 +106,8 @@ def check(spec: PatternSpec, model: str, user_overrides: str = "{}", allow_confi
         checkpoint.model.name,
         pattern.source_layers,
         checkpoint.locked,
-        override,
+        override or {},
+        checkpoint.model.layers,
         None if installed is None else installed.version,
         None if effective is None else effective.roles,
         tuple(problems),
@@ -116,13 +123,14 @@ def as_text(report: Report) -> str:
         f"          {full} of {len(pattern)} layers F, fingerprint {report.fingerprint[:16]}",
         f"model     {report.model}",
         f"sglang    {report.sglang or 'not installed'}",
-        f"override  {FLAG} '{json.dumps(report.override)}'",
+        f"override  {FLAG} '{json.dumps(report.override)}'" if report.override else "override  none",
         "",
-        "layer  role  indices of  locked" + ("  SGLang runs" if report.effective else ""),
+        "letter  layer  role  indices of  locked" + ("  SGLang runs" if report.effective else ""),
     ]
-    for layer, source in enumerate(report.source_layers):
-        cells = f"{layer:>5}  {pattern[layer]:<4}  {source:>10}  {'yes' if layer in report.locked_layers else '':<6}"
-        lines.append((cells + (f"  {report.effective[layer]}" if report.effective else "")).rstrip())
+    for letter, (source, layer) in enumerate(zip(report.source_layers, report.layers, strict=False)):
+        locked = "yes" if letter in report.locked_layers else ""
+        cells = f"{letter:>6}  {layer:>5}  {pattern[letter]:<4}  {report.layers[source]:>10}  {locked:<6}"
+        lines.append((cells + (f"  {report.effective[letter]}" if report.effective else "")).rstrip())
     lines.append("")
     lines += [f"note: {note}" for note in report.notes]
     lines += [f"problem: {problem}" for problem in report.problems] or ["no problems"]

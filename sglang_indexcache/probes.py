@@ -28,12 +28,14 @@ class Need:
         name: function, `Class`, `Class.method` or `Class.field`.
         parameters: names that the function must take.
         mentions: attributes or string keys that must occur in the body.
+        without: attributes or string keys that must not: with them, SGLang does by itself what we would do.
     """
 
     module: str
     name: str
     parameters: tuple[str, ...] = ()
     mentions: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
     @property
     def target(self) -> str:
@@ -188,9 +190,13 @@ class SglangSource:
             lacking = [name for name in need.parameters if name not in names]
             if lacking:
                 return f"needs {need.target}({lacking[0]}), found ({', '.join(names)}) in SGLang {self.version}"
-        lacking = [name for name in need.mentions if name not in _mentioned(node)]
+        mentioned = _mentioned(node) if need.mentions or need.without else set()
+        lacking = [name for name in need.mentions if name not in mentioned]
         if lacking:
             return f"needs {lacking[0]} in {need.target}, which SGLang {self.version} does not have there"
+        native = [name for name in need.without if name in mentioned]
+        if native:
+            return f"SGLang {self.version} reads {native[0]} in {need.target} itself, which this plugin does not know yet"
         return None
 
     def refusal(self, feature: Feature) -> str | None:

@@ -67,6 +67,46 @@ def tiny_config(model_type: str = "glm_moe_dsa", layers: int = LAYERS, **changes
     }
 
 
+V4_LAYERS = (2, 4, 6, 7)  # that have an indexer
+
+
+def tiny_v4_config(**changes: Any) -> dict[str, Any]:
+    """config.json of a random DeepSeek-V4, with the keys of a release: window, compressed and indexed layers."""
+    return {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "qk_rope_head_dim": 8,
+        "q_lora_rank": 24,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "sliding_window": 16,
+        "compress_ratios": [0, 0, 4, 128, 4, 128, 4, 4, 0],  # the last one is of a NextN layer
+        "compress_rope_theta": 160000,
+        "rope_theta": 10000,
+        "index_topk": TOPK,
+        "index_head_dim": 16,
+        "index_n_heads": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "num_hash_layers": 1,
+        "hc_mult": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **changes,
+    }
+
+
 def tiny_model(config: dict[str, Any], seed: int = 0) -> Any:
     """A random model in evaluation mode, float32."""
     torch.manual_seed(seed)
@@ -89,10 +129,12 @@ def tiny_engine(config: dict[str, Any], **options: Any) -> TransformersEngine:
     return TransformersEngine(tiny_model(config), describe(config, "tiny"), **options)
 
 
-def random_tokens(sequences: int = 3, seq_len: int = 40, seed: int = 0, sources: int = 1) -> TokenSet:
-    """Random sequences; every target that is predicted from a position seeing more than k tokens is scored."""
+def random_tokens(
+    sequences: int = 3, seq_len: int = 40, seed: int = 0, sources: int = 1, first_choice: int = TOPK
+) -> TokenSet:
+    """Random sequences; every target that is predicted from `first_choice` on is scored."""
     tokens = np.random.default_rng(seed).integers(3, VOCAB, (sequences, seq_len)).astype(np.int32)
-    scored = np.broadcast_to(np.arange(seq_len) > TOPK, tokens.shape).copy()
+    scored = np.broadcast_to(np.arange(seq_len) > first_choice, tokens.shape).copy()
     return TokenSet(tokens, scored, np.arange(sequences) % sources, tuple(f"source {i}" for i in range(sources)))
 
 

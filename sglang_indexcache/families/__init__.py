@@ -7,17 +7,15 @@ from typing import Any
 
 from sglang_indexcache.errors import ModelConfigError
 from sglang_indexcache.families.base import Family
+from sglang_indexcache.families.deepseek_v4 import DeepseekV4
 from sglang_indexcache.families.dsa import Dsa
 from sglang_indexcache.families.hy_v4 import HyV4
 from sglang_indexcache.model import SparseModel
 
-FAMILIES: tuple[Family, ...] = (Dsa(), HyV4())
+FAMILIES: tuple[Family, ...] = (Dsa(), HyV4(), DeepseekV4())
 
 _BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
-_REFUSED = {
-    "LongcatFlashForCausalLM": "LongCat's sharing (cli_factor) is trained in and wins over any pattern",
-    "DeepseekV4ForCausalLM": "DeepSeek-V4 shares indices through a buffer of its own, which patterns don't reach",
-}
+_REFUSED = {"LongcatFlashForCausalLM": "LongCat's sharing (cli_factor) is trained in and wins over any pattern"}
 
 
 def family_of(architecture: str) -> Family:

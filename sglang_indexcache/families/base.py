@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sglang_indexcache.model import SparseModel
@@ -25,16 +26,22 @@ class Family(ABC):
         architectures: as in config.json.
         serving: what SGLang must have for these models to be served with a pattern, and proven.
         pipeline: what it must have for pipeline stages; `None` where no SGLang has them.
-        rule: what it must have to be asked which layers would run.
+        rule: what it must have to be asked which layers would run; `None` where roles are no configuration of SGLang.
+        begins_every_stage: whether the first site of a pipeline stage must be `F`, since stages hand nothing over.
+        refused_flags: attributes of SGLang's server arguments that can't be combined with S layers, and why.
         not_in_transformers: why transformers' model computes something else than the checkpoint; `None` if it does not.
+        on_kernels: whether the project's kernels can take the place of transformers' attention.
     """
 
     name: ClassVar[str]
     architectures: ClassVar[tuple[str, ...]]
     serving: ClassVar[Feature]
     pipeline: ClassVar[Feature | None]
-    rule: ClassVar[Feature]
+    rule: ClassVar[Feature | None]
+    begins_every_stage: ClassVar[bool] = False
+    refused_flags: ClassVar[Mapping[str, str]] = MappingProxyType({})
     not_in_transformers: ClassVar[str | None] = None
+    on_kernels: ClassVar[bool] = True
 
     # -- the checkpoint
 
@@ -59,15 +66,16 @@ class Family(ABC):
 
     @abstractmethod
     def handed_over(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
-        """`--json-model-override-args` of the user, with what makes SGLang run `pattern`.
+        """`--json-model-override-args` of the user, with what makes SGLang run `pattern`, as far as that can be told so.
 
         Raises:
             SpellingError: if the user's say something else.
         """
 
-    @abstractmethod
-    def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> Pattern:
-        """What the installed SGLang's own code says that it would run.
+    def would_run(
+        self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int
+    ) -> Pattern | None:
+        """What the installed SGLang's own code says that it would run; `None` without a `rule`.
 
         Args:
             source: source tree of the SGLang that `import sglang` takes.
@@ -78,8 +86,12 @@ class Family(ABC):
         Raises:
             SglangError: if it can't be asked, or refuses the model.
         """
+        return None
 
     # -- SGLang's loaded model, on one rank
+
+    def loaded(self, runner: Any, pattern: Pattern) -> None:  # noqa: B027  (most families are told before)
+        """Make the model that a `ModelRunner` has just loaded run `pattern`, where its configuration could not."""
 
     @abstractmethod
     def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
@@ -103,9 +115,9 @@ class Family(ABC):
 
     @abstractmethod
     def configured(self, runner: Any) -> str:
-        """The letters that a `ModelRunner`'s configuration says now; empty where it says something else.
+        """The letters of the whole model that this rank was told last; empty where it was told something else.
 
-        Pipeline stages ask it; after `switch` it says the same as the modules.
+        Where SGLang's pipeline stages ask a configuration, it is that; after `switch` it agrees with the modules.
         """
 
     # -- transformers' model

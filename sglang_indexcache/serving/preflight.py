@@ -63,8 +63,12 @@ class Preflight:
                     f"--{name.replace('_', '-')} can't be combined with a pattern: its cache keys don't carry the "
                     "pattern, so KV of another one would be restored; expected --hicache-storage-backend"
                 )
+        family = self.family_at(arguments.model_path)
+        for name, reason in family.refused_flags.items():
+            given = getattr(arguments, name, None)
+            if given is True or (given and given != 1):
+                raise PreflightError(f"--{name.replace('_', '-')} can't be combined with a pattern: {reason}")
         if getattr(arguments, "pp_size", 1) > 1:
-            family = self._family(arguments.model_path)
             if family.pipeline is None:
                 raise PreflightError(f"--pp-size {arguments.pp_size} can't be combined with a pattern on {family.name}")
             self._require(family.pipeline, f"--pp-size {arguments.pp_size}")
@@ -77,10 +81,17 @@ class Preflight:
         Raises:
             IndexCacheError: if the pattern does not fit the model, or the overrides say something else.
         """
-        return give_pattern(args, kwargs, lambda model: (self._family(model), self.pattern))
+        return give_pattern(args, kwargs, lambda model: (self.family_at(model), self.pattern))
 
-    def _family(self, model: str) -> Family:
-        """Checked once for each model, however many configurations SGLang builds of it."""
+    def family_at(self, model: str) -> Family:
+        """The family of a model, checked once, however many configurations SGLang builds of it.
+
+        Args:
+            model: folder or hub id.
+
+        Raises:
+            IndexCacheError: if the pattern does not fit the model.
+        """
         if model not in self._families:
             checkpoint, request = Checkpoint.read(model), self._request
             for error in checkpoint.misfits(request.pattern, request.file, request.allow_config_mismatch):

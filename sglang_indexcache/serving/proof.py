@@ -23,7 +23,7 @@ from sglang_indexcache.serving.ranks import (
 
 logger = logging.getLogger(__name__)
 
-_CHECKPOINT_NAMES = (".weight", ".bias", ".weight_scale_inv")
+_CHECKPOINT_NAMES = (".weight", ".bias", ".weight_scale_inv", ".ape")
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,14 @@ def effective_roles(family: Family, model: Any) -> dict[int, Effective]:
     return effective
 
 
-def mismatch(pattern: Pattern, effective: dict[int, Effective]) -> str | None:
-    """One line if the loaded layers differ from `pattern`; pipeline stages hold some of the layers only."""
+def mismatch(pattern: Pattern, effective: dict[int, Effective], begins_every_stage: bool = False) -> str | None:
+    """One line if the loaded layers differ from `pattern`; pipeline stages hold some of the layers only.
+
+    Args:
+        pattern: what must run.
+        effective: what this rank's layers would do, by letter.
+        begins_every_stage: whether the first of them must be `F`.
+    """
     if not effective:
         return "the loaded model has no DSA attention module, so the pattern can't take effect"
     for layer, module in sorted(effective.items()):
@@ -155,6 +161,8 @@ def mismatch(pattern: Pattern, effective: dict[int, Effective]) -> str | None:
             return f"layer {layer} is F, but the loaded model has no indexer there"
         if module.unloaded is not None:
             return f"layer {layer} is F, but no weights were loaded into its indexer's {module.unloaded}"
+    if begins_every_stage and effective[min(effective)].role != FULL:
+        return f"letter {min(effective)} is the first of its pipeline stage, where nothing was chosen yet: expected F"
     return None
 
 
@@ -171,8 +179,9 @@ def prover(asked: Asked, proven: Proven) -> Callable[..., None]:
         if getattr(runner, "is_draft_worker", False):
             return
         try:
+            asked.family.loaded(runner, asked.pattern)
             effective = effective_roles(asked.family, runner.model)
-            problem = mismatch(asked.pattern, effective)
+            problem = mismatch(asked.pattern, effective, asked.family.begins_every_stage)
         except Exception as error:  # the other ranks must hear of it, or they wait for this one
             effective, problem = {}, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         roles = "".join(effective[layer].role if layer in effective else "-" for layer in range(len(asked.pattern)))

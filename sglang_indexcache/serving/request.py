@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.families import FAMILIES, family_of
-from sglang_indexcache.families.base import Family
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file import PatternFile
 from sglang_indexcache.spec import PatternSpec
@@ -43,11 +41,6 @@ class Request:
         """
         named = PatternSpec.read(spec)
         return cls(spec, named.known(), named.file, allow_config_mismatch)
-
-    @property
-    def family(self) -> Family:
-        """That of the file's model; letters say nothing of the model and are handed over as DSA's."""
-        return FAMILIES[0] if self.file is None else family_of(self.file.model.architecture)
 
     def carried(self) -> dict[str, str]:
         """What stands under `KEY` in the model overrides."""

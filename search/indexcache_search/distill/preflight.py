@@ -14,6 +14,8 @@ from indexcache_search.hf.loading import check_seq_len
 from indexcache_search.training.processes import Processes
 from sglang_indexcache import SparseModel
 from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.families import family_of
+from sglang_indexcache.families.dsa import Dsa
 
 
 def check_model(
@@ -24,6 +26,8 @@ def check_model(
     Raises:
         IndexCacheError: if not.
     """
+    if not isinstance(family_of(description.architecture), Dsa):
+        raise SearchError(f"{model}: {description.architecture} has indexers that distillation does not train yet")
     check_seq_len(data.seq_len, config)
     settings.pattern.check_fits(description.num_layers, Checkpoint.read(model).locked)
     if getattr(config, "quantization_config", None) is not None:

@@ -1,8 +1,9 @@
-"""Cross-layer measurements on transformers' DSA models: index overlap and output similarity."""
+"""Cross-layer measurements on transformers' models: index overlap and output similarity."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from indexcache_kernels.patching import replaced
 from indexcache_search.data.tokens import sampled_queries
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import SparseModel
-from sglang_indexcache.families.dsa.modeling import attentions as dsa_attentions
+from sglang_indexcache.families import family_of_modules
 
 
 @torch.inference_mode()
@@ -25,7 +26,7 @@ def topk_overlap(
     """Mean of |T_i & T_j| / k over layers i and j (paper, Appendix A).
 
     Args:
-        model: a transformers DSA model.
+        model: a transformers model of a family in `sglang_indexcache.families`.
         description: its layers; the native pattern runs.
         batches: token batches `[batch, seq_len]`.
         rows: queries a sequence, evenly spread over those that see more than k tokens.
@@ -56,31 +57,40 @@ def output_similarity(model: nn.Module, description: SparseModel, batches: Itera
     """Mean cosine similarity of layer i's attention output with its own and with layer j's indices.
 
     Args:
-        model: a transformers DSA model.
+        model: a transformers model of a family in `sglang_indexcache.families`.
         description: its layers; the native pattern runs below layer i.
         batches: token batches `[1, seq_len]`; the indices of all layers are held for one batch.
 
     Returns:
         `[i, j]`, 1 on the diagonal, 0 for j > i. Only queries that see more than k tokens count (paper, Appendix C).
     """
-    layers = description.num_layers
-    attentions = dsa_attentions(model)
-    total, count = np.zeros((layers, layers)), 0
+    letters, decoder = description.num_layers, getattr(model, "model")  # noqa: B009  (nn.Module has no such member)
+    attentions = [decoder.layers[layer].self_attn for layer in description.layers]
+    selectors = family_of_modules(model).selectors(model)
+    total, count = np.zeros((letters, letters)), 0
     for batch in batches:
         indices: dict[int, Tensor] = {}
 
         def compare(
-            attention: Any, args: Any, kwargs: dict[str, Any], output: Any, held: dict[int, Tensor] = indices
+            letter: int,
+            attention: Any,
+            args: Any,
+            kwargs: dict[str, Any],
+            output: Any,
+            held: dict[int, Tensor] = indices,
         ) -> None:
-            layer = attention.layer_idx
             own = output[0][:, description.first_choice :].float()
-            for other in range(layer):
+            for other in range(letter):
                 source = description.native.source_layers[other]
-                reused = _run_with_indices(attention, args, kwargs, held[source])[:, description.first_choice :]
-                total[layer, other] += F.cosine_similarity(own, reused.float(), dim=-1).double().mean().item()
-            total[layer, layer] += 1.0
+                again = _run_with_indices(attention, selectors[letter], args, kwargs, held[source])
+                reused = again[:, description.first_choice :].float()
+                total[letter, other] += F.cosine_similarity(own, reused, dim=-1).double().mean().item()
+            total[letter, letter] += 1.0
 
-        hooks = [attention.register_forward_hook(compare, with_kwargs=True) for attention in attentions]
+        hooks = [
+            attention.register_forward_hook(partial(compare, letter), with_kwargs=True)
+            for letter, attention in enumerate(attentions)
+        ]
         try:
             with apply_roles(model, description.native, indices.__setitem__):
                 model(input_ids=batch, use_cache=False, logits_to_keep=1)
@@ -91,11 +101,13 @@ def output_similarity(model: nn.Module, description: SparseModel, batches: Itera
     return total / count
 
 
-def _run_with_indices(attention: Any, args: Any, kwargs: dict[str, Any], indices: Tensor) -> Tensor:
+def _run_with_indices(
+    attention: Any, selector: nn.Module | None, args: Any, kwargs: dict[str, Any], indices: Tensor
+) -> Tensor:
     """Attention output `[batch, queries, hidden]` of `attention` over given indices."""
-    if attention.indexer is None:
+    if selector is None:
         output: Tensor = attention.forward(*args, **{**kwargs, "prev_topk_indices": indices})[0]
         return output
-    with replaced((attention.indexer, "forward", lambda *_, **__: indices)):
+    with replaced((selector, "forward", lambda *_, **__: indices)):
         output = attention.forward(*args, **kwargs)[0]
     return output

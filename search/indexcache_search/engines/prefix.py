@@ -146,21 +146,23 @@ class PrefixCache:
 
 
 def run_from_cache(
-    model: nn.Module, tokens: Tensor, pattern: Pattern, cache: PrefixCache, batch: str
+    model: nn.Module, sites: Sequence[int], tokens: Tensor, pattern: Pattern, cache: PrefixCache, batch: str
 ) -> tuple[Tensor, int]:
     """Run `tokens` with `pattern` from the deepest state in `cache`, and leave the states of the layers that ran there.
 
-    Bit for bit what a run of all layers gives: the layers left out would have computed what is in the cache.
+    Bit for bit what a run of all layers gives: the layers left out would have computed what is in the cache. What a
+    letter decides reaches up to the layer below the next letter's.
 
     Args:
-        model: a transformers DSA model.
+        model: a transformers model of a family in `sglang_indexcache.families`.
+        sites: the model layer of each letter.
         tokens: `[sequences, tokens]`.
         pattern: roles.
         cache: states of earlier runs.
         batch: names `tokens` in the cache.
 
     Returns:
-        Post-norm hidden states `[sequences, tokens, hidden]`, and how many layers ran.
+        Post-norm hidden states `[sequences, tokens, hidden]`, and how many letters ran.
     """
     decoder: Any = model.model
     start, state = cache.longest(batch, pattern)
@@ -168,16 +170,18 @@ def run_from_cache(
     cache.keep(pinned)
     carried = None if state is None else _restored(state.indices, tokens.device, state.wide)
     recorder = _Recorder(cache, pattern, carried, state)
-    layers = decoder.layers[: len(pattern)]
+    layers = decoder.layers[: decoder.config.num_hidden_layers]
+    above = [*sites[1:], len(layers)]  # the layers that a letter does not reach begin here
     hooks = [
-        layer.register_forward_hook(lambda _m, _i, output, _number=number: recorder.keep(_number, output))
-        for number, layer in enumerate(layers)
-        if number >= start
+        layers[above[number] - 1].register_forward_hook(
+            lambda _m, _i, output, _number=number: recorder.keep(_number, output)
+        )
+        for number in range(start, len(sites))
     ]
     try:
         with (
             apply_roles(model, pattern, recorder.selected.__setitem__, carried),
-            _replayed(layers[:start], state, carried),
+            _replayed(layers[: above[start - 1] if start else 0], state, carried),
         ):
             output: Tensor = decoder(input_ids=tokens, use_cache=False).last_hidden_state
         for prefix, left in recorder.states:
@@ -194,7 +198,7 @@ class _Recorder:
 
     def __init__(self, cache: PrefixCache, pattern: Pattern, carried: Tensor | None, state: LayerState | None) -> None:
         self._cache, self._pattern = cache, pattern
-        self.selected: dict[int, Tensor] = {}  # by layer, filled by `apply_roles`
+        self.selected: dict[int, Tensor] = {}  # by letter, filled by `apply_roles`
         self.states: list[tuple[str, LayerState]] = []
         self.copies: list[Tensor] = []
         self._latest = (carried, None if state is None else state.indices)  # what an S layer would reuse, and its copy

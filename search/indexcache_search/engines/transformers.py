@@ -33,6 +33,7 @@ from indexcache_search.hf.roles import apply_roles
 from indexcache_search.objectives import Objective
 from sglang_indexcache import Pattern, SparseModel
 from sglang_indexcache.checkpoint import weights_digest
+from sglang_indexcache.families import family_of
 
 
 class TransformersEngine:
@@ -100,12 +101,18 @@ class TransformersEngine:
         if dtype not in DTYPES:
             raise SearchError(f"--dtype is {dtype}, expected one of {', '.join(DTYPES)}")
         target = target_device(device)
-        attention = resolve_attention(attention, target)
+        resolved = resolve_attention(attention, target)
         description = describe_model(model)
+        if resolved == "kernels" and not family_of(description.architecture).on_kernels:
+            if attention == "kernels":
+                raise SearchError(
+                    f"--attention kernels does not run {description.architecture}; expected auto or naive"
+                )
+            resolved = "naive"
         loaded = load_model(model, description, DTYPES[dtype]).eval().to(target)
         if target.type == "cpu":  # where sdpa has no fused kernel for these heads, and takes a sixth longer
             loaded.set_attn_implementation("eager")
-        return cls(loaded, description, batch_size, prefix_cache_gb, attention, weights_digest(model))
+        return cls(loaded, description, batch_size, prefix_cache_gb, resolved, weights_digest(model))
 
     def evaluate(
         self,
@@ -136,8 +143,9 @@ class TransformersEngine:
 
     def _prefixes_fit(self, data: TokenSet, sequences: int) -> bool:
         """Whether the states of one pattern's run fit into the prefix cache."""
-        indices = 4 * self.model.index_topk
-        width = self.torch_model.config.hidden_size * self.torch_model.dtype.itemsize + indices
+        indices, config = 4 * self.model.index_topk, self.torch_model.config
+        streams = getattr(config, "hc_mult", 1)  # that DeepSeek-V4 carries from layer to layer
+        width = streams * config.hidden_size * self.torch_model.dtype.itemsize + indices
         return bool(sequences * data.seq_len * self.model.num_layers * width <= self._cache.limit)
 
     def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64]:
@@ -162,7 +170,9 @@ class TransformersEngine:
         tokens = torch.from_numpy(data.tokens[list(rows)].astype(np.int64)).to(self.torch_model.device)
         with self._attention():
             if cache is not None:
-                return run_from_cache(self.torch_model, tokens, pattern, cache, f"{data.sha256} {rows}")
+                return run_from_cache(
+                    self.torch_model, self.model.layers, tokens, pattern, cache, f"{data.sha256} {rows}"
+                )
             with apply_roles(self.torch_model, pattern):
                 return self.torch_model.model(input_ids=tokens, use_cache=False).last_hidden_state, len(pattern)
 

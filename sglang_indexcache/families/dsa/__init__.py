@@ -34,7 +34,7 @@ class Dsa(Family):
         (attention.STAGES,),
         "no server with pipeline parallelism",
     )
-    rule = RULE_FEATURE
+    rule: ClassVar[Feature | None] = RULE_FEATURE
 
     def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> SparseModel:
         num_layers = positive(config, "num_hidden_layers", name)

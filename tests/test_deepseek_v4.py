@@ -1,0 +1,206 @@
+"""DeepSeek-V4: its config.json, roles on transformers' model, and the engine's shortcuts, each against the plain way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.errors import SearchError
+from indexcache_search.hf.roles import apply_roles
+from sglang_indexcache import Pattern
+from sglang_indexcache.errors import ModelConfigError, SpellingError
+from sglang_indexcache.families import FAMILIES, describe
+from sglang_indexcache.families.deepseek_v4 import DeepseekV4
+from tests.conftest import TOPK, V4_LAYERS, random_tokens, tiny_engine, tiny_model, tiny_v4_config
+
+LETTERS = len(V4_LAYERS)
+SEQ_LEN = 160
+FIRST_DIFFERENCE = 4 * (TOPK + 1) - 1  # where one entry more than k is complete
+PATTERNS = [Pattern(roles) for roles in ("FFFF", "FSFF", "FFSS", "FSFS", "FSSF", "FSSS")]
+
+V4 = next(family for family in FAMILIES if isinstance(family, DeepseekV4))
+
+
+def tokens(rows: int = 2) -> torch.Tensor:
+    return torch.randint(3, 96, (rows, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+
+
+@torch.inference_mode()
+def logits(model: Any) -> torch.Tensor:
+    return model(input_ids=tokens(), use_cache=False).logits
+
+
+def test_letters_are_the_layers_with_an_indexer() -> None:
+    model = describe(tiny_v4_config(), "v4")
+    assert model.layers == V4_LAYERS
+    assert model.native == Pattern.full(LETTERS)
+    assert model.first_choice == 4 * TOPK
+    flash = [0, 0, *(4 if layer % 2 == 0 else 128 for layer in range(2, 43)), 0]
+    assert describe(tiny_v4_config(num_hidden_layers=43, compress_ratios=flash), "flash").num_layers == 21
+
+
+def test_what_transformers_saves_is_read_alike() -> None:
+    config = tiny_v4_config()
+    saved = tiny_model(config).config.to_dict()
+    assert "compress_ratios" not in saved
+    saved["architectures"] = config["architectures"]
+    assert describe(saved, "saved").layers == V4_LAYERS
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "deepseek_v41"}, "v4: DeepSeek-V4.1 was trained with indexers that layers share; expected V4"),
+        ({"index_source_layer_ids": [2]}, "v4: DeepSeek-V4.1 was trained with indexers that layers share; expected V4"),
+        (
+            {"compress_ratios": [0, 0, 4, 2, 4, 128, 4, 4]},
+            "v4: config.json: compress_ratios has 2 for layer 3, as in DeepSeek-V4.1; expected 0 or 4 or 128",
+        ),
+        (
+            {"compress_ratios": [0, 0, 4, True, 4, 128, 4, 4]},
+            "v4: config.json: compress_ratios has True for layer 3; expected 0 or 4 or 128",
+        ),
+        (
+            {"compress_ratios": [0, 4, "4"] * 3},
+            "v4: config.json: compress_ratios has '4' for layer 2; expected 0 or 4 or 128",
+        ),
+        ({"compress_ratios": [0, 4]}, "v4: config.json: compress_ratios is [0, 4], expected one for each layer"),
+        ({"compress_ratios": None}, "v4: config.json: layer_types is None, expected one for each layer"),
+        (
+            {"compress_ratios": None, "layer_types": ["full_attention"] * 8},
+            "v4: config.json: layer_types has 'full_attention' for layer 0; expected sliding_attention or"
+            " compressed_sparse_attention or heavily_compressed_attention",
+        ),
+        ({"compress_ratios": [0] * 8}, "v4: config.json: no layer has compression ratio 4, so none has an indexer"),
+        (
+            {"compress_rates": {"compressed_sparse_attention": 8, "heavily_compressed_attention": 128}},
+            "v4: config.json: compress_rates is {'compressed_sparse_attention': 8, 'heavily_compressed_attention': 128},"
+            " expected 4 and 128",
+        ),
+        ({"index_topk": 0}, "v4: config.json: index_topk is 0, expected a positive integer"),
+        ({"num_hidden_layers": 5000}, "v4: config.json: 5000 layers, expected at most 4096"),
+    ],
+)
+def test_a_config_that_is_not_understood(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError) as error:
+        describe(tiny_v4_config(**changes), "v4")
+    assert str(error.value) == message
+
+
+def test_weights_of_indexers_by_any_of_their_names() -> None:
+    names = [
+        "layers.2.attn.indexer.wq_b.weight",
+        "model.layers.4.self_attn.indexer.compressor.ape",
+        "model.layers.6.self_attn.compressor.indexer.q_b_proj.weight",
+        "layers.7.attn.compressor.wkv.weight",
+        "model.layers.7.self_attn.compressor.kv_proj.weight",
+    ]
+    assert V4.indexer_layers(names) == {2, 4, 6}
+
+
+def test_overrides_pass_unless_they_touch_the_choice() -> None:
+    pattern = Pattern("FSSF")
+    assert V4.handed_over({"rope_theta": 1}, pattern) == {"rope_theta": 1}
+    with pytest.raises(SpellingError, match="compress_ratios changes which layers choose; expected a file made for"):
+        V4.handed_over({"compress_ratios": [4] * 8}, pattern)
+    with pytest.raises(SpellingError, match="index_topk_freq is not read on DeepSeek-V4; expected the pattern file"):
+        V4.handed_over({"index_topk_freq": 4}, pattern)
+
+
+def test_all_full_is_the_untouched_model() -> None:
+    model = tiny_model(tiny_v4_config())
+    untouched = logits(model)
+    with apply_roles(model, Pattern.full(LETTERS)):
+        assert torch.equal(logits(model), untouched)
+    assert not any("forward" in selector.__dict__ for selector in V4.selectors(model))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS[1:], ids=str)
+def test_shared_layers_attend_to_their_sources_choice_and_differ_where_there_is_one(pattern: Pattern) -> None:
+    model, ran = tiny_model(tiny_v4_config()), []
+    untouched = logits(model)
+    hooks = [
+        selector.kv_proj.register_forward_hook(lambda *_, _letter=letter: ran.append(_letter))
+        for letter, selector in enumerate(V4.selectors(model))
+    ]
+    seen: dict[int, torch.Tensor] = {}
+    with apply_roles(model, pattern, seen.__setitem__):
+        shared = logits(model)
+    for hook in hooks:
+        hook.remove()
+    assert tuple(ran) == pattern.full_layers
+    assert all(seen[letter] is seen[source] for letter, source in enumerate(pattern.source_layers))
+    differs = (shared != untouched).any(-1)
+    assert differs.any(0).nonzero()[0].item() == FIRST_DIFFERENCE
+    assert torch.equal(logits(model), untouched)
+
+
+def test_prefixes_are_reused_bit_for_bit() -> None:
+    engine = tiny_engine(tiny_v4_config(), batch_size=2)
+    data = random_tokens(seq_len=SEQ_LEN, first_choice=4 * TOPK)
+    reused = {item.pattern: item for item in engine.evaluate(PATTERNS, data, "kl")}
+    plain = tiny_engine(tiny_v4_config(), batch_size=2)
+    for item in plain.evaluate(PATTERNS, data, "kl", fresh=True):
+        assert reused[item.pattern].losses == item.losses
+    ran = sum(sum(item.layer_tokens) for item in reused.values())
+    assert ran < 0.75 * len(PATTERNS) * LETTERS * data.tokens.size
+    assert reused[Pattern.full(LETTERS)].losses == (0.0,) * 3
+    assert min(reused[Pattern("FSSS")].losses) > 0
+
+
+def test_a_cache_that_is_too_small_is_not_used() -> None:
+    engine = tiny_engine(tiny_v4_config(), prefix_cache_gb=2e-4)  # hc_mult streams, of which one would have room
+    data = random_tokens(sequences=1, seq_len=SEQ_LEN, first_choice=4 * TOPK)
+    [evaluation] = engine.evaluate([Pattern("FSSF")], data, "nll")
+    assert evaluation.layer_tokens == (LETTERS * SEQ_LEN,)
+    assert len(engine._cache) == 0
+
+
+def test_overlap_and_similarity_are_those_of_the_definitions() -> None:
+    config = tiny_v4_config()
+    engine, model = tiny_engine(config), tiny_model(config)
+    data = random_tokens(sequences=1, seq_len=SEQ_LEN, first_choice=4 * TOPK)
+    chosen: dict[int, torch.Tensor] = {}
+    outputs: dict[str, dict[int, torch.Tensor]] = {}
+
+    def run(pattern: str) -> None:
+        outputs[pattern] = {}
+        hooks = [
+            model.model.layers[layer].self_attn.register_forward_hook(
+                lambda _m, _i, output, _letter=letter: outputs[pattern].__setitem__(_letter, output[0])
+            )
+            for letter, layer in enumerate(V4_LAYERS)
+        ]
+        with torch.inference_mode(), apply_roles(model, Pattern(pattern), chosen.__setitem__):
+            model(input_ids=torch.from_numpy(data.tokens.astype(np.int64)), use_cache=False)
+        for hook in hooks:
+            hook.remove()
+
+    run("FSSS")
+    run("FFFF")  # the last one: its indices stay in `chosen`
+    overlap = engine.topk_overlap(data, rows=SEQ_LEN)
+    sets = [[set(row) for row in chosen[letter][0, 4 * TOPK :].tolist()] for letter in range(LETTERS)]
+    for one in range(LETTERS):
+        for other in range(LETTERS):
+            common = [len(a & b) / TOPK for a, b in zip(sets[one], sets[other], strict=True)]
+            assert overlap[one, other] == pytest.approx(np.mean(common))
+    similarity = engine.output_similarity(data)
+    rows = slice(4 * TOPK, None)
+    expected = torch.cosine_similarity(outputs["FFFF"][1][:, rows], outputs["FSSS"][1][:, rows], dim=-1).mean()
+    assert similarity[1, 0] == pytest.approx(expected.item(), abs=1e-5)
+    assert similarity.diagonal().tolist() == [1.0] * LETTERS
+
+
+def test_kernels_are_not_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    from indexcache_search.engines import transformers as module
+    from tests.conftest import save_model
+
+    monkeypatch.setattr(module, "resolve_attention", lambda attention, _: "kernels")
+    folder = str(save_model(tiny_v4_config(), tmp_path / "v4"))
+    with pytest.raises(SearchError, match="--attention kernels does not run DeepseekV4ForCausalLM; expected auto or"):
+        TransformersEngine.load(folder, "cpu", attention="kernels")
+    assert TransformersEngine.load(folder, "cpu").settings["attention"] == "naive"
