@@ -1,4 +1,4 @@
-"""Train the embedded demo model: a 7M-parameter GLM-5-architecture DSA language model, on one GPU in minutes.
+"""Train the embedded demo model, a 7M-parameter GLM-5-architecture DSA language model, on one GPU in minutes.
 
 Three stages, as DSA models are made (paper, Section 2.1): a dense language model; indexer warm-up by KL against the
 head-averaged attention, all else frozen; the sparse stage, in which top-k selection is active, the model learns from
@@ -6,6 +6,7 @@ the language modelling loss and the indexers by distillation on a detached graph
 
     python -m scripts.demo_model.corpus --output build/corpus
     python -m scripts.train_demo_model --corpus build/corpus --output build/demo --seed 0
+    python -m scripts.train_demo_model --architecture deepseek_v4 --layers 21 --index-topk 16 --output build/v4
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from scripts.demo_model.forward import Rope, dense_layer, rope_table, sparse_layer, warmup_layer
+from scripts.demo_model import deepseek_v4, glm
 from scripts.demo_model.muon import Muon
 from scripts.demo_model.recall import ANSWER, TASKS, TEXT, Batch, RecallTasks
 
@@ -40,60 +40,8 @@ MIXTURE = {
     "copy": 0.08,
     "text": 0.28,
 }
+ARCHITECTURES: dict[str, Any] = {"glm": glm, "deepseek_v4": deepseek_v4}
 ANSWER_WEIGHT = 4.0  # of an answer token in the training loss; unpredictable tokens weigh nothing
-
-
-def demo_config(layers: int = 16, index_topk: int = 64) -> dict[str, Any]:
-    """config.json of the demo model, with the keys that SGLang reads and transformers does not write."""
-    return {
-        "architectures": ["GlmMoeDsaForCausalLM"],
-        "model_type": "glm_moe_dsa",
-        "dtype": "bfloat16",
-        "vocab_size": 2048,
-        "hidden_size": 192,
-        "intermediate_size": 256,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 64,
-        "q_lora_rank": 64,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 64,
-        "v_head_dim": 64,
-        "index_topk": index_topk,
-        "index_head_dim": 128,
-        "index_n_heads": 8,
-        "index_topk_freq": 1,
-        "indexer_rope_interleave": True,
-        "rope_interleave": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "max_position_embeddings": 4096,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.02,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-        "use_cache": True,
-        "num_nextn_predict_layers": 0,
-        # All MLPs are dense; the mixture-of-experts keys below are there because loaders ask for them.
-        "first_k_dense_replace": layers,
-        "mlp_layer_types": ["dense"] * layers,
-        "moe_layer_freq": 1,
-        "moe_intermediate_size": 64,
-        "n_shared_experts": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    }
 
 
 @dataclass(frozen=True)
@@ -110,8 +58,12 @@ class Stage:
 class Trainer:
     """The model, its data and the log of one training run."""
 
-    def __init__(self, corpus: Path, output: Path, seed: int, config: dict[str, Any], compile_: bool) -> None:
+    def __init__(
+        self, architecture: Any, corpus: Path, output: Path, seed: int, config: dict[str, Any], compile_: bool
+    ) -> None:
         torch.manual_seed(seed)
+        torch._dynamo.config.cache_size_limit = 64  # kinds of layers times lengths
+        self.architecture = architecture
         torch.set_float32_matmul_precision("high")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.output, self.config, self.start = output, config, time.monotonic()
@@ -125,17 +77,19 @@ class Trainer:
         self.streams = {part: torch.from_numpy(data[part].astype(np.int32)) for part in ("train", "evaluation")}
         self.tasks = RecallTasks(self.streams["train"], self.words, seed + 1, self.device)
         wrap: Callable[..., Any] = torch.compile if compile_ else lambda function: function
-        self.dense, self.warmup = wrap(dense_layer), wrap(warmup_layer)
-        self.sparse = wrap(sparse_layer)
+        self.dense, self.warmup = wrap(architecture.dense_layer), wrap(architecture.warmup_layer)
+        self.sparse = wrap(architecture.sparse_layer)
         self.head_loss = wrap(_head_loss)
         self.log_file = (output / "train_log.jsonl").open("w")
 
     def _initialize(self) -> None:
         depth = 2 * self.config["num_hidden_layers"]
         for name, parameter in self.model.named_parameters():
-            if parameter.dim() == 2:
-                std = 0.02 if "embed" in name or "lm_head" in name else parameter.shape[1] ** -0.5
-                if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(("position_bias", "sinks", "hc_fn", "hc.fn", "base", "scale", "bias")):
+                continue  # as transformers initialises them
+            if parameter.dim() >= 2:
+                std = 0.02 if "embed" in name or "lm_head" in name else parameter.shape[-1] ** -0.5
+                if name.endswith(("o_proj.weight", "o_b_proj.weight", "down_proj.weight", "down_proj")):
                     std /= math.sqrt(depth)
                 nn.init.normal_(parameter, std=std)
 
@@ -153,10 +107,11 @@ class Trainer:
         return self.model.model.layers
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self.model.model.embed_tokens(tokens[:, :-1])
+        embedded: Tensor = self.architecture.embed(self.model, tokens[:, :-1])
+        return embedded
 
     def token_losses(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return self.head_loss(self.model.model.norm(x), self.model.lm_head.weight, tokens[:, 1:])
+        return self.head_loss(self.architecture.final(self.model, x), self.model.lm_head.weight, tokens[:, 1:])
 
     def train_loss(self, x: Tensor, batch: Batch) -> tuple[Tensor, Callable[[], dict[str, float]]]:
         losses = self.token_losses(x, batch.tokens)
@@ -169,7 +124,7 @@ class Trainer:
 
         return (losses * weight).sum() / weight.sum(), metrics
 
-    def dense_step(self, batch: Batch, rope: Rope) -> Callable[[], dict[str, Any]]:
+    def dense_step(self, batch: Batch, rope: Any) -> Callable[[], dict[str, Any]]:
         x = self.embed(batch.tokens)
         for layer in self.layers:
             x = self.dense(layer, x, rope)
@@ -177,16 +132,17 @@ class Trainer:
         loss.backward()
         return metrics
 
-    def warmup_step(self, batch: Batch, rope: Rope) -> Callable[[], dict[str, Any]]:
+    def warmup_step(self, batch: Batch, rope: Any) -> Callable[[], dict[str, Any]]:
         x, divergences = self.embed(batch.tokens).detach(), []
         for layer in self.layers:
             x, divergence = self.warmup(layer, x, rope)
             x = x.detach()
-            divergence.backward()
+            if divergence.requires_grad:  # a layer without an indexer has none
+                divergence.backward()
             divergences.append(divergence.detach())
         return lambda: {"kl": [round(value.item(), 3) for value in divergences]}
 
-    def sparse_step(self, batch: Batch, rope: Rope) -> Callable[[], dict[str, Any]]:
+    def sparse_step(self, batch: Batch, rope: Any) -> Callable[[], dict[str, Any]]:
         x, divergences = self.embed(batch.tokens), []
         for layer in self.layers:
             x, divergence = self.sparse(layer, x, rope, self.config["index_topk"])
@@ -201,7 +157,7 @@ class Trainer:
         self,
         stages: list[Stage],
         optimizers: list[torch.optim.Optimizer],
-        step: Callable[[Batch, Rope], Callable[[], dict[str, Any]]],
+        step: Callable[[Batch, Any], Callable[[], dict[str, Any]]],
         log_every: int = 100,
     ) -> None:
         """Run `stages` under one cosine schedule over all their tokens."""
@@ -233,14 +189,15 @@ class Trainer:
                     if number == 1:
                         began, since = now, number
 
-    def _rope(self, length: int) -> Rope:
-        return rope_table(length, self.config["qk_rope_head_dim"], 10000.0, self.device)
+    def _rope(self, length: int) -> Any:
+        return self.architecture.positions(self.model, length, self.device)
 
     def body_optimizers(self, rate: float) -> list[torch.optim.Optimizer]:
         named = [(name, p) for name, p in self.model.named_parameters() if "indexer" not in name]
-        matrices = [p for name, p in named if p.dim() == 2 and ".layers." in name]
-        tables = [p for name, p in named if p.dim() == 2 and ".layers." not in name]
-        vectors = [p for _, p in named if p.dim() < 2]
+        small = ("position_bias", "fn", "mlp.gate.weight")  # matrices that mix few numbers: not for Muon
+        matrices = [p for name, p in named if p.dim() >= 2 and ".layers." in name and not name.endswith(small)]
+        tables = [p for name, p in named if p.dim() == 2 and ".layers." not in name and not name.endswith(small)]
+        vectors = [p for name, p in named if p.dim() < 2 or name.endswith(small)]
         adam = [{"params": tables, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
         return [Muon(matrices, rate), torch.optim.AdamW(adam, rate, betas=(0.9, 0.95))]
 
@@ -263,7 +220,7 @@ class Trainer:
                         if sparse
                         else self.dense(layer, x, rope)
                     )
-                logits = self.model.lm_head(self.model.model.norm(x)).float()
+                logits = self.model.lm_head(self.architecture.final(self.model, x)).float()
             kind, target = batch.kind[:, 1:], batch.tokens[:, 1:]
             losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(target)
             result = {"text": losses[kind == TEXT].mean().item()} if (kind == TEXT).any() else {}
@@ -273,8 +230,7 @@ class Trainer:
         self.log(evaluation=name, **results)
 
     def save(self) -> None:
-        state = {name: p.detach().to("cpu", torch.bfloat16).contiguous() for name, p in self.model.state_dict().items()}
-        save_file(state, self.output / "model.safetensors", metadata={"format": "pt"})
+        self.model.to("cpu", torch.bfloat16).save_pretrained(self.output)  # under the names of the release
         (self.output / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")
 
 
@@ -306,11 +262,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=Path("build/corpus"))
     parser.add_argument("--output", type=Path, default=Path("build/demo"))
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="glm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--index-topk", type=int, default=64)
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies every stage's steps (a smoke test: 0.01)")
     parser.add_argument("--no-compile", action="store_true")
     options = parser.parse_args()
-    config = demo_config(options.layers, options.index_topk)
-    train(Trainer(options.corpus, options.output, options.seed, config, not options.no_compile), options.scale)
+    architecture = ARCHITECTURES[options.architecture]
+    config = architecture.demo_config(options.layers, options.index_topk)
+    trainer = Trainer(architecture, options.corpus, options.output, options.seed, config, not options.no_compile)
+    train(trainer, options.scale)

@@ -11,7 +11,7 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)  # Newton-Schulz coefficients of Jordan et 
 
 
 def orthogonalize(update: Tensor, steps: int = 5) -> Tensor:
-    """Replace each matrix of `update` (`[n, rows, columns]`) by a nearly orthogonal one with the same row space."""
+    """Replace each matrix of `update` (`[..., rows, columns]`) by a nearly orthogonal one with the same row space."""
     a, b, c = _QUINTIC
     x = update.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
@@ -46,5 +46,5 @@ class Muon(torch.optim.Optimizer):
                 buffer.lerp_(gradient, 1 - group["momentum"])
                 update = orthogonalize(gradient.lerp(buffer, group["momentum"]))
                 torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-                scale = -group["lr"] * 0.2 * max(shape) ** 0.5
+                scale = -group["lr"] * 0.2 * max(shape[-2:]) ** 0.5
                 torch._foreach_add_(parameters, list((update * scale).unbind(0)))

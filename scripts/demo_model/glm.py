@@ -1,4 +1,4 @@
-"""Training passes through transformers' GLM-5 modules: dense, indexer warm-up, sparse.
+"""A small GLM-5: its config.json, and training passes through transformers' modules: dense, indexer warm-up, sparse.
 
 transformers runs the lightning indexer without gradients and always sparsely, so the three stages of DSA training
 (paper, Section 2.1) need passes of their own over the same weights. Shapes: B batch, S tokens, H heads, D head width.
@@ -6,12 +6,85 @@ transformers runs the lightning indexer without gradients and always sparsely, s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, `[S, rope width / 2]`
 _MASKED = -1e30
+_THETA = 10000.0
+
+
+def demo_config(layers: int = 16, index_topk: int = 64) -> dict[str, Any]:
+    """config.json of the demo model, with the keys that SGLang reads and transformers does not write."""
+    return {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "dtype": "bfloat16",
+        "vocab_size": 2048,
+        "hidden_size": 192,
+        "intermediate_size": 256,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 64,
+        "q_lora_rank": 64,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+        "index_topk": index_topk,
+        "index_head_dim": 128,
+        "index_n_heads": 8,
+        "index_topk_freq": 1,
+        "indexer_rope_interleave": True,
+        "rope_interleave": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": _THETA},
+        "max_position_embeddings": 4096,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "use_cache": True,
+        "num_nextn_predict_layers": 0,
+        # All MLPs are dense; the mixture-of-experts keys below are there because loaders ask for them.
+        "first_k_dense_replace": layers,
+        "mlp_layer_types": ["dense"] * layers,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+
+
+def positions(model: Any, length: int, device: torch.device) -> Rope:
+    """Rotary tables of positions 0 to `length` - 1."""
+    return rope_table(length, model.config.qk_rope_head_dim, _THETA, device)
+
+
+def embed(model: Any, tokens: Tensor) -> Tensor:
+    """What the first layer takes: `[B, S, hidden]`."""
+    embedded: Tensor = model.model.embed_tokens(tokens)
+    return embedded
+
+
+def final(model: Any, x: Tensor) -> Tensor:
+    """What the head takes: `[B, S, hidden]`."""
+    normed: Tensor = model.model.norm(x)
+    return normed
 
 
 def rope_table(length: int, width: int, theta: float, device: torch.device) -> Rope:
