@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class Trainer:
         self.words = torch.from_numpy(data["words"])
         self.streams = {part: torch.from_numpy(data[part].astype(np.int32)) for part in ("train", "evaluation")}
         self.tasks = RecallTasks(self.streams["train"], self.words, seed + 1, self.device)
-        wrap: Callable[..., Any] = torch.compile if compile_ else lambda function: function
+        wrap: Callable[..., Any] = partial(torch.compile, dynamic=False) if compile_ else lambda function: function
         self.dense, self.warmup = wrap(architecture.dense_layer), wrap(architecture.warmup_layer)
         self.sparse = wrap(architecture.sparse_layer)
         self.head_loss = wrap(_head_loss)
@@ -166,14 +167,15 @@ class Trainer:
         total = sum(stage.steps * stage.batch * stage.length for stage in stages)
         done = 0
         for stage in stages:
-            rope = self._rope(stage.length - 1)
+            length = stage.length + self.architecture.EXTRA_TOKENS
+            rope = self._rope(length - 1)
             began, since = time.monotonic(), 0
             for number in range(stage.steps):
                 ramp = min(1.0, (number + 1) / stage.warmup)
                 factor = ramp * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done / total)))
                 for group, peak in zip(groups, peaks, strict=True):
                     group["lr"] = peak * factor
-                batch = self.tasks.mixture(MIXTURE, stage.batch, stage.length)
+                batch = self.tasks.mixture(MIXTURE, stage.batch, length)
                 with torch.autocast(self.device.type, dtype=torch.bfloat16):
                     metrics = step(batch, rope)
                 parameters = [parameter for group in groups for parameter in group["params"]]
@@ -186,6 +188,8 @@ class Trainer:
                     values, now = metrics(), time.monotonic()  # metrics wait for the device
                     rate = (number - since) * stage.batch * stage.length / (now - began)
                     self.log(stage=stage.name, step=number + 1, **values, norm=round(norm.item(), 3), tok_s=int(rate))
+                    if not norm.isfinite():
+                        raise SystemExit(f"{stage.name}, step {number + 1}: the gradient is not finite")
                     if number == 1:
                         began, since = now, number
 
@@ -209,6 +213,7 @@ class Trainer:
     def evaluate(self, name: str, sparse: bool, sequences: int = 48, length: int = 1024) -> None:
         """Log held-out loss and answer accuracy of every task."""
         tasks = RecallTasks(self.streams["evaluation"], self.words, 777, self.device)
+        length += self.architecture.EXTRA_TOKENS
         rope, results = self._rope(length - 1), {}
         for task in TASKS:
             batch = tasks.sample(task, sequences, length)

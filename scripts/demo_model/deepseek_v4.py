@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 
 Tables = dict[str, tuple[Tensor, Tensor]]  # cos and sin, `[1, S, rope width / 2]`, of both kinds of layers
+EXTRA_TOKENS = 1  # of a training sequence, so that what the model sees is a multiple of the window
 _MASKED = -1e30
 
 
@@ -55,7 +56,7 @@ def demo_config(layers: int = 21, index_topk: int = 16) -> dict[str, Any]:
         "norm_topk_prob": True,
         "swiglu_limit": 10.0,
         "hc_mult": 2,
-        "hc_sinkhorn_iters": 10,
+        "hc_sinkhorn_iters": 4,
         "hc_eps": 1e-6,
         "max_position_embeddings": 4096,
         "hidden_act": "silu",
@@ -220,8 +221,8 @@ def _attention(
             scores = scores.masked_fill(~visible[:, 0], _MASKED)
         logits.append(torch.matmul(q, entries[:, None].mT).float().masked_fill(~visible, _MASKED))
     everything = torch.cat(logits, -1) * attention.scaling
-    sinks = attention.sinks.float().view(1, -1, 1, 1).expand(batch, -1, length, 1)
-    weights = torch.cat([everything, sinks], -1).softmax(-1)[..., :-1]
+    total = torch.logaddexp(everything.logsumexp(-1, keepdim=True), attention.sinks.float().view(-1, 1, 1))
+    weights = (everything - total).exp()
 
     shares = F.pad(weights[..., : 2 * window], (0, 0, 0, -length % window)).unflatten(2, (-1, window))
     attended = torch.matmul(shares.to(near.dtype), near[:, None]).flatten(2, 3)[:, :, :length]

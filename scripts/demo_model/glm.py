@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, `[S, rope width / 2]`
+EXTRA_TOKENS = 0
 _MASKED = -1e30
 _THETA = 10000.0
 
