@@ -113,9 +113,12 @@ def _launch(arguments: list[str]) -> tuple[int, list[str]]:
     raise AssertionError(f"the launch went on: {output.getvalue()[-1000:]}")
 
 
-def attention(model: Path) -> dict[str, str]:
-    """Attention sinks (HY-V4) are known to one of SGLang's kernels alone."""
-    if "learnable_sink_init" not in json.loads((model / "config.json").read_text()):
+def own_arguments(model: Path) -> dict[str, Any]:
+    """Attention sinks (HY-V4) are known to one of SGLang's kernels alone, DeepSeek-V4 to its own backend."""
+    config = json.loads((model / "config.json").read_text())
+    if config["model_type"] == "deepseek_v4":
+        return {"attention_backend": "dsv4", "swa_full_tokens_ratio": 1.0, "disable_shared_experts_fusion": True}
+    if "learnable_sink_init" not in config:
         return {}
     return dict.fromkeys(("dsa_prefill_backend", "dsa_decode_backend"), "flashmla_sparse")
 
@@ -127,7 +130,7 @@ def load_runner(model: Path) -> Any:
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     load_plugins()
-    arguments = ServerArgs(model_path=str(model), skip_tokenizer_init=True, **{**ARGUMENTS, **attention(model)})
+    arguments = ServerArgs(model_path=str(model), skip_tokenizer_init=True, **{**ARGUMENTS, **own_arguments(model)})
     arguments.resolve_once()
     one_batch._set_envs_and_config(arguments)
     rank = one_batch.SpawnRanks(world_rank=one_batch.spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0)

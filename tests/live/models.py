@@ -50,7 +50,7 @@ _ONLY_SGLANG_READS: dict[str, Any] = {
     "num_nextn_predict_layers": 0,
 }
 _GLM: dict[str, Any] = {"rope_interleave": True, "indexer_rope_interleave": True}
-KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+_DSA_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "glm-dense": ("glm_moe_dsa", {"first_k_dense_replace": LAYERS}, _GLM),
     "glm-moe": ("glm_moe_dsa", {}, _GLM),
     "deepseek-v3.2": ("deepseek_v32", {}, {}),
@@ -66,18 +66,81 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
-_RELEASED = (  # names of HY-V4's release, where transformers 5.19 writes others
-    (r"\.hc_pre\.(hc_\w+_layer)\.hc_", r".\1.hc_pre.hc_"),
-    (r"\.hc_pre\.hc_head\.", ".hc_head."),
-    (r"(mlp\..*)linear_gate", r"\1gate_proj"),
-)
+_V4: dict[str, Any] = {  # the widths that SGLang's layouts ask for; everything else is small
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 64,
+    "o_groups": 2,
+    "o_lora_rank": 32,
+    "sliding_window": 128,
+    "compress_ratios": [0, 4, 128, 4, 4, 4, 4, 4],  # six letters, as the other kinds have
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "num_hash_layers": 1,
+    "routed_scaling_factor": 1.5,
+    "hc_mult": 4,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "index_topk": TOPK,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "initializer_range": 0.1,
+    "rms_norm_eps": 1e-6,
+}
+_ONLY_SGLANG_READS_OF_V4: dict[str, Any] = {
+    **{key: _V4[key] for key in ("compress_ratios", "num_hash_layers", "qk_rope_head_dim", "rope_theta")},
+    "compress_rope_theta": _V4["compress_rope_theta"],
+    "n_hash_layers": 1,
+    "intermediate_size": 64,
+    "topk_method": "noaux_tc",
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_scaling": {
+        "type": "yarn",
+        "rope_type": "yarn",
+        "factor": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 65536,
+    },
+    "num_nextn_predict_layers": 1,
+}
+_RELEASED = {  # names of a release, where transformers 5.19 writes others
+    "hy-v4": (
+        (r"\.hc_pre\.(hc_\w+_layer)\.hc_", r".\1.hc_pre.hc_"),
+        (r"\.hc_pre\.hc_head\.", ".hc_head."),
+        (r"(mlp\..*)linear_gate", r"\1gate_proj"),
+    ),
+    "deepseek-v4": (
+        (r"^model\.", ""),
+        (r"^embed_tokens\.", "embed."),
+        (r"^hc_head\.hc_", "hc_head_"),
+        (r"\.attn\.norm\.", ".attn.kv_norm."),
+    ),
+}
+
+KINDS = (*_DSA_KINDS, "deepseek-v4")
 
 
 def build(kind: str, folder: Path, **changes: Any) -> Path:
     """Save a random model of `kind`, bfloat16 values: what float32 engines then read alike."""
-    model_type, own, extra = KINDS[kind]
+    if kind == "deepseek-v4":
+        model_type, content, extra = "deepseek_v4", {**_V4, **changes}, {**_ONLY_SGLANG_READS_OF_V4, **changes}
+    else:
+        model_type, own, only = _DSA_KINDS[kind]
+        content, extra = {**_SHARED, **own, **changes}, {**_ONLY_SGLANG_READS, **only}
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{**_SHARED, **own, **changes})
+    config = AutoConfig.for_model(model_type, **content)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -88,16 +151,18 @@ def build(kind: str, folder: Path, **changes: Any) -> Path:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.1, 0.1)
+            if name.endswith("tid2eid"):
+                drawn = torch.rand(len(buffer), content["n_routed_experts"]).argsort(1)
+                buffer.copy_(drawn[:, : buffer.shape[1]])
     model.to(torch.bfloat16).save_pretrained(folder)
-    if kind == "hy-v4":
-        weights = folder / "model.safetensors"
-        save_file({_released(name): tensor for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    weights = folder / "model.safetensors"
+    save_file({_released(kind, name): tensor for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **_ONLY_SGLANG_READS, **extra}, indent=1))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **extra}, indent=1))
     return folder
 
 
-def _released(name: str) -> str:
-    for pattern, replacement in _RELEASED:
+def _released(kind: str, name: str) -> str:
+    for pattern, replacement in _RELEASED.get(kind, ()):
         name = re.sub(pattern, replacement, name)
     return name

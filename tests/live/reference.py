@@ -22,10 +22,10 @@ from transformers.models.hy_v4 import modeling_hy_v4
 from dsa_cpu_platform.recorder import Run
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
-from sglang_indexcache.families.dsa.modeling import attentions as dsa_attentions
+from sglang_indexcache.families import describe, family_of_modules
 
 Selections = dict[int, dict[int, frozenset[int]]]
-"""Layer, position, the positions it attends to."""
+"""Model layer, position, what it attends to: positions, or entries of four tokens (DeepSeek-V4)."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def selections(runs: Sequence[Run], requests: Sequence[str]) -> Selections:
     for request in requests:
         own: Selections = {}
         for run in runs:
-            if run.selected is None:
+            if run.selected is None or run.what != "indexer":
                 continue
             for rid, position, row in zip(run.requests, run.positions, run.selected, strict=True):
                 if rid == request:
@@ -78,6 +78,8 @@ def replay(model: Any, pattern: Pattern, ids: Sequence[int], chosen: Selections)
     """Run `ids` through `model` with `pattern`, every indexer answering what SGLang's did."""
     disputed: list[float] = []
     rows = 0
+    description = describe(model.config.to_dict(), "reference")
+    ratio = description.first_choice // description.index_topk  # tokens that one index stands for
 
     def follow(layer: int, run: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -85,7 +87,7 @@ def replay(model: Any, pattern: Pattern, ids: Sequence[int], chosen: Selections)
             own, scores = _selection_and_scores(run, args, kwargs)
             answer = own.clone()
             for position in range(own.shape[1]):
-                visible = position + 1
+                visible = (position + 1) // ratio
                 theirs = chosen[layer][position]
                 if visible <= own.shape[2]:  # everything is visible, nothing to choose
                     assert theirs == frozenset(range(visible)), f"layer {layer}, position {position}: not all tokens"
@@ -102,10 +104,10 @@ def replay(model: Any, pattern: Pattern, ids: Sequence[int], chosen: Selections)
         return forward
 
     with ExitStack() as stack:
-        for layer, attention in enumerate(dsa_attentions(model)):
-            if pattern[layer] == "F":
-                attention.indexer.forward = follow(layer, attention.indexer.forward)
-                stack.callback(attention.indexer.__dict__.pop, "forward")
+        for letter, selector in enumerate(family_of_modules(model).selectors(model)):
+            if pattern[letter] == "F":
+                selector.forward = follow(description.layers[letter], selector.forward)
+                stack.callback(selector.__dict__.pop, "forward")
         with torch.inference_mode(), apply_roles(model, pattern):
             logits = model(torch.tensor([list(ids[:-1])]), use_cache=False).logits[0]
     logprobs = logits.log_softmax(dim=-1).gather(1, torch.tensor(list(ids[1:]))[:, None])[:, 0]

@@ -10,6 +10,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
+from dsa_cpu_platform import deepseek_v4
+
 
 class DsaCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """A CPU that claims to be a device of its own kind, so that SGLang asks it instead of assuming CUDA."""
@@ -34,6 +36,9 @@ class DsaCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def post_load_model(self, model: torch.nn.Module) -> None:
         """The indexer's `weights_proj` is bf16 whatever the model's dtype; float32 runs need float32."""
         _let_data_parallel_attention_run()
+        if type(model).__name__ == "DeepseekV4ForCausalLM":
+            deepseek_v4.replace_all(model)
+            return
         for module in model.modules():
             if hasattr(module, "weights_proj") and hasattr(module, "wq_b"):
                 module.weights_proj.weight.data = module.weights_proj.weight.data.to(module.wq_b.weight.dtype)

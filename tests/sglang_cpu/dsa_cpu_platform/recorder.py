@@ -24,6 +24,7 @@ class Run:
         requests: for each token the id of its request.
         positions: for each token its position.
         selected: `[tokens, k]` positions, -1 for none; `None` where only index keys were written.
+        what: `indexer` for what an indexer chose, `attention` for what a layer attended to (DeepSeek-V4 alone).
     """
 
     process: int
@@ -32,9 +33,12 @@ class Run:
     requests: tuple[str, ...]
     positions: tuple[int, ...]
     selected: Any
+    what: str = "indexer"
 
 
-def record(layer: int, forward_batch: Any, positions: Tensor, selected: Tensor | None) -> None:
+def record(
+    layer: int, forward_batch: Any, positions: Tensor, selected: Tensor | None, what: str = "indexer"
+) -> None:
     """Append a run to this process's file, if recording is asked for."""
     folder = os.environ.get(VARIABLE)
     if not folder:
@@ -49,6 +53,7 @@ def record(layer: int, forward_batch: Any, positions: Tensor, selected: Tensor |
         tuple(requests),
         tuple(positions[: len(requests)].tolist()),
         None if selected is None else selected.numpy().copy(),
+        what,
     )
     with (Path(folder) / f"{os.getpid()}.pickle").open("ab") as file:
         pickle.dump(run, file)
