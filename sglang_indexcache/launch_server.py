@@ -139,7 +139,7 @@ def with_carried(rest: Sequence[str], request: Request) -> Sequence[str]:
     A configuration file of SGLang's may have overrides, too, which a flag would replace: then there is no such flag.
 
     Raises:
-        SpellingError: if the overrides that are there say another pattern.
+        SpellingError: if the overrides that are there are no JSON object.
     """
     if any(word.partition("=")[0] == "--config" for word in rest):
         return rest

@@ -196,7 +196,9 @@ class SglangSource:
             return f"needs {lacking[0]} in {need.target}, which SGLang {self.version} does not have there"
         native = [name for name in need.without if name in mentioned]
         if native:
-            return f"SGLang {self.version} reads {native[0]} in {need.target} itself, which this plugin does not know yet"
+            return (
+                f"SGLang {self.version} reads {native[0]} in {need.target} itself, which this plugin does not know yet"
+            )
         return None
 
     def refusal(self, feature: Feature) -> str | None:

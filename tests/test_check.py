@@ -21,7 +21,7 @@ from sglang_indexcache.families.dsa.rule import effective_pattern
 from sglang_indexcache.families.dsa.spellings import indexer_types
 from sglang_indexcache.overrides import parse_overrides
 from sglang_indexcache.probes import SglangSource
-from tests.conftest import tiny_config
+from tests.conftest import tiny_config, tiny_v4_config
 from tests.patterns import pattern_file
 
 PATTERN = Pattern("FSSFSS")
@@ -56,7 +56,7 @@ def test_a_pattern_that_fits(model: Path, write_file: Callable[..., str], capsys
     assert main([write_file(), "--model", str(model)]) == 0
     output = capsys.readouterr().out
     assert "2 of 6 layers F" in output and output.endswith("no problems\n")
-    assert "    5  S              3" in output
+    assert "     5      5  S              3" in output
     assert json.dumps(indexer_types(PATTERN)) in output
     if not HAS_SGLANG:
         assert "note: SGLang is not installed here" in output
@@ -69,6 +69,21 @@ def test_json_has_the_same(model: Path, write_file: Callable[..., str], capsys: 
     assert report["source_layers"] == [0, 0, 0, 3, 3, 3]
     assert report["override"]["index_topk_pattern"] == PATTERN.roles
     assert report["problems"] == []
+
+
+def test_letters_of_deepseek_v4_are_shown_with_their_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_v4_config()))
+    code = main(["FSSF", "--model", str(tmp_path)])
+    output = capsys.readouterr().out
+    assert "override  none" in output
+    assert (
+        "letter  layer  role  indices of  locked\n     0      2  F              2\n     1      4  S              2\n"
+        in output
+    )
+    assert "     3      7  F              7\n" in output
+    assert code == 0 and ("SGLang is not installed" in output) != ("no rule that could be asked" in output)
+    assert main(["FSS", "--model", str(tmp_path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["layers"] == [2, 4, 6, 7]
 
 
 def problems(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:

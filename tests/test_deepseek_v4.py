@@ -1,7 +1,8 @@
-"""DeepSeek-V4: its config.json, roles on transformers' model, and the engine's shortcuts, each against the plain way."""
+"""DeepSeek-V4: its config.json, roles on transformers' model, and the engine's shortcuts beside the plain way."""
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,12 @@ import torch
 
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
+from indexcache_search.evaluator import Evaluator
 from indexcache_search.hf.roles import apply_roles
+from indexcache_search.identity import identity
+from indexcache_search.journal import Journal
+from indexcache_search.search import Search
+from indexcache_search.settings import Settings
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import ModelConfigError, SpellingError
 from sglang_indexcache.families import FAMILIES, describe
@@ -78,8 +84,8 @@ def test_what_transformers_saves_is_read_alike() -> None:
         ({"compress_ratios": [0] * 8}, "v4: config.json: no layer has compression ratio 4, so none has an indexer"),
         (
             {"compress_rates": {"compressed_sparse_attention": 8, "heavily_compressed_attention": 128}},
-            "v4: config.json: compress_rates is {'compressed_sparse_attention': 8, 'heavily_compressed_attention': 128},"
-            " expected 4 and 128",
+            "v4: config.json: compress_rates is {'compressed_sparse_attention': 8, 'heavily_compressed_attention': 12"
+            "8}, expected 4 and 128",
         ),
         ({"index_topk": 0}, "v4: config.json: index_topk is 0, expected a positive integer"),
         ({"num_hidden_layers": 5000}, "v4: config.json: 5000 layers, expected at most 4096"),
@@ -204,3 +210,35 @@ def test_kernels_are_not_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) 
     with pytest.raises(SearchError, match="--attention kernels does not run DeepseekV4ForCausalLM; expected auto or"):
         TransformersEngine.load(folder, "cpu", attention="kernels")
     assert TransformersEngine.load(folder, "cpu").settings["attention"] == "naive"
+
+
+class Redundant(torch.nn.Module):
+    """Chooses what the indexer of an earlier layer would choose there, whatever runs in that layer."""
+
+    def __init__(self, model: Any, layer: int) -> None:
+        super().__init__()
+        compressor = model.model.layers[layer].self_attn.compressor
+        self._run, self._inputs = type(compressor.indexer).forward.__get__(compressor.indexer), {}
+        compressor.register_forward_pre_hook(lambda _, args: self._inputs.update(args=args))
+
+    def forward(self, *_: Any) -> torch.Tensor:
+        return self._run(*self._inputs["args"])
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "segments"])
+def test_the_search_shares_exactly_what_is_redundant(strategy: str, tmp_path: Any) -> None:
+    """Letters 2 and 4 of 6 copy the scores of the letter before: sharing them costs nothing, anything else does."""
+    config = tiny_v4_config(num_hidden_layers=8, compress_ratios=[0, 4, 4, 4, 128, 4, 4, 4])
+    model, description = tiny_model(config), describe(config, "tiny")
+    for letter in (2, 4):
+        compressor = model.model.layers[description.layers[letter]].self_attn.compressor
+        compressor.indexer = Redundant(model, description.layers[letter - 1])
+    engine = TransformersEngine(model, description)
+    data = random_tokens(sequences=4, seq_len=SEQ_LEN, first_choice=4 * TOPK)
+    settings = Settings((Fraction(2, 3),), strategy, objective="kl", race=strategy == "segments")
+    with Journal(tmp_path, identity(engine, data, data, "kl"), {}) as journal:
+        calibration = Evaluator(engine, data, "kl", journal, "calibration")
+        found = Search(engine, calibration, settings, lambda: None).find()
+    assert found.patterns[Fraction(2, 3)] == Pattern("FFSFSF")
+    [evaluation] = engine.evaluate([Pattern("FFSFSF")], data, "kl")
+    assert sum(evaluation.losses) == pytest.approx(0, abs=1e-9)

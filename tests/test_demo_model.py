@@ -42,8 +42,10 @@ def test_passes_are_those_of_transformers(architecture: Any, sparse: bool) -> No
         divergences.append(divergence.item())
     logits = model.lm_head(architecture.final(model, x))
     assert torch.allclose(logits, expected, atol=2e-4, rtol=1e-4)
-    indexed = [getattr(item.self_attn, "indexer", None) or getattr(item.self_attn, "compressor", None) for item in
-               model.model.layers]
+    indexed = [
+        getattr(item.self_attn, "indexer", None) or getattr(item.self_attn, "compressor", None)
+        for item in model.model.layers
+    ]
     for divergence, module in zip(divergences, indexed, strict=True):
         chooses = module is not None and (architecture is glm or hasattr(module, "indexer"))
         assert (divergence > 1e-4) == chooses

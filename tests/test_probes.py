@@ -23,7 +23,7 @@ def write_sglang(folder: Path, needs: list[Need]) -> SglangSource:
         lines = modules.setdefault(need.module, {}).setdefault(owner, [])
         if member[0].isupper() and not owner:
             modules[need.module].setdefault(member, []).extend(f"x.{name}" for name in need.mentions)
-        elif member in ("internal_state", "model_name", "current_scheduler_metrics_enabled"):
+        elif member in ("internal_state", "model_name", "current_scheduler_metrics_enabled", "c4_sparse_page_indices"):
             lines.append(f"{member}: str")
         else:
             body = "; ".join([f"x.{name}" for name in need.mentions] or ["pass"])
@@ -67,6 +67,18 @@ def test_a_missing_parameter_names_what_is_there(tmp_path: Path) -> None:
     source = write_sglang(tmp_path, [Need("srt.x", "f", ("a", "c"))])
     assert source.missing(need) == "needs sglang.srt.x.f(b), found (a, c) in SGLang unknown"
     assert source.refusal(Feature("x", "", (need,), "")) is not None
+
+
+def test_an_sglang_that_does_it_by_itself_is_refused(tmp_path: Path) -> None:
+    need = Need("srt.x", "A", without=("index_topk_pattern",))
+    source = write_sglang(tmp_path, [Need("srt.x", "A", mentions=("other",))])
+    assert source.missing(need) is None
+    source = write_sglang(tmp_path, [Need("srt.x", "A", mentions=("index_topk_pattern",))])
+    assert SglangSource.at(tmp_path).missing(need) == (
+        "SGLang unknown reads index_topk_pattern in sglang.srt.x.A itself, which this plugin does not know yet"
+    )
+    serving = next(family.serving for family in FAMILIES if family.name == "deepseek_v4")
+    assert any("index_topk_pattern" in need.without for need in serving.needs)
 
 
 def test_definitions_below_if_and_try_are_found(tmp_path: Path) -> None:

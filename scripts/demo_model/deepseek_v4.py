@@ -146,11 +146,11 @@ def _experts(mlp: Any, x: Tensor) -> Tensor:
 
 
 def compress(module: Any, hidden: Tensor, ratio: int, tables: Tables) -> Tensor:
-    """Entries `[B, E, D]` of a compressor or an indexer: gated sums over `ratio` tokens, of 4 over the 4 before, too."""
-    batch, length, _ = hidden.shape
-    count = length // ratio
+    """Entries `[B, E, D]` of a compressor or indexer: gated sums over `ratio` tokens, if 4 over those before, too."""
+    count = hidden.shape[1] // ratio
     kv, gate = (
-        project(hidden[:, : count * ratio]).unflatten(1, (count, ratio)) for project in (module.kv_proj, module.gate_proj)
+        project(hidden[:, : count * ratio]).unflatten(1, (count, ratio))
+        for project in (module.kv_proj, module.gate_proj)
     )
     gate = gate + module.position_bias
     if kv.shape[-1] == 2 * module.head_dim:

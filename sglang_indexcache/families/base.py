@@ -66,15 +66,13 @@ class Family(ABC):
 
     @abstractmethod
     def handed_over(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
-        """`--json-model-override-args` of the user, with what makes SGLang run `pattern`, as far as that can be told so.
+        """`--json-model-override-args` of the user, with what makes SGLang run `pattern`, where it reads that there.
 
         Raises:
             SpellingError: if the user's say something else.
         """
 
-    def would_run(
-        self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int
-    ) -> Pattern | None:
+    def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> Pattern | None:
         """What the installed SGLang's own code says that it would run; `None` without a `rule`.
 
         Args:

@@ -70,7 +70,7 @@ def _register(request: Request, proven: Proven) -> preflight.Preflight:
     hooks.guard(probes.SERVER_ARGS, probes.MODEL_CONFIG, probes.LOAD_MODEL, probes.READY, probes.LAUNCH)
     hooks.before(probes.SERVER_ARGS, check.server_args)
     hooks.before(probes.MODEL_CONFIG, check.model_config)
-    hooks.before(probes.LAUNCH, ready.carrier(request, check.family_at))
+    hooks.before(probes.LAUNCH, ready.carrier(request))
     hooks.after(probes.NEW_MODEL, proof.preparer(check))
     hooks.after(probes.LOAD_MODEL, proof.prover(check, proven))
     hooks.after(probes.READY, ready.reporter(request, proven))

@@ -156,11 +156,11 @@ def mismatch(pattern: Pattern, effective: dict[int, Effective], begins_every_sta
         if layer >= len(pattern):
             return f"the loaded model has a DSA layer {layer}, the pattern has {len(pattern)} letters"
         if module.role != pattern[layer]:
-            return f"layer {layer} would run as {module.role}, the pattern says {pattern[layer]}"
+            return f"letter {layer} would run as {module.role}, the pattern says {pattern[layer]}"
         if module.role == FULL and not module.has_indexer:
-            return f"layer {layer} is F, but the loaded model has no indexer there"
+            return f"letter {layer} is F, but the loaded model has no indexer there"
         if module.unloaded is not None:
-            return f"layer {layer} is F, but no weights were loaded into its indexer's {module.unloaded}"
+            return f"letter {layer} is F, but no weights were loaded into its indexer's {module.unloaded}"
     if begins_every_stage and effective[min(effective)].role != FULL:
         return f"letter {min(effective)} is the first of its pipeline stage, where nothing was chosen yet: expected F"
     return None

@@ -18,7 +18,6 @@ from uuid import uuid4
 
 from sglang_indexcache import probes
 from sglang_indexcache.errors import ProofError
-from sglang_indexcache.families.base import Family
 from sglang_indexcache.files import read_json_object, write_atomically
 from sglang_indexcache.hooks import bound_arguments
 from sglang_indexcache.overrides import parse_overrides
@@ -31,14 +30,13 @@ FOLDER_VARIABLE = "SGLANG_INDEXCACHE_PROOFS"
 _LIMIT = 1 << 20
 
 
-def carrier(request: Request, family_at: Callable[[str], Family]) -> Callable[..., None]:
+def carrier(request: Request) -> Callable[..., None]:
     """Hook before `Engine._launch_subprocesses`: the pattern among the model overrides, and a folder for proofs."""
 
     def before(*args: Any, **kwargs: Any) -> None:
         server_args = bound_arguments(probes.LAUNCH, args, kwargs).arguments["server_args"]
         os.environ[FOLDER_VARIABLE] = tempfile.mkdtemp(prefix="indexcache-proofs-")
-        family = family_at(server_args.model_path)
-        overrides = carry(server_args.json_model_override_args, request, family)
+        overrides = carry(server_args.json_model_override_args, request)
         if overrides != server_args.json_model_override_args:
             with suppress(AttributeError):  # sealed, once SGLang has resolved them; then the variable must be there
                 server_args.json_model_override_args = overrides
@@ -46,14 +44,13 @@ def carrier(request: Request, family_at: Callable[[str], Family]) -> Callable[..
     return before
 
 
-def carry(overrides: str, request: Request, family: Family) -> str:
-    """Model overrides with the pattern, and with what `Request.from_overrides` reads.
+def carry(overrides: str, request: Request) -> str:
+    """Model overrides with what `Request.from_overrides` reads; the hook on `ModelConfig` adds what the family needs.
 
     Raises:
-        SpellingError: if they say another pattern.
+        SpellingError: if they are no JSON object.
     """
-    merged = family.handed_over(parse_overrides(overrides), request.pattern)
-    return json.dumps({**merged, KEY: request.carried()})
+    return json.dumps({**parse_overrides(overrides), KEY: request.carried()})
 
 
 def reporter(request: Request, proven: Proven) -> Callable[..., None]:

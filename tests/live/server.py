@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from indexcache_search.engines.own_server import die_with_parent, free_port
-from tests.live.inprocess import ENVIRONMENT, Served
+from tests.live.inprocess import ENVIRONMENT, Served, own_arguments
 
 START_TIMEOUT, REQUEST_TIMEOUT = 600, 300
 FLAGS = (
@@ -72,7 +72,10 @@ class Server:
 
 def command(model: Path, *flags: str, launcher: Sequence[str] = LAUNCHER) -> list[str]:
     """The command line that starts a server for `model`."""
-    return [*launcher, "--model-path", str(model), *FLAGS, *flags]
+    own: list[str] = []
+    for name, value in own_arguments(model).items():
+        own += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
+    return [*launcher, "--model-path", str(model), *FLAGS, *own, *flags]
 
 
 def environment(**changes: str) -> dict[str, str]:

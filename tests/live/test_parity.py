@@ -27,8 +27,9 @@ from tests.patterns import write_pattern
 pytestmark = pytest.mark.sglang
 
 TOLERANCE = 1e-5  # random models: 3e-6 is seen
+STREAMS_TOLERANCE = 2e-5  # DeepSeek-V4, with two ranks: 1.0e-5 is seen
 TRAINED_TOLERANCE = 1e-4  # the demo: 4e-5 is seen, between transformers in float32 and in float64 as well
-NOISE_RATIO = 1.5  # how much farther than transformers' float32 SGLang may be from float64, root mean square
+NOISE_RATIO = 2  # how much farther than transformers' float32 SGLang may be from float64, root mean square
 NEGLIGIBLE = 1e-6  # below this the two are not compared
 MAX_DISPUTED = 1e-3
 STEPS = 4
@@ -92,9 +93,11 @@ def check_parity(
         answers: each sequence with the ids of the requests that computed it.
 
     The trained demo amplifies rounding more than random weights do: transformers in float32 is up to 4e-5 from itself
-    in float64. There SGLang must be as near to float64 as transformers is.
+    in float64. There, and on DeepSeek-V4, SGLang must be as near to float64 as transformers is.
     """
     trained = model.config.num_hidden_layers == 16
+    streams = model.config.model_type == "deepseek_v4"
+    tolerance = TRAINED_TOLERANCE if trained else STREAMS_TOLERANCE if streams else TOLERANCE
     rows, worst, disputed, errors, noise = 0, 0.0, [], [], []
     for served, requests in answers:
         chosen = selections(runs, requests)
@@ -102,17 +105,18 @@ def check_parity(
         found = torch.tensor(served.logprobs)
         reference = expected.logprobs[-len(found) :]
         difference = (found - reference).abs().max().item()
-        assert difference <= (TRAINED_TOLERANCE if trained else TOLERANCE), f"request {requests[-1]}: {difference:.2e}"
+        assert difference <= tolerance, f"request {requests[-1]}: {difference:.2e}"
         worst = max(worst, difference)
-        if trained:
+        if trained or streams:
             exact = replay(in_float64(model), pattern, served.ids, chosen).logprobs[-len(found) :]
             errors.append(found - exact)
             noise.append(reference - exact)
         rows += expected.rows
         disputed += expected.disputed
     print(f"{pattern}: largest difference {worst:.1e}; {len(disputed)} of {rows} selections differ")
-    if trained:
+    if trained or streams:
         error, expected_error = (torch.cat(items).square().mean().sqrt().item() for items in (errors, noise))
+        print(f"{error:.1e} from float64, transformers {expected_error:.1e}")
         assert error <= max(NOISE_RATIO * expected_error, NEGLIGIBLE), (
             f"{error:.1e} from float64, transformers {expected_error:.1e}"
         )
@@ -127,7 +131,9 @@ def numbered(answers: Sequence[Served]) -> list[tuple[Served, Sequence[str]]]:
 
 @cache
 def in_float64(model: Any) -> Any:
-    return copy.deepcopy(model).double()
+    doubled = copy.deepcopy(model).double()
+    doubled.set_experts_implementation("eager")  # the others have no float64
+    return doubled
 
 
 def test_the_comparison_can_fail(tmp_path: Path) -> None:

@@ -19,13 +19,12 @@ from sglang_indexcache.probes import Need
 _OWN_SHARING = ("index_topk_pattern", "index_topk_freq", "indexer_types", "skip_topk")
 
 ATTENTION = Need("srt.models.deepseek_v4", "MQALayer", mentions=("indexer", "compress_ratio"), without=_OWN_SHARING)
-MODEL = Need("srt.models.deepseek_v4", "DeepseekV4Model", without=_OWN_SHARING)
 INDEXER = Need(
     "srt.layers.attention.dsv4.indexer", "C4Indexer.forward", ("forward_batch",), ("forward_c4_indexer",), _OWN_SHARING
 )
 BUFFER = Need("srt.layers.attention.deepseek_v4_backend", "DSV4AttnMetadata.c4_sparse_page_indices")
 STAGES = Need("srt.models.deepseek_v4", "DeepseekV4Model.forward", ("pp_proxy_tensors",))
-NEEDS = (ATTENTION, MODEL, INDEXER, BUFFER)
+NEEDS = (ATTENTION, INDEXER, BUFFER)
 
 _LETTERS = "_indexcache_letters"
 
@@ -65,8 +64,8 @@ def switch(runner: Any, pattern: Pattern) -> None:
     for site, module in modules(runner.model):
         if pattern[site] == SHARED:
             module.forward = Shared()
-        else:
-            module.__dict__.pop("forward", None)
+        elif role(site, module) == SHARED:
+            del module.forward
     setattr(runner, _LETTERS, pattern.roles)
 
 

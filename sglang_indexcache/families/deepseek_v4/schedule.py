@@ -38,11 +38,9 @@ def compression_ratios(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def _ratio(value: Any, key: str, layer: int, name: str) -> int:
-    ratio = _RATIOS.get(value) if isinstance(value, str) and key == "layer_types" else value
+    ratio: Any = _RATIOS.get(value) if isinstance(value, str) and key == "layer_types" else value
     if isinstance(ratio, bool) or ratio not in _RATIOS.values():
         expected = " or ".join(map(str, _RATIOS if key == "layer_types" else _RATIOS.values()))
         hint = ", as in DeepSeek-V4.1" if not isinstance(ratio, bool) and ratio in (1, 2) else ""
-        raise ModelConfigError(
-            f"{name}: config.json: {key} has {value!r} for layer {layer}{hint}; expected {expected}"
-        )
+        raise ModelConfigError(f"{name}: config.json: {key} has {value!r} for layer {layer}{hint}; expected {expected}")
     return int(ratio)

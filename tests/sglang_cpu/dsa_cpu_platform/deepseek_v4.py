@@ -115,7 +115,13 @@ def _pool() -> Any:
 
 
 def keep_window_key(
-    self: Any, x: Tensor, positions: Tensor, forward_batch: Any, attn_backend: Any, qkv_a: Any = None, q_rope: Any = None
+    self: Any,
+    x: Tensor,
+    positions: Tensor,
+    forward_batch: Any,
+    attn_backend: Any,
+    qkv_a: Any = None,
+    q_rope: Any = None,
 ) -> None:
     """Replaces `MQALayer._compute_kv_to_cache`."""
     kv = qkv_a[..., self.q_lora_rank :] if qkv_a is not None else self.wkv(x)[0]
@@ -143,8 +149,10 @@ def compress(self: Any, x: Tensor, forward_batch: Any, layer_id: int, compressor
     for slots, start, end in _requests(self, forward_batch):
         for group in range(start // ratio, end // ratio):
             tokens = raw[slots[group * ratio : (group + 1) * ratio]]
-            kv, gate = tokens[:, -2 * width :].chunk(2, 1) if compressor.coff == 1 else (
-                tokens[:, width : 2 * width], tokens[:, 3 * width :]
+            kv, gate = (
+                tokens[:, -2 * width :].chunk(2, 1)
+                if compressor.coff == 1
+                else (tokens[:, width : 2 * width], tokens[:, 3 * width :])
             )
             gate = gate + bias[-ratio:]
             if compressor.coff == 2 and group:
@@ -155,9 +163,9 @@ def compress(self: Any, x: Tensor, forward_batch: Any, layer_id: int, compressor
             norm = compressor.norm
             entry = norm.weight.float() * entry * torch.rsqrt(entry.square().mean() + norm.variance_epsilon)
             at = torch.tensor([group * ratio])
-            entries[int(slots[(group + 1) * ratio - 1]) // ratio] = _rotated_end(
-                entry[None], compressor.freqs_cis, at
-            )[0]
+            entries[int(slots[(group + 1) * ratio - 1]) // ratio] = _rotated_end(entry[None], compressor.freqs_cis, at)[
+                0
+            ]
 
 
 _scoring: list[int] = []  # the layer whose index keys `index_logits` reads
@@ -249,7 +257,7 @@ def compression_metadata(
     page_size: int = 256,
     compute_page_indices: bool = True,
 ) -> Any:
-    """Replaces `_init_compression_metadata_triton`: where entries go, how many there are, and where those of 128 lie."""
+    """Replaces `_init_compression_metadata_triton`: where entries go, how many there are, where those of 128 lie."""
     out = [torch.where(seq_lens % ratio == 0, raw_out_loc // ratio, 0) for ratio in (4, 128)]
     counts = [(seq_lens // ratio).to(torch.int32) for ratio in (4, 128)]
     entries, per_page = torch.arange(max(int(counts[1].max()), 1)), page_size // 128

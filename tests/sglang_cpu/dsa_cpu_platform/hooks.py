@@ -29,6 +29,14 @@ def register_hooks() -> None:
     for target, replacement in replacements.items():
         HookRegistry.register(target, replacement, HookType.REPLACE)
     HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", _rope, HookType.AROUND)
+    adjust = "sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp"
+    HookRegistry.register(adjust, _one_key_head, HookType.AROUND)
+
+
+def _one_key_head(original: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """On a CPU it would give each rank of DeepSeek-V4 a key head, of which there is one."""
+    kind = model_config.hf_config.model_type
+    return model_config if kind == "deepseek_v4" else original(model_config, *args, **kwargs)
 
 
 def _rope(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -36,9 +36,7 @@ class Run:
     what: str = "indexer"
 
 
-def record(
-    layer: int, forward_batch: Any, positions: Tensor, selected: Tensor | None, what: str = "indexer"
-) -> None:
+def record(layer: int, forward_batch: Any, positions: Tensor, selected: Tensor | None, what: str = "indexer") -> None:
     """Append a run to this process's file, if recording is asked for."""
     folder = os.environ.get(VARIABLE)
     if not folder:

@@ -2,12 +2,14 @@
 
 `DSA_CPU_REMOVE=dotted.path` deletes that function or class before hooks are applied, as a newer SGLang might have.
 `DSA_CPU_BREAK=roles` makes every layer F whatever the configuration says; `weights` keeps the loader from loading one
-indexer tensor of layer 3; `loader` moves the work of `ModelRunner.load_model` into another method; `radix` lets
-calibration run with the prefix cache on, and never flushes it.
+indexer tensor of layer 3 (`index-weights` and `index-bias` do of DeepSeek-V4); `forward` wraps one of its indexers;
+`loader` moves the work of `ModelRunner.load_model` into another method; `prefixes` lets calibration run with the prefix
+cache on, `radix` also never flushes it.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import pkgutil
@@ -17,7 +19,11 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-LOST = ".layers.3.self_attn.indexer.wq_b."
+LOST = {
+    "weights": ".layers.3.self_attn.indexer.wq_b.",
+    "index-weights": "layers.3.attn.indexer.wq_b.",
+    "index-bias": "layers.3.attn.indexer.compressor.ape",
+}
 
 
 def apply() -> None:
@@ -30,9 +36,13 @@ def apply() -> None:
     if broken == "roles":
         rule = "sglang.srt.configs.model_config.dsa_layer_skips_topk"
         HookRegistry.register(rule, lambda config, layer_id: False, HookType.REPLACE)
-    elif broken == "weights":
-        loader = "sglang.srt.models.deepseek_v2.DeepseekV2ForCausalLM.load_weights"
-        HookRegistry.register(loader, _lose_weights, HookType.AROUND)
+    elif broken in LOST:
+        kind = "deepseek_v2.DeepseekV2" if broken == "weights" else "deepseek_v4.DeepseekV4"
+        loader = f"sglang.srt.models.{kind}ForCausalLM.load_weights"
+        HookRegistry.register(loader, functools.partial(_lose_weights, LOST[broken]), HookType.AROUND)
+    elif broken == "forward":
+        loader = "sglang.srt.models.deepseek_v4.DeepseekV4ForCausalLM.post_load_weights"
+        HookRegistry.register(loader, _wrap_an_indexer, HookType.AFTER)
     elif broken == "loader":
         from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -42,17 +52,26 @@ def apply() -> None:
         module = inspect.getmodule(ModelRunner)
         exec(textwrap.dedent(source), module.__dict__)
         ModelRunner.initialize = module.__dict__.pop("initialize")
-    elif broken == "radix":
+    elif broken in ("radix", "prefixes"):
         from sglang_indexcache.calibration import preflight
 
         preflight._WANTED.pop("disable_radix_cache")
-        HookRegistry.register(
-            "sglang.srt.managers.scheduler.Scheduler.flush_cache", lambda *_, **__: True, HookType.REPLACE
-        )
+        if broken == "radix":
+            HookRegistry.register(
+                "sglang.srt.managers.scheduler.Scheduler.flush_cache", lambda *_, **__: True, HookType.REPLACE
+            )
 
 
-def _lose_weights(original: Any, model: Any, weights: Iterable[tuple[str, Any]], *args: Any, **kwargs: Any) -> Any:
+def _wrap_an_indexer(result: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    found = [module for module in model.modules() if type(module).__name__ == "C4Indexer"]
+    forward = found[3].forward
+    found[3].forward = lambda *inner, **named: forward(*inner, **named)
+
+
+def _lose_weights(
+    lost: str, original: Any, model: Any, weights: Iterable[tuple[str, Any]], *args: Any, **kwargs: Any
+) -> Any:
     def kept() -> Iterator[tuple[str, Any]]:
-        return (item for item in weights if LOST not in item[0])
+        return (item for item in weights if lost not in item[0])
 
     return original(model, kept(), *args, **kwargs)
