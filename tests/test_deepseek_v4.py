@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
@@ -18,9 +22,14 @@ from indexcache_search.journal import Journal
 from indexcache_search.search import Search
 from indexcache_search.settings import Settings
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import ModelConfigError, SpellingError
+from sglang_indexcache.errors import ModelConfigError, ProofError, SpellingError
 from sglang_indexcache.families import FAMILIES, describe
 from sglang_indexcache.families.deepseek_v4 import DeepseekV4
+from sglang_indexcache.probes import SglangSource
+from sglang_indexcache.serving import preflight, proof
+from sglang_indexcache.serving.preflight import Preflight, PreflightError
+from sglang_indexcache.serving.proof import effective_roles, mark_unloaded, mismatch
+from sglang_indexcache.serving.request import Request
 from tests.conftest import TOPK, V4_LAYERS, random_tokens, tiny_engine, tiny_model, tiny_v4_config
 
 LETTERS = len(V4_LAYERS)
@@ -242,3 +251,111 @@ def test_the_search_shares_exactly_what_is_redundant(strategy: str, tmp_path: An
     assert found.patterns[Fraction(2, 3)] == Pattern("FFSFSF")
     [evaluation] = engine.evaluate([Pattern("FFSFSF")], data, "kl")
     assert sum(evaluation.losses) == pytest.approx(0, abs=1e-9)
+
+
+# -- SGLang's modules, with stand-ins
+
+
+class C4Indexer(nn.Module):
+    """Carries what SGLang's carries."""
+
+    def __init__(self, layer_id: int) -> None:
+        super().__init__()
+        self.layer_id, self.wq_b, self.compressor = layer_id, nn.Linear(2, 2), nn.Module()
+        self.compressor.ape = nn.Parameter(torch.zeros(4, 2))
+
+    def forward(self) -> str:
+        return "scored"
+
+
+def loaded_model(layers: Sequence[int] = V4_LAYERS) -> SimpleNamespace:
+    """A runner with a pipeline stage of these layers' indexers; upper layers come first, as in no SGLang so far."""
+    model = nn.ModuleList([nn.Sequential(C4Indexer(layer)) for layer in reversed(layers)])
+    config = tiny_v4_config()
+    model.config = SimpleNamespace(**{key: config[key] for key in ("compress_ratios", "num_hidden_layers")})
+    return SimpleNamespace(model=model, is_draft_worker=False)
+
+
+def found_on(runner: SimpleNamespace, pattern: str) -> str | None:
+    return mismatch(Pattern(pattern), effective_roles(V4, runner.model), V4.begins_every_stage)
+
+
+def test_roles_are_written_and_read_back() -> None:
+    runner = loaded_model()
+    assert found_on(runner, "FSSF") == "letter 1 would run as F, the pattern says S" and V4.configured(runner) == ""
+    for roles in ("FSSF", "FFSS", "FFFF"):
+        V4.loaded(runner, Pattern(roles))
+        assert found_on(runner, roles) is None and V4.configured(runner) == roles
+        outputs = {module.layer_id: module() for module in runner.model.modules() if isinstance(module, C4Indexer)}
+        assert outputs == {
+            layer: "scored" if role == "F" else None for layer, role in zip(V4_LAYERS, roles, strict=True)
+        }
+    assert not any("forward" in module.__dict__ for module in runner.model.modules())
+
+
+def test_draft_models_have_no_sites() -> None:
+    assert list(V4.modules(nn.Linear(2, 2))) == []  # nor a configuration of compression
+
+
+def test_what_the_loaded_model_may_not_be() -> None:
+    runner = loaded_model((6, 7))
+    V4.loaded(runner, Pattern("FSSF"))
+    assert found_on(runner, "FSSF") == (
+        "letter 2 is the first of its pipeline stage, where nothing was chosen yet: expected F"
+    )
+    V4.loaded(runner, Pattern("FSFS"))
+    assert found_on(runner, "FSFS") is None
+    with pytest.raises(ProofError, match="has an indexer in layer 3, its configuration says there is none"):
+        effective_roles(V4, loaded_model((2, 3)).model)
+    wrapped = loaded_model()
+    [*_, first] = wrapped.model
+    first[0].forward = lambda: "something else"
+    for read in (lambda: V4.loaded(wrapped, Pattern("FSSF")), lambda: effective_roles(V4, wrapped.model)):
+        with pytest.raises(ProofError, match="the indexer of letter 0 runs another forward: function"):
+            read()
+
+
+@pytest.mark.parametrize("name", ["wq_b.weight", "compressor.ape"])
+def test_parameters_that_were_not_loaded_are_found_in_f_layers(name: str) -> None:
+    runner = loaded_model()
+    mark_unloaded(V4, runner.model)
+    for module in runner.model.modules():
+        if isinstance(module, C4Indexer):
+            for key, parameter in module.named_parameters():
+                if key != name or module.layer_id in (4, 6):
+                    parameter.data.zero_()
+    V4.loaded(runner, Pattern("FSSF"))
+    assert found_on(runner, "FSSF") == f"letter 0 is F, but no weights were loaded into its indexer's {name}"
+
+
+def test_a_switch_that_fails_ends_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "all_ranks", lambda report: [report])
+    monkeypatch.setattr(DeepseekV4, "switch", lambda *_: {}["gone"])
+    prove = proof.prover(SimpleNamespace(pattern=Pattern("FSSF"), family=V4), proof.Proven())
+    with pytest.raises(ProofError, match="KeyError: 'gone'"):
+        prove(None, loaded_model())
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "refused"),
+    [
+        ("enable_hisparse", True, True),
+        ("enable_hisparse", False, False),
+        ("attn_cp_size", 2, True),
+        ("attn_cp_size", 1, False),
+        ("enable_prefill_cp", True, True),
+        ("enable_return_indexer_topk", True, True),
+    ],
+)
+def test_flags_that_can_not_be_combined_with_it(
+    flag: str, value: Any, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = Preflight(Request("x", Pattern("FSSF")), SglangSource(Path(), "0.0"))
+    monkeypatch.setattr(check, "family_at", lambda _: V4)
+    arguments = SimpleNamespace(model_path="x", **{flag: value})
+    monkeypatch.setattr(preflight, "bound_arguments", lambda *_: SimpleNamespace(arguments={"server_args": arguments}))
+    if refused:
+        with pytest.raises(PreflightError, match=f"--{flag.replace('_', '-')} can't be combined with a pattern: "):
+            check.server_args()
+    else:
+        check.server_args()

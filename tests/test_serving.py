@@ -293,7 +293,7 @@ def test_ranks_must_agree_and_hold_all_layers() -> None:
     mine, other = PATTERN.fingerprint, Pattern("FFSFSS").fingerprint
     stages = [RankReport(mine, (0, 1, 2), None), RankReport(mine, (3, 4, 5), None)]
     assert disagreement(PATTERN, stages) is None
-    assert disagreement(PATTERN, stages[:1]) == "layer 3 is on no rank, so its role can't be proven"
+    assert disagreement(PATTERN, stages[:1]) == "letter 3 is on no rank, so its role can't be proven"
     line = disagreement(PATTERN, [stages[0], RankReport(other, (3, 4, 5), None)])
     assert line == (
         f"rank 1 serves a pattern with fingerprint {other[:16]}, rank 0 one with {mine[:16]}; "
@@ -319,7 +319,7 @@ def test_a_mismatch_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(SystemExit) as caught:
         prove(None, SimpleNamespace(model=loaded("FFFFFF"), is_draft_worker=False))
     assert caught.value.code == 2
-    assert capsys.readouterr().err == "indexcache: layer 1 would run as F, the pattern says S\n"
+    assert capsys.readouterr().err == "indexcache: letter 1 would run as F, the pattern says S\n"
     assert proven.proof == Proof(PATTERN, 6, 1)
 
 

@@ -37,7 +37,7 @@ def disagreement(pattern: Pattern, reports: list[RankReport]) -> str | None:
             )
     missing = set(range(len(pattern))) - {layer for report in reports for layer in report.layers}
     if missing:
-        return f"layer {min(missing)} is on no rank, so its role can't be proven"
+        return f"letter {min(missing)} is on no rank, so its role can't be proven"
     return None
 
 

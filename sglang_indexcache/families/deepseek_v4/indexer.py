@@ -39,6 +39,8 @@ class Shared:
 def modules(model: Any) -> Iterator[tuple[int, Any]]:
     """The C4 indexers of this rank by letter, lowest layer first; draft models have none."""
     found = {module.layer_id: module for module in model.modules() if type(module).__name__ == "C4Indexer"}
+    if not found:
+        return
     ratios = model.config.compress_ratios[: model.config.num_hidden_layers]
     sites = {layer: site for site, layer in enumerate(at for at, ratio in enumerate(ratios) if ratio == CHOOSING_RATIO)}
     for layer in sorted(found):
