@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from indexcache_search.engines import calibration_server, own_server
-from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.calibration_server import CalibrationServer, _same_tokens
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
 from sglang_indexcache import IndexCacheError, Pattern
@@ -417,3 +417,18 @@ def test_a_server_with_other_weights_is_refused(stubs: list[Stub]) -> None:
     stubs[1].weights_sha256 = "2" * 64
     with pytest.raises(SearchError, match="has other weights than"):
         engine(*stubs)
+
+
+@pytest.mark.parametrize(
+    ("answered", "sent", "same"),
+    [
+        ([5, 7, 9], [5, 7, 9], True),
+        ([5, 0, 9, 0], [5, 511, 9, 511], True),  # SGLang's name for the last token of a vocabulary of 512
+        ([0, 511], [5, 511], False),
+        ([5, 7], [5, 7, 9], False),
+        ([5, 8], [5, 9], False),
+        ([], [], True),
+    ],
+)
+def test_an_answer_is_about_the_tokens_that_were_sent(answered: list[int], sent: list[int], same: bool) -> None:
+    assert _same_tokens(answered, sent) is same

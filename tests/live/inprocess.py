@@ -113,6 +113,23 @@ def _launch(arguments: list[str]) -> tuple[int, list[str]]:
     raise AssertionError(f"the launch went on: {output.getvalue()[-1000:]}")
 
 
+def load(model: Path, **environment: str) -> tuple[int, list[str]]:
+    """The same of a model runner that should not load `model`."""
+    answer: tuple[int, list[str]] = call(_load, model, **environment)
+    return answer
+
+
+def _load(model: Path) -> tuple[int, list[str]]:
+    output = io.StringIO()
+    try:
+        with redirect_stdout(output), redirect_stderr(output):
+            load_runner(model)
+    except SystemExit as end:
+        lines = [line for line in output.getvalue().splitlines() if line.startswith("indexcache: ")]
+        return int(end.code or 0), lines
+    raise AssertionError("the model was loaded")
+
+
 def own_arguments(model: Path) -> dict[str, Any]:
     """Attention sinks (HY-V4) are known to one of SGLang's kernels alone, DeepSeek-V4 to its own backend."""
     config = json.loads((model / "config.json").read_text())

@@ -25,7 +25,7 @@ from sglang_indexcache import Pattern, PatternFile, probes
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.checkpoint import Checkpoint
 from tests.live import models
-from tests.live.inprocess import launch
+from tests.live.inprocess import launch, load
 from tests.live.models import LAYERS, TOPK, VOCAB
 from tests.live.reference import load_reference
 from tests.live.server import Server, command, ended, environment, running
@@ -156,12 +156,13 @@ def test_live_losses_are_those_of_transformers(model: Path, server: Server) -> N
     assert overlap is not None and np.abs(overlap - reference.topk_overlap(data, 16)).max() <= 1 / TOPK
 
 
-def test_a_search_on_the_live_server(model: Path, server: Server, tmp_path: Path) -> None:
+def test_a_search_with_a_server_of_its_own(model: Path, tmp_path: Path) -> None:
     """The command line finds on SGLang what it finds on transformers, and its file is for this model."""
     rows = np.random.default_rng(5).integers(2, VOCAB, (6, PAGE)).tolist()
     (tmp_path / "tokens.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     found = {}
-    for name, engine in (("live", ("--engine", "sglang", "--endpoint", server.url)), ("plain", ("--device", "cpu"))):
+    flags = command(model, "--skip-tokenizer-init", "--chunked-prefill-size", str(PAGE), launcher=())[2:]
+    for name, engine in (("live", ("--engine", "sglang", *flags)), ("plain", ("--device", "cpu"))):
         arguments = [
             *(sys.executable, "-m", "indexcache_search", "--model", str(model), *engine, "--strategy", "greedy"),
             *("--calibration", str(tmp_path / "tokens.jsonl"), "--evaluation", str(tmp_path / "tokens.jsonl")),
@@ -221,9 +222,8 @@ def test_what_it_can_not_be_served_with(model: Path, letters: str, flags: tuple[
     ],
 )
 def test_a_model_that_does_not_run_the_pattern(model: Path, broken: str, message: str) -> None:
-    arguments = command(model, "--indexcache-pattern", "FFSFSS", "--skip-tokenizer-init")
-    code, lines = ended(arguments, DSA_CPU_BREAK=broken)
-    assert code != 0 and lines and all(line.endswith(message) for line in lines), lines
+    code, lines = load(model, SGLANG_INDEXCACHE_PATTERN="FFSFSS", DSA_CPU_BREAK=broken)
+    assert code == 2 and len(lines) == 1 and lines[0].endswith(message), lines
 
 
 def test_a_pipeline_stage_that_begins_with_an_s(model: Path) -> None:

@@ -85,12 +85,17 @@ def test_served_logprobs_match_transformers(served_model: tuple[Path, Any], inde
 
 
 def check_parity(
-    model: Any, pattern: Pattern, answers: Sequence[tuple[Served, Sequence[str]]], runs: Sequence[recorder.Run]
+    model: Any,
+    pattern: Pattern,
+    answers: Sequence[tuple[Served, Sequence[str]]],
+    runs: Sequence[recorder.Run],
+    exact: bool = True,
 ) -> None:
     """Compare every logprob, and count and judge the selections that differ.
 
     Args:
         answers: each sequence with the ids of the requests that computed it.
+        exact: compare DeepSeek-V4 with float64, too, which takes the most time.
 
     The trained demo amplifies rounding more than random weights do: transformers in float32 is up to 4e-5 from itself
     in float64. There, and on DeepSeek-V4, SGLang must be as near to float64 as transformers is.
@@ -107,14 +112,14 @@ def check_parity(
         difference = (found - reference).abs().max().item()
         assert difference <= tolerance, f"request {requests[-1]}: {difference:.2e}"
         worst = max(worst, difference)
-        if trained or streams:
-            exact = replay(in_float64(model), pattern, served.ids, chosen).logprobs[-len(found) :]
-            errors.append(found - exact)
-            noise.append(reference - exact)
+        if trained or (streams and exact):
+            float64 = replay(in_float64(model), pattern, served.ids, chosen).logprobs[-len(found) :]
+            errors.append(found - float64)
+            noise.append(reference - float64)
         rows += expected.rows
         disputed += expected.disputed
     print(f"{pattern}: largest difference {worst:.1e}; {len(disputed)} of {rows} selections differ")
-    if trained or streams:
+    if errors:
         error, expected_error = (torch.cat(items).square().mean().sqrt().item() for items in (errors, noise))
         print(f"{error:.1e} from float64, transformers {expected_error:.1e}")
         assert error <= max(NOISE_RATIO * expected_error, NEGLIGIBLE), (

@@ -158,7 +158,7 @@ class CalibrationServer:
     def _pairs(self, meta: _Meta, prompt: Sequence[int]) -> list[tuple[float, bool]]:
         """Logprob, NaN for null, and whether it is the likeliest, of each token of `prompt`; the first has none."""
         own, best = meta.input_token_logprobs[1:], meta.input_top_logprobs[1:]
-        if [token for _, token, _ in own] != list(prompt) or len(best) != len(own) or not all(best):
+        if not _same_tokens([token for _, token, _ in own], prompt) or len(best) != len(own) or not all(best):
             raise SearchError(f"{self.url}: /generate answers without input logprobs of the tokens that were sent")
         if any(value is not None and value > ROUNDING for value, _, _ in own):
             raise SearchError(f"{self.url}: /generate answers with a logprob above 0")
@@ -259,3 +259,11 @@ class CalibrationServer:
 def _number(value: float | None) -> float:
     """JSON has null where a number is not finite."""
     return math.nan if value is None else value
+
+
+def _same_tokens(answered: Sequence[int], sent: Sequence[int]) -> bool:
+    """Whether the answer is about the tokens that were sent: SGLang 0.5.23 calls the vocabulary's last one 0."""
+    last = max(sent, default=0)
+    return len(answered) == len(sent) and all(
+        one == other or (one == 0 and other == last) for one, other in zip(answered, sent, strict=True)
+    )
