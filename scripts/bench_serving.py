@@ -2,9 +2,10 @@
 
     python -m scripts.bench_serving --model /models/GLM-5-FP8 --pattern deploy/glm5.yaml@1/4 --lengths 4096,32768,131072
 
-Starts an engine for each condition and round, one after the other: `switch` gives the pattern to SGLang by hand,
-`plugin` by `SGLANG_INDEXCACHE_PATTERN`; `plain` is SGLang as it is, `plugin-full` the plugin with all layers F. Rounds
-are mirrored (a b b a), so that a drift of the machine hits both alike. Prints the ratio of
+Starts an engine for each condition and round, one after the other: `switch` gives the pattern to SGLang by hand (not
+DeepSeek-V4's, which has no such configuration), `plugin` by `SGLANG_INDEXCACHE_PATTERN`; `plain` is SGLang as it is,
+`plugin-full` the plugin with all layers F. `--pairs gain` sets `plugin` beside `plain`: what sharing saves. Rounds are
+mirrored (a b b a), so that a drift of the machine hits both alike. Prints the ratio of
 the fastest of each pair (what disturbs a host only adds time) with the spread of the rounds; --output keeps everything.
 """
 
@@ -23,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.families import describe
-from sglang_indexcache.families.dsa.overrides import merge_overrides
+from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.pattern_file import ModelSection
 from sglang_indexcache.plugin import PATTERN_VARIABLE
 
-PAIRS = (("switch", "plugin"), ("plain", "plugin-full"))
+PAIRS = {"switch": ("switch", "plugin"), "plain": ("plain", "plugin-full"), "gain": ("plain", "plugin")}
 RESULT = "RESULT "
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="4096,32768,131072", help="prompt lengths to time; empty for none")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3, help="prompts of each length and round")
-    parser.add_argument("--pairs", default="switch,plain", help="which comparisons to make")
+    parser.add_argument("--pairs", default="switch,plain", help=f"comparisons to make, of {', '.join(PAIRS)}")
     parser.add_argument("--engine", default="{}", help="more arguments of sglang.Engine, JSON")
     parser.add_argument("--parallel", action="store_true", help="all engines at once: for tokens, not for times")
     parser.add_argument("--output", type=Path, default=Path("bench_serving.json"))
@@ -48,7 +48,7 @@ def main() -> None:
     if options.child:
         sys.stdout.write(RESULT + json.dumps(measure(options)) + "\n")
         return
-    wanted = [pair for pair in PAIRS if pair[0] in options.pairs.split(",")]
+    wanted = [PAIRS[name] for name in options.pairs.split(",")]
     order = [
         condition
         for pair in wanted
@@ -80,7 +80,7 @@ def write_files(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     section = ModelSection(
         architecture=model.architecture, num_layers=model.num_layers, config_sha256=model.config_sha256, name=model.name
     )
-    found: dict[str, Any] = {"override": json.dumps(merge_overrides({}, tested))}
+    found: dict[str, Any] = {"override": json.dumps(family_of(model.architecture).handed_over({}, tested))}
     for name, pattern in (("plugin", tested), ("plugin-full", Pattern.full(model.num_layers))):
         file = PatternFile(schema="indexcache/v1", model=section, pattern=pattern.roles, retention=pattern.retention)
         found[name] = folder / f"{name}.yaml"

@@ -8,18 +8,23 @@ from typing import Any
 
 import pytest
 
+from sglang_indexcache import Pattern
 from sglang_indexcache.calibration import preflight
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
+from sglang_indexcache.families.base import Family
+from sglang_indexcache.families.deepseek_v4 import DeepseekV4
+from sglang_indexcache.families.dsa import Dsa
 from sglang_indexcache.probes import SglangSource
 
-GOOD = {"disable_radix_cache": True, "enable_fp32_lm_head": True, "host": "127.0.0.1"}
+GOOD = {"disable_radix_cache": True, "enable_fp32_lm_head": True, "host": "127.0.0.1", "model_path": "x"}
 
 
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def checked(**flags: Any) -> None:
+    def checked(family: Family | None = None, **flags: Any) -> None:
         found = SimpleNamespace(arguments={"server_args": SimpleNamespace(**{**GOOD, **flags})})
         monkeypatch.setattr(preflight, "bound_arguments", lambda *_: found)
+        monkeypatch.setattr(Calibration, "_schedule", lambda *_: (family or Dsa(), Pattern("FFF")))
         Calibration(SglangSource(Path(), "0.0")).server_args()
 
     return checked
@@ -45,6 +50,18 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"enable_dp_attention": True}, "calibration needs --enable-dp-lm-head with --enable-dp-attention"),
         ({"host": "0.0.0.0"}, "calibration on --host 0.0.0.0 needs --admin-api-key"),
         ({"host": "gpu7"}, "calibration on --host gpu7 needs --admin-api-key"),
+        (
+            {"family": DeepseekV4(), "pp_size": 2},
+            "--pp-size 2 can't be combined with calibration on deepseek_v4: a stage that begins with an S layer",
+        ),
+        (
+            {"family": DeepseekV4(), "attn_cp_size": 2},
+            "--attn-cp-size can't be combined with calibration: context parallelism was never tried",
+        ),
+        (
+            {"family": DeepseekV4(), "enable_return_indexer_topk": True},
+            "--enable-return-indexer-topk can't be combined with calibration: S layers have no indices",
+        ),
     ],
 )
 def test_refusals(check: Any, flags: dict[str, Any], message: str) -> None:
@@ -62,6 +79,8 @@ def test_refusals(check: Any, flags: dict[str, Any], message: str) -> None:
         {"host": "0.0.0.0", "admin_api_key": "secret"},
         {"enable_dp_attention": True, "enable_dp_lm_head": True},
         {"disaggregation_mode": "null", "tokenizer_worker_num": 1, "speculative_algorithm": None},
+        {"pp_size": 2, "enable_return_indexer_topk": True},
+        {"family": DeepseekV4(), "pp_size": 1, "attn_cp_size": 1, "enable_prefill_cp": False},
     ],
 )
 def test_what_is_fine(check: Any, flags: dict[str, Any]) -> None:

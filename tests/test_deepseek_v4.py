@@ -305,8 +305,9 @@ def test_what_the_loaded_model_may_not_be() -> None:
     )
     V4.loaded(runner, Pattern("FSFS"))
     assert found_on(runner, "FSFS") is None
-    with pytest.raises(ProofError, match="has an indexer in layer 3, its configuration says there is none"):
-        effective_roles(V4, loaded_model((2, 3)).model)
+    for layers, layer in (((2, 3), 3), ((2, 4, 4), 4)):
+        with pytest.raises(ProofError, match=f"layer {layer} of the loaded model has an indexer, its configuration"):
+            effective_roles(V4, loaded_model(layers).model)
     wrapped = loaded_model()
     [*_, first] = wrapped.model
     first[0].forward = lambda: "something else"

@@ -30,7 +30,7 @@ from indexcache_search.training.processes import joined
 from sglang_indexcache import Pattern
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.pattern_file import PatternFile
-from tests.conftest import VOCAB, save_model, tiny_config, tiny_model
+from tests.conftest import VOCAB, save_model, tiny_config, tiny_model, tiny_v4_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 PATTERN = "FSSFSS"
@@ -312,6 +312,12 @@ def test_deepseek_keeps_all_indexers(training: Path, tmp_path: Path) -> None:
     assert code == 0, text
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "out" / "model"))
     assert before.keys() == after.keys()
+
+
+def test_deepseek_v4_is_not_trained(training: Path, tmp_path: Path) -> None:
+    model = save_model(tiny_v4_config(), tmp_path / "model")
+    code, text = distill(model, training, tmp_path / "out")
+    assert code == 2 and "DeepseekV4ForCausalLM has indexers that distillation does not train yet" in text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -12,7 +12,7 @@ from sglang_indexcache.families.base import Family
 from sglang_indexcache.hooks import bound_arguments, give_pattern
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import SglangSource
-from sglang_indexcache.serving.preflight import FOREIGN_CACHES
+from sglang_indexcache.serving.preflight import FOREIGN_CACHES, refused_flags
 
 LAUNCH_FLAGS = ("--disable-radix-cache", "--disable-cuda-graph", "--enable-fp32-lm-head")
 _WANTED = {
@@ -77,6 +77,15 @@ class Calibration:
             raise CalibrationError(
                 f"calibration on --host {server_args.host} needs --admin-api-key: whoever reaches it can switch the"
                 " pattern"
+            )
+
+        family, _ = self._schedule(server_args.model_path)
+        for flag, reason in refused_flags(family, server_args):
+            raise CalibrationError(f"{flag} can't be combined with calibration: {reason}")
+        if family.begins_every_stage and getattr(server_args, "pp_size", 1) > 1:
+            raise CalibrationError(
+                f"--pp-size {server_args.pp_size} can't be combined with calibration on {family.name}: a stage that"
+                " begins with an S layer would attend to nothing that was chosen"
             )
 
     def model_config(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from sglang_indexcache import probes
@@ -18,6 +19,14 @@ FOREIGN_CACHES = ("enable_lmcache", "enable_flexkv", "enable_unified_cache_exter
 
 class PreflightError(IndexCacheError):
     """A command line that can't be combined with a pattern."""
+
+
+def refused_flags(family: Family, arguments: Any) -> Iterator[tuple[str, str]]:
+    """What SGLang's server arguments ask for that S layers of `family` can't be combined with, and why."""
+    for name, reason in family.refused_flags.items():
+        given = getattr(arguments, name, None)
+        if given is True or (given and given != 1):
+            yield "--" + name.replace("_", "-"), reason
 
 
 class Preflight:
@@ -64,10 +73,8 @@ class Preflight:
                     "pattern, so KV of another one would be restored; expected --hicache-storage-backend"
                 )
         family = self.family_at(arguments.model_path)
-        for name, reason in family.refused_flags.items():
-            given = getattr(arguments, name, None)
-            if given is True or (given and given != 1):
-                raise PreflightError(f"--{name.replace('_', '-')} can't be combined with a pattern: {reason}")
+        for flag, reason in refused_flags(family, arguments):
+            raise PreflightError(f"{flag} can't be combined with a pattern: {reason}")
         if getattr(arguments, "pp_size", 1) > 1:
             if family.pipeline is None:
                 raise PreflightError(f"--pp-size {arguments.pp_size} can't be combined with a pattern on {family.name}")

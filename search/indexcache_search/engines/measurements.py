@@ -64,7 +64,8 @@ def output_similarity(model: nn.Module, description: SparseModel, batches: Itera
     Returns:
         `[i, j]`, 1 on the diagonal, 0 for j > i. Only queries that see more than k tokens count (paper, Appendix C).
     """
-    letters, decoder = description.num_layers, getattr(model, "model")  # noqa: B009  (nn.Module has no such member)
+    letters = description.num_layers
+    decoder: Any = model.model
     attentions = [decoder.layers[layer].self_attn for layer in description.layers]
     selectors = family_of_modules(model).selectors(model)
     total, count = np.zeros((letters, letters)), 0

@@ -24,7 +24,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import Feature
 
 _INDEXER_WEIGHT = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:attn|self_attn|self_attn\.compressor)\.indexer\.")
-_SCHEDULE_KEYS = ("compress_ratios", "layer_types", "num_hidden_layers", "index_topk")
+_SCHEDULE_KEYS = ("compress_ratios", "compress_rates", "layer_types", "num_hidden_layers", "index_topk")
 _SHARING_KEYS = ("index_topk_pattern", "index_topk_freq", "indexer_types")
 _OWN_SWAPS = "its buffer holds slots of one layer, which S layers can't use"
 _UNTRIED = "context parallelism was never tried with one on DeepSeek-V4"

@@ -38,15 +38,17 @@ class Shared:
 
 def modules(model: Any) -> Iterator[tuple[int, Any]]:
     """The C4 indexers of this rank by letter, lowest layer first; draft models have none."""
-    found = {module.layer_id: module for module in model.modules() if type(module).__name__ == "C4Indexer"}
-    if not found:
+    indexers = [module for module in model.modules() if type(module).__name__ == "C4Indexer"]
+    if not indexers:
         return
     ratios = model.config.compress_ratios[: model.config.num_hidden_layers]
-    sites = {layer: site for site, layer in enumerate(at for at, ratio in enumerate(ratios) if ratio == CHOOSING_RATIO)}
-    for layer in sorted(found):
-        if layer not in sites:
-            raise ProofError(f"the loaded model has an indexer in layer {layer}, its configuration says there is none")
-        yield sites[layer], found[layer]
+    layers = [layer for layer, ratio in enumerate(ratios) if ratio == CHOOSING_RATIO]
+    for module in sorted(indexers, key=lambda module: module.layer_id):
+        if module.layer_id not in layers:
+            raise ProofError(f"layer {module.layer_id} of the loaded model has an indexer, its configuration says none")
+        site = layers.index(module.layer_id)
+        layers[site] = -1  # each once
+        yield site, module
 
 
 def role(site: int, module: Any) -> str:
