@@ -156,13 +156,12 @@ def test_live_losses_are_those_of_transformers(model: Path, server: Server) -> N
     assert overlap is not None and np.abs(overlap - reference.topk_overlap(data, 16)).max() <= 1 / TOPK
 
 
-def test_a_search_with_a_server_of_its_own(model: Path, tmp_path: Path) -> None:
+def test_a_search_on_the_live_server(model: Path, server: Server, tmp_path: Path) -> None:
     """The command line finds on SGLang what it finds on transformers, and its file is for this model."""
     rows = np.random.default_rng(5).integers(2, VOCAB, (6, PAGE)).tolist()
     (tmp_path / "tokens.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     found = {}
-    flags = command(model, "--skip-tokenizer-init", "--chunked-prefill-size", str(PAGE), launcher=())[2:]
-    for name, engine in (("live", ("--engine", "sglang", *flags)), ("plain", ("--device", "cpu"))):
+    for name, engine in (("live", ("--engine", "sglang", "--endpoint", server.url)), ("plain", ("--device", "cpu"))):
         arguments = [
             *(sys.executable, "-m", "indexcache_search", "--model", str(model), *engine, "--strategy", "greedy"),
             *("--calibration", str(tmp_path / "tokens.jsonl"), "--evaluation", str(tmp_path / "tokens.jsonl")),
@@ -204,6 +203,11 @@ def test_two_ranks_serve_and_prove_it(model: Path, tmp_path: Path, layers: tuple
         ("FFSFSS", ("--attn-cp-size", "2", "--tp-size", "2"), "--attn-cp-size can't be combined with a pattern"),
         ("FFSFSS", ("--json-model-override-args", '{"index_topk": 8}'), "index_topk changes which layers choose"),
         ("FFSFSS", ("--json-model-override-args", '{"index_topk_freq": 4}'), "index_topk_freq is not read on"),
+        (
+            "FFSFSS",
+            ("--json-model-override-args", '{"compress_rates": {}}'),
+            "compress_rates changes which layers choose",
+        ),
         ("FFSFS", (), "pattern has 5 letters, model has 6"),
     ],
 )
