@@ -315,7 +315,8 @@ def test_deepseek_keeps_all_indexers(training: Path, tmp_path: Path) -> None:
 
 
 def test_deepseek_v4_is_not_trained(training: Path, tmp_path: Path) -> None:
-    model = save_model(tiny_v4_config(), tmp_path / "model")
+    six_letters = [0, 4, 4, 4, 128, 4, 4, 4]
+    model = save_model(tiny_v4_config(compress_ratios=six_letters), tmp_path / "model")
     code, text = distill(model, training, tmp_path / "out")
     assert code == 2 and "DeepseekV4ForCausalLM has indexers that distillation does not train yet" in text
 
@@ -370,7 +371,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(model_folder: Path, training: Pa
         ({"training": "missing.jsonl"}, "missing.jsonl: no such file"),
         ({"warmup_steps": 0, "steps": 0}, "expected at least one step"),
         ({"micro_batch_size": 3}, "--batch-size is 4, expected a multiple of --micro-batch-size x processes = 3 x 1"),
-        ({"seq_len": 8}, "--seq-len is 8, but queries see every token up to index_topk=8"),
+        ({"seq_len": 8}, "--seq-len is 8, but queries see every token up to position 8 (index_topk is 8)"),
         ({"seq_len": 512}, "--seq-len is 512, but the model was made for 256 tokens"),
         ({"num_sequences": 4000}, "training sequences of 32 tokens, 4000 were asked for"),
         ({"dtype": "int8"}, "--dtype is int8, expected auto, float32 or bfloat16"),

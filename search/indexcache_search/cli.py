@@ -19,7 +19,9 @@ from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
 from sglang_indexcache.command_line import ending
 from sglang_indexcache.pattern import parse_retention
 
-# Calibration sequences, held-out sequences, tokens a sequence (None: 4 x index_topk).
+FIRST_CHOICE = "index_topk (DeepSeek-V4: 4 times that)"  # below, queries see everything
+
+# Calibration sequences, held-out sequences, tokens a sequence (None: 4 times `FIRST_CHOICE`).
 SIZES = (32, 32, None)
 DEMO_SIZES = (32, 48, 512)
 
@@ -87,7 +89,7 @@ def search(
         typer.Option(help="Held-out source; repeatable. Default: the calibration sources.", metavar="SOURCE"),
     ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(help="Tokens a sequence; must exceed index_topk. Default: 4 x index_topk.", min=1)
+        int | None, typer.Option(help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", min=1)
     ] = None,
     num_sequences: Annotated[int | None, typer.Option(help="Calibration sequences. Default: 32.", min=1)] = None,
     num_eval_sequences: Annotated[

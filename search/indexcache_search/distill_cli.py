@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from indexcache_search import demo
-from indexcache_search.cli import errors_in_one_line
+from indexcache_search.cli import FIRST_CHOICE, errors_in_one_line
 from indexcache_search.distill.settings import Loss, Schedule
 from indexcache_search.errors import SearchError
 from sglang_indexcache.spec import GRAMMAR, PatternSpec
@@ -81,7 +81,7 @@ def distill(
         typer.Option(help="Held-out source; repeatable. Default: the training sources.", metavar="SOURCE"),
     ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(help="Tokens a sequence; must exceed index_topk. Default: 4 x index_topk.", min=1)
+        int | None, typer.Option(help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", min=1)
     ] = None,
     num_sequences: Annotated[
         int | None, typer.Option(help="Training sequences; used again when all were seen. Default: 16384.", min=1)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from indexcache_search import demo
-from indexcache_search.cli import errors_in_one_line
+from indexcache_search.cli import FIRST_CHOICE, errors_in_one_line
 from indexcache_search.errors import SearchError
 from sglang_indexcache.pattern import parse_retention
 from sglang_indexcache.spec import GRAMMAR
@@ -70,7 +70,7 @@ def evaluate(
     haystack: Annotated[str, typer.Option(help="Source of the text around a task's needles.")] = "demo:text",
     chat: Annotated[bool, typer.Option("--chat", help="Ask tasks through the chat template.")] = False,
     seq_len: Annotated[
-        int | None, typer.Option(help="Tokens a sequence; must exceed index_topk. Default: 4 x index_topk.", min=1)
+        int | None, typer.Option(help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", min=1)
     ] = None,
     num_sequences: Annotated[
         int | None,

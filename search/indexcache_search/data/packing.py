@@ -203,8 +203,8 @@ def held_out_set(
 def _packer(reader: TokenReader, model: SparseModel, seq_len: int) -> _Packer:
     if seq_len < model.first_choice + 2:
         raise DataError(
-            f"--seq-len is {seq_len}, but queries see every token up to index_topk={model.index_topk}, where all"
-            f" patterns are equal; expected at least {model.first_choice + 2}"
+            f"--seq-len is {seq_len}, but queries see every token up to position {model.first_choice} (index_topk is"
+            f" {model.index_topk}), where all patterns are equal; expected at least {model.first_choice + 2}"
         )
     return _Packer(reader, seq_len, model.first_choice + 1, set(), Sketch())
 
