@@ -1,0 +1,186 @@
+"""Which pages of a request's cache the next token attends to, from the attention of a layer that saw all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from indexcache_kernels.backends import Backend, runs_triton
+from indexcache_kernels.errors import KernelInputError
+from indexcache_kernels.page_selection import naive
+
+
+@dataclass(frozen=True)
+class PageBudget:
+    """How much of its cache a request attends to.
+
+    Attributes:
+        page_tokens: tokens of a page, counted from position 0.
+        pages: pages that are selected; a request with no more than these attends to all of them.
+        recent_pages: the last ones are always among them; at least one, since the newest token is in there.
+        sink_pages: and so are the first ones.
+    """
+
+    page_tokens: int = 16
+    pages: int = 64
+    recent_pages: int = 8
+    sink_pages: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the sizes.
+
+        Raises:
+            KernelInputError: naming what does not fit.
+        """
+        if self.page_tokens < 1 or self.page_tokens & (self.page_tokens - 1):
+            raise KernelInputError(f"page_tokens is {self.page_tokens}, expected a power of two")
+        if self.recent_pages < 1:
+            raise KernelInputError(f"recent_pages is {self.recent_pages}, expected at least 1")
+        if self.sink_pages < 0:
+            raise KernelInputError(f"sink_pages is {self.sink_pages}, expected at least 0")
+        if self.recent_pages + self.sink_pages >= self.pages:
+            raise KernelInputError(
+                f"pages is {self.pages}, expected more than recent_pages ({self.recent_pages}) and sink_pages"
+                f" ({self.sink_pages}) together"
+            )
+
+
+def page_scores(
+    q: Tensor,
+    k: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    lse: Tensor,
+    scale: float,
+    *,
+    budget: PageBudget,
+    table_page: int = 1,
+    out: Tensor | None = None,
+    splits: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """What a decode step attends to, by page: the sum over its tokens of the largest share that any head gives each.
+
+    The rule `token_max` of DELTA (arXiv 2510.09883), from the keys and the logarithm of the attention's denominator, so
+    that no `[B, H, L]` is written.
+
+    Args:
+        q: `[B, H, D]`, the queries of the step: float32, bfloat16 or float16.
+        k: `[slots, G, D]`, the layer's key cache in the dtype of `q`; head h uses key head h // (H / G).
+        table: `[B, M]`, int32: the cache pages of each request in order, of `table_page` slots each.
+        lengths: `[B]`, int32: tokens in the cache, the newest one included.
+        lse: `[B, H]`, float32: logarithm of the attention's denominator.
+        scale: what products of `q` and `k` are multiplied by.
+        budget: sizes.
+        table_page: slots of a page of `table`; divides `budget.page_tokens`.
+        out: `[B, N]`, float32, N >= the most pages of a request; allocated if not given. Static shapes let a CUDA graph
+            capture the call.
+        splits: programs a request; chosen by the batch if not given. Scores do not depend on it.
+        backend: `naive` is PyTorch, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes that on CUDA.
+
+    Returns:
+        `out`. Only the live pages of requests that exceed the budget are written: others take all of theirs.
+
+    Raises:
+        KernelInputError: if shapes or dtypes don't fit together.
+    """
+    batch, most = _check_table(table, lengths, budget, table_page)
+    if q.ndim != 3 or k.ndim != 3 or q.shape[0] != batch or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
+        raise KernelInputError(
+            f"q is {list(q.shape)} and k {list(k.shape)}, expected [{batch}, H, D] and [slots, G, D]"
+        )
+    if q.dtype != k.dtype or k.stride(2) != 1:
+        raise KernelInputError(f"q is {q.dtype} and k {k.dtype}, expected one dtype, and dimensions side by side")
+    if out is None:
+        out = torch.empty(batch, most, dtype=torch.float32, device=q.device)
+    for name, tensor, shape in (("lse", lse, (batch, q.shape[1])), ("out", out, (batch, most))):
+        if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
+            raise KernelInputError(
+                f"{name} is {list(tensor.shape)} of {tensor.dtype}, expected {list(shape)} of torch.float32"
+            )
+    if not runs_triton(backend, q):
+        naive.page_scores(q, k, table, lengths, lse, scale, budget.page_tokens, budget.pages, table_page, out)
+        return out
+    from indexcache_kernels.page_selection import triton
+
+    triton.page_scores(
+        q.contiguous(), k, table, lengths, lse.contiguous(), scale, budget, table_page, out, splits or _splits(batch)
+    )
+    return out
+
+
+def select_pages(
+    scores: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    *,
+    budget: PageBudget,
+    table_page: int = 1,
+    out_table: Tensor | None = None,
+    out_lengths: Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The page table of what was selected: sinks, the highest scores and the most recent pages, in ascending order.
+
+    Exact and deterministic: of equal scores the lower page wins. A request within the budget keeps its own table.
+
+    Args:
+        scores: `[B, N]`, float32, at least 0: what `page_scores` gave.
+        table: `[B, M]`, int32, as there.
+        lengths: `[B]`, int32, as there.
+        budget: sizes.
+        table_page: slots of a page of `table`.
+        out_table: `[B, pages * page_tokens / table_page]`, int32; allocated if not given.
+        out_lengths: `[B]`, int32; allocated if not given.
+        backend: as for `page_scores`.
+
+    Returns:
+        `out_table`, whose entries behind the selected tokens are not written, and `out_lengths`, tokens selected.
+
+    Raises:
+        KernelInputError: if shapes or dtypes don't fit together.
+    """
+    batch, most = _check_table(table, lengths, budget, table_page)
+    width = budget.pages * budget.page_tokens // table_page
+    if out_table is None:
+        out_table = torch.empty(batch, width, dtype=torch.int32, device=table.device)
+    if out_lengths is None:
+        out_lengths = torch.empty(batch, dtype=torch.int32, device=table.device)
+    for name, tensor, shape, dtype in (
+        ("scores", scores, (batch, most), torch.float32),
+        ("out_table", out_table, (batch, width), torch.int32),
+        ("out_lengths", out_lengths, (batch,), torch.int32),
+    ):
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise KernelInputError(
+                f"{name} is {list(tensor.shape)} of {tensor.dtype}, expected {list(shape)} of {dtype}"
+            )
+    if not runs_triton(backend, scores):
+        naive.select_pages(scores, table, lengths, budget, table_page, out_table, out_lengths)
+        return out_table, out_lengths
+    from indexcache_kernels.page_selection import triton
+
+    triton.select_pages(scores, table, lengths, budget, table_page, out_table, out_lengths)
+    return out_table, out_lengths
+
+
+def _check_table(table: Tensor, lengths: Tensor, budget: PageBudget, table_page: int) -> tuple[int, int]:
+    """Requests, and the most pages that one of them can have."""
+    if table_page < 1 or budget.page_tokens % table_page:
+        raise KernelInputError(f"table_page is {table_page}, expected a divisor of page_tokens ({budget.page_tokens})")
+    if table.ndim != 2 or table.dtype != torch.int32 or table.stride(1) != 1:
+        raise KernelInputError(
+            f"table is {list(table.shape)} of {table.dtype}, expected [B, M] of torch.int32, in rows"
+        )
+    if tuple(lengths.shape) != (len(table),) or lengths.dtype != torch.int32:
+        raise KernelInputError(
+            f"lengths is {list(lengths.shape)} of {lengths.dtype}, expected [{len(table)}] of torch.int32"
+        )
+    return len(table), -(-table.shape[1] * table_page // budget.page_tokens)
+
+
+def _splits(batch: int) -> int:
+    """Programs a request: enough for a large GPU at batch 1, few at large batches."""
+    return max(1, min(64, 256 // max(1, batch)))

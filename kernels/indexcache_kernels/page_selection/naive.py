@@ -1,0 +1,73 @@
+"""The definitions, in PyTorch, one request after the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from indexcache_kernels.page_selection import PageBudget
+
+
+def slots_of(table: Tensor, table_page: int) -> Tensor:
+    """`[..., M * table_page]`, int64: the slot of each token, in order."""
+    return (table.long()[..., None] * table_page + torch.arange(table_page, device=table.device)).flatten(-2)
+
+
+def page_scores(
+    q: Tensor,
+    k: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    lse: Tensor,
+    scale: float,
+    page_tokens: int,
+    pages: int,
+    table_page: int,
+    out: Tensor,
+) -> None:
+    """Write into `out`, `[B, N]`: the sum over a page's tokens of the largest share that a head gives each."""
+    for row, length in enumerate(lengths.tolist()):
+        live = -(-length // page_tokens)
+        if live <= pages:
+            continue
+        slots = slots_of(table[row], table_page)[:length]
+        keys = k[slots].float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # [L, H, D]
+        logits = torch.einsum("hd,lhd->hl", q[row].float(), keys) * scale
+        shares = (logits - lse[row, :, None]).exp().amax(0)  # [L]
+        out[row, :live] = F.pad(shares, (0, live * page_tokens - length)).view(live, page_tokens).sum(1)
+
+
+def selected(scores: Tensor, length: int, budget: PageBudget) -> list[int]:
+    """The pages of one request that are attended to, ascending; `scores` is `[N]`."""
+    live = -(-length // budget.page_tokens)
+    if live <= budget.pages:
+        return list(range(live))
+    first, last = budget.sink_pages, live - budget.recent_pages
+    wanted = budget.pages - budget.recent_pages - budget.sink_pages
+    ranked = sorted(range(first, last), key=lambda page: (-float(scores[page]), page))
+    return [*range(first), *sorted(ranked[:wanted]), *range(last, live)]
+
+
+def select_pages(
+    scores: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    budget: PageBudget,
+    table_page: int,
+    out_table: Tensor,
+    out_lengths: Tensor,
+) -> None:
+    """Write the table of the selected pages, and how many tokens they hold."""
+    entries = budget.page_tokens // table_page  # of the table, a page
+    for row, length in enumerate(lengths.tolist()):
+        pages = selected(scores[row], length, budget)
+        missing = -(-length // budget.page_tokens) * budget.page_tokens - length  # in the last page
+        tokens = len(pages) * budget.page_tokens - missing
+        at = torch.tensor([page * entries + entry for page in pages for entry in range(entries)], device=table.device)
+        at = at[: -(-tokens // table_page)]
+        out_table[row, : len(at)] = table[row, at]
+        out_lengths[row] = tokens

@@ -1,0 +1,195 @@
+"""Page scores and selection against their definitions; under Triton's interpreter where there is no CUDA device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+INTERPRETED = not torch.cuda.is_available()
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
+from indexcache_kernels import KernelInputError, PageBudget, page_scores, select_pages
+from indexcache_kernels.page_selection import naive
+from indexcache_kernels.page_selection import triton as page_selection_triton
+
+if INTERPRETED:
+    del os.environ["TRITON_INTERPRET"]
+assert page_selection_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(1, 16, 9, 3, 64), (16, 16, 28, 4, 128), (4, 16, 8, 8, 80), (64, 64, 32, 8, 128)]
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors hold NaN or the highest integer
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def cache(lengths: list[int], width: int, table_page: int, heads: int, kv_heads: int, dim: int) -> dict[str, Any]:
+    """Queries, keys in shuffled pages, and the denominators of their attention."""
+    generator = torch.Generator().manual_seed(sum(lengths) + table_page)
+    rows = len(lengths)
+    k = torch.randn(rows * width, kv_heads, dim, generator=generator).to(DEVICE)
+    q = (torch.randn(rows, heads, dim, generator=generator) * 2).to(DEVICE)
+    table = torch.randperm(rows * width // table_page, generator=generator).view(rows, -1).int().to(DEVICE)
+    lse = torch.stack(
+        [attention(q, k, table, row, length, table_page).logsumexp(1) for row, length in enumerate(lengths)]
+    )
+    return {
+        "q": q,
+        "k": k,
+        "table": table,
+        "lengths": torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        "lse": lse,
+        "scale": dim**-0.5,
+        "table_page": table_page,
+    }
+
+
+def attention(q: Tensor, k: Tensor, table: Tensor, row: int, length: int, table_page: int) -> Tensor:
+    """Logits `[H, L]` of one request."""
+    keys = k[naive.slots_of(table[row], table_page)[:length]].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    return torch.einsum("hd,lhd->hl", q[row], keys) * q.shape[2] ** -0.5
+
+
+def test_the_definition_is_the_papers_rule() -> None:
+    """Softmax over the tokens, the largest over the heads, the sum over a page."""
+    given = cache([70], 80, 1, 4, 2, 16)
+    shares = attention(given["q"], given["k"], given["table"], 0, 70, 1).softmax(1).amax(0)
+    expected = torch.stack([part.sum() for part in shares.split(16)])
+    budget = PageBudget(pages=4, recent_pages=1)
+    torch.testing.assert_close(page_scores(**given, budget=budget, backend="naive")[0], expected)
+
+
+@pytest.mark.parametrize(("table_page", "page_tokens", "heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize("lengths", [[1, 700, 1024], [129, 513, 64], [1023, 383, 384]])
+def test_kernels_are_their_definitions(
+    table_page: int, page_tokens: int, heads: int, kv_heads: int, dim: int, lengths: list[int]
+) -> None:
+    budget = PageBudget(page_tokens, pages=max(6, 96 // page_tokens * 2), recent_pages=2, sink_pages=1)
+    given = cache(lengths, 1024, table_page, heads, kv_heads, dim)
+    expected = page_scores(**given, budget=budget, backend="naive")
+    found = [page_scores(**given, budget=budget, backend="triton", splits=splits) for splits in (1, 3, 16)]
+    for row, length in enumerate(lengths):
+        live = -(-length // page_tokens)
+        if live > budget.pages:
+            torch.testing.assert_close(found[0][row, :live], expected[row, :live], rtol=2e-5, atol=1e-6)
+        else:
+            live = 0
+        assert found[0][row, live:].isnan().all()  # nothing else is written
+        assert all(torch.equal(one[row, :live], found[0][row, :live]) for one in found), "scores depend on splits"
+    table, lens = {}, {}
+    for backend in ("naive", "triton"):
+        table[backend], lens[backend] = select_pages(
+            expected, given["table"], given["lengths"], budget=budget, table_page=table_page, backend=backend
+        )
+    assert torch.equal(lens["naive"], lens["triton"])
+    assert torch.equal(table["naive"], table["triton"])  # what is not written included
+    for row, length in enumerate(lengths):
+        tokens = min(-(-length // page_tokens), budget.pages) * page_tokens - (-length % page_tokens)
+        assert lens["naive"][row] == tokens
+        kept = table["naive"][row, : -(-tokens // table_page)].tolist()
+        own = given["table"][row].tolist()
+        order = [own.index(entry) for entry in kept]
+        assert order == sorted(set(order)) and order[0] == 0 and order[-1] == (length - 1) // table_page
+
+
+@pytest.mark.parametrize("backend", ["naive", "triton"])
+def test_of_equal_scores_the_lower_pages_win(backend: Any) -> None:
+    scores = torch.tensor([[0.5, 0.25, 0.25, 0.25, 0.0, 0.25, 0.0, 0.0]], device=DEVICE)
+    table = torch.arange(8, dtype=torch.int32, device=DEVICE)[None] * 10
+    lengths = torch.tensor([8 * 16], dtype=torch.int32, device=DEVICE)
+
+    def kept(**sizes: int) -> list[int]:
+        budget = PageBudget(pages=4, **{"recent_pages": 1, **sizes})
+        found, tokens = select_pages(scores, table, lengths, budget=budget, table_page=16, backend=backend)
+        assert tokens.tolist() == [64]
+        return found[0].tolist()
+
+    assert kept() == [0, 10, 20, 70]
+    assert kept(recent_pages=2) == [0, 10, 60, 70]
+    assert kept(recent_pages=2, sink_pages=1) == [0, 10, 60, 70]
+    scores.zero_()
+    assert kept(sink_pages=2) == [0, 10, 20, 70]
+
+
+def test_it_is_the_same_bits_each_time() -> None:
+    given = cache([900, 1000], 1024, 1, 8, 2, 64)
+    budget = PageBudget(pages=8, recent_pages=2)
+    first = page_scores(**given, budget=budget, backend="triton")
+    for _ in range(3):
+        again = page_scores(**given, budget=budget, backend="triton")
+        assert torch.equal(again.nan_to_num(), first.nan_to_num())
+
+
+def test_static_outputs_are_written_in_place() -> None:
+    given, budget = cache([200], 256, 16, 4, 2, 32), PageBudget(pages=4, recent_pages=1)
+    out = torch.full((1, 16), 7.0, device=DEVICE)
+    assert page_scores(**given, budget=budget, out=out, backend="triton") is out and (out[0, 13:] == 7.0).all()
+    table, lengths = (
+        torch.full((1, 4), 7, dtype=torch.int32, device=DEVICE),
+        torch.zeros(1, dtype=torch.int32, device=DEVICE),
+    )
+    found = select_pages(
+        out, given["table"], given["lengths"], budget=budget, table_page=16, out_table=table, out_lengths=lengths
+    )
+    assert found[0] is table and found[1] is lengths and lengths.tolist() == [3 * 16 + 8]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"page_tokens": 12}, "page_tokens is 12, expected a power of two"),
+        ({"recent_pages": 0}, "recent_pages is 0, expected at least 1"),
+        ({"sink_pages": -1}, "sink_pages is -1, expected at least 0"),
+        ({"pages": 8}, r"pages is 8, expected more than recent_pages \(8\) and sink_pages \(0\) together"),
+    ],
+)
+def test_budgets_that_can_not_be(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(KernelInputError, match=message):
+        PageBudget(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"table_page": 3}, r"table_page is 3, expected a divisor of page_tokens \(16\)"),
+        ({"table": torch.zeros(1, 64)}, r"table is \[1, 64\] of torch.float32, expected \[B, M\] of torch.int32"),
+        (
+            {"lengths": torch.zeros(2, dtype=torch.int32)},
+            r"lengths is \[2\] of torch.int32, expected \[1\] of torch.int32",
+        ),
+        (
+            {"q": torch.zeros(1, 3, 16)},
+            r"q is \[1, 3, 16\] and k \[64, 2, 16\], expected \[1, H, D\] and \[slots, G, D\]",
+        ),
+        ({"q": torch.zeros(1, 4, 16).half()}, "q is torch.float16 and k torch.float32, expected one dtype"),
+        ({"lse": torch.zeros(1, 2)}, r"lse is \[1, 2\] of torch.float32, expected \[1, 4\] of torch.float32"),
+        ({"out": torch.zeros(1, 5)}, r"out is \[1, 5\] of torch.float32, expected \[1, 4\] of torch.float32"),
+        ({"backend": "cuda"}, "backend is cuda, expected auto, naive or triton"),
+    ],
+)
+def test_inputs_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {
+        key: value.cpu() if isinstance(value, Tensor) else value for key, value in cache([60], 64, 1, 4, 2, 16).items()
+    }
+    with pytest.raises(KernelInputError, match=message):
+        page_scores(**{**given, "budget": PageBudget(pages=3, recent_pages=1), **changes})
+
+
+def test_outputs_that_do_not_fit() -> None:
+    table, lengths = torch.zeros(1, 64, dtype=torch.int32), torch.tensor([60], dtype=torch.int32)
+    budget = PageBudget(pages=3, recent_pages=1)
+    with pytest.raises(KernelInputError, match=r"scores is \[1, 5\] of torch.float32, expected \[1, 4\]"):
+        select_pages(torch.zeros(1, 5), table, lengths, budget=budget)
+    with pytest.raises(KernelInputError, match=r"out_table is \[1, 3\] of torch.int32, expected \[1, 48\]"):
+        select_pages(torch.zeros(1, 4), table, lengths, budget=budget, out_table=table[:, :3])
