@@ -64,6 +64,9 @@ class Trainer:
     ) -> None:
         torch.manual_seed(seed)
         torch._dynamo.config.cache_size_limit = 64  # kinds of layers times lengths
+        # PyTorch 2.10 to 2.13 leave gradients of a parameter's chunks unwritten with it (github.com/pytorch/pytorch,
+        # issue 193061): those of DeepSeek-V4's hyper-connections became infinite.
+        torch._inductor.config.triton.mix_order_reduction = False
         self.architecture = architecture
         torch.set_float32_matmul_precision("high")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
