@@ -201,6 +201,8 @@ def test_two_ranks_serve_and_prove_it(model: Path, tmp_path: Path, layers: tuple
         ("FFSFSS", ("--enable-return-indexer-topk",), "--enable-return-indexer-topk can't be combined with a pattern"),
         ("FFSFSS", ("--enable-two-batch-overlap",), "--enable-two-batch-overlap can't be combined with a pattern"),
         ("FFSFSS", ("--attn-cp-size", "2", "--tp-size", "2"), "--attn-cp-size can't be combined with a pattern"),
+        ("FFSFSS", ("--dcp-size", "2", "--tp-size", "2"), "--dcp-size can't be combined with a pattern"),
+        ("FFSFSS", ("--enable-prefill-cp",), "--enable-prefill-cp can't be combined with a pattern"),
         ("FFSFSS", ("--json-model-override-args", '{"index_topk": 8}'), "index_topk changes which layers choose"),
         ("FFSFSS", ("--json-model-override-args", '{"index_topk_freq": 4}'), "index_topk_freq is not read on"),
         (
@@ -215,6 +217,11 @@ def test_what_it_can_not_be_served_with(model: Path, letters: str, flags: tuple[
     arguments = command(model, "--indexcache-pattern", letters, "--skip-tokenizer-init", *flags)
     code, lines = launch(arguments[3:])
     assert code == 2 and len(lines) == 1 and message in lines[0], lines
+
+
+def test_calibration_with_pipeline_stages(model: Path) -> None:
+    code, lines = launch(command(model, "--indexcache-calibrate", "--skip-tokenizer-init", "--pp-size", "2")[3:])
+    assert code == 2 and len(lines) == 1 and "--pp-size 2 can't be combined with calibration on deepseek_v4" in lines[0]
 
 
 @pytest.mark.parametrize(
