@@ -163,7 +163,9 @@ def test_messages_go_through_the_chat_template(write: Callable[..., str]) -> Non
 
 @pytest.mark.parametrize("seq_len", [1, TOPK, TOPK + 1])
 def test_sequences_not_longer_than_index_topk_are_refused(write: Callable[..., str], seq_len: int) -> None:
-    with pytest.raises(DataError, match=rf"--seq-len is {seq_len}, .*position {TOPK} .index_topk is {TOPK}..*at least {TOPK + 2}"):
+    with pytest.raises(
+        DataError, match=rf"--seq-len is {seq_len}, .*position {TOPK} .index_topk is {TOPK}..*at least {TOPK + 2}"
+    ):
         build(write(rows_of(6)), seq_len=seq_len)
 
 
