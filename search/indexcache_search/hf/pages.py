@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
@@ -170,7 +169,7 @@ def chosen_keys(
         scores.masked_fill(~open_, -1.0).sort(dim=2, descending=True, stable=True).indices
     )  # ties: lower pages first
     wanted = budget.pages - budget.recent_pages - budget.sink_pages
-    best = F.one_hot(ranked[:, :, :wanted], pages).sum(2).bool() & open_
+    best = torch.zeros_like(open_).scatter_(2, ranked[:, :, :wanted], True) & open_
     kept = recent | sinks | best | (live <= budget.pages)
     if dense is not None:
         kept = kept | dense[:, :, None]
