@@ -11,6 +11,8 @@ from typing import Any
 from sglang_indexcache.errors import ModelConfigError
 from sglang_indexcache.pattern import Pattern
 
+MOST_LAYERS = 4096
+
 # Not part of what the model computes: the same checkpoint quantised, converted or re-saved keeps its digest.
 _INCIDENTAL_KEYS = {
     "_name_or_path",
@@ -66,6 +68,18 @@ def positive(config: Mapping[str, Any], key: str, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelConfigError(f"{name}: config.json: {key} is {value!r}, expected a positive integer")
     return value
+
+
+def layer_count(config: Mapping[str, Any], name: str) -> int:
+    """`num_hidden_layers` of a config.json.
+
+    Raises:
+        ModelConfigError: if it is no positive integer, or too large to be meant.
+    """
+    num_layers = positive(config, "num_hidden_layers", name)
+    if num_layers > MOST_LAYERS:
+        raise ModelConfigError(f"{name}: config.json: {num_layers} layers, expected at most {MOST_LAYERS}")
+    return num_layers
 
 
 def config_digest(config: Mapping[str, Any]) -> str:

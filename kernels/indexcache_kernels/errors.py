@@ -1,5 +1,23 @@
 """Errors of the kernels."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 
 class KernelInputError(ValueError):
     """Tensors that don't fit together, or that no kernel was made for."""
+
+
+def expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Check a tensor's shape and dtype.
+
+    Raises:
+        KernelInputError: naming both, as they are and as they should be.
+    """
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        raise KernelInputError(f"{name} is {list(tensor.shape)} of {tensor.dtype}, expected {list(shape)} of {dtype}")

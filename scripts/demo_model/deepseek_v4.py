@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 
+from scripts.demo_model.glm import kl
+
 Tables = dict[str, tuple[Tensor, Tensor]]  # cos and sin, `[1, S, rope width / 2]`, of both kinds of layers
 EXTRA_TOKENS = 1  # of a training sequence, so that what the model sees is a multiple of the window
 _MASKED = -1e30
@@ -99,10 +101,10 @@ def warmup_layer(layer: nn.Module, x: Tensor, tables: Tables) -> tuple[Tensor, T
     """The same without gradients, and the indexer's KL against the head-averaged attention to the entries."""
     with torch.no_grad():
         output, hidden, residual, target, _ = _layer(layer, x, tables, None)
-    indexer = _indexer(layer)
+    indexer = _indexer(layer.self_attn)
     if indexer is None:
         return output, x.new_zeros(())
-    return output, _kl(target, index_scores(indexer, hidden, residual, tables))
+    return output, kl(_shares(target), index_scores(indexer, hidden, residual, tables))
 
 
 def sparse_layer(layer: nn.Module, x: Tensor, tables: Tables, topk: int) -> tuple[Tensor, Tensor]:
@@ -110,11 +112,16 @@ def sparse_layer(layer: nn.Module, x: Tensor, tables: Tables, topk: int) -> tupl
     output, _, _, target, scores = _layer(layer, x, tables, topk)
     if scores is None:
         return output, x.new_zeros(())
-    return output, _kl(target.detach(), scores)
+    return output, kl(_shares(target.detach()), scores)
 
 
-def _indexer(layer: nn.Module) -> Any:
-    return getattr(layer.self_attn.compressor, "indexer", None)
+def _indexer(attention: Any) -> Any:
+    return getattr(attention.compressor, "indexer", None)
+
+
+def _shares(target: Tensor) -> Tensor:
+    """Attention to the entries alone, made to sum to 1; nothing where no entry is complete."""
+    return target / target.sum(-1, keepdim=True).clamp_min(1e-9)
 
 
 def _layer(
@@ -207,12 +214,12 @@ def _attention(
     local = torch.matmul(padded, near[:, None].mT).float().masked_fill(~inside, _MASKED)
     logits = [local.flatten(2, 3)[:, :, :length]]
 
-    entries, scores, chosen = None, None, None
+    entries, scores = None, None
     if attention.compressor is not None:
         ratio = attention.compressor.compress_rate
         entries = compress(attention.compressor, hidden, ratio, tables).to(q.dtype)
         visible = _complete(length, ratio, device)[None, None]
-        indexer = getattr(attention.compressor, "indexer", None)
+        indexer = _indexer(attention)
         if topk is not None and indexer is not None:
             scores = index_scores(indexer, hidden.detach(), residual.detach(), tables)
             indices = scores.detach().topk(min(topk, scores.shape[-1]), -1).indices
@@ -233,12 +240,3 @@ def _attention(
     grouped = attended.reshape(batch, length, attention.config.o_groups, -1)
     output = attention.o_b_proj(attention.o_a_proj(grouped).flatten(2))
     return output, hidden, residual, target, scores
-
-
-def _kl(target: Tensor, scores: Tensor) -> Tensor:
-    """Mean over queries of KL(target || softmax(scores)); `target` `[B, S, E]` is made to sum to 1."""
-    total = target.sum(-1, keepdim=True)
-    target = target / total.clamp_min(1e-9)
-    log_q = scores.log_softmax(-1).clamp_min(-60.0)
-    divergence = (target * (target.clamp_min(1e-9).log() - log_q)).sum(-1)
-    return torch.where(total[..., 0] > 0, divergence, 0.0).mean()

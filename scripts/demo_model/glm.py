@@ -141,7 +141,7 @@ def _finish(layer: nn.Module, x: Tensor, attended: Tensor) -> Tensor:
     return x + layer.mlp(layer.post_attention_layernorm(x))
 
 
-def _kl(target: Tensor, scores: Tensor) -> Tensor:
+def kl(target: Tensor, scores: Tensor) -> Tensor:
     """Mean over queries of KL(target || softmax(scores)); `target` is the head-averaged attention `[B, S, S]`."""
     log_q = scores.log_softmax(-1).clamp_min(-60.0)
     return (target * (target.clamp_min(1e-9).log() - log_q)).sum(-1).mean()
@@ -165,7 +165,7 @@ def warmup_layer(layer: nn.Module, x: Tensor, rope: Rope) -> tuple[Tensor, Tenso
         weights = scores.masked_fill(~_causal(x.shape[1], x.device), float("-inf")).softmax(-1)
         output = _finish(layer, x, torch.matmul(weights.to(v.dtype), v))
         target = weights.mean(1)
-    return output, _kl(target, index_scores(attention.indexer, hidden, residual, rope))
+    return output, kl(target, index_scores(attention.indexer, hidden, residual, rope))
 
 
 def sparse_layer(layer: nn.Module, x: Tensor, rope: Rope, topk: int) -> tuple[Tensor, Tensor]:
@@ -180,4 +180,4 @@ def sparse_layer(layer: nn.Module, x: Tensor, rope: Rope, topk: int) -> tuple[Te
     logits = torch.matmul(q, k.mT).float() * attention.scaling
     weights = logits.masked_fill(~selected[:, None], float("-inf")).softmax(-1)
     output = _finish(layer, x, torch.matmul(weights.to(v.dtype), v))
-    return output, _kl(weights.mean(1).detach(), scores.masked_fill(~selected, _MASKED))
+    return output, kl(weights.mean(1).detach(), scores.masked_fill(~selected, _MASKED))

@@ -12,7 +12,7 @@ from sglang_indexcache.families.base import Family
 from sglang_indexcache.hooks import bound_arguments, give_pattern
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import SglangSource
-from sglang_indexcache.serving.preflight import FOREIGN_CACHES, refused_flags
+from sglang_indexcache.serving.preflight import FOREIGN_CACHES, flag, refused_flags
 
 LAUNCH_FLAGS = ("--disable-radix-cache", "--disable-cuda-graph", "--enable-fp32-lm-head")
 _WANTED = {
@@ -63,10 +63,10 @@ class Calibration:
         server_args = bound_arguments(probes.SERVER_ARGS, args, kwargs).arguments["server_args"]
         for name, reason in _WANTED.items():
             if not getattr(server_args, name, False):
-                raise CalibrationError(f"calibration needs {_flag(name)}: {reason}")
+                raise CalibrationError(f"calibration needs {flag(name)}: {reason}")
         for name, reason in _REFUSED.items():
             if getattr(server_args, name, None):
-                raise CalibrationError(f"{_flag(name)} can't be combined with calibration: {reason}")
+                raise CalibrationError(f"{flag(name)} can't be combined with calibration: {reason}")
         if getattr(server_args, "disaggregation_mode", "null") != "null":
             raise CalibrationError("--disaggregation-mode can't be combined with calibration: switch one whole server")
         if getattr(server_args, "tokenizer_worker_num", 1) > 1:
@@ -80,8 +80,8 @@ class Calibration:
             )
 
         family, _ = self._schedule(server_args.model_path)
-        for flag, reason in refused_flags(family, server_args):
-            raise CalibrationError(f"{flag} can't be combined with calibration: {reason}")
+        for given, reason in refused_flags(family, server_args):
+            raise CalibrationError(f"{given} can't be combined with calibration: {reason}")
         if family.begins_every_stage and getattr(server_args, "pp_size", 1) > 1:
             raise CalibrationError(
                 f"--pp-size {server_args.pp_size} can't be combined with calibration on {family.name}: a stage that"
@@ -104,10 +104,6 @@ class Calibration:
             self._pattern = Pattern.full(checkpoint.model.num_layers, checkpoint.locked)
             self.config_sha256, self.weights_sha256 = checkpoint.model.config_sha256, weights_digest(model)
         return self.family, self._pattern
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _is_loopback(host: str) -> bool:

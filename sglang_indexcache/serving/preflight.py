@@ -21,12 +21,17 @@ class PreflightError(IndexCacheError):
     """A command line that can't be combined with a pattern."""
 
 
+def flag(name: str) -> str:
+    """The flag of an attribute of SGLang's server arguments."""
+    return "--" + name.replace("_", "-")
+
+
 def refused_flags(family: Family, arguments: Any) -> Iterator[tuple[str, str]]:
     """What SGLang's server arguments ask for that S layers of `family` can't be combined with, and why."""
     for name, reason in family.refused_flags.items():
         given = getattr(arguments, name, None)
         if given is True or (given and given != 1):
-            yield "--" + name.replace("_", "-"), reason
+            yield flag(name), reason
 
 
 class Preflight:
@@ -69,12 +74,12 @@ class Preflight:
         for name in FOREIGN_CACHES:
             if getattr(arguments, name, False):
                 raise PreflightError(
-                    f"--{name.replace('_', '-')} can't be combined with a pattern: its cache keys don't carry the "
+                    f"{flag(name)} can't be combined with a pattern: its cache keys don't carry the "
                     "pattern, so KV of another one would be restored; expected --hicache-storage-backend"
                 )
         family = self.family_at(arguments.model_path)
-        for flag, reason in refused_flags(family, arguments):
-            raise PreflightError(f"{flag} can't be combined with a pattern: {reason}")
+        for given, reason in refused_flags(family, arguments):
+            raise PreflightError(f"{given} can't be combined with a pattern: {reason}")
         if getattr(arguments, "pp_size", 1) > 1:
             if family.pipeline is None:
                 raise PreflightError(f"--pp-size {arguments.pp_size} can't be combined with a pattern on {family.name}")

@@ -100,17 +100,22 @@ def launch(arguments: Sequence[str], **environment: str) -> tuple[int, list[str]
 
 
 def _launch(arguments: list[str]) -> tuple[int, list[str]]:
-    output = io.StringIO()
     sys.argv = ["launch_server", *arguments]
     if "TEST_SABOTAGE" in os.environ:
         exec(Path(os.environ["TEST_SABOTAGE"]).read_text(), {})
+    return _ended(lambda: runpy.run_module("sglang_indexcache.launch_server", run_name="__main__", alter_sys=True))
+
+
+def _ended(run: Callable[[], Any]) -> tuple[int, list[str]]:
+    """Exit code of what ends the process, and the lines of ours that it left."""
+    output = io.StringIO()
     try:
         with redirect_stdout(output), redirect_stderr(output):
-            runpy.run_module("sglang_indexcache.launch_server", run_name="__main__", alter_sys=True)
+            run()
     except SystemExit as end:
         lines = [line for line in output.getvalue().splitlines() if line.startswith("indexcache: ")]
         return int(end.code or 0), lines
-    raise AssertionError(f"the launch went on: {output.getvalue()[-1000:]}")
+    raise AssertionError(f"it went on: {output.getvalue()[-1000:]}")
 
 
 def load(model: Path, **environment: str) -> tuple[int, list[str]]:
@@ -120,14 +125,7 @@ def load(model: Path, **environment: str) -> tuple[int, list[str]]:
 
 
 def _load(model: Path) -> tuple[int, list[str]]:
-    output = io.StringIO()
-    try:
-        with redirect_stdout(output), redirect_stderr(output):
-            load_runner(model)
-    except SystemExit as end:
-        lines = [line for line in output.getvalue().splitlines() if line.startswith("indexcache: ")]
-        return int(end.code or 0), lines
-    raise AssertionError("the model was loaded")
+    return _ended(lambda: load_runner(model))
 
 
 def own_arguments(model: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.hy_v4 import modeling_hy_v4
 
-from dsa_cpu_platform.recorder import Run
+from dsa_cpu_platform.recorder import Run, indexers
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe, family_of_modules
@@ -61,8 +61,8 @@ def selections(runs: Sequence[Run], requests: Sequence[str]) -> Selections:
     chosen: Selections = {}
     for request in requests:
         own: Selections = {}
-        for run in runs:
-            if run.selected is None or run.what != "indexer":
+        for run in indexers(runs):
+            if run.selected is None:
                 continue
             for rid, position, row in zip(run.requests, run.positions, run.selected, strict=True):
                 if rid == request:

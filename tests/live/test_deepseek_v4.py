@@ -30,7 +30,7 @@ from tests.live.models import LAYERS, TOPK, VOCAB
 from tests.live.reference import load_reference
 from tests.live.server import Server, command, ended, environment, running
 from tests.live.test_parity import TOLERANCE
-from tests.live.test_server import PLAIN, check_modes, indexers, metric, positions_of, states
+from tests.live.test_server import PLAIN, check_modes, metric, positions_of, states
 from tests.patterns import write_pattern
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -100,11 +100,6 @@ def check_sources(runs: Sequence[recorder.Run], pattern: Pattern, layers: Sequen
     return passes
 
 
-def fresh(record: Path) -> None:
-    for path in record.glob("*"):
-        path.unlink()
-
-
 def test_every_pattern_scores_in_f_layers_and_attends_to_their_choice(
     server: Server, record: Path, layers: tuple[int, ...]
 ) -> None:
@@ -113,7 +108,7 @@ def test_every_pattern_scores_in_f_layers_and_attends_to_their_choice(
     whole = {}
     for pattern in (full, *patterns(), full):
         calibration.switch(pattern)
-        fresh(record)
+        recorder.clear(record)
         server.generate(prompts(), [f"{pattern} {index}" for index in range(3)], steps=4)
         [(alone, _)] = server.generate(prompts()[1:2], ["alone"], steps=4)  # whose passes hold nothing else
         server.generate(prompts()[:1], ["first"], steps=2, inputs=False)
@@ -191,7 +186,9 @@ def test_two_ranks_serve_and_prove_it(model: Path, tmp_path: Path, layers: tuple
         assert (state["pattern"], state["proven_ranks"]) == (pattern.roles, 2)
         assert check_main([file, "--server", server.url, "--model", str(model)]) == 0
         assert sorted(metric(server.get("/metrics"), "sglang:indexcache_layers").values()) == [3, 3]
-        assert {run.layer for run in indexers(recorder.read(record))} == {layers[at] for at in pattern.full_layers}
+        assert {run.layer for run in recorder.indexers(recorder.read(record))} == {
+            layers[at] for at in pattern.full_layers
+        }
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_served_logprobs_match_transformers(served_model: tuple[Path, Any], inde
     answers = numbered(generate(folder, file, prompts(folder), STEPS, record))
     runs = recorder.read(record)
 
-    indexers, layers = [run for run in runs if run.what == "indexer"], Checkpoint.read(str(folder)).model.layers
+    indexers, layers = recorder.indexers(runs), Checkpoint.read(str(folder)).model.layers
     for mode in ("EXTEND", "DECODE"):
         ran = {run.layer for run in indexers if run.mode == mode}
         assert ran == {layers[letter] for letter in pattern.full_layers}, mode

@@ -7,7 +7,6 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -51,20 +50,14 @@ def metric(text: str, name: str) -> dict[str, float]:
     return {labels: float(value) for labels, value in lines}
 
 
-def indexers(runs: Iterable[recorder.Run]) -> list[recorder.Run]:
-    """What indexers did, without what attention read."""
-    return [run for run in runs if run.what == "indexer"]
-
-
 def check_modes(server: Server, model: Any, pattern: Pattern, record: Path, prompts: list[list[int]]) -> None:
     """Prefill in chunks, decode, a batch, and a prefix hit: logprobs, and which layers ran."""
     layers = describe(model.config.to_dict(), "reference").layers
     full_layers = {layers[letter] for letter in pattern.full_layers}
-    for path in record.glob("*"):
-        path.unlink()  # what warm-up requests left
+    recorder.clear(record)  # what warm-up requests left
     names = [f"batch-{index}" for index in range(len(prompts))]
     batch = server.generate(prompts, names, steps=6)
-    runs = indexers(recorder.read(record))
+    runs = recorder.indexers(recorder.read(record))
     answers = [(served, [name]) for (served, _), name in zip(batch, names, strict=True)]
     check_parity(model, pattern, answers, runs, exact=False)
     for mode in ("EXTEND", "DECODE"):
@@ -76,7 +69,7 @@ def check_modes(server: Server, model: Any, pattern: Pattern, record: Path, prom
     [(first, _)] = server.generate(prompts[:1], ["first"], steps=2, inputs=False)
     [(again, cached)] = server.generate(prompts[:1], ["again"], steps=2, inputs=False)
     assert cached >= CHUNK and again.ids == first.ids
-    runs = indexers(recorder.read(record))
+    runs = recorder.indexers(recorder.read(record))
     assert {run.layer for run in runs if "again" in run.requests} == full_layers
     computed = [position for run in runs for position in positions_of(run, "again")]
     assert min(computed) == cached, "the prefix was computed again"

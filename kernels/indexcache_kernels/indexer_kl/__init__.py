@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels.backends import Backend, runs_triton
-from indexcache_kernels.errors import KernelInputError
+from indexcache_kernels.errors import KernelInputError, expect
 from indexcache_kernels.indexer_kl import naive
 
 
@@ -64,10 +64,7 @@ def indexer_kl(
     else:
         expected |= {"starts": (starts, (queries,), torch.int32), "ends": (ends, (queries,), torch.int32)}
     for name, (tensor, shape, dtype) in expected.items():
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-            raise KernelInputError(
-                f"{name} is {list(tensor.shape)} of {tensor.dtype}, expected {list(shape)} of {dtype}"
-            )
+        expect(name, tensor, shape, dtype)
     if not runs_triton(backend, q):
         return naive.indexer_kl(q, k, scale, index_q, index_k, index_weights, visible_keys(keys, starts, ends, indices))
     from indexcache_kernels.indexer_kl.triton import IndexerKL

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels.backends import Backend, runs_triton
-from indexcache_kernels.errors import KernelInputError
+from indexcache_kernels.errors import KernelInputError, expect
 from indexcache_kernels.page_selection import naive
 
 
@@ -95,13 +95,10 @@ def page_scores(
         raise KernelInputError(f"q is {q.dtype} and k {k.dtype}, expected one dtype, and dimensions side by side")
     if out is None:
         out = torch.empty(batch, most, dtype=torch.float32, device=q.device)
-    for name, tensor, shape in (("lse", lse, (batch, q.shape[1])), ("out", out, (batch, most))):
-        if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
-            raise KernelInputError(
-                f"{name} is {list(tensor.shape)} of {tensor.dtype}, expected {list(shape)} of torch.float32"
-            )
+    expect("lse", lse, (batch, q.shape[1]), torch.float32)
+    expect("out", out, (batch, most), torch.float32)
     if not runs_triton(backend, q):
-        naive.page_scores(q, k, table, lengths, lse, scale, budget.page_tokens, budget.pages, table_page, out)
+        naive.page_scores(q, k, table, lengths, lse, scale, budget, table_page, out)
         return out
     from indexcache_kernels.page_selection import triton
 
@@ -148,15 +145,9 @@ def select_pages(
         out_table = torch.empty(batch, width, dtype=torch.int32, device=table.device)
     if out_lengths is None:
         out_lengths = torch.empty(batch, dtype=torch.int32, device=table.device)
-    for name, tensor, shape, dtype in (
-        ("scores", scores, (batch, most), torch.float32),
-        ("out_table", out_table, (batch, width), torch.int32),
-        ("out_lengths", out_lengths, (batch,), torch.int32),
-    ):
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-            raise KernelInputError(
-                f"{name} is {list(tensor.shape)} of {tensor.dtype}, expected {list(shape)} of {dtype}"
-            )
+    expect("scores", scores, (batch, most), torch.float32)
+    expect("out_table", out_table, (batch, width), torch.int32)
+    expect("out_lengths", out_lengths, (batch,), torch.int32)
     if not runs_triton(backend, scores):
         naive.select_pages(scores, table, lengths, budget, table_page, out_table, out_lengths)
         return out_table, out_lengths
@@ -174,10 +165,7 @@ def _check_table(table: Tensor, lengths: Tensor, budget: PageBudget, table_page:
         raise KernelInputError(
             f"table is {list(table.shape)} of {table.dtype}, expected [B, M] of torch.int32, in rows"
         )
-    if tuple(lengths.shape) != (len(table),) or lengths.dtype != torch.int32:
-        raise KernelInputError(
-            f"lengths is {list(lengths.shape)} of {lengths.dtype}, expected [{len(table)}] of torch.int32"
-        )
+    expect("lengths", lengths, (len(table),), torch.int32)
     return len(table), -(-table.shape[1] * table_page // budget.page_tokens)
 
 

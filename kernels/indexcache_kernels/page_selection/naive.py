@@ -24,21 +24,21 @@ def page_scores(
     lengths: Tensor,
     lse: Tensor,
     scale: float,
-    page_tokens: int,
-    pages: int,
+    budget: PageBudget,
     table_page: int,
     out: Tensor,
 ) -> None:
     """Write into `out`, `[B, N]`: the sum over a page's tokens of the largest share that a head gives each."""
     for row, length in enumerate(lengths.tolist()):
-        live = -(-length // page_tokens)
-        if live <= pages:
+        live = -(-length // budget.page_tokens)
+        if live <= budget.pages:
             continue
         slots = slots_of(table[row], table_page)[:length]
         keys = k[slots].float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # [L, H, D]
         logits = torch.einsum("hd,lhd->hl", q[row].float(), keys) * scale
         shares = (logits - lse[row, :, None]).exp().amax(0)  # [L]
-        out[row, :live] = F.pad(shares, (0, live * page_tokens - length)).view(live, page_tokens).sum(1)
+        padded = F.pad(shares, (0, live * budget.page_tokens - length))
+        out[row, :live] = padded.view(live, budget.page_tokens).sum(1)
 
 
 def selected(scores: Tensor, length: int, budget: PageBudget) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class _State:
     dense: Tensor | None
     starts: Tensor | None
     observe: PageObserver | None
-    kept: Tensor | None = field(default=None)
+    kept: Tensor | None = None
 
 
 _running: list[_State] = []

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_indexcache.errors import ModelConfigError
-from sglang_indexcache.model import positive
+from sglang_indexcache.model import layer_count
 
 CHOOSING_RATIO = 4  # tokens an entry, in the layers that have an indexer
-MOST_LAYERS = 4096
 _RATIOS = {"sliding_attention": 0, "compressed_sparse_attention": CHOOSING_RATIO, "heavily_compressed_attention": 128}
 _TRAINED_SHARING = ("index_source_layer_ids", "kv_source_layer_ids")
 
@@ -24,9 +23,7 @@ def compression_ratios(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """
     if config.get("model_type") == "deepseek_v41" or any(config.get(key) for key in _TRAINED_SHARING):
         raise ModelConfigError(f"{name}: DeepSeek-V4.1 was trained with indexers that layers share; expected V4")
-    num_layers = positive(config, "num_hidden_layers", name)
-    if num_layers > MOST_LAYERS:
-        raise ModelConfigError(f"{name}: config.json: {num_layers} layers, expected at most {MOST_LAYERS}")
+    num_layers = layer_count(config, name)
     key = "compress_ratios" if config.get("compress_ratios") is not None else "layer_types"
     values = config.get(key)
     if not isinstance(values, list) or len(values) < num_layers:

@@ -13,11 +13,9 @@ from sglang_indexcache.families.dsa.modeling import attentions
 from sglang_indexcache.families.dsa.overrides import merge_overrides
 from sglang_indexcache.families.dsa.rule import RULE_FEATURE, effective_pattern
 from sglang_indexcache.families.dsa.spellings import Rule, read_spelling
-from sglang_indexcache.model import SparseModel, config_digest, positive
+from sglang_indexcache.model import SparseModel, config_digest, layer_count, positive
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import Feature, SglangSource
-
-MOST_LAYERS = 4096
 
 _INDEXER_WEIGHT = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.indexer\.")
 
@@ -37,9 +35,7 @@ class Dsa(Family):
     rule: ClassVar[Feature | None] = RULE_FEATURE
 
     def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> SparseModel:
-        num_layers = positive(config, "num_hidden_layers", name)
-        if num_layers > MOST_LAYERS:
-            raise ModelConfigError(f"{name}: config.json: {num_layers} layers, expected at most {MOST_LAYERS}")
+        num_layers = layer_count(config, name)
         try:
             native = self.native(config, num_layers)
         except SpellingError as error:

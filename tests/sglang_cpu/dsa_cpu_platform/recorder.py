@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,17 @@ def record(layer: int, forward_batch: Any, positions: Tensor, selected: Tensor |
 def read(folder: Path) -> list[Run]:
     """All runs, by process in the order they happened."""
     return [run for path in sorted(folder.glob("*.pickle")) for run in _read(path)]
+
+
+def indexers(runs: Iterable[Run]) -> list[Run]:
+    """What indexers did, without what attention read."""
+    return [run for run in runs if run.what == "indexer"]
+
+
+def clear(folder: Path) -> None:
+    """Forget all runs."""
+    for path in folder.glob("*.pickle"):
+        path.unlink()
 
 
 def _read(path: Path) -> Iterator[Run]:
