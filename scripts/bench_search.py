@@ -119,7 +119,7 @@ def run(case: Case, settings: Settings) -> Run:
         with Journal(Path(folder), names, today()) as journal:
             calibration = Evaluator(engine, case.calibration, settings.objective, journal, "calibration")
             matrices = Matrices(engine, case.calibration, journal)
-            search = Search(engine, calibration, settings, matrices.similarity)
+            search = Search(engine, calibration, settings, matrices.measured)
             found = search.find()
             seconds = time.monotonic() - began
             patterns = {Fraction(1): engine.model.native, **found.patterns}

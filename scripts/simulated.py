@@ -116,6 +116,9 @@ class SimulatedEngine:
                 time.monotonic() - began,
             )
 
+    def page_signals(self, data: TokenSet, rows: int) -> dict[str, NDArray[np.float64]]:
+        return {}
+
     def topk_overlap(self, data: TokenSet, rows: int) -> None:
         """See `Engine.topk_overlap`; there is none."""
 

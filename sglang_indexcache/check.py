@@ -17,6 +17,7 @@ from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.overrides import FLAG, parse_overrides
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import SglangError, SglangSource
+from sglang_indexcache.selection import Selection
 from sglang_indexcache.servers import differences
 from sglang_indexcache.spec import GRAMMAR, PatternSpec
 
@@ -43,10 +44,11 @@ class Report:
     Attributes:
         pattern: requested roles.
         fingerprint: sha256 of the requested pattern.
-        retention: share of `F` layers.
+        retention: share of layers that are not shared.
+        selection: what S layers of a dense model attend to.
         model: name of the model.
         source_layers: whose indices each layer uses.
-        locked_layers: layers that can't be `F`.
+        locked_layers: layers that can only be `S`.
         override: what makes SGLang run the pattern.
         layers: the model layer that each letter stands for.
         sglang: version of the installed SGLang, `None` without one.
@@ -58,6 +60,7 @@ class Report:
     pattern: str
     fingerprint: str
     retention: float
+    selection: Selection | None
     model: str
     source_layers: tuple[int, ...]
     locked_layers: tuple[int, ...]
@@ -103,6 +106,7 @@ def check(spec: PatternSpec, model: str, user_overrides: str = "{}", allow_confi
         pattern.roles,
         pattern.fingerprint,
         pattern.retention,
+        pattern.selection,
         checkpoint.model.name,
         pattern.source_layers,
         checkpoint.locked,
@@ -117,15 +121,17 @@ def check(spec: PatternSpec, model: str, user_overrides: str = "{}", allow_confi
 
 def as_text(report: Report) -> str:
     """The report for people: a line a fact, a table by layer, problems last."""
-    pattern, full = Pattern(report.pattern), report.pattern.count("F")
+    pattern = Pattern(report.pattern, report.selection)
     lines = [
         f"pattern   {report.pattern}",
-        f"          {full} of {len(pattern)} layers F, fingerprint {report.fingerprint[:16]}",
+        f"          {len(pattern.full_layers)} of {len(pattern)} layers {pattern.letter},"
+        f" fingerprint {report.fingerprint[:16]}",
+        *([] if report.selection is None else [f"selection {_selection(report.selection)}"]),
         f"model     {report.model}",
         f"sglang    {report.sglang or 'not installed'}",
         f"override  {FLAG} '{json.dumps(report.override)}'" if report.override else "override  none",
         "",
-        "letter  layer  role  indices of  locked" + ("  SGLang runs" if report.effective else ""),
+        "letter  layer  role  choice of   locked" + ("  SGLang runs" if report.effective else ""),
     ]
     for letter, (source, layer) in enumerate(zip(report.source_layers, report.layers, strict=False)):
         locked = "yes" if letter in report.locked_layers else ""
@@ -135,6 +141,13 @@ def as_text(report: Report) -> str:
     lines += [f"note: {note}" for note in report.notes]
     lines += [f"problem: {problem}" for problem in report.problems] or ["no problems"]
     return "\n".join(lines)
+
+
+def _selection(selection: Selection) -> str:
+    """`64 pages of 16 tokens (8 recent), by token_max`."""
+    sinks = f", {selection.sink_pages} sinks" if selection.sink_pages else ""
+    pages = f"{selection.pages} pages of {selection.page_tokens} tokens"
+    return f"{pages} ({selection.recent_pages} recent{sinks}), by {selection.score}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -185,7 +198,7 @@ def _pattern(options: argparse.Namespace) -> int:
         report = check(spec, options.model, options.json_model_override_args, options.allow_config_mismatch)
         result, text, problems = asdict(report), [as_text(report)], list(report.problems)
     if options.server:
-        pattern = spec.known() if report is None else Pattern(report.pattern)
+        pattern = spec.known() if report is None else Pattern(report.pattern, report.selection)
         server_problems = [line for url in options.server for line in differences(url, pattern)]
         result = {**result, "servers": options.server, "fingerprint": pattern.fingerprint}
         result["problems"] = problems = problems + server_problems

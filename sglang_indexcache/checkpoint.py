@@ -81,10 +81,13 @@ class Checkpoint:
     ) -> list[IndexCacheError]:
         """Everything that speaks against running `pattern` on this checkpoint; empty if it fits.
 
-        The pattern's length and locked layers come first, then, unless a mismatch is allowed, what the file that it
-        stands in says of the model it was made for.
+        What its letters are about comes first, then its length and locked layers, then, unless a mismatch is allowed,
+        what the file that it stands in says of the model it was made for.
         """
-        checks: list[Callable[[], None]] = [lambda: pattern.check_fits(self.model.num_layers, self.locked)]
+        checks: list[Callable[[], None]] = [
+            lambda: pattern.check_kind(self.model.native),
+            lambda: pattern.check_fits(self.model.num_layers, self.locked),
+        ]
         if file is not None and not allow_config_mismatch:
             checks.append(lambda: file.check_model(self.model))
         errors = []

@@ -33,9 +33,9 @@ class SparseModel:
         name: where it came from: a folder's name or a hub id.
         architecture: as in config.json; `families.family_of` knows its family.
         layers: the model layer that each letter of a pattern stands for; NextN/MTP layers have none.
-        index_topk: tokens that each query selects.
+        index_topk: tokens that each query selects; of dense models, for the selection of `native`.
         first_choice: position of the first query with a choice; up to there every pattern gives the same output.
-        native: the checkpoint's own pattern; all `F` unless it was trained with sharing.
+        native: the checkpoint's own pattern; nothing is shared unless it was trained so.
         config_sha256: digest of config.json without incidental keys, see `config_digest`.
     """
 

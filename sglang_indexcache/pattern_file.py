@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sglang_indexcache import strict_yaml
 from sglang_indexcache.errors import FileError, IndexCacheError, PatternError, PatternFileError, is_hidden, one_line
@@ -17,6 +17,7 @@ from sglang_indexcache.fields import Count, Finite
 from sglang_indexcache.files import read_regular, write_atomically
 from sglang_indexcache.model import SparseModel
 from sglang_indexcache.pattern import Pattern, full_layer_count, parse_retention
+from sglang_indexcache.selection import Selection
 
 SCHEMA = "indexcache/v1"
 
@@ -33,7 +34,7 @@ class ModelSection(_Section):
     """Which model the pattern was found for."""
 
     architecture: str = Field(description="as in config.json, for instance GlmMoeDsaForCausalLM")
-    num_layers: int = Field(ge=1, description="DSA attention layers, NextN/MTP layers not counted")
+    num_layers: int = Field(ge=1, description="layers that can choose, NextN/MTP layers not counted")
     config_sha256: _Sha256 = Field(description="digest of config.json, see sglang_indexcache.model")
     name: str = Field(description="hub id or folder name, for people")
     locked_layers: _Layers = Field(default=(), description="layers shared in the checkpoint: they can't be F")
@@ -92,8 +93,14 @@ class PatternFile(_Section):
 
     schema_: Literal["indexcache/v1"] = Field(alias="schema")
     model: ModelSection
-    pattern: str = Field(description="one letter per layer, F runs its indexer, S reuses the last F layer's indices")
-    retention: Finite = Field(description="share of F layers, as a decimal")
+    selection: Selection | None = Field(
+        default=None, description="of dense models: the pages that S layers attend to; then letters are D and S"
+    )
+    pattern: str = Field(
+        description="one letter per layer; F runs its indexer, or with a selection D attends to everything; S reuses"
+        " the last choice before it"
+    )
+    retention: Finite = Field(description="share of layers that are not shared, as a decimal")
     patterns: dict[str, str] = Field(default_factory=dict, description="other patterns by retention, e.g. 1/4")
     trajectory: Annotated[tuple[TrajectoryStep, ...], Field(strict=False)] = Field(
         default=(), description="layers in the order in which they became S: one file serves any retention"
@@ -103,14 +110,13 @@ class PatternFile(_Section):
     versions: dict[str, str] = Field(default_factory=dict)
     created: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] | None = None
 
-    @field_validator("pattern")
-    @classmethod
-    def _is_pattern(cls, value: str) -> str:
-        return Pattern(value).roles
-
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         model = self.model
+        try:
+            self.as_pattern()
+        except PatternError as error:
+            raise PatternError(f"pattern: {error}") from None
         outside = [layer for layer in model.locked_layers if not 1 <= layer < model.num_layers]
         if outside:
             raise PatternError(f"model.locked_layers: found {outside[0]}, expected 1 to {model.num_layers - 1}")
@@ -120,14 +126,16 @@ class PatternFile(_Section):
             raise PatternError(f"retention: found {self.retention}, but pattern keeps {share:.4f} of its layers")
         known = [pattern.roles for pattern in self.trajectory_patterns()]
         for name, roles in self.patterns.items():
-            pattern = Pattern(roles)
+            pattern = Pattern(roles, self.selection)
             pattern.check_fits(model.num_layers, model.locked_layers)
             if name != str(parse_retention(name)):
                 raise PatternError(f"patterns.{name}: expected {parse_retention(name)}, the one way to write it")
             expected = full_layer_count(model.num_layers, parse_retention(name))
             if len(pattern.full_layers) != expected:
                 kept = len(pattern.full_layers)
-                raise PatternError(f"patterns.{name}: found {kept} F layers, expected {expected} of {model.num_layers}")
+                raise PatternError(
+                    f"patterns.{name}: found {kept} {pattern.letter} layers, expected {expected} of {model.num_layers}"
+                )
             known.append(roles)
         if (self.trajectory or self.patterns) and self.pattern not in known:
             raise PatternError("pattern: is neither a step of trajectory nor one of patterns, expected one of them")
@@ -135,7 +143,7 @@ class PatternFile(_Section):
 
     def as_pattern(self) -> Pattern:
         """The default pattern."""
-        return Pattern(self.pattern)
+        return Pattern(self.pattern, self.selection)
 
     def trajectory_patterns(self) -> list[Pattern]:
         """The nested patterns of the search, from the checkpoint's own to the last step's.
@@ -143,7 +151,7 @@ class PatternFile(_Section):
         Raises:
             PatternError: if a step flips a layer that is not `F` any more.
         """
-        patterns = [Pattern.full(self.model.num_layers, self.model.locked_layers)]
+        patterns = [Pattern.full(self.model.num_layers, self.model.locked_layers, self.selection)]
         for number, step in enumerate(self.trajectory):
             try:
                 patterns.append(patterns[-1].share(step.layer))
@@ -158,7 +166,7 @@ class PatternFile(_Section):
             PatternError: if the file has none.
         """
         if str(retention) in self.patterns:
-            return Pattern(self.patterns[str(retention)])
+            return Pattern(self.patterns[str(retention)], self.selection)
         full_layers = full_layer_count(self.model.num_layers, retention)
         steps = self.trajectory_patterns() if self.trajectory else [self.as_pattern()]
         for pattern in steps:
@@ -168,7 +176,8 @@ class PatternFile(_Section):
         reach = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
         total = self.model.num_layers
         raise PatternError(
-            f"retention {retention} keeps {full_layers} of {total} layers F, but the file has patterns with {reach}"
+            f"retention {retention} keeps {full_layers} of {total} layers {steps[0].letter}, but the file has patterns"
+            f" with {reach}"
         )
 
     def at(self, retention: Fraction) -> PatternFile:
@@ -241,6 +250,8 @@ class PatternFile(_Section):
         """The file's text; `loads` gives back an equal object."""
         content = self.model_dump(by_alias=True, exclude_defaults=True, mode="json")
         content = {"schema": SCHEMA, **{key: value for key, value in content.items() if key != "schema"}}
+        if "selection" in content:
+            content["selection"] = _Inline(content["selection"])
         if "trajectory" in content:
             content["trajectory"] = [_Inline(step) for step in content["trajectory"]]
         text = yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=2**20, allow_unicode=True)
@@ -263,7 +274,7 @@ def _first_error(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     where = re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", where)
-    if first["type"] == "extra_forbidden":
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{where}: unknown key"
     if first["type"] == "missing":
         return f"{where}: missing"

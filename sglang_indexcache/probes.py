@@ -68,6 +68,7 @@ LAUNCH = Need("srt.entrypoints.engine", "Engine._launch_subprocesses", ("server_
 READY = Need("srt.managers.scheduler", "Scheduler.get_init_info")
 NEW_MODEL = Need("srt.model_loader.loader", "_initialize_model", ("model_config", "load_config"))
 LOAD_MODEL = Need("srt.model_executor.model_runner", "ModelRunner.load_model")
+LOAD_BACKENDS = Need("srt.model_executor.model_runner", "ModelRunner.init_attention_backends")
 WORLD = Need("srt.distributed.parallel_state", "get_world_group")
 GATHER = Need("srt.distributed.parallel_state", "GroupCoordinator.all_gather_object", ("obj",))
 SCHEDULER = Need("srt.managers.scheduler", "Scheduler.__init__", ("server_args",))

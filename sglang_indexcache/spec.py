@@ -9,8 +9,9 @@ from pathlib import Path
 
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.model import SparseModel
-from sglang_indexcache.pattern import FULL, SHARED, Pattern, parse_retention, uniform_pattern
+from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern, parse_retention, uniform_pattern
 from sglang_indexcache.pattern_file import PatternFile, split_retention
+from sglang_indexcache.selection import Selection
 
 GRAMMAR = "FILE, FILE@1/4, uniform@1/4 or letters"
 _UNIFORM = "uniform@"
@@ -33,14 +34,22 @@ class PatternSpec:
     letters: Pattern | None = None
 
     @classmethod
-    def read(cls, text: str) -> PatternSpec:
+    def read(cls, text: str, selection: Selection | None = None) -> PatternSpec:
         """Take `text` apart, and read the file if it names one; a file whose name is all letters is `./FFSS`.
+
+        Args:
+            text: what somebody wrote.
+            selection: goes with letters that have a `D` among them.
 
         Raises:
             IndexCacheError: one line.
         """
         if text and not set(text) - {FULL, SHARED}:
             return cls(text, letters=Pattern(text))
+        if text and not set(text) - {DENSE, FULL, SHARED}:
+            if selection is None:
+                raise PatternError(f"{text} has a D, which needs a selection; expected a pattern file")
+            return cls(text, letters=Pattern(text, selection))
         if text.startswith(_UNIFORM):
             return cls(text, retention=parse_retention(text.removeprefix(_UNIFORM)))
         _, retention = split_retention(text)
@@ -62,6 +71,7 @@ class PatternSpec:
         if self.file is not None:
             self.file.check_model(model)
         pattern = self.unchecked(model.native)
+        pattern.check_kind(model.native)
         pattern.check_fits(model.num_layers, model.locked)
         return pattern
 

@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.transformers import TransformersEngine
 from sglang_indexcache.families import describe
+from sglang_indexcache.selection import Selection
 
 LAYERS, TOPK, VOCAB = 6, 8, 96
 ARCHITECTURES = {"glm_moe_dsa": "GlmMoeDsaForCausalLM", "deepseek_v32": "DeepseekV32ForCausalLM"}
@@ -103,6 +104,35 @@ def tiny_v4_config(**changes: Any) -> dict[str, Any]:
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
+        **changes,
+    }
+
+
+DENSE = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+PAGES = Selection(page_tokens=4, pages=4, recent_pages=1, sink_pages=0, score="token_max")
+
+
+def tiny_dense_config(model_type: str = "llama", layers: int = LAYERS, **changes: Any) -> dict[str, Any]:
+    """config.json of a random dense model whose heads share keys in pairs."""
+    return {
+        "architectures": [f"{DENSE[model_type]}ForCausalLM"],
+        "model_type": model_type,
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": None,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
         **changes,
     }
 

@@ -21,7 +21,13 @@ def pattern_file(pattern: Pattern, config: dict[str, Any], name: str = "glm") ->
         name=name,
         locked_layers=list(model.locked),
     )
-    return PatternFile(schema="indexcache/v1", model=section, pattern=pattern.roles, retention=pattern.retention)
+    return PatternFile(
+        schema="indexcache/v1",
+        model=section,
+        selection=pattern.selection,
+        pattern=pattern.roles,
+        retention=pattern.retention,
+    )
 
 
 def write_pattern(pattern: Pattern, model: Path, path: Path) -> str:

@@ -77,7 +77,7 @@ def test_letters_of_deepseek_v4_are_shown_with_their_layers(tmp_path: Path, caps
     output = capsys.readouterr().out
     assert "override  none" in output
     assert (
-        "letter  layer  role  indices of  locked\n     0      2  F              2\n     1      4  S              2\n"
+        "letter  layer  role  choice of   locked\n     0      2  F              2\n     1      4  S              2\n"
         in output
     )
     assert "     3      7  F              7\n" in output

@@ -304,8 +304,8 @@ def test_loading_names_what_is_wrong(tmp_path: Any, model_folder: Any) -> None:
         TransformersEngine.load(str(model_folder), dtype="int8")
     with pytest.raises(SearchError, match="--device is tpu"):
         TransformersEngine.load(str(model_folder), device="tpu")
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
-    with pytest.raises(ModelConfigError, match="LlamaForCausalLM has no DSA attention"):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["GraniteForCausalLM"]}')
+    with pytest.raises(ModelConfigError, match="GraniteForCausalLM has no attention"):
         describe_model(str(tmp_path))
 
 

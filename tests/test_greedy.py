@@ -132,14 +132,14 @@ def total_similarity(matrix: np.ndarray, pattern: Pattern) -> float:
 def test_similarity_program_is_optimal(full: int, seed: int) -> None:
     matrix = np.random.default_rng(seed).random((7, 7))
     every = [Pattern.from_full_layers(7, [0, *kept]) for kept in itertools.combinations(range(1, 7), full - 1)]
-    found = similarity_pattern(matrix, full)
+    found = similarity_pattern(matrix, full, Pattern.full(len(matrix)))
     assert len(found.full_layers) == full
     assert total_similarity(matrix, found) == pytest.approx(max(total_similarity(matrix, one) for one in every))
 
 
 def test_similarity_program_respects_locked_layers_and_breaks_ties_low() -> None:
     matrix = np.random.default_rng(0).random((6, 6))
-    assert set(similarity_pattern(matrix, 3, locked=[1, 2, 4]).full_layers) == {0, 3, 5}
-    assert similarity_pattern(np.ones((6, 6)), 3).roles == "FFFSSS"
+    assert set(similarity_pattern(matrix, 3, Pattern("FSSFSF")).full_layers) == {0, 3, 5}
+    assert similarity_pattern(np.ones((6, 6)), 3, Pattern("FFFFFF")).roles == "FFFSSS"
     with pytest.raises(SearchError, match="only 3 layers"):
-        similarity_pattern(matrix, 4, locked=[1, 2, 4])
+        similarity_pattern(matrix, 4, Pattern("FSSFSF"))

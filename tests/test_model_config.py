@@ -32,8 +32,8 @@ def test_digest_ignores_what_does_not_change_the_model() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM has no DSA attention"),
-        ({"architectures": None}, "glm_moe_dsa has no DSA attention"),
+        ({"architectures": ["GraniteForCausalLM"]}, "GraniteForCausalLM has no attention"),
+        ({"architectures": None}, "glm_moe_dsa has no attention"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected a positive integer"),
         ({"index_topk": None}, "index_topk is None"),
         ({"index_topk_pattern": "FF"}, "2 letters, model has 6 DSA layers"),
@@ -70,5 +70,5 @@ def test_every_architecture_has_one_family() -> None:
     architectures = [item for family in FAMILIES for item in family.architectures]
     assert len(architectures) == len(set(architectures))
     assert len({family.name for family in FAMILIES}) == len(FAMILIES)
-    with pytest.raises(ModelConfigError, match="LlamaForCausalLM has no DSA attention known here, expected Deepseek"):
-        family_of("LlamaForCausalLM")
+    with pytest.raises(ModelConfigError, match="GraniteForCausalLM has no attention known here, expected Deepseek"):
+        family_of("GraniteForCausalLM")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,14 +11,18 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from indexcache_kernels import PageBudget, page_scores, select_pages
+from indexcache_kernels import page_scores, select_pages
 from indexcache_kernels.page_selection import naive
 from indexcache_search.errors import SearchError
-from indexcache_search.hf.pages import apply_page_roles, chosen_keys
+from indexcache_search.hf.pages import apply_page_roles, chosen_pages
+from sglang_indexcache import Pattern
+from sglang_indexcache.errors import PatternError
+from sglang_indexcache.families.dense_gqa.torch_native import budget_of
+from sglang_indexcache.selection import Selection
 
 LAYERS, LENGTH, PROMPT, VOCAB = 6, 70, 20, 96
-BUDGET = PageBudget(page_tokens=4, pages=6, recent_pages=2)
-EVERYTHING = PageBudget(page_tokens=4, pages=LENGTH, recent_pages=2)
+FEW = Selection(page_tokens=4, pages=6, recent_pages=2, sink_pages=0, score="token_max")
+ALL = replace(FEW, pages=LENGTH)
 KINDS = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}}
 
 
@@ -56,10 +61,10 @@ def logits(model: Any, **batch: Tensor) -> Tensor:
 def test_a_budget_that_covers_the_context_changes_no_bit(kind: str) -> None:
     model = dense_model(kind)
     untouched = logits(model, input_ids=tokens())
-    with apply_page_roles(model, "DSSDSS", EVERYTHING):
+    with apply_page_roles(model, Pattern("DSSDSS", ALL)):
         assert torch.equal(logits(model, input_ids=tokens()), untouched)
     assert model.config._attn_implementation == "eager"
-    with apply_page_roles(model, "DDDDDD", BUDGET):
+    with apply_page_roles(model, Pattern("DDDDDD", FEW)):
         assert torch.equal(logits(model, input_ids=tokens()), untouched)
     assert torch.equal(logits(model, input_ids=tokens()), untouched)
 
@@ -67,10 +72,10 @@ def test_a_budget_that_covers_the_context_changes_no_bit(kind: str) -> None:
 def test_only_rows_with_a_choice_differ() -> None:
     model = dense_model()
     untouched = logits(model, input_ids=tokens())
-    with apply_page_roles(model, "DSSDSS", BUDGET):
+    with apply_page_roles(model, Pattern("DSSDSS", FEW)):
         differs = (logits(model, input_ids=tokens()) != untouched).any(-1).any(0)
-    assert differs.nonzero()[0].item() == BUDGET.pages * BUDGET.page_tokens  # the first token of one page more
-    with apply_page_roles(model, "DSSDSS", BUDGET, dense=(torch.arange(LENGTH) < 40).expand(2, LENGTH)):
+    assert differs.nonzero()[0].item() == FEW.tokens  # the first token of one page more
+    with apply_page_roles(model, Pattern("DSSDSS", FEW), prompt=(torch.arange(LENGTH) < 40).expand(2, LENGTH)):
         differs = (logits(model, input_ids=tokens()) != untouched).any(-1).any(0)
     assert differs.nonzero()[0].item() == 40
 
@@ -98,9 +103,9 @@ class Decoder:
             }
             scores = page_scores(
                 query[0].transpose(0, 1), key[0].transpose(0, 1).contiguous(), lse=products.logsumexp(-1).mT,
-                scale=scaling, budget=BUDGET, **given,
+                scale=scaling, budget=budget_of(FEW), **given,
             )  # fmt: skip
-            self.table, self.lengths = select_pages(scores, budget=BUDGET, **given)
+            self.table, self.lengths = select_pages(scores, budget=budget_of(FEW), **given)
         return (products.softmax(-1) @ v).transpose(0, 1)[None], None
 
 
@@ -110,7 +115,7 @@ def test_one_pass_is_teacher_forced_decoding(roles: str, kind: str) -> None:
     """A prompt prefilled densely, then token by token with a cache and the selection kernels' definitions."""
     model = dense_model(kind)
     ids = tokens(1)
-    with apply_page_roles(model, roles, BUDGET, dense=prompt_rows(1)):
+    with apply_page_roles(model, Pattern(roles, FEW), prompt=prompt_rows(1)):
         expected = logits(model, input_ids=ids)[0]
     AttentionInterface.register("test_decoder", Decoder(roles))
     AttentionMaskInterface.register("test_decoder", eager_mask)
@@ -125,62 +130,74 @@ def test_one_pass_is_teacher_forced_decoding(roles: str, kind: str) -> None:
 def test_padding_moves_the_pages() -> None:
     model, padding = dense_model(), [0, 9]
     ids = tokens(1)
-    with apply_page_roles(model, "DSSDSS", BUDGET):
+    with apply_page_roles(model, Pattern("DSSDSS", FEW)):
         expected = logits(model, input_ids=ids[:, : LENGTH - 9])[0]
     batch, mask = torch.zeros(2, LENGTH, dtype=torch.long), torch.ones(2, LENGTH, dtype=torch.long)
     batch[0], batch[1, 9:], mask[1, :9] = ids[0], ids[0, : LENGTH - 9], 0
     positions = (mask.cumsum(1) - 1).clamp_min(0)
-    with apply_page_roles(model, "DSSDSS", BUDGET, starts=torch.tensor(padding)):
+    with apply_page_roles(model, Pattern("DSSDSS", FEW), starts=torch.tensor(padding)):
         found = logits(model, input_ids=batch, attention_mask=mask, position_ids=positions)
     torch.testing.assert_close(found[1, 9:], expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found[0, : LENGTH - 9], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_what_s_layers_look_at_is_the_kernels_choice() -> None:
+def test_what_is_chosen_is_the_kernels_choice() -> None:
     """Row by row, with sinks, against the definition for one request."""
-    budget = PageBudget(page_tokens=8, pages=5, recent_pages=1, sink_pages=1)
+    selection = Selection(page_tokens=8, pages=5, recent_pages=1, sink_pages=1, score="token_max")
     generator = torch.Generator().manual_seed(3)
     products = torch.randn(2, 4, LENGTH, LENGTH, generator=generator) * 3
     weights = products.masked_fill(~torch.ones(LENGTH, LENGTH).tril().bool(), -torch.inf).softmax(-1)
-    kept = chosen_keys(weights, budget)
+    kept = chosen_pages(weights, (torch.arange(LENGTH) // 8).expand(2, -1), selection)
     for row in range(2):
         for at in range(LENGTH):
             shares = weights[row, :, at].amax(0)
             scores = torch.stack([part.sum() for part in shares.split(8)])
-            pages = naive.selected(scores, at + 1, budget)
-            assert {int(key) // 8 for key in kept[row, at, : at + 1].nonzero()} == set(pages)
+            pages = naive.selected(scores, at + 1, budget_of(selection))
+            assert [int(page) for page in kept[row, at, : at // 8 + 1].nonzero()] == pages
 
 
-def test_observers_see_s_layers() -> None:
+def test_an_f_layer_attends_to_its_own_choice() -> None:
+    """As a D layer that is followed by an S layer with the same weights, but for what the D layer itself attends to."""
     model, seen = dense_model(), {}
-    with apply_page_roles(model, "DSSDSS", BUDGET, observe=seen.__setitem__):
+    with apply_page_roles(model, Pattern("DFSDFS", FEW), observe=seen.__setitem__):
+        found = logits(model, input_ids=tokens())
+    assert seen[1] is seen[2] and not torch.equal(seen[0], seen[1])
+    with apply_page_roles(model, Pattern("DFSDFS", ALL)):
+        assert torch.equal(logits(model, input_ids=tokens()), logits(dense_model(), input_ids=tokens()))
+    with apply_page_roles(model, Pattern("DDSDDS", FEW)):
+        assert not torch.equal(logits(model, input_ids=tokens()), found)
+
+
+def test_observers_see_what_every_layer_chose_or_was_given() -> None:
+    model, seen, watched = dense_model(), {}, {}
+    with apply_page_roles(model, Pattern("DSSDSD", FEW), observe=seen.__setitem__, watch=watched.__setitem__):
         logits(model, input_ids=tokens())
-    assert list(seen) == [1, 2, 4, 5] and seen[1] is seen[2] and not torch.equal(seen[2], seen[4])
+    assert list(seen) == list(range(6)) and seen[0] is seen[1] is seen[2] and seen[3] is seen[4]
+    assert not torch.equal(seen[2], seen[4])
+    assert list(watched) == [0, 3, 5] and torch.allclose(watched[3].sum(-1), torch.ones(()))
 
 
 @pytest.mark.parametrize(
     ("roles", "message"),
     [
         ("DSS", "pattern has 3 letters, model has 6 layers"),
-        ("DSFDSS", "pattern has 'F' for layer 2, expected D or S"),
         ("SSSDSS", "pattern begins with S, but layer 0 has no earlier layer to share from; expected D"),
     ],
 )
 def test_roles_that_do_not_fit(roles: str, message: str) -> None:
-    with pytest.raises(SearchError, match=message), apply_page_roles(dense_model(), roles, BUDGET):
+    with pytest.raises(PatternError, match=message), apply_page_roles(dense_model(), Pattern(roles, FEW)):
         pass
 
 
 def test_models_and_passes_that_do_not_fit() -> None:
     for other, message in (
         (dense_model("mistral", sliding_window=8), "sliding_window is 8, expected layers that see everything"),
-        (torch.nn.Linear(2, 2), "Linear takes no page roles, expected LlamaForCausalLM"),
     ):
-        with pytest.raises(SearchError, match=message), apply_page_roles(other, "DSSDSS", BUDGET):
+        with pytest.raises(SearchError, match=message), apply_page_roles(other, Pattern("DSSDSS", FEW)):
             pass
     model = dense_model()
-    with apply_page_roles(model, "DSSDSS", BUDGET):
-        with pytest.raises(SearchError, match="already applied"), apply_page_roles(model, "DSSDSS", BUDGET):
+    with apply_page_roles(model, Pattern("DSSDSS", FEW)):
+        with pytest.raises(RuntimeError, match="already applied"), apply_page_roles(model, Pattern("DSSDSS", FEW)):
             pass
         cache = DynamicCache(config=model.config)
         model(input_ids=tokens()[:, :4], past_key_values=cache)

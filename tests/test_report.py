@@ -150,7 +150,7 @@ def test_the_page_stands_alone_and_shows_everything() -> None:
     for text in (
         "Held-out comparison",
         "Loss per step",
-        "Index overlap",
+        "Overlap of choices",
         "FFSSFSFS"[:1],
         "28 patterns",
         "12.3 % of them",

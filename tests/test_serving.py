@@ -266,7 +266,7 @@ def test_a_model_that_runs_the_pattern_is_proven_so() -> None:
         (loaded("FSSSSS"), "letter 3 would run as S, the pattern says F"),
         (loaded("FSSFSSS"), "has a DSA layer 6, the pattern has 6 letters"),
         (loaded("FSSFSS", indexer=False), "letter 0 is F, but the loaded model has no indexer there"),
-        (nn.Linear(2, 2), "no DSA attention module"),
+        (nn.Linear(2, 2), "no attention module that can choose"),
     ],
 )
 def test_any_difference_is_one_line(model: nn.Module, message: str) -> None:

@@ -331,7 +331,7 @@ def test_the_cheapest_patterns_are_those_of_all(seed: int, full: int, count: int
         (sum(costs[pair] for pair in itertools.pairwise([*pattern.full_layers, 7])), pattern.roles)
         for pattern in every_pattern(Pattern.full(7), full)
     )
-    found = cheapest_patterns(costs, full, (), count)
+    found = cheapest_patterns(costs, full, Pattern.full(len(costs)), count)
     assert [pattern.roles for _, pattern in found] == [roles for _, roles in everything[:count]]
     assert [cost for cost, _ in found] == pytest.approx([cost for cost, _ in everything[:count]])
 

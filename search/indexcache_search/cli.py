@@ -18,8 +18,13 @@ from indexcache_search.objectives import Objective
 from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
 from sglang_indexcache.command_line import ending
 from sglang_indexcache.pattern import parse_retention
+from sglang_indexcache.selection import DEFAULT, Selection
 
-FIRST_CHOICE = "index_topk (DeepSeek-V4: 4 times that)"  # below, queries see everything
+FIRST_CHOICE = "index_topk (DeepSeek-V4: 4 times that; dense models: pages x page tokens)"  # below, all is seen
+RECENT_SHARE = DEFAULT.pages // DEFAULT.recent_pages
+PAGE_TOKENS = f"Dense models: tokens of a page. Default: {DEFAULT.page_tokens}."
+RECENT_PAGES = f"Dense models: newest pages, always attended to. Default: one in {RECENT_SHARE}."
+SINK_PAGES = f"Dense models: first pages, always attended to. Default: {DEFAULT.sink_pages}."
 
 # Calibration sequences, held-out sequences, tokens a sequence (None: 4 times `FIRST_CHOICE`).
 SIZES = (32, 32, None)
@@ -53,6 +58,10 @@ Examples:
   indexcache-search ... --strategy greedy --objective nll
       The paper's Algorithm 1. Strategies share their evaluations in the same --work-dir.
 
+\b
+  indexcache-search --model Qwen/Qwen3-8B --calibration traces.jsonl --retain 1/6 --pages 64 --seq-len 8192
+      A dense model: which layers attend to everything, and which to 64 pages that those chose (docs/dense-models.md).
+
 Run the same command again to go on after a kill, a crash or Ctrl-C.
 
 \b
@@ -73,7 +82,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 )
 def search(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option(help="Folder or hub id of a DSA model. Default: the demo model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. Default: the demo model.")] = None,
     engine: Annotated[
         EngineName, typer.Option(help="What evaluates patterns. sglang: unknown options go to its server (--tp 8).")
     ] = "transformers",
@@ -96,7 +105,7 @@ def search(
         int | None, typer.Option(help="Held-out sequences. Default: 32, for the demo 48.", min=1)
     ] = None,
     retain: Annotated[
-        str, typer.Option(help="Shares of indexers to keep; the first is the file's default.")
+        str, typer.Option(help="Shares of layers that stay F, or D; the first is the file's default.")
     ] = "1/2,1/4,1/8",
     strategy: Annotated[
         str,
@@ -145,11 +154,17 @@ def search(
             " auto: kernels on a CUDA device."
         ),
     ] = "auto",
+    page_tokens: Annotated[int | None, typer.Option(help=PAGE_TOKENS)] = None,
+    pages: Annotated[
+        int | None, typer.Option(help="Dense models: pages that an S layer attends to. Default: 64, as DELTA's.")
+    ] = None,
+    recent_pages: Annotated[int | None, typer.Option(help=RECENT_PAGES)] = None,
+    sink_pages: Annotated[int | None, typer.Option(help=SINK_PAGES)] = None,
     seed: Annotated[int, typer.Option(help="Order of the calibration documents.")] = 0,
     report: Annotated[bool, typer.Option(help="Write report.html.")] = True,
     json_: Annotated[bool, typer.Option("--json", help="Print metrics.json to stdout, nothing else.")] = False,
 ) -> None:
-    """Find which layers of a DSA model can share their top-k indices, and write a pattern file.
+    """Find which layers of a model can share what they attend to, and write a pattern file.
 
     Writes pattern.yaml, metrics.json and report.html. Without options it searches the demo model.
     """
@@ -187,12 +202,33 @@ def search(
             attention,
             tuple(endpoint or ()),
             tuple(context.args),
+            selection_of(page_tokens, pages, recent_pages, sink_pages),
         )
         result = run(str(model or demo.MODEL), data, runtime, settings, files, console)
     if json_:
         sys.stdout.write(json.dumps(result.as_json(), indent=1) + "\n")
         return
     show(result, files)
+
+
+def selection_of(
+    page_tokens: int | None, pages: int | None, recent_pages: int | None, sink_pages: int | None
+) -> Selection | None:
+    """What the flags say; `None` if there is none of them.
+
+    Raises:
+        PatternError: if they don't go together.
+    """
+    if page_tokens is None and pages is None and recent_pages is None and sink_pages is None:
+        return None
+    pages = DEFAULT.pages if pages is None else pages
+    return Selection(
+        page_tokens=DEFAULT.page_tokens if page_tokens is None else page_tokens,
+        pages=pages,
+        recent_pages=max(1, pages // RECENT_SHARE) if recent_pages is None else recent_pages,
+        sink_pages=DEFAULT.sink_pages if sink_pages is None else sink_pages,
+        score=DEFAULT.score,
+    )
 
 
 def _short_name(model: str | None) -> str:

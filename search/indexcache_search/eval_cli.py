@@ -12,9 +12,17 @@ import typer
 from rich.console import Console
 
 from indexcache_search import demo
-from indexcache_search.cli import FIRST_CHOICE, errors_in_one_line
+from indexcache_search.cli import (
+    FIRST_CHOICE,
+    PAGE_TOKENS,
+    RECENT_PAGES,
+    SINK_PAGES,
+    errors_in_one_line,
+    selection_of,
+)
 from indexcache_search.errors import SearchError
 from sglang_indexcache.pattern import parse_retention
+from sglang_indexcache.selection import Selection
 from sglang_indexcache.spec import GRAMMAR
 
 EPILOG = """
@@ -47,7 +55,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 def evaluate(
-    model: Annotated[str | None, typer.Option(help="Folder or hub id of a DSA model. Default: the demo model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. Default: the demo model.")] = None,
     pattern: Annotated[
         list[str] | None,
         typer.Option(
@@ -66,6 +74,13 @@ def evaluate(
     tasks: Annotated[
         str, typer.Option(help="Generated tasks: multi_key,multi_value,multi_query,variable_tracking,common_words.")
     ] = "",
+    pages: Annotated[
+        str,
+        typer.Option(help="Dense models: pages that S layers attend to, in the place of the file's; 16,64,256: each."),
+    ] = "",
+    page_tokens: Annotated[int | None, typer.Option(help=PAGE_TOKENS)] = None,
+    recent_pages: Annotated[int | None, typer.Option(help=RECENT_PAGES)] = None,
+    sink_pages: Annotated[int | None, typer.Option(help=SINK_PAGES)] = None,
     samples: Annotated[int, typer.Option(help="Samples of each task.", min=2)] = 16,
     haystack: Annotated[str, typer.Option(help="Source of the text around a task's needles.")] = "demo:text",
     chat: Annotated[bool, typer.Option("--chat", help="Ask tasks through the chat template.")] = False,
@@ -105,6 +120,7 @@ def evaluate(
             retentions=tuple(parse_retention(item) for item in retain.split(",")),
             uniform=uniform,
             endpoints=tuple(endpoint or ()),
+            selections=_selections(pages, page_tokens, recent_pages, sink_pages),
         )
         data = Data(
             sources=tuple(evaluation or (demo.EVALUATION if is_demo and not tasks else ())),
@@ -123,3 +139,14 @@ def evaluate(
         show(result, output, Console(highlight=False, width=None if sys.stdout.isatty() else 200))
     if max_increase is not None and rises(result.held_out.rows) > max_increase:
         raise typer.Exit(1)
+
+
+def _selections(
+    pages: str, page_tokens: int | None, recent_pages: int | None, sink_pages: int | None
+) -> tuple[Selection, ...]:
+    """A selection for each number in `pages`; none without any of the flags."""
+    numbers = [word.strip() for word in pages.split(",")] if pages else [""]
+    if any(word and not (word.isascii() and word.isdecimal() and len(word) < 9) for word in numbers):
+        raise SearchError(f"--pages is {pages}, expected numbers like 16,64,256")
+    found = (selection_of(page_tokens, int(word) if word else None, recent_pages, sink_pages) for word in numbers)
+    return tuple(dict.fromkeys(item for item in found if item is not None))

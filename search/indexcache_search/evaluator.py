@@ -48,7 +48,7 @@ class Evaluator:
     on_evaluation: Callable[[Evaluation], None] = field(default=lambda evaluation: None)
 
     def __post_init__(self) -> None:
-        self._asked: dict[tuple[str, int], set[int]] = {}
+        self._asked: dict[tuple[Pattern, int], set[int]] = {}
 
     def evaluations(
         self, patterns: Sequence[Pattern], rows: Sequence[int] | None = None, repeat: int = 0
@@ -78,7 +78,7 @@ class Evaluator:
         return [self.recorded(pattern, repeat).on(asked) for pattern in patterns]
 
     def _ask(self, evaluation: Evaluation, repeat: int) -> None:
-        asked = self._asked.setdefault((evaluation.pattern.roles, repeat), set())
+        asked = self._asked.setdefault((evaluation.pattern, repeat), set())
         new = [row for row in evaluation.rows if row not in asked]
         if new:
             asked.update(new)
@@ -98,9 +98,7 @@ class Evaluator:
     @property
     def cost(self) -> Cost:
         """Of everything asked for, also of what an earlier run recorded."""
-        parts = [
-            self.recorded(Pattern(roles), repeat).on(sorted(rows)) for (roles, repeat), rows in self._asked.items()
-        ]
+        parts = [self.recorded(pattern, repeat).on(sorted(rows)) for (pattern, repeat), rows in self._asked.items()]
         return Cost(
             len(parts),
             sum(len(part.rows) for part in parts),

@@ -40,6 +40,7 @@ class FileWriter:
         return PatternFile(
             schema="indexcache/v1",
             model=ModelSection.of(self._engine.model),
+            selection=default.selection,
             pattern=default.roles,
             retention=default.retention,
             patterns={str(retention): pattern.roles for retention, pattern in others.items()},

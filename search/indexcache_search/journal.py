@@ -50,7 +50,7 @@ class Journal:
                 self._file.truncate(0)
             self._sealer = Sealer()
             self.facts: Mapping[str, Any] = dict(facts)
-            self._evaluations: dict[tuple[str, str, int], Evaluation] = {}
+            self._evaluations: dict[tuple[str, Pattern, int], Evaluation] = {}
             self._matrices: dict[str, list[list[float]]] = {}
             self._read(json.loads(json.dumps(identity)))
         except BaseException:
@@ -97,14 +97,14 @@ class Journal:
 
     def evaluation(self, part: str, pattern: Pattern, repeat: int = 0) -> Evaluation | None:
         """What is recorded of `pattern` on the set named `part`: all sequences it was evaluated on, if any."""
-        return self._evaluations.get((part, pattern.roles, repeat))
+        return self._evaluations.get((part, pattern, repeat))
 
     def add_evaluation(self, part: str, evaluation: Evaluation, repeat: int = 0) -> None:
         """Record an evaluation; it is on disk when this returns."""
         self._append(
             {
                 "set": part,
-                "pattern": evaluation.pattern.roles,
+                "pattern": evaluation.pattern.key,
                 "repeat": repeat,
                 "rows": evaluation.rows,
                 "losses": evaluation.losses,
@@ -114,9 +114,9 @@ class Journal:
                 "seconds": round(evaluation.seconds, 3),
             }
         )
-        self._add((part, evaluation.pattern.roles, repeat), evaluation)
+        self._add((part, evaluation.pattern, repeat), evaluation)
 
-    def _add(self, key: tuple[str, str, int], evaluation: Evaluation) -> None:
+    def _add(self, key: tuple[str, Pattern, int], evaluation: Evaluation) -> None:
         earlier = self._evaluations.get(key)
         self._evaluations[key] = evaluation if earlier is None else earlier + evaluation
 
@@ -167,9 +167,9 @@ class _Line(_Record):
             raise ValueError("a sequence stands there twice, or without tokens")
         return self
 
-    def parse(self) -> tuple[tuple[str, str, int], Evaluation]:
+    def parse(self) -> tuple[tuple[str, Pattern, int], Evaluation]:
         evaluation = Evaluation(
-            Pattern(self.pattern),
+            Pattern.from_key(self.pattern),
             tuple(self.rows),
             tuple(self.losses),
             tuple(self.correct),
@@ -177,4 +177,4 @@ class _Line(_Record):
             tuple(self.layer_tokens),
             self.seconds,
         )
-        return (self.set, self.pattern, self.repeat), evaluation
+        return (self.set, evaluation.pattern, self.repeat), evaluation

@@ -27,7 +27,8 @@ class Line:
     Attributes:
         kind: what it is.
         name: for people.
-        retention: share of `F` layers, as it was asked for; `None` of a server, whose pattern is its own affair.
+        retention: share of layers that are not shared, as it was asked for; `None` of a server, whose pattern is its
+            own affair.
         pattern: what runs; `None` of a server.
         phase: the layer at which uniform's F layers begin, see `Pattern.uniform`.
     """
@@ -43,13 +44,16 @@ class Line:
         return cls(BASELINE, "baseline", None if pattern is None else Fraction(1), pattern)
 
 
-def uniform_lines(native: Pattern, retention: Fraction) -> list[Line]:
-    """Uniform at every phase in which no locked layer would be `F`; none where the retention is not 1/n."""
+def uniform_lines(native: Pattern, retention: Fraction, more: str = "") -> list[Line]:
+    """Uniform at every phase in which no locked layer would be `F`; none where the retention is not 1/n.
+
+    `more` goes behind the names.
+    """
     lines = []
     for phase in range(retention.denominator):
         try:
             pattern = uniform_pattern(native, retention, phase)
         except PatternError:
             continue
-        lines.append(Line(PHASE, f"uniform phase {phase}", retention, pattern, phase))
+        lines.append(Line(PHASE, f"uniform phase {phase}{more}", retention, pattern, phase))
     return lines

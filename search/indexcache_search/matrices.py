@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from indexcache_search.engines.base import Engine
 from indexcache_search.journal import Journal
 
 MATRIX_SEQUENCES = 8  # that matrices are measured on: each gives means over hundreds of queries
+ROWS = 64  # queries a sequence for what layers choose
 
 
 class Matrices:
@@ -27,15 +29,25 @@ class Matrices:
         self._engine, self._journal = engine, journal
         self._sample = calibration.taken(growing_shares(calibration, MATRIX_SEQUENCES)[0])
 
-    def similarity(self) -> NDArray[np.float64] | None:
-        """Cross-layer output similarity `[layers, layers]`; None where the engine can't measure it."""
-        return self._matrix("similarity", lambda: self._engine.output_similarity(self._sample))
+    def measured(self, name: str) -> NDArray[np.float64] | None:
+        """A matrix by its name; None where the engine can't measure it.
 
-    def overlap(self, rows: int) -> NDArray[np.float64] | None:
-        """Cross-layer index overlap `[layers, layers]` over `rows` queries a sequence; None likewise."""
-        return self._matrix(f"overlap-{rows}", lambda: self._engine.topk_overlap(self._sample, rows))
+        `overlap` of what layers choose and `similarity` of their outputs, both `[layers, layers]`; of dense models
+        `shift`, `[1, layers]`, and `recall`, `[layers, layers]`, see `page_signals`.
+        """
+        if name == "overlap":
+            return self._matrix(f"overlap-{ROWS}", lambda: self._engine.topk_overlap(self._sample, ROWS))
+        if name == "similarity":
+            return self._matrix(name, lambda: self._engine.output_similarity(self._sample))
+        return self._matrix(f"{name}-{ROWS}", lambda: self._signals.get(name))
+
+    @cached_property
+    def _signals(self) -> Mapping[str, NDArray[np.float64]]:
+        return self._engine.page_signals(self._sample, ROWS)
 
     def _matrix(self, name: str, measure: Callable[[], NDArray[np.float64] | None]) -> NDArray[np.float64] | None:
+        selection = self._engine.model.native.selection
+        name = name if selection is None else f"{name} {selection}"
         recorded = self._journal.matrix(name)
         if recorded is None:
             measured = measure()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from indexcache_search.results import CostResult, HeldOut, Measured, SearchResul
 from indexcache_search.results import Row as TableRow
 from indexcache_search.search import Found
 from sglang_indexcache import PatternFile
+from sglang_indexcache.selection import Selection
 
 SCHEMA = "indexcache-search/metrics/v3"
 
@@ -78,10 +80,12 @@ def held_out(rows: Sequence[Row], data: TokenSet, first_choice: int) -> HeldOut:
     """The held-out comparison: every pattern, and uniform's mean and best over phases where there are several."""
     baseline = next(row.evaluation for row in rows if row.line.kind == BASELINE)
     table = [TableRow(**described(row.line), **_measure(row.evaluation, baseline, data)) for row in rows]
-    for retention in dict.fromkeys(row.line.retention for row in rows):
-        phases = [row for row in rows if row.line.retention == retention and row.line.kind == PHASE]
+    several = len({row.line.pattern.selection for row in rows if row.line.kind == PHASE and row.line.pattern}) > 1
+    for group in dict.fromkeys(map(_group, rows)):
+        phases = [row for row in rows if row.line.kind == PHASE and _group(row) == group]
         if len(phases) > 1:
-            table += _phase_summaries(phases, baseline, data)
+            more = f", {group[1].pages} pages" if several and group[1] is not None else ""
+            table += _phase_summaries(phases, baseline, data, more)
     return HeldOut(
         sources=list(data.sources),
         answer_sources=_answer_sources(data, first_choice),
@@ -110,16 +114,21 @@ def _answer_sources(data: TokenSet, first_choice: int) -> list[str]:
     return [name for number, name in enumerate(data.sources) if not all_counted[data.source_of == number].all()]
 
 
-def _phase_summaries(phases: Sequence[Row], baseline: Evaluation, data: TokenSet) -> list[TableRow]:
+def _group(row: Row) -> tuple[Fraction | None, Selection | None]:
+    """What uniform's phases have in common."""
+    return row.line.retention, None if row.line.pattern is None else row.line.pattern.selection
+
+
+def _phase_summaries(phases: Sequence[Row], baseline: Evaluation, data: TokenSet, more: str = "") -> list[TableRow]:
     """Mean over phases (its standard error is over sequences: the phases are all there are), and the best phase."""
     count, first = len(phases), phases[0]
     losses = tuple(math.fsum(column) / count for column in zip(*(row.evaluation.losses for row in phases), strict=True))
     mean = replace(first.evaluation, losses=losses)
     correct = np.mean([row.evaluation.correct for row in phases], axis=0)
     best = min(phases, key=lambda row: estimates.loss(row.evaluation, data).mean)
-    over_all = described(Line(MEAN, f"uniform, mean of {count} phases", first.line.retention, None))
+    over_all = described(Line(MEAN, f"uniform, mean of {count} phases{more}", first.line.retention, None))
     over_all["full_layers"] = described(first.line)["full_layers"]
-    best_line = replace(best.line, kind=BEST, name="uniform, best phase")
+    best_line = replace(best.line, kind=BEST, name=f"uniform, best phase{more}")
     return [
         TableRow(**over_all, **_measure(mean, baseline, data, correct)),
         TableRow(**described(best_line), **_measure(best.evaluation, baseline, data)),

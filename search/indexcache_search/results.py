@@ -97,8 +97,10 @@ class SearchResult(_Section):
         engine: its name and settings.
         seconds: wall time of each phase of this run; resumed runs only count what they did.
         look_alikes: a line for each pattern that calibration can't tell from the one found.
-        overlap: index overlap `[layers, layers]`, None if it was not measured.
-        similarity: attention output similarity, likewise.
+        overlap: of what layers choose, `[layers, layers]`, None if it was not measured.
+        similarity: of attention outputs, likewise.
+        shift: of dense models, `[1, layers]`, see `page_signals`.
+        recall: of dense models, `[layers, layers]`, likewise.
     """
 
     schema_: str = Field(alias="schema")
@@ -110,7 +112,9 @@ class SearchResult(_Section):
     held_out: HeldOut
     look_alikes: list[str]
     overlap: list[list[float]] | None
-    similarity: list[list[float]] | None
+    similarity: list[list[float]] | None = None
+    shift: list[list[float]] | None = None
+    recall: list[list[float]] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """What is written."""

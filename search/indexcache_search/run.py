@@ -23,6 +23,7 @@ from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.own_server import own_server
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.errors import SearchError
 from indexcache_search.evaluator import Evaluator
 from indexcache_search.found_file import FileWriter
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
@@ -36,9 +37,9 @@ from indexcache_search.search import Found, Listeners, Search
 from indexcache_search.settings import Settings
 from indexcache_search.strategies.base import Step
 from sglang_indexcache.command_line import doing
+from sglang_indexcache.families import family_of
 from sglang_indexcache.files import write_atomically
-
-OVERLAP_ROWS = 64  # queries a sequence for the overlap matrix
+from sglang_indexcache.selection import Selection
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Runtime:
         engine: `transformers` or `sglang`.
         endpoints: SGLang servers in calibration mode; without any, one is started.
         server_arguments: SGLang's own flags for that one.
+        selection: of dense models, what patterns select; by default the paper's.
     """
 
     engine: str
@@ -70,6 +72,7 @@ class Runtime:
     attention: str
     endpoints: tuple[str, ...] = ()
     server_arguments: tuple[str, ...] = ()
+    selection: Selection | None = None
 
     @property
     def server_flags(self) -> tuple[str, ...]:
@@ -99,7 +102,7 @@ def run(model: str, data: Data, runtime: Runtime, settings: Settings, files: Fil
     with ExitStack() as stack:
         with console.status(escape(f"Loading {model}")):
             with doing("reading the data"):
-                calibration, held_out = _load_data(model, data, settings)
+                calibration, held_out = _load_data(model, data, settings, runtime)
             with doing("loading the model"):
                 engine = _load_engine(model, runtime, files, stack, console)
         names = identity(engine, calibration, held_out, settings.objective)
@@ -113,15 +116,19 @@ def run(model: str, data: Data, runtime: Runtime, settings: Settings, files: Fil
     return result
 
 
-def _load_data(model: str, data: Data, settings: Settings) -> tuple[TokenSet, TokenSet]:
+def _load_data(model: str, data: Data, settings: Settings, runtime: Runtime) -> tuple[TokenSet, TokenSet]:
     """Read the data before the weights: mistakes in the first are common, and the second takes long."""
     set_quiet()
-    description, config = describe_model(model), read_config(model)
+    description, config = describe_model(model, runtime.selection), read_config(model)
+    if runtime.engine == "sglang" and not family_of(description.architecture).calibrated:
+        raise SearchError(f"--engine sglang does not search {description.architecture}; expected transformers")
     settings.check(description)
     seq_len = data.seq_len or 4 * description.first_choice
     check_seq_len(seq_len, config)
     return build_token_sets(
-        TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len),
+        TokenReader(
+            lambda: load_tokenizer(model), config.vocab_size, seq_len, description.native.selection is not None
+        ),
         description,
         data.calibration,
         data.evaluation,
@@ -142,6 +149,7 @@ def _load_engine(model: str, runtime: Runtime, files: Files, stack: ExitStack, c
             runtime.batch_size,
             runtime.prefix_cache_gb,
             runtime.attention,
+            runtime.selection,
         )
     servers = [CalibrationServer(url) for url in runtime.endpoints]
     if not servers:
@@ -190,14 +198,17 @@ def _search(
             progress.found(retention, found.patterns[retention], share)
 
         listeners = Listeners(on_step, on_pattern, progress.notice)
-        search = Search(engine, chooses, settings, matrices.similarity, listeners)
+        search = Search(engine, chooses, settings, matrices.measured, listeners)
         with timed("search"):
             progress.begin(f"{settings.strategy} search", search.planned_sequences(), calibration)
             found = search.find()
         with timed("overlap and similarity"):
-            progress.wait("cross-layer overlap and similarity")
-            measured = {"overlap": matrices.overlap(OVERLAP_ROWS), "similarity": matrices.similarity()}
-            lines = comparison_lines(settings.strategy, found.patterns, engine.model.native, measured["similarity"])
+            progress.wait("what layers have in common")
+            names = (
+                ("overlap", "similarity") if engine.model.native.selection is None else ("overlap", "shift", "recall")
+            )
+            measured = {name: matrices.measured(name) for name in names}
+            lines = comparison_lines(settings.strategy, found.patterns, engine.model.native, measured)
         for look_alike in found.look_alikes:
             progress.warn(str(look_alike))
         with timed("held-out comparison"):

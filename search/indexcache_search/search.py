@@ -86,7 +86,7 @@ class Search:
         engine: evaluates patterns.
         calibration: evaluates them on the tokens that choose.
         settings: see `Settings`.
-        similarity: cross-layer output similarity, which one strategy asks for.
+        measured: matrices of the model by name, which some strategies ask for.
         listeners: hear of what happens.
     """
 
@@ -95,12 +95,12 @@ class Search:
         engine: Engine,
         calibration: Evaluator,
         settings: Settings,
-        similarity: Callable[[], NDArray[np.float64] | None] = lambda: None,
+        measured: Callable[[str], NDArray[np.float64] | None] = lambda name: None,
         listeners: Listeners | None = None,
     ) -> None:
         settings.check(engine.model)
         self._engine, self._native, self._swaps = engine, engine.model.native, settings.swaps
-        self._calibration, self._similarity = calibration, similarity
+        self._calibration, self._measured = calibration, measured
         self._listeners = listeners or Listeners()
         self.strategy, self.goal = STRATEGIES[settings.strategy], settings.goal(engine.model)
         self._judge = Judge(calibration, settings.race and self.strategy.races)
@@ -125,7 +125,7 @@ class Search:
                 goal=self.goal,
                 judge=self._judge,
                 engine=self._engine.name,
-                similarity=self._similarity,
+                measured=self._measured,
                 on_step=lambda step, steps: listeners.on_step(step, self._found(steps, {}, {})),
                 on_pattern=lambda retention, patterns: listeners.on_pattern(retention, self._found((), patterns, {})),
                 notice=listeners.notice,
@@ -164,9 +164,10 @@ class Search:
     def _improved(self, pattern: Pattern) -> Pattern:
         """`pattern` after local search."""
         for swap in improve(pattern, self._native, self._judge, self._swaps):
-            kept, total = len(swap.pattern.full_layers), len(pattern)
+            kept, total, letter = len(swap.pattern.full_layers), len(pattern), pattern.letter
             self._listeners.notice(
-                f"swap: layer {swap.shared:>3} -> S, {swap.full:>3} -> F, {kept} of {total} F, loss {swap.loss:.4f}"
+                f"swap: layer {swap.shared:>3} -> S, {swap.full:>3} -> {letter}, {kept} of {total} {letter},"
+                f" loss {swap.loss:.4f}"
             )
             pattern = swap.pattern
         return pattern

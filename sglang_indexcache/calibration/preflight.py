@@ -99,6 +99,11 @@ class Calibration:
     def _schedule(self, model: str) -> tuple[Family, Pattern]:
         if self._pattern is None:
             checkpoint = Checkpoint.read(model)
+            if not checkpoint.family.calibrated:
+                raise CalibrationError(
+                    f"{checkpoint.model.architecture} has no calibration server; expected indexcache-search without"
+                    " --engine sglang"
+                )
             self._source.require(checkpoint.family.serving)
             self._family = checkpoint.family
             self._pattern = Pattern.full(checkpoint.model.num_layers, checkpoint.locked)

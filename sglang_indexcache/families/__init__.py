@@ -8,14 +8,18 @@ from typing import Any
 from sglang_indexcache.errors import ModelConfigError
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.deepseek_v4 import DeepseekV4
+from sglang_indexcache.families.dense_gqa import REFUSED, DenseGqa
 from sglang_indexcache.families.dsa import Dsa
 from sglang_indexcache.families.hy_v4 import HyV4
 from sglang_indexcache.model import SparseModel
 
-FAMILIES: tuple[Family, ...] = (Dsa(), HyV4(), DeepseekV4())
+FAMILIES: tuple[Family, ...] = (Dsa(), HyV4(), DeepseekV4(), DenseGqa())
 
 _BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
-_REFUSED = {"LongcatFlashForCausalLM": "LongCat's sharing (cli_factor) is trained in and wins over any pattern"}
+_REFUSED = {
+    **REFUSED,
+    "LongcatFlashForCausalLM": "LongCat's sharing (cli_factor) is trained in and wins over any pattern",
+}
 
 
 def family_of(architecture: str) -> Family:
@@ -26,7 +30,7 @@ def family_of(architecture: str) -> Family:
     """
     family = _BY_ARCHITECTURE.get(architecture)
     if family is None:
-        raise ModelConfigError(f"{architecture} has no DSA attention known here, expected {_known()}")
+        raise ModelConfigError(f"{architecture} has no attention known here, expected {_known()}")
     return family
 
 
@@ -60,7 +64,7 @@ def describe(config: Mapping[str, Any], name: str) -> SparseModel:
     if reason is not None:
         raise ModelConfigError(f"{name}: {reason}; expected {_known()}")
     listed = ", ".join(map(str, architectures)) or config.get("model_type", "no architecture")
-    raise ModelConfigError(f"{name}: {listed} has no DSA attention known here, expected {_known()}")
+    raise ModelConfigError(f"{name}: {listed} has no attention known here, expected {_known()}")
 
 
 def _known() -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sglang_indexcache.errors import PatternError
 from sglang_indexcache.model import SparseModel
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.probes import Feature, SglangSource
+from sglang_indexcache.probes import LOAD_MODEL, Feature, Need, SglangSource
+from sglang_indexcache.selection import Selection
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,7 +30,9 @@ class Family(ABC):
         serving: what SGLang must have for these models to be served with a pattern, and proven.
         pipeline: what it must have for pipeline stages; `None` where no SGLang has them.
         rule: what it must have to be asked which layers would run; `None` where roles are no configuration of SGLang.
-        begins_every_stage: whether the first site of a pipeline stage must be `F`, since stages hand nothing over.
+        begins_every_stage: whether the first site of a pipeline stage must choose, since stages hand nothing over.
+        proven_after: what of SGLang has run when `loaded` is called and the roles are read back.
+        calibrated: whether a calibration server can switch patterns.
         refused_flags: attributes of SGLang's server arguments that can't be combined with S layers, and why.
         not_in_transformers: why transformers' model computes something else than the checkpoint; `None` if it does not.
         on_kernels: whether the project's kernels can take the place of transformers' attention.
@@ -39,6 +44,8 @@ class Family(ABC):
     pipeline: ClassVar[Feature | None]
     rule: ClassVar[Feature | None]
     begins_every_stage: ClassVar[bool] = False
+    proven_after: ClassVar[Need] = LOAD_MODEL
+    calibrated: ClassVar[bool] = True
     refused_flags: ClassVar[Mapping[str, str]] = MappingProxyType({})
     not_in_transformers: ClassVar[str | None] = None
     on_kernels: ClassVar[bool] = True
@@ -58,9 +65,22 @@ class Family(ABC):
             ModelConfigError: if a needed key is missing or wrong.
         """
 
+    def selecting(self, model: SparseModel, selection: Selection | None) -> SparseModel:
+        """What `describe` gave, for patterns with `selection`; where that is `None`, for its own.
+
+        Raises:
+            PatternError: if its layers choose by themselves.
+        """
+        if selection is None:
+            return model
+        if model.native.selection is None:
+            raise PatternError(f"{model.name} has indexers that choose; expected no selection")
+        native = replace(model.native, selection=selection)
+        return replace(model, native=native, index_topk=selection.tokens, first_choice=selection.tokens)
+
     @abstractmethod
     def indexer_layers(self, tensors: Iterable[str]) -> frozenset[int]:
-        """The model layers whose indexer is among the names of a checkpoint's tensors, NextN/MTP layers included."""
+        """The model layers that can choose, by the names of a checkpoint's tensors; NextN/MTP layers included."""
 
     # -- SGLang, before it loads
 
@@ -89,7 +109,11 @@ class Family(ABC):
     # -- SGLang's loaded model, on one rank
 
     def loaded(self, runner: Any, pattern: Pattern) -> None:  # noqa: B027  (most families are told before)
-        """Make the model that a `ModelRunner` has just loaded run `pattern`, where its configuration could not."""
+        """Make a `ModelRunner` run `pattern` where its configuration could not; called behind `proven_after`.
+
+        Raises:
+            ProofError: if that can't be done.
+        """
 
     @abstractmethod
     def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
@@ -97,15 +121,19 @@ class Family(ABC):
 
     @abstractmethod
     def role(self, site: int, module: Any) -> str:
-        """What the module of `modules` would do: `F` or `S`.
+        """What the module of `modules` would do: a letter of patterns.
 
         Raises:
             ProofError: if that can't be told.
         """
 
+    def selection(self, model: Any) -> Selection | None:
+        """What S layers of the loaded model would attend to; `None` where indexers choose."""
+        return None
+
     @abstractmethod
     def indexer(self, module: Any) -> nn.Module | None:
-        """The indexer of a module of `modules`, which an `F` needs loaded."""
+        """The indexer of a module of `modules`, which an `F` needs loaded; `None` where there is none."""
 
     @abstractmethod
     def switch(self, runner: Any, pattern: Pattern) -> None:
@@ -122,4 +150,4 @@ class Family(ABC):
 
     @abstractmethod
     def selectors(self, model: Any) -> list[nn.Module | None]:
-        """The modules whose `forward` gives the indices that a site attends to, by site; `None` where it is locked."""
+        """The modules whose `forward` gives the indices that a site attends to, by site; `None` where there is none."""

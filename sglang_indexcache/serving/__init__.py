@@ -8,6 +8,7 @@ What is hooked, and when each runs:
 | before `ModelConfig.__init__` | `preflight` | the model fits; the pattern is merged into its overrides |
 | before `Engine._launch_subprocesses` | `ready` | the pattern travels with the server arguments |
 | after `_initialize_model`, `ModelRunner.load_model` | `proof`, `ranks` | roles and weights of each rank, all alike |
+| after `ModelRunner.init_attention_backends` | `proof`, `ranks` | the same of dense models: its backend has the roles |
 | after `Scheduler.__init__` | `metrics` | metrics, if they are on |
 | after `Scheduler.get_init_info` | `ready` | a scheduler is not ready without its proof, and sends it along |
 | after `Engine._launch_subprocesses` | `ready` | no server before every scheduler has sent its proof |
@@ -16,7 +17,7 @@ What is hooked, and when each runs:
 | before `CommonKVManager.__init__` | `identity` | the handshake of prefill and decode servers |
 
 Before the two on `ModelConfig`, `load_model` and `Scheduler.__init__`, it is looked whether SGLang applied all of them.
-Nothing runs in the forward pass; with metrics on, two counters are added to after it.
+On DSA models nothing runs in the forward pass; with metrics on, two counters are added to after it.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def _register(request: Request, proven: Proven) -> preflight.Preflight:
     hooks.before(probes.MODEL_CONFIG, check.model_config)
     hooks.before(probes.LAUNCH, ready.carrier(request))
     hooks.after(probes.NEW_MODEL, proof.preparer(check))
-    hooks.after(probes.LOAD_MODEL, proof.prover(check, proven))
+    for need in (probes.LOAD_MODEL, probes.LOAD_BACKENDS):
+        if source.missing(need) is None:
+            hooks.after(need, proof.prover(check, proven, need))
     hooks.after(probes.READY, ready.reporter(request, proven))
     hooks.after(probes.LAUNCH, ready.gate(request))
     for feature, register, need, function in (

@@ -1,7 +1,8 @@
 """Cached and transferred KV is only good for the pattern that wrote it: an S layer leaves no index keys behind.
 
-SGLang restores such holes silently, so the fingerprint goes where SGLang itself compares: into the keys of HiCache
-storage, and into the data type that prefill and decode servers compare when they meet.
+In dense models it leaves its keys, whose values depend on the pattern where they were decoded; prefill servers know no
+pattern there. SGLang restores such holes silently, so the fingerprint goes where SGLang itself compares: into the keys
+of HiCache storage, and into the data type that prefill and decode servers compare when they meet.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def handshake(request: Request) -> Callable[..., None]:
     """
 
     def before(manager: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
+        if request.pattern.selection is not None:
+            return  # all layers of a dense model write their keys, whoever prefills
         if not args.kv_cache_dtype_str.endswith(tag(request)):
             args.kv_cache_dtype_str = f"{args.kv_cache_dtype_str}+{tag(request)}"
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from sglang_indexcache.errors import ProofError
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.pattern import FULL, Pattern
+from sglang_indexcache.pattern import FULL, SHARED, Pattern
+from sglang_indexcache.probes import LOAD_MODEL, Need
 from sglang_indexcache.serving.ranks import (
     RankReport,
     all_ranks,
@@ -31,7 +32,7 @@ class Effective:
     """What an attention module will do.
 
     Attributes:
-        role: `F` or `S`.
+        role: its letter.
         has_indexer: whether there is an indexer to run.
         unloaded: an indexer parameter that no weight was loaded into, or `None`.
     """
@@ -55,9 +56,11 @@ class Proof:
     modules: int
     ranks: int
 
-    def status(self, source: str) -> dict[str, str | int | float]:
+    def status(self, source: str) -> dict[str, Any]:
         """Plain types, for `/server_info`; `source` is the file that was asked for."""
+        selection = self.pattern.selection
         return {
+            **({} if selection is None else {"selection": asdict(selection)}),
             "pattern": self.pattern.roles,
             "fingerprint": self.pattern.fingerprint,
             "retention": self.pattern.retention,
@@ -123,7 +126,7 @@ def mark_unloaded(family: Family, model: Any) -> None:
 
 
 def current_roles(family: Family, model: Any) -> dict[int, str]:
-    """The role of each site of this rank, `F` or `S`."""
+    """The letter of each site of this rank."""
     return {site: family.role(site, module) for site, module in family.modules(model)}
 
 
@@ -148,10 +151,10 @@ def mismatch(pattern: Pattern, effective: dict[int, Effective], begins_every_sta
     Args:
         pattern: what must run.
         effective: what this rank's layers would do, by letter.
-        begins_every_stage: whether the first of them must be `F`.
+        begins_every_stage: whether the first of them must choose.
     """
     if not effective:
-        return "the loaded model has no DSA attention module, so the pattern can't take effect"
+        return "the loaded model has no attention module that can choose, so the pattern can't take effect"
     for layer, module in sorted(effective.items()):
         if layer >= len(pattern):
             return f"the loaded model has a DSA layer {layer}, the pattern has {len(pattern)} letters"
@@ -161,27 +164,36 @@ def mismatch(pattern: Pattern, effective: dict[int, Effective], begins_every_sta
             return f"letter {layer} is F, but the loaded model has no indexer there"
         if module.unloaded is not None:
             return f"letter {layer} is F, but no weights were loaded into its indexer's {module.unloaded}"
-    if begins_every_stage and effective[min(effective)].role != FULL:
-        return f"letter {min(effective)} is the first of its pipeline stage, where nothing was chosen yet: expected F"
+    if begins_every_stage and effective[min(effective)].role == SHARED:
+        first = min(effective)
+        return (
+            f"letter {first} is the first of its pipeline stage, where nothing was chosen yet: expected"
+            f" {pattern.letter}"
+        )
     return None
 
 
-def prover(asked: Asked, proven: Proven) -> Callable[..., None]:
-    """Hook after `ModelRunner.load_model`: compare this rank with the pattern, and all ranks with each other.
+def prover(asked: Asked, proven: Proven, need: Need = LOAD_MODEL) -> Callable[..., None]:
+    """Hook after a method of `ModelRunner`: compare this rank with the pattern, and all ranks with each other.
 
-    Every rank hears of every other's problem and ends with the same line.
+    Does nothing unless it is the one behind which the family has its roles. Every rank hears of every other's problem
+    and ends with the same line.
 
     Raises:
         ProofError: from the hook, if anything differs.
     """
 
     def after(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-        if getattr(runner, "is_draft_worker", False):
+        if getattr(runner, "is_draft_worker", False) or asked.family.proven_after != need:
             return
+        selection = None
         try:
             asked.family.loaded(runner, asked.pattern)
             effective = effective_roles(asked.family, runner.model)
+            selection = asked.family.selection(runner.model)
             problem = mismatch(asked.pattern, effective, asked.family.begins_every_stage)
+            if problem is None and selection != asked.pattern.selection:
+                problem = f"the loaded model would choose by {selection}, the pattern says {asked.pattern.selection}"
         except Exception as error:  # the other ranks must hear of it, or they wait for this one
             effective, problem = {}, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         roles = "".join(effective[layer].role if layer in effective else "-" for layer in range(len(asked.pattern)))
@@ -190,7 +202,7 @@ def prover(asked: Asked, proven: Proven) -> Callable[..., None]:
         problem = disagreement(asked.pattern, reports)
         if problem is not None:
             raise ProofError(problem)
-        proof = Proof(Pattern(read_back(reports)), len(effective), len(reports))
+        proof = Proof(Pattern(read_back(reports), selection), len(effective), len(reports))
         proven.set(proof)
         logger.info(
             "indexcache: serving %s, fingerprint %s, proven on %d attention modules here and %d rank(s)",

@@ -44,7 +44,7 @@ class Request:
 
     def carried(self) -> dict[str, str]:
         """What stands under `KEY` in the model overrides."""
-        return {"source": self.source, "pattern": self.pattern.roles}
+        return {"source": self.source, "pattern": self.pattern.key}
 
     @classmethod
     def from_overrides(cls, text: str) -> Self:
@@ -57,4 +57,4 @@ class Request:
         section = content.get(KEY) if isinstance(content, Mapping) else None
         if not isinstance(section, Mapping) or set(section) != {"source", "pattern"}:
             raise IndexCacheError(f"the model overrides have no {KEY} section with source and pattern")
-        return cls(str(section["source"]), Pattern(section["pattern"]))
+        return cls(str(section["source"]), Pattern.from_key(str(section["pattern"])))

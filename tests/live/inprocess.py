@@ -129,8 +129,10 @@ def _load(model: Path) -> tuple[int, list[str]]:
 
 
 def own_arguments(model: Path) -> dict[str, Any]:
-    """Attention sinks (HY-V4) are known to one of SGLang's kernels alone, DeepSeek-V4 to its own backend."""
+    """Attention sinks (HY-V4) are known to one of SGLang's kernels alone, others have a backend of their own."""
     config = json.loads((model / "config.json").read_text())
+    if "index_topk" not in config:
+        return {"attention_backend": "torch_native"}
     if config["model_type"] == "deepseek_v4":
         return {"attention_backend": "dsv4", "swa_full_tokens_ratio": 1.0, "disable_shared_experts_fusion": True}
     if "learnable_sink_init" not in config:
@@ -156,13 +158,19 @@ def load_runner(model: Path) -> Any:
     return wrapper.torch_runner
 
 
-def generate(model: Path, pattern: str, prompts: Sequence[Sequence[int]], steps: int, record: Path) -> list[Served]:
+def generate(
+    model: Path, pattern: str | None, prompts: Sequence[Sequence[int]], steps: int, record: Path
+) -> list[Served]:
     """Load `model` with the plugin and `pattern`, prefill all prompts as one batch, decode greedily.
+
+    Without a pattern it is SGLang alone.
 
     Returns:
         A `Served` for each prompt, in the order given.
     """
-    environment = {"DSA_CPU_RECORD": str(record), "SGLANG_INDEXCACHE_PATTERN": pattern}
+    environment = {"DSA_CPU_RECORD": str(record)}
+    if pattern is not None:
+        environment["SGLANG_INDEXCACHE_PATTERN"] = pattern
     answer: list[Served] = call(_generate, model, prompts, steps, **environment)
     return answer
 
@@ -190,7 +198,7 @@ def _generate(model: Path, prompts: Sequence[Sequence[int]], steps: int) -> list
         request.extend_end = len(ids)
         requests.append(request)
     tree = TreeCacheNamespace(
-        page_size=64,
+        page_size=runner.page_size,
         device=runner.device,
         token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
     )

@@ -1,4 +1,4 @@
-"""Random DSA models that both SGLang and transformers load."""
+"""Random models that both SGLang and transformers load."""
 
 from __future__ import annotations
 
@@ -129,12 +129,33 @@ _RELEASED = {  # names of a release, where transformers 5.19 writes others
     ),
 }
 
+_DENSE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "sliding_window": None,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "initializer_range": 0.1,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
 KINDS = (*_DSA_KINDS, "deepseek-v4")
+DENSE_KINDS = ("llama", "qwen2", "qwen3", "mistral")
 
 
 def build(kind: str, folder: Path, **changes: Any) -> Path:
     """Save a random model of `kind`, bfloat16 values: what float32 engines then read alike."""
-    if kind == "deepseek-v4":
+    if kind in DENSE_KINDS:
+        model_type, content, extra = kind, {**_DENSE, **changes}, {}
+    elif kind == "deepseek-v4":
         model_type, content, extra = "deepseek_v4", {**_V4, **changes}, {**_ONLY_SGLANG_READS_OF_V4, **changes}
     else:
         model_type, own, only = _DSA_KINDS[kind]

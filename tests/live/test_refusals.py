@@ -135,7 +135,7 @@ def test_layers_without_indexer_weights(model: Path, file: str, tmp_path: Path) 
     [
         ({"architectures": ["LongcatFlashForCausalLM"]}, "LongCat's sharing (cli_factor) is trained in"),
         ({"architectures": ["DeepseekV4ForCausalLM"]}, "layer_types has 'indexed_attention' for layer 0; expected"),
-        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM has no DSA attention known here"),
+        ({"architectures": ["GraniteForCausalLM"]}, "GraniteForCausalLM has no attention known here"),
         ({"cli_factor": 2}, "cli_factor is 2: LongCat's sharing is trained in and wins over patterns"),
     ],
 )

@@ -76,6 +76,7 @@ def build(
         parts.append(token_set)
     tokens = [token_set.tokens for token_set in parts]
     scored = [token_set.scored for token_set in parts]
+    prompts = [token_set.prompt for token_set in parts if token_set.prompt is not None]
     source_of = [token_set.source_of for token_set in parts]
     names = [*(parts[0].sources if parts else ()), *(f"{task}-style" for task in tasks)]
     answers: dict[int, tuple[str, ...]] = {}
@@ -91,7 +92,10 @@ def build(
         first = sum(map(len, tokens))
         answers |= {first + index: drawn.answers for index, drawn in enumerate(made)}
         tokens.append(np.stack([drawn.tokens for drawn in made]))
-        scored.append(np.stack([drawn.mask for drawn in made]) & (np.arange(seq_len) > model.first_choice))
+        answered = np.stack([drawn.mask for drawn in made])
+        scored.append(answered & (np.arange(seq_len) > model.first_choice))
+        prompts.append(~answered)
         source_of.append(np.full(samples, len(names) - len(tasks) + number))
-    data = TokenSet(np.concatenate(tokens), np.concatenate(scored), np.concatenate(source_of), tuple(names))
+    prompt = np.concatenate(prompts) if reader.replies else None
+    data = TokenSet(np.concatenate(tokens), np.concatenate(scored), np.concatenate(source_of), tuple(names), prompt)
     return HeldOut(data, answers, left_out)

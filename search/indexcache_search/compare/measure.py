@@ -49,7 +49,9 @@ def patterns(losses: Evaluator, divergences: Evaluator, named: Sequence[Line], h
     """
     lines = [Line.baseline(losses.engine.model.native), *named]
     chosen = [line.pattern for line in lines if line.pattern is not None]
-    alike = sorted(set(chosen), key=lambda pattern: pattern.roles)  # those that begin alike follow each other
+    alike = sorted(
+        set(chosen), key=lambda pattern: (str(pattern.selection), pattern.roles)
+    )  # those that begin alike follow each other
     number = held_out.data.num_sequences
     for start in range(0, number, TOGETHER):
         rows = range(start, min(start + TOGETHER, number))

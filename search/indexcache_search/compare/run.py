@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from indexcache_search.results import ComparisonResult
 from sglang_indexcache import SparseModel
 from sglang_indexcache.files import write_atomically
 from sglang_indexcache.pattern import full_layer_count
+from sglang_indexcache.selection import DEFAULT, Selection
 from sglang_indexcache.spec import PatternSpec, split_name
 
 PREFIX_CACHE_GB = 1.0
@@ -64,12 +65,14 @@ class Candidates:
         retentions: what is compared of files that name none.
         uniform: whether uniform patterns at all phases stand beside them.
         endpoints: servers; the first is the baseline.
+        selections: of dense models, what each pattern selects, in the place of what its file says.
     """
 
     patterns: tuple[str, ...]
     retentions: tuple[Fraction, ...]
     uniform: bool
     endpoints: tuple[str, ...]
+    selections: tuple[Selection, ...] = ()
 
     def check(self) -> None:
         """Check that there is something to compare.
@@ -103,13 +106,24 @@ def run(
     """
     candidates.check()
     set_quiet()
-    description, config = describe_model(model), read_config(model)
-    specs = [(name, PatternSpec.read(text)) for name, text in map(split_name, candidates.patterns)]
+    letters = candidates.selections[0] if candidates.selections else DEFAULT
+    specs = [(name, PatternSpec.read(text, letters)) for name, text in map(split_name, candidates.patterns)]
+    selections = candidates.selections or tuple(
+        spec.file.selection for _, spec in specs if spec.file is not None and spec.file.selection is not None
+    )
+    fewest = min(selections, key=lambda item: item.tokens, default=None)  # from there on some pattern has a choice
+    description, config = describe_model(model, fewest), read_config(model)
+    if description.native.selection is not None and candidates.endpoints:
+        raise SearchError(
+            "--endpoint reads the logprobs of prompts, which servers of dense models read as ever; expected --pattern"
+        )
     lines = named_lines(specs, candidates, description)
     seq_len = data.seq_len or 4 * description.first_choice
     check_seq_len(seq_len, config)
     built = held_out.build(
-        TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len),
+        TokenReader(
+            lambda: load_tokenizer(model), config.vocab_size, seq_len, description.native.selection is not None
+        ),
         lambda: load_tokenizer(model),
         description,
         data.sources,
@@ -133,7 +147,7 @@ def run(
             distinct = len({description.native, *(line.pattern for line in lines)})
             bar = progress.add_task("patterns", total=2 * distinct * number)
             compared, engine = _run_patterns(
-                model, runtime, lines, built, output, restart, lambda done: progress.advance(bar, done)
+                model, fewest, runtime, lines, built, output, restart, lambda done: progress.advance(bar, done)
             )
     comparison = result.collect(
         compared, built, description.first_choice, model=description.name, engine=engine, seq_len=seq_len
@@ -151,15 +165,20 @@ def named_lines(
     Raises:
         IndexCacheError: if a file was made for another model, or a pattern does not fit this one.
     """
-    lines = [
-        Line(NAMED, name or spec.label, *item)
-        for name, spec in specs
-        for item in spec.by_retention(model, candidates.retentions)
-    ]
+    lines = []
+    for name, spec in specs:
+        for kept, pattern in spec.by_retention(model, candidates.retentions):
+            for selection in candidates.selections or (pattern.selection,):
+                more = f", {selection.pages} pages" if selection is not None and len(candidates.selections) > 1 else ""
+                lines.append(Line(NAMED, (name or spec.label) + more, kept, replace(pattern, selection=selection)))
     if candidates.uniform:
-        for kept in dict.fromkeys(line.retention for line in lines if line.retention is not None):
-            if full_layer_count(model.num_layers, kept) < model.num_layers:
-                lines += uniform_lines(model.native, kept)
+        several = len({line.pattern.selection for line in lines if line.pattern is not None}) > 1
+        for share, selection in dict.fromkeys(
+            (line.retention, line.pattern.selection) for line in lines if line.pattern is not None
+        ):
+            if share is not None and full_layer_count(model.num_layers, share) < model.num_layers:
+                more = f", {selection.pages} pages" if selection is not None and several else ""
+                lines += uniform_lines(replace(model.native, selection=selection), share, more)
     return lines
 
 
@@ -179,6 +198,7 @@ def calibrated_on(spec: PatternSpec) -> list[Sketch]:
 
 def _run_patterns(
     model: str,
+    selection: Selection | None,
     runtime: Runtime,
     lines: Sequence[Line],
     built: HeldOut,
@@ -187,7 +207,7 @@ def _run_patterns(
     done: Callable[[int], None],
 ) -> tuple[list[Compared], str]:
     engine = TransformersEngine.load(
-        model, runtime.device, runtime.dtype, runtime.batch_size, PREFIX_CACHE_GB, runtime.attention
+        model, runtime.device, runtime.dtype, runtime.batch_size, PREFIX_CACHE_GB, runtime.attention, selection
     )
     identity = {**engine_identity(engine), "held-out": built.data.sha256}
     with Journal(output / "work", identity, today(), restart) as journal:

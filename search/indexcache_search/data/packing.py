@@ -33,7 +33,7 @@ _COLUMNS = ("input_ids", "text", "messages")
 
 @dataclass(frozen=True)
 class Section:
-    """A piece of one document: `tokens` int32 and `mask` bool, equally long."""
+    """A piece of one document: `tokens` int32 and `mask` bool of those that count, equally long."""
 
     tokens: NDArray[np.int32]
     mask: NDArray[np.bool_]
@@ -50,9 +50,12 @@ class TokenReader:
         load_tokenizer: called once, when the first row of text comes.
         vocab_size: token ids must lie below it.
         seq_len: sections are cut to multiples of it.
+        replies: whether it matters who wrote a token: of `messages` only the assistant's count then, and what does not
+            count is a prompt.
     """
 
-    def __init__(self, load_tokenizer: Callable[[], Any], vocab_size: int, seq_len: int) -> None:
+    def __init__(self, load_tokenizer: Callable[[], Any], vocab_size: int, seq_len: int, replies: bool = False) -> None:
+        self.replies = replies
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._seq_len = seq_len
@@ -82,11 +85,8 @@ class TokenReader:
         if column == "input_ids":
             ids, mask = value, row.get("loss_mask")
         elif column == "messages":
-            try:
-                ids = list(self._tokenizer.apply_chat_template(value, tokenize=True, return_dict=False))
-            except Exception as error:  # templates raise what they like
-                raise DataError(f"{source}: the chat template refuses a row: {error}") from None
-            mask = None
+            ids = self._templated(value, source)
+            mask = self._reply_mask(value, ids, source) if self.replies else None
         elif isinstance(value, str):
             end = self._tokenizer.eos_token_id
             ids = self._tokenizer.encode(value, add_special_tokens=False) + ([] if end is None else [end])
@@ -101,6 +101,36 @@ class TokenReader:
             if len(wrong):
                 raise DataError(f"{source}: token id {int(wrong[0])}, expected 0 to {self._vocab_size - 1}")
         return tokens.astype(np.int32), flags
+
+    def _templated(self, messages: Any, source: str, asks: bool = False) -> list[int]:
+        try:
+            return list(
+                self._tokenizer.apply_chat_template(
+                    messages, tokenize=True, return_dict=False, add_generation_prompt=asks
+                )
+            )
+        except Exception as error:  # templates raise what they like
+            raise DataError(f"{source}: the chat template refuses a row: {error}") from None
+
+    def _reply_mask(self, messages: Any, ids: list[int], source: str) -> list[bool]:
+        """Which of `ids` the assistant wrote: what stands behind the template's generation prompt.
+
+        Raises:
+            DataError: if the template writes the beginning of a conversation otherwise when more of it follows.
+        """
+        mask = [False] * len(ids)
+        for number, message in enumerate(messages):
+            if message.get("role") != "assistant" or number == 0:
+                continue
+            before = self._templated(messages[:number], source, asks=True)
+            after = self._templated(messages[: number + 1], source)
+            if ids[: len(after)] != after or after[: len(before)] != before:
+                raise DataError(
+                    f"{source}: the chat template rewrites earlier messages, so replies can't be told from prompts;"
+                    " expected input_ids with a loss_mask"
+                )
+            mask[len(before) : len(after)] = [True] * (len(after) - len(before))
+        return mask
 
 
 def _integers(values: Any, source: str, column: str) -> NDArray[Any]:
@@ -233,7 +263,7 @@ class _Packer:
         if not sources or count < len(sources):
             raise DataError(f"{count} {what} sequences from {len(sources)} sources, expected at least one of each")
         share, extra = divmod(count, len(sources))
-        tokens, scored, source_of = [], [], []
+        tokens, scored, prompt, source_of = [], [], [], []
         for number, source in enumerate(sources):
             own_share = share + (number < extra)
             packed = self._pack(self.reader.sections(source, seed), own_share)
@@ -243,15 +273,16 @@ class _Packer:
                     " for; expected more text, a shorter --seq-len or fewer sequences"
                 )
             tokens += [sequence for sequence, _ in packed]
-            scored += [flags for _, flags in packed]
+            scored += [mask & (np.arange(self.seq_len) >= self.first_scored) for _, mask in packed]
+            prompt += [~mask for _, mask in packed]
             source_of += [number] * own_share
-        return TokenSet(np.stack(tokens), np.stack(scored), np.asarray(source_of), tuple(sources))
+        prompts = np.stack(prompt) if self.reader.replies else None
+        return TokenSet(np.stack(tokens), np.stack(scored), np.asarray(source_of), tuple(sources), prompts)
 
     def _pack(self, sections: Iterator[Section], wanted: int) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-        """Join sections that are not used yet and cut them into sequences with at least one scored token."""
+        """Join sections that are not used yet, cut them into sequences with masks, keep those with a scored token."""
         packed: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
         tokens, mask = np.empty(0, np.int32), np.empty(0, np.bool_)
-        may_count = np.arange(self.seq_len) >= self.first_scored
         for section in sections:
             if section.digest in self.used or self.seen.covers(section.tokens):
                 continue
@@ -262,9 +293,8 @@ class _Packer:
             self.seen.add(section.tokens)
             tokens, mask = np.concatenate([tokens, section.tokens]), np.concatenate([mask, section.mask])
             while len(tokens) >= self.seq_len:
-                scored = mask[: self.seq_len] & may_count
-                if scored.any():
-                    packed.append((tokens[: self.seq_len], scored))
+                if mask[self.first_scored : self.seq_len].any():
+                    packed.append((tokens[: self.seq_len], mask[: self.seq_len]))
                 tokens, mask = tokens[self.seq_len :], mask[self.seq_len :]
                 if len(packed) == wanted:
                     return packed

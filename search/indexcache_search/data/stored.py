@@ -14,6 +14,7 @@ from sglang_indexcache.files import read_regular, write_atomically
 
 _MAX_BYTES = 16 << 20
 _ARRAYS = ("tokens", "scored", "source_of")
+_PROMPT = "prompt"
 
 
 class _About(BaseModel):
@@ -23,6 +24,7 @@ class _About(BaseModel):
 
     sources: list[str]
     sha256: str
+    prompt: bool = False
 
 
 def save_set(data: TokenSet, folder: Path) -> None:
@@ -30,7 +32,9 @@ def save_set(data: TokenSet, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in _ARRAYS:
         np.save(folder / f"{name}.npy", getattr(data, name))
-    about = _About(sources=list(data.sources), sha256=data.sha256)
+    if data.prompt is not None:
+        np.save(folder / f"{_PROMPT}.npy", data.prompt)
+    about = _About(sources=list(data.sources), sha256=data.sha256, prompt=data.prompt is not None)
     write_atomically(folder / "set.json", about.model_dump_json() + "\n")
 
 
@@ -45,10 +49,11 @@ def load_set(folder: Path) -> TokenSet | None:
         return None
     try:
         about = _About.model_validate_json(read_regular(path, _MAX_BYTES))
-        tokens, scored, source_of = (
-            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS
+        tokens, scored, source_of, *prompt = (
+            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+            for name in (*_ARRAYS, *((_PROMPT,) if about.prompt else ()))
         )
-        data = TokenSet(tokens, scored, source_of, tuple(about.sources))
+        data = TokenSet(tokens, scored, source_of, tuple(about.sources), *prompt)
         if data.tokens.ndim != 2 or data.scored.shape != data.tokens.shape or data.sha256 != about.sha256:
             raise ValueError
     except (OSError, ValueError, TypeError) as error:

@@ -20,12 +20,15 @@ class TokenSet:
         scored: `[sequences, seq_len]` bool; token t counts as a target, predicted from the tokens before it.
         source_of: `[sequences]` int; index into `sources`.
         sources: names of where the sequences came from.
+        prompt: `[sequences, seq_len]` bool; tokens that a model reads at once, before it writes others. `None` where
+            that makes no difference.
     """
 
     tokens: NDArray[np.int32]
     scored: NDArray[np.bool_]
     source_of: NDArray[np.int64]
     sources: tuple[str, ...]
+    prompt: NDArray[np.bool_] | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -43,15 +46,18 @@ class TokenSet:
     def taken(self, rows: Sequence[int]) -> TokenSet:
         """The sequences `rows` of this set, in that order."""
         chosen = list(rows)
-        return TokenSet(self.tokens[chosen], self.scored[chosen], self.source_of[chosen], self.sources)
+        prompt = None if self.prompt is None else self.prompt[chosen]
+        return TokenSet(self.tokens[chosen], self.scored[chosen], self.source_of[chosen], self.sources, prompt)
 
     @cached_property
     def sha256(self) -> str:
-        """Digest of shape, tokens (int32, little-endian), scored flags and the sequences' sources, in hex."""
+        """Digest of shape, tokens (int32, little-endian), flags and the sequences' sources, in hex."""
         digest = hashlib.sha256(repr(self.tokens.shape).encode())
         digest.update(np.ascontiguousarray(self.tokens, dtype="<i4").tobytes())
         digest.update(np.packbits(self.scored).tobytes())
         digest.update(np.ascontiguousarray(self.source_of, dtype="<i4").tobytes())
+        if self.prompt is not None:
+            digest.update(np.packbits(self.prompt).tobytes())
         return digest.hexdigest()
 
 

@@ -73,7 +73,7 @@ class Evaluation:
 
 
 class Engine(Protocol):
-    """Something that runs a DSA model with any pattern, switched without a restart.
+    """Something that runs a model with any pattern, switched without a restart.
 
     Attributes:
         name: engine and version: `transformers 5.23.0`.
@@ -107,9 +107,9 @@ class Engine(Protocol):
         ...
 
     def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64] | None:
-        """Mean of |T_i & T_j| / k over `rows` sampled queries a sequence, `[layers, layers]` (paper, Appendix A).
+        """Mean of |T_i & T_j| / |T_i| over `rows` sampled queries a sequence, `[layers, layers]` (paper, Appendix A).
 
-        `None` if the engine can't measure it.
+        T are the tokens that a layer chooses, of dense models the pages. `None` if the engine can't measure it.
         """
         ...
 
@@ -118,5 +118,12 @@ class Engine(Protocol):
 
         All layers below i run with the checkpoint's own pattern (paper, Appendix C). `None` if the engine can't measure
         it.
+        """
+        ...
+
+    def page_signals(self, data: TokenSet, rows: int) -> Mapping[str, NDArray[np.float64]]:
+        """`shift` and `recall` over `rows` sampled queries a sequence, see the module `page_signals`.
+
+        Empty where no pages are chosen, or where the engine can't measure it.
         """
         ...

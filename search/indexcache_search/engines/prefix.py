@@ -22,7 +22,7 @@ class LayerState:
 
     Attributes:
         output: a tensor, or a tuple in which the indices may stand as well.
-        indices: `[batch, queries, k]`.
+        indices: `[batch, queries, k]`, or of dense models the pages `[batch, queries, pages]`.
         wide: whether indices are int64 in the model; they are kept in int32.
     """
 
@@ -146,7 +146,13 @@ class PrefixCache:
 
 
 def run_from_cache(
-    model: nn.Module, sites: Sequence[int], tokens: Tensor, pattern: Pattern, cache: PrefixCache, batch: str
+    model: nn.Module,
+    sites: Sequence[int],
+    tokens: Tensor,
+    pattern: Pattern,
+    cache: PrefixCache,
+    batch: str,
+    prompt: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """Run `tokens` with `pattern` from the deepest state in `cache`, and leave the states of the layers that ran there.
 
@@ -159,7 +165,8 @@ def run_from_cache(
         tokens: `[sequences, tokens]`.
         pattern: roles.
         cache: states of earlier runs.
-        batch: names `tokens` in the cache.
+        batch: names `tokens`, and the pattern's selection, in the cache.
+        prompt: as for `apply_roles`.
 
     Returns:
         Post-norm hidden states `[sequences, tokens, hidden]`, and how many letters ran.
@@ -180,7 +187,7 @@ def run_from_cache(
     ]
     try:
         with (
-            apply_roles(model, pattern, recorder.selected.__setitem__, carried),
+            apply_roles(model, pattern, recorder.selected.__setitem__, carried, prompt),
             _replayed(layers[: above[start - 1] if start else 0], state, carried),
         ):
             output: Tensor = decoder(input_ids=tokens, use_cache=False).last_hidden_state

@@ -129,6 +129,10 @@ class SglangEngine:
             for thread in threads:
                 thread.join(1)  # one that is inside a request ends with it
 
+    def page_signals(self, data: TokenSet, rows: int) -> Mapping[str, NDArray[np.float64]]:
+        """See `Engine.page_signals`; dense models are searched in transformers."""
+        return {}
+
     def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64] | None:
         """See `Engine.topk_overlap`.
 

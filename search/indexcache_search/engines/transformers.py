@@ -1,4 +1,4 @@
-"""The reference engine: transformers' own DSA models, on CPU or one GPU."""
+"""The reference engine: transformers' own models, on CPU or one GPU."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from indexcache_search import objectives
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines import measurements
 from indexcache_search.engines.base import Evaluation
+from indexcache_search.engines.page_signals import page_signals
 from indexcache_search.engines.prefix import PrefixCache, run_from_cache
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.device import (
@@ -34,6 +35,7 @@ from indexcache_search.objectives import Objective
 from sglang_indexcache import Pattern, SparseModel
 from sglang_indexcache.checkpoint import weights_digest
 from sglang_indexcache.families import family_of
+from sglang_indexcache.selection import Selection
 
 
 class TransformersEngine:
@@ -45,7 +47,7 @@ class TransformersEngine:
     on a CUDA device.
 
     Args:
-        model: a DSA model of transformers in evaluation mode.
+        model: a model of transformers, of a family in `sglang_indexcache.families`, in evaluation mode.
         description: what its config.json says.
         batch_size: sequences a forward.
         prefix_cache_gb: host memory for layer outputs, so that a pattern runs from the first layer in which it differs
@@ -91,18 +93,21 @@ class TransformersEngine:
         batch_size: int = 1,
         prefix_cache_gb: float = 2.0,
         attention: str = "auto",
+        selection: Selection | None = None,
     ) -> TransformersEngine:
         """Load `model`, a folder or a hub id; `attention` `auto` means kernels where they run.
 
+        `selection` is what patterns of dense models select, by default the paper's.
+
         Raises:
             SearchError: if it can't be found or loaded, or the device, dtype or attention is not there.
-            ModelConfigError: if it has no DSA attention.
+            ModelConfigError: if it is of no known family.
         """
         if dtype not in DTYPES:
             raise SearchError(f"--dtype is {dtype}, expected one of {', '.join(DTYPES)}")
         target = target_device(device)
         resolved = resolve_attention(attention, target)
-        description = describe_model(model)
+        description = describe_model(model, selection)
         if resolved == "kernels" and not family_of(description.architecture).on_kernels:
             if attention == "kernels":
                 raise SearchError(
@@ -125,7 +130,7 @@ class TransformersEngine:
         """See `Engine.evaluate`; one pattern after the other, those that share their first roles side by side."""
         asked = list(range(data.num_sequences) if rows is None else rows)
         cache = None if fresh or not self._prefixes_fit(data, len(asked)) else self._cache
-        for pattern in sorted(patterns, key=lambda item: item.roles):
+        for pattern in sorted(patterns, key=lambda item: (str(item.selection), item.roles)):
             began = time.monotonic()
             found: list[tuple[float, int, int, int]] = []
             with memory_error_in_one_line(
@@ -143,7 +148,8 @@ class TransformersEngine:
 
     def _prefixes_fit(self, data: TokenSet, sequences: int) -> bool:
         """Whether the states of one pattern's run fit into the prefix cache."""
-        indices, config = 4 * self.model.index_topk, self.torch_model.config
+        selection, config = self.model.native.selection, self.torch_model.config
+        indices = 4 * self.model.index_topk if selection is None else -(-data.seq_len // selection.page_tokens)
         streams = getattr(config, "hc_mult", 1)  # that DeepSeek-V4 carries from layer to layer
         width = streams * config.hidden_size * self.torch_model.dtype.itemsize + indices
         return bool(sequences * data.seq_len * self.model.num_layers * width <= self._cache.limit)
@@ -153,8 +159,16 @@ class TransformersEngine:
         with self._attention():
             return measurements.topk_overlap(self.torch_model, self.model, self._batches(data, 1), rows)
 
-    def output_similarity(self, data: TokenSet) -> NDArray[np.float64]:
-        """See `Engine.output_similarity`."""
+    def page_signals(self, data: TokenSet, rows: int) -> Mapping[str, NDArray[np.float64]]:
+        """See `Engine.page_signals`."""
+        if self.model.native.selection is None:
+            return {}
+        return page_signals(self.torch_model, self.model, self._batches(data, 1), rows)
+
+    def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
+        """See `Engine.output_similarity`; of dense models nobody asks for it."""
+        if self.model.native.selection is not None:
+            return None
         with self._attention():
             return measurements.output_similarity(self.torch_model, self.model, self._batches(data, 1))
 
@@ -167,13 +181,14 @@ class TransformersEngine:
         self, pattern: Pattern, rows: Sequence[int], data: TokenSet, cache: PrefixCache | None
     ) -> tuple[Tensor, int]:
         """Post-norm hidden states `[rows, seq_len, hidden]`, and how many layers ran."""
-        tokens = torch.from_numpy(data.tokens[list(rows)].astype(np.int64)).to(self.torch_model.device)
+        device = self.torch_model.device
+        tokens = torch.from_numpy(data.tokens[list(rows)].astype(np.int64)).to(device)
+        prompt = None if data.prompt is None else torch.from_numpy(data.prompt[list(rows)]).to(device)
         with self._attention():
             if cache is not None:
-                return run_from_cache(
-                    self.torch_model, self.model.layers, tokens, pattern, cache, f"{data.sha256} {rows}"
-                )
-            with apply_roles(self.torch_model, pattern):
+                batch = f"{data.sha256} {rows} {pattern.selection}"
+                return run_from_cache(self.torch_model, self.model.layers, tokens, pattern, cache, batch, prompt)
+            with apply_roles(self.torch_model, pattern, prompt=prompt):
                 return self.torch_model.model(input_ids=tokens, use_cache=False).last_hidden_state, len(pattern)
 
     @torch.inference_mode()

@@ -12,6 +12,7 @@ from indexcache_search.errors import SearchError
 from sglang_indexcache import SparseModel, checkpoint
 from sglang_indexcache.errors import one_line
 from sglang_indexcache.families import describe, family_of
+from sglang_indexcache.selection import Selection
 
 
 def load_model(model: str, description: SparseModel, dtype: torch.dtype | str) -> Any:
@@ -54,13 +55,19 @@ def load_model(model: str, description: SparseModel, dtype: torch.dtype | str) -
     return loaded
 
 
-def describe_model(model: str) -> SparseModel:
+def describe_model(model: str, selection: Selection | None = None) -> SparseModel:
     """Read the config.json of a folder or hub id.
 
+    Args:
+        model: folder or hub id.
+        selection: of dense models, what patterns select; by default the paper's.
+
     Raises:
-        ModelConfigError: if there is none, or it has no DSA attention.
+        ModelConfigError: if there is none, or it is of no known family.
+        PatternError: if there is a selection, but its layers choose by themselves.
     """
-    return describe(*checkpoint.read_config(model))
+    description = describe(*checkpoint.read_config(model))
+    return family_of(description.architecture).selecting(description, selection)
 
 
 def read_config(model: str) -> PreTrainedConfig:

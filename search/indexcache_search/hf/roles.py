@@ -1,4 +1,4 @@
-"""Run-time F and S roles on transformers' models."""
+"""Run-time roles on transformers' models."""
 
 from __future__ import annotations
 
@@ -9,24 +9,31 @@ from typing import Any
 from torch import Tensor, nn
 
 from indexcache_kernels.patching import replaced
+from indexcache_search.hf.pages import apply_page_roles
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import family_of_modules
 
 Observer = Callable[[int, Tensor], None]
-"""Called with a layer and the `[batch, queries, k]` indices its attention is about to use."""
+"""Called with a letter and what its layer is about to use: indices `[batch, queries, k]`, or of dense models the pages
+`[batch, queries, pages]` as bool, which it may also only hand on."""
 
 _MARK = "_indexcache_role"
 
 
 @contextmanager
 def apply_roles(
-    model: nn.Module, pattern: Pattern, observe: Observer | None = None, carried: Tensor | None = None
+    model: nn.Module,
+    pattern: Pattern,
+    observe: Observer | None = None,
+    carried: Tensor | None = None,
+    prompt: Tensor | None = None,
 ) -> Iterator[None]:
     """Run `model` with `pattern` inside the `with` block; leave it as it was afterwards.
 
     An `F` layer's indexer runs and its indices are kept; an `S` layer's indexer is not run and gives back the kept
     ones. Nothing else of the model is touched, so all-F is the untouched model bit for bit. A layer without an indexer
-    (shared in the checkpoint) takes what the layer below passes up, as transformers has it.
+    (shared in the checkpoint) takes what the layer below passes up, as transformers has it. With a selection, see
+    `apply_page_roles`.
 
     A key/value cache filled under one pattern has no index keys for that pattern's `S` layers: don't go on with it
     under another.
@@ -35,13 +42,19 @@ def apply_roles(
         model: a transformers model of a family in `sglang_indexcache.families`.
         pattern: must be `S` on layers that have no indexer.
         observe: sees the indices of every layer that has an indexer, also the reused ones.
-        carried: indices that an `S` layer reuses before any `F` layer ran, for a forward that skips the lower layers.
+        carried: what an `S` layer reuses before any layer chose, for a forward that skips the lower layers.
+        prompt: `[batch, queries]`, bool, of patterns with a selection: queries that attend to everything.
 
     Raises:
         PatternError: if the pattern does not fit the model.
         RuntimeError: if roles are already applied to the model.
     """
-    selectors = family_of_modules(model).selectors(model)
+    family = family_of_modules(model)
+    if pattern.selection is not None:
+        with apply_page_roles(model, pattern, prompt, observe=observe, carried=carried):
+            yield
+        return
+    selectors = family.selectors(model)
     pattern.check_fits(len(selectors), [site for site, selector in enumerate(selectors) if selector is None])
     kept: list[Tensor] = [] if carried is None else [carried]
 

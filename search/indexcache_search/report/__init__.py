@@ -27,7 +27,7 @@ def render(result: SearchResult) -> str:
     figures = {
         "comparison": comparison_figure(held_out),
         "heat_maps": [
-            heat_map_figure(result.overlap, Pattern(roles), kept)
+            heat_map_figure(result.overlap, Pattern(roles, result.pattern_file.selection), kept)
             for kept, roles in chosen.items()
             if result.overlap is not None
         ],

@@ -65,7 +65,7 @@ def loss_figure(result: SearchResult) -> Markup:
             axes.annotate(
                 str(retention), (at, 1.0), xycoords=("data", "axes fraction"), color=_RED, ha="center", va="bottom"
             )
-    axes.set_xticks(x, ["all F", *(str(step.layer) for step in steps)], fontsize=8 if len(steps) < 40 else 5)
+    axes.set_xticks(x, ["none", *(str(step.layer) for step in steps)], fontsize=8 if len(steps) < 40 else 5)
     axes.set_xlabel("layer that becomes S at each step")
     axes.set_ylabel(f"calibration {search.objective}")
     axes.legend(frameon=False, fontsize=8, loc="upper left")

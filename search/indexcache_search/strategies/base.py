@@ -33,7 +33,7 @@ class Goal:
     """What a search is asked for.
 
     Attributes:
-        native: the checkpoint's own pattern: all `F`, but for locked layers.
+        native: the checkpoint's own pattern: nothing is shared but locked layers.
         full_layers: how many `F` layers each retention keeps.
         blocks: see `greedy`.
         candidates: flips that a lazy step evaluates at least and at most.
@@ -58,7 +58,7 @@ class Problem:
         goal: what is asked for.
         judge: compares patterns on the calibration set.
         engine: name of what evaluates, for people.
-        similarity: cross-layer output similarity `[layers, layers]`; None where it can't be measured.
+        measured: a matrix of the model by its name, see `Matrices`; None where it can't be measured.
         on_step: told of every committed flip, and of all so far.
         on_pattern: told of a retention whose pattern was found, and of all so far.
         notice: told what else is worth a line.
@@ -67,10 +67,21 @@ class Problem:
     goal: Goal
     judge: Judge
     engine: str
-    similarity: Callable[[], NDArray[np.float64] | None]
+    measured: Callable[[str], NDArray[np.float64] | None]
     on_step: Callable[[Step, tuple[Step, ...]], None]
     on_pattern: Callable[[Fraction, dict[Fraction, Pattern]], None]
     notice: Callable[[str], None]
+
+    def needed(self, name: str) -> NDArray[np.float64]:
+        """A matrix that a strategy can't do without.
+
+        Raises:
+            SearchError: if it can't be measured with this engine.
+        """
+        matrix = self.measured(name)
+        if matrix is None:
+            raise SearchError(f"--strategy {name} can't be had with {self.engine}, expected another one")
+        return matrix
 
 
 @dataclass(frozen=True)
@@ -109,10 +120,9 @@ class Strategy(ABC):
         Raises:
             SearchError: if not.
         """
-        available = len(goal.native.full_layers)
         for count in goal.full_layers.values():
-            if count > available:
-                raise SearchError(f"{count} F layers were asked for, but only {available} layers have an indexer")
+            if count > len(goal.native.full_layers):
+                raise too_many(count, goal.native)
 
     def planned(self, goal: Goal) -> int | None:
         """Patterns that will run on all sequences; None where that depends on what is found."""
@@ -153,6 +163,22 @@ class DirectStrategy(Strategy):
 
     def find(self, problem: Problem) -> Outcome:
         return find_each(problem, lambda retention: self.ranked(problem, retention))
+
+
+def only_dense(name: str, goal: Goal) -> None:
+    """Check that a goal is about the pages of a dense model.
+
+    Raises:
+        SearchError: if it is about indexers.
+    """
+    if goal.native.selection is None:
+        raise SearchError(f"--strategy {name} is for dense models, whose layers choose pages; expected another one")
+
+
+def too_many(count: int, native: Pattern) -> SearchError:
+    """More layers were to share nothing than can."""
+    available, what = len(native.full_layers), "have an indexer" if native.selection is None else "are there"
+    return SearchError(f"{count} {native.letter} layers were asked for, but only {available} layers {what}")
 
 
 def find_each(problem: Problem, ranked: Callable[[Fraction], list[Pattern]]) -> Outcome:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.errors import SearchError
+from indexcache_search.strategies.base import too_many
 from sglang_indexcache import Pattern
 
 
-def cheapest_segments(costs: NDArray[np.float64], full_layers: int, locked: Collection[int] = ()) -> Pattern:
+def cheapest_segments(costs: NDArray[np.float64], full_layers: int, native: Pattern) -> Pattern:
     """The pattern with `full_layers` `F` layers whose segments, from an `F` layer to before the next, cost least.
 
     Args: as those of `cheapest_patterns`.
@@ -19,12 +17,12 @@ def cheapest_segments(costs: NDArray[np.float64], full_layers: int, locked: Coll
     Raises:
         SearchError: if there are fewer layers that can be `F`.
     """
-    [(_, pattern)] = cheapest_patterns(costs, full_layers, locked, 1)
+    [(_, pattern)] = cheapest_patterns(costs, full_layers, native, 1)
     return pattern
 
 
 def cheapest_patterns(
-    costs: NDArray[np.float64], full_layers: int, locked: Collection[int], count: int
+    costs: NDArray[np.float64], full_layers: int, native: Pattern, count: int
 ) -> list[tuple[float, Pattern]]:
     """The `count` patterns with `full_layers` `F` layers whose segments cost least together, and what they cost.
 
@@ -35,16 +33,16 @@ def cheapest_patterns(
         costs: `[N, N + 1]`, `[source, end]` of the segment of layers `source` to `end - 1`, which all use the indices
             of `source`; what stands at `end <= source` is not read, infinite is a segment that can't be.
         full_layers: `F` layers, layer 0 included.
-        locked: layers that can't be `F`.
+        native: the checkpoint's own pattern; its `S` layers are locked.
         count: at most; fewer where there are no more.
 
     Raises:
         SearchError: if there are fewer layers that can be `F`.
     """
     num_layers = len(costs)
-    allowed = [layer for layer in range(num_layers) if layer not in set(locked)]
+    allowed = native.full_layers
     if not 1 <= full_layers <= len(allowed):
-        raise SearchError(f"{full_layers} F layers were asked for, but only {len(allowed)} layers have an indexer")
+        raise too_many(full_layers, native)
     # ways[layer]: the cheapest ways to have `layer` as the latest F layer, as (cost, F layers), best first
     ways: dict[int, list[tuple[float, tuple[int, ...]]]] = {0: [(0.0, (0,))]}
     for number in range(1, full_layers):
@@ -52,10 +50,7 @@ def cheapest_patterns(
             layer: _extended(ways, costs, layer, count)
             for layer in allowed[number : len(allowed) - full_layers + number + 1]
         }
-    return [
-        (cost, Pattern.from_full_layers(num_layers, layers[:-1]))
-        for cost, layers in _extended(ways, costs, num_layers, count)
-    ]
+    return [(cost, native.keeping(layers[:-1])) for cost, layers in _extended(ways, costs, num_layers, count)]
 
 
 def _extended(

@@ -23,7 +23,7 @@ def count_patterns(native: Pattern, full_layers: int) -> int:
 def every_pattern(native: Pattern, full_layers: int) -> Iterator[Pattern]:
     """Each pattern with `full_layers` `F` layers, all where the checkpoint has one."""
     for kept in itertools.combinations(native.full_layers[1:], full_layers - 1):
-        yield Pattern.from_full_layers(len(native), [0, *kept])
+        yield native.keeping([0, *kept])
 
 
 def layers_to_run(patterns: list[Pattern]) -> int:
@@ -60,7 +60,7 @@ class Exhaustive(DirectStrategy):
         patterns = list(every_pattern(goal.native, full_layers))
         algorithm_1 = count_evaluations(goal.native, goal.fewest) * len(goal.native)
         problem.notice(
-            f"{retention}: {len(patterns):,} patterns with {full_layers} F layers,"
+            f"{retention}: {len(patterns):,} patterns with {full_layers} {goal.native.letter} layers,"
             f" {layers_to_run(patterns) / max(algorithm_1, 1):.0%} of the layer-tokens of Algorithm 1 where layers"
             " below the first difference are reused"
         )

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from indexcache_search.errors import SearchError
-from indexcache_search.strategies.base import Goal, Problem, Step, SteppingStrategy
+from indexcache_search.strategies.base import Goal, Problem, Step, SteppingStrategy, too_many
 from sglang_indexcache import Pattern
 
 EvaluateLosses = Callable[[Sequence[Pattern]], Sequence[float]]
@@ -34,7 +34,7 @@ def greedy(start: Pattern, stop: int, evaluate: EvaluateLosses, blocks: int = 1)
     pattern = start
     while len(pattern.full_layers) > stop:
         for span in spans:
-            candidates = [layer for layer in span if pattern[layer] == "F" and layer not in fixed]
+            candidates = [layer for layer in span if pattern[layer] == start.letter and layer not in fixed]
             if not candidates or len(pattern.full_layers) <= stop:
                 continue
             losses = dict(zip(candidates, evaluate([pattern.share(layer) for layer in candidates]), strict=True))
@@ -52,7 +52,10 @@ def split_blocks(num_layers: int, blocks: int) -> list[range]:
 
 def fixed_layers(start: Pattern, blocks: int) -> set[int]:
     """The first `F` layer of each block."""
-    firsts = (next((layer for layer in span if start[layer] == "F"), None) for span in split_blocks(len(start), blocks))
+    firsts = (
+        next((layer for layer in span if start[layer] == start.letter), None)
+        for span in split_blocks(len(start), blocks)
+    )
     return {layer for layer in firsts if layer is not None}
 
 
@@ -65,10 +68,12 @@ def check_reachable(start: Pattern, stop: int, blocks: int = 1) -> None:
     if not 1 <= blocks <= len(start):
         raise SearchError(f"--blocks is {blocks}, expected 1 to {len(start)}, the number of layers")
     if stop > len(start.full_layers):
-        raise SearchError(f"{stop} F layers were asked for, but only {len(start.full_layers)} layers have an indexer")
+        raise too_many(stop, start)
     fixed = len(fixed_layers(start, blocks))
     if stop < fixed:
-        raise SearchError(f"{stop} F layers were asked for, but --blocks {blocks} keeps {fixed}; expected fewer blocks")
+        raise SearchError(
+            f"{stop} {start.letter} layers were asked for, but --blocks {blocks} keeps {fixed}; expected fewer blocks"
+        )
 
 
 def count_evaluations(start: Pattern, stop: int, blocks: int = 1) -> int:

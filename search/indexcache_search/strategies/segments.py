@@ -131,7 +131,7 @@ class SegmentCosts:
         done = {item.pattern for item in checked}
         least = min((item.cost for item in checked), default=math.inf)
         while True:
-            known = cheapest_patterns(self.estimates(), full_layers, self._native.shared_layers, PROPOSALS)
+            known = cheapest_patterns(self.estimates(), full_layers, self._native, PROPOSALS)
             proposals = [
                 (cost + self._interaction(pattern, checked), Proposal(pattern, cost))
                 for cost, pattern in known
@@ -189,7 +189,7 @@ class SegmentCosts:
             return
         share = self._share(segments[0]) + 1
         full = [[layer for layer in self._heads[:-1] if not source < layer < end] for source, end in segments]
-        patterns = [Pattern.from_full_layers(len(self._native), layers) for layers in full]
+        patterns = [self._native.keeping(layers) for layers in full]
         self._costs |= zip(segments, self._judge.scout(patterns, self._native, share), strict=True)
         self._shares |= dict.fromkeys(segments, share)
 

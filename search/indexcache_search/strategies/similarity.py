@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.errors import SearchError
 from indexcache_search.strategies.base import DirectStrategy, Goal, Problem
 from indexcache_search.strategies.dynamic_program import cheapest_segments
 from sglang_indexcache import Pattern
 
 
-def similarity_pattern(similarity: NDArray[np.float64], full_layers: int, locked: Collection[int] = ()) -> Pattern:
+def similarity_pattern(similarity: NDArray[np.float64], full_layers: int, native: Pattern) -> Pattern:
     """The pattern with `full_layers` `F` layers whose `S` layers are most similar to the layer they reuse (Eq. 5).
 
     Args:
         similarity: `[layers, layers]`, `[m, j]` how similar layer m's attention output stays with layer j's indices.
         full_layers: `F` layers, layer 0 included.
-        locked: layers that can't be `F`.
+        native: the checkpoint's own pattern.
 
     Raises:
         SearchError: if there are fewer layers that can be `F`.
@@ -28,7 +26,7 @@ def similarity_pattern(similarity: NDArray[np.float64], full_layers: int, locked
     below = np.cumsum(similarity, axis=0)  # [m, j] = sum of S[0..m, j]
     costs = np.zeros((len(similarity), len(similarity) + 1))
     costs[:, 1:] = np.diag(below)[:, None] - below.T
-    return cheapest_segments(costs, full_layers, locked)
+    return cheapest_segments(costs, full_layers, native)
 
 
 class Similarity(DirectStrategy):
@@ -41,8 +39,5 @@ class Similarity(DirectStrategy):
         return len(goal.full_layers)
 
     def ranked(self, problem: Problem, retention: Fraction) -> list[Pattern]:
-        matrix = problem.similarity()
-        if matrix is None:
-            raise SearchError(f"--strategy similarity can't be had with {problem.engine}, expected another one")
-        native = problem.goal.native
-        return [similarity_pattern(matrix, problem.goal.full_layers[retention], native.shared_layers)]
+        matrix = problem.needed(self.name)
+        return [similarity_pattern(matrix, problem.goal.full_layers[retention], problem.goal.native)]

@@ -33,7 +33,7 @@ def improve(pattern: Pattern, native: Pattern, judge: Judge, tries: int) -> Iter
     """
     while True:
         full = [layer for layer in pattern.full_layers if layer != 0]
-        shared = [layer for layer in pattern.shared_layers if native[layer] == "F"]
+        shared = [layer for layer in pattern.shared_layers if native[layer] == native.letter]
         if not full or not shared:
             return
         alone = [pattern.share(layer) for layer in full] + [pattern.unshare(layer) for layer in shared]

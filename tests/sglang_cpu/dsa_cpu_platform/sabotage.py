@@ -3,12 +3,15 @@
 `DSA_CPU_REMOVE=dotted.path` deletes that function or class before hooks are applied, as a newer SGLang might have.
 `DSA_CPU_BREAK=roles` makes every layer F whatever the configuration says; `weights` keeps the loader from loading one
 indexer tensor of layer 3 (`index-weights` and `index-bias` do of DeepSeek-V4); `forward` wraps one of its indexers;
-`loader` moves the work of `ModelRunner.load_model` into another method; `prefixes` lets calibration run with the prefix
-cache on, `radix` also never flushes it.
+`loader` moves the work of `ModelRunner.load_model` into another method; `prefixes` lets calibration run with the
+prefix cache on, `radix` also never flushes it. Of dense models, `dense-backend` puts another class in the place of the
+attention backend, `dense-page-size` and `dense-window` change what the model runner and layer 2 say, `dense-role` and
+`dense-selection` what layer 3 is told.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -43,6 +46,9 @@ def apply() -> None:
     elif broken == "forward":
         loader = "sglang.srt.models.deepseek_v4.DeepseekV4ForCausalLM.post_load_weights"
         HookRegistry.register(loader, _wrap_an_indexer, HookType.AFTER)
+    elif broken is not None and broken.startswith("dense-"):
+        backends = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends"
+        HookRegistry.register(backends, functools.partial(_break_dense, broken), HookType.BEFORE)
     elif broken == "loader":
         from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -60,6 +66,34 @@ def apply() -> None:
             HookRegistry.register(
                 "sglang.srt.managers.scheduler.Scheduler.flush_cache", lambda *_, **__: True, HookType.REPLACE
             )
+
+
+def _break_dense(broken: str, runner: Any, *args: Any, **kwargs: Any) -> None:
+    from sglang.srt.layers.attention import attention_registry, torch_native_backend
+
+    from sglang_indexcache.families.dense_gqa import attention
+
+    switch = attention.switch
+
+    def switched(runner: Any, pattern: Any) -> None:
+        switch(runner, pattern)
+        told = layers[3].indexcache
+        layers[3].indexcache = attention.Place(
+            "D" if broken == "dense-role" else told.role,
+            told.chooses,
+            told.selection if broken == "dense-role" else dataclasses.replace(told.selection, pages=9),
+        )
+
+    layers = dict(attention.modules(runner.model))
+    if broken == "dense-backend":
+        other = type("OtherBackend", (torch_native_backend.TorchNativeAttnBackend,), {})
+        attention_registry.ATTENTION_BACKENDS["torch_native"] = other
+    elif broken == "dense-page-size":
+        runner.page_size = 8
+    elif broken == "dense-window":
+        layers[2].sliding_window_size = 64
+    else:
+        attention.switch = switched
 
 
 def _wrap_an_indexer(result: Any, model: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,103 @@
+"""What DELTA's and Kascade's rules look at: the attention of a dense model's layers, layer beside layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from indexcache_search.data.tokens import sampled_queries
+from indexcache_search.hf.pages import apply_page_roles
+from sglang_indexcache import SparseModel
+
+
+@torch.inference_mode()
+def page_signals(
+    model: Any, description: SparseModel, batches: Iterable[Tensor], rows: int
+) -> dict[str, NDArray[np.float64]]:
+    """Signals of a model that shares nothing.
+
+    Args:
+        model: one of the family `dense_gqa`.
+        description: its layers; its native pattern's selection chooses.
+        batches: token batches `[1, seq_len]`.
+        rows: queries a sequence, evenly spread over those with a choice.
+
+    Returns:
+        `shift`, `[1, layers]`: mean over queries of 1 - cosine between a layer's attention, all heads side by side, and
+        that of the layer below; 0 for the first (arXiv 2510.09883, Appendix D). `recall`, `[layer, source]`: the share
+        of a layer's attention in its own pages that lies in the source's, mean over heads, of the worst query of a
+        sequence, mean over sequences; times how much the layer's attention changes its input, 1 - cosine.
+    """
+    letters = description.num_layers
+    shift, recall, weight = np.zeros((1, letters)), np.zeros((letters, letters)), np.zeros(letters)
+    count = 0
+    for batch in batches:
+        sampled = torch.from_numpy(sampled_queries(batch.shape[1], description.first_choice, rows)).to(batch.device)
+        pass_ = _Pass(sampled, description)
+        hooks = [layer.register_forward_pre_hook(pass_.before, with_kwargs=True) for layer in model.model.layers]
+        hooks += [layer.self_attn.register_forward_hook(pass_.after, with_kwargs=False) for layer in model.model.layers]
+        try:
+            with apply_page_roles(model, description.native, observe=pass_.pages, watch=pass_.attention):
+                model(input_ids=batch, use_cache=False, logits_to_keep=1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        shift[0] += pass_.shift
+        recall += pass_.recalled()
+        weight += pass_.weight
+        count += 1
+    return {"shift": shift / count, "recall": recall * weight[:, None] / count**2}
+
+
+class _Pass:
+    """One sequence: what its sampled queries attended to, and in which pages."""
+
+    def __init__(self, sampled: Tensor, description: SparseModel) -> None:
+        selection = description.native.selection
+        assert selection is not None
+        self._sampled, self._page_tokens, self._letters = sampled, selection.page_tokens, description.num_layers
+        self.shift, self.weight = np.zeros(self._letters), np.zeros(self._letters)
+        self._below: Tensor | None = None
+        self._input = torch.empty(0)
+        self._mass: list[Tensor] = []  # by layer `[queries, pages]`: mean over heads
+        self._kept: list[Tensor] = []  # by layer `[queries, pages]`, bool
+
+    def before(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Before a decoder layer: what its attention's output is added to."""
+        self._input = (args[0] if args else kwargs["hidden_states"])[0, self._sampled].float()
+
+    def after(self, module: Any, args: Any, output: Any) -> None:
+        """After a layer's attention."""
+        attended = output[0][0, self._sampled].float()
+        cosine = F.cosine_similarity(self._input, self._input + attended, dim=-1)
+        self.weight[module.layer_idx] = 1.0 - cosine.double().mean().item()
+
+    def attention(self, layer: int, weights: Tensor) -> None:
+        """A layer's attention, `[1, heads, queries, keys]`."""
+        sampled = weights[0, :, self._sampled].float()  # [heads, queries, keys]
+        flat = sampled.transpose(0, 1).flatten(1)
+        if self._below is not None:
+            self.shift[layer] = 1.0 - F.cosine_similarity(flat, self._below, dim=-1).double().mean().item()
+        self._below = flat
+        padded = F.pad(sampled.mean(0), (0, -sampled.shape[2] % self._page_tokens))
+        self._mass.append(padded.view(len(padded), -1, self._page_tokens).sum(2))
+
+    def pages(self, layer: int, kept: Tensor) -> None:
+        """The pages that a layer chose, `[1, queries, pages]`."""
+        self._kept.append(kept[0, self._sampled])
+
+    def recalled(self) -> NDArray[np.float64]:
+        """`[layer, source]`: of the worst query."""
+        found = np.zeros((self._letters, self._letters))
+        for layer, mass in enumerate(self._mass):
+            own = (mass * self._kept[layer]).sum(1)
+            for source in range(layer + 1):
+                held = (mass * self._kept[source]).sum(1)
+                found[layer, source] = (held / own).min().item()
+        return found

@@ -1,0 +1,157 @@
+"""Dense models with grouped-query attention: Llama, Qwen2, Qwen3 and Mistral (DELTA, arXiv 2510.09883).
+
+Nothing in them chooses, so a pattern brings along what is chosen: pages of the cache. While decoding, a `D` layer
+attends to everything, and one that an `S` follows also scores the pages; `S` layers attend to the best of them. Prompts
+are read as ever. Read: sglang/srt/layers/radix_attention.py and layers/attention of 0.5.17 and 0.5.23, and the four
+models in transformers 5.17 and 5.23.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from sglang_indexcache.errors import ModelConfigError, SpellingError
+from sglang_indexcache.families.base import Family
+from sglang_indexcache.families.dense_gqa import attention
+from sglang_indexcache.model import SparseModel, config_digest, layer_count, positive
+from sglang_indexcache.overrides import FLAG
+from sglang_indexcache.pattern import FULL, Pattern
+from sglang_indexcache.probes import LOAD_BACKENDS, Feature, Need
+from sglang_indexcache.selection import DEFAULT, Selection
+
+_QUERIES = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:q_proj|qkv_proj)\.weight$")
+_SHAPE_KEYS = ("num_hidden_layers", "layer_types", "sliding_window", "use_sliding_window")
+_FULL_ATTENTION = "full_attention"
+
+_CHOSEN_IN_DECODING = "pages are chosen while single tokens are decoded"
+
+REFUSED = {
+    **dict.fromkeys(
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "its latent attention (MLA) has no pages of keys"
+    ),
+    **dict.fromkeys(
+        ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Cohere2ForCausalLM"),
+        "some of its layers see a sliding window",
+    ),
+    "GptOssForCausalLM": "its layers have attention sinks, and some see a sliding window",
+    **dict.fromkeys(
+        ("Qwen3NextForCausalLM", "MiniMaxText01ForCausalLM", "KimiLinearForCausalLM"), "most of its layers are linear"
+    ),
+    **dict.fromkeys(("MiniMaxM3ForCausalLM", "MiniCPMForCausalLM"), "its attention was trained to be sparse"),
+    **dict.fromkeys(("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"), "it sees images, too"),
+    "MllamaForConditionalGeneration": "it has layers of cross attention",
+    "T5ForConditionalGeneration": "it has an encoder",
+}
+
+
+class DenseGqa(Family):
+    """Every layer is a site. Roles are written once SGLang has built its attention backend."""
+
+    name = "dense_gqa"
+    architectures: ClassVar[tuple[str, ...]] = (
+        "LlamaForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "MistralForCausalLM",
+    )
+    serving = Feature(
+        "dense_gqa", "patterns of D and S on Llama, Qwen2, Qwen3 and Mistral", attention.NEEDS, "no server for these"
+    )
+    pipeline: ClassVar[Feature | None] = None
+    rule: ClassVar[Feature | None] = None
+    proven_after: ClassVar[Need] = LOAD_BACKENDS
+    calibrated = False
+    on_kernels = False
+    refused_flags: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "speculative_algorithm": f"{_CHOSEN_IN_DECODING}, and drafts are verified as prompts are read",
+            "enable_mixed_chunk": f"{_CHOSEN_IN_DECODING}, and mixed chunks decode as prompts are read",
+            "enable_pdmux": "it has an attention backend of its own for every stream",
+            "enable_hisparse": "it swaps pages by a choice of its own",
+            "enable_unified_memory": "its slots are not those of the page table",
+            "dcp_size": "a rank would choose among its own part of the tokens",
+            "attn_cp_size": "a rank would choose among its own part of the tokens",
+            "enable_prefill_cp": "a rank would choose among its own part of the tokens",
+            "enable_torch_compile": "it was never tried with one",
+            "dllm_algorithm": f"{_CHOSEN_IN_DECODING}, and diffusion models decode blocks",
+        }
+    )
+
+    def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> SparseModel:
+        num_layers = layer_count(config, name)
+        heads = positive(config, "num_attention_heads", name)
+        groups = heads if config.get("num_key_value_heads") is None else positive(config, "num_key_value_heads", name)
+        if heads % groups:
+            raise ModelConfigError(f"{name}: config.json: {heads} heads share {groups} key heads, expected a divisor")
+        self._check_layers(config, name)
+        return SparseModel(
+            name=name,
+            architecture=architecture,
+            layers=tuple(range(num_layers)),
+            index_topk=DEFAULT.tokens,
+            first_choice=DEFAULT.tokens,
+            native=Pattern.full(num_layers, selection=DEFAULT),
+            config_sha256=config_digest(config),
+        )
+
+    def _check_layers(self, config: Mapping[str, Any], name: str) -> None:
+        """Every layer must attend to everything.
+
+        Raises:
+            ModelConfigError: naming what says otherwise.
+        """
+        kinds = config.get("layer_types")
+        if kinds is not None and (not isinstance(kinds, list) or set(map(str, kinds)) - {_FULL_ATTENTION}):
+            other = (
+                next((kind for kind in kinds if kind != _FULL_ATTENTION), "none") if isinstance(kinds, list) else kinds
+            )
+            raise ModelConfigError(f"{name}: config.json: layer_types has {other!r}, expected {_FULL_ATTENTION} alone")
+        if config.get("sliding_window") and config.get("use_sliding_window", True):
+            raise ModelConfigError(
+                f"{name}: config.json: sliding_window is {config['sliding_window']!r}, expected layers that see all"
+            )
+
+    def selecting(self, model: SparseModel, selection: Selection | None) -> SparseModel:
+        return super().selecting(model, selection or DEFAULT)
+
+    def indexer_layers(self, tensors: Iterable[str]) -> frozenset[int]:
+        return frozenset(int(match[1]) for name in tensors if (match := _QUERIES.search(name)))
+
+    def handed_over(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
+        for key in _SHAPE_KEYS:
+            if key in overrides:
+                raise SpellingError(
+                    f"{FLAG}: {key} changes which layers there are; expected a file made for that model"
+                )
+        if FULL in pattern.roles:
+            raise SpellingError(
+                f"letter {pattern.roles.index(FULL)} is F, which is searched but not served yet; expected D or S"
+            )
+        return dict(overrides)
+
+    def loaded(self, runner: Any, pattern: Pattern) -> None:
+        attention.install(runner, pattern)
+
+    def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
+        return attention.modules(model)
+
+    def role(self, site: int, module: Any) -> str:
+        return attention.role(site, module)
+
+    def selection(self, model: Any) -> Selection | None:
+        return attention.selection(model)
+
+    def indexer(self, module: Any) -> None:
+        return None
+
+    def switch(self, runner: Any, pattern: Pattern) -> None:
+        attention.switch(runner, pattern)
+
+    def configured(self, runner: Any) -> str:
+        return attention.configured(runner)
+
+    def selectors(self, model: Any) -> list[Any]:
+        return [None] * len(model.model.layers)

@@ -1,0 +1,248 @@
+"""Dense models in real SGLang: bit for bit its own with room for all, else what transformers computes with pages."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sglang")
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+from indexcache_search.hf.pages import apply_page_roles, chosen_pages
+from sglang_indexcache import Pattern
+from sglang_indexcache.check import main as check_main
+from sglang_indexcache.selection import Selection
+from tests.live import models
+from tests.live.inprocess import Served, generate, launch, load
+from tests.live.models import VOCAB
+from tests.live.server import Server, command, ended, running
+from tests.live.test_parity import TOLERANCE
+from tests.live.test_server import PLAIN, metric, states
+from tests.patterns import write_pattern
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+FEW = Selection(page_tokens=4, pages=8, recent_pages=2, sink_pages=0, score="token_max")
+ALL = replace(FEW, page_tokens=16, pages=64)
+PATTERN = Pattern("DDSSDS", FEW)
+AROUND = (FEW.tokens - 1, FEW.tokens, FEW.tokens + 1)  # lengths at which the first choices are made
+STEPS = 12
+
+
+@pytest.fixture(scope="module", params=models.DENSE_KINDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.build(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.build("llama", tmp_path_factory.mktemp("one-llama"))
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(2, VOCAB) for _ in range(length)] for length in (300, 117, 90, 5, 1, *AROUND)]
+
+
+def reference(model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def distance(found: Served, expected: Tensor) -> float:
+    return float((torch.tensor(found.logprobs) - expected).abs().max())
+
+
+def logprobs(model: Any, ids: tuple[int, ...]) -> Tensor:
+    """Of tokens 1, 2, ..."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids[:-1]]), use_cache=False).logits[0]
+    found: Tensor = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    return found
+
+
+def decoded(model: Any, pattern: Pattern, served: Served) -> Tensor:
+    """What the reference engine says of a prompt and what followed it."""
+    read = torch.arange(len(served.ids) - 1)[None] < served.prompt
+    with apply_page_roles(model, pattern, prompt=read):
+        return logprobs(model, served.ids)
+
+
+def test_pages_are_served_as_the_reference_engine_has_them(model: Path, tmp_path: Path) -> None:
+    """A batch of eight lengths: stock, with room for all, and with few pages."""
+    stock = generate(model, None, prompts(), STEPS, tmp_path)
+    wide = generate(model, write_pattern(Pattern("DSSSSS", ALL), model, tmp_path / "all"), prompts(), STEPS, tmp_path)
+    assert wide == stock, "with room for all it is not SGLang's own"
+    found = generate(model, write_pattern(PATTERN, model, tmp_path / "few"), prompts(), STEPS, tmp_path)
+    own = reference(model)
+    apart = []
+    for served, plain in zip(found, stock, strict=True):
+        assert served.logprobs[: served.prompt] == plain.logprobs[: served.prompt], "a prompt was read otherwise"
+        assert distance(served, decoded(own, PATTERN, served)) <= TOLERANCE
+        assert distance(plain, logprobs(own, plain.ids)) <= TOLERANCE
+        apart.append(distance(served, logprobs(own, served.ids)))
+    assert min(apart[:3]) > 10 * TOLERANCE, "pages make no difference"
+    assert max(apart[3:5]) <= TOLERANCE, "without a choice they do"
+
+
+class ByRank:
+    """Attention in one pass, with a choice for each tensor-parallel rank's heads."""
+
+    def __init__(self, pattern: Pattern, prompt: int, ranks: int) -> None:
+        self._pattern, self._prompt, self._ranks = pattern, prompt, ranks
+        self._kept: list[Tensor] = []
+
+    def __call__(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        selection, layer = self._pattern.selection, module.layer_idx
+        assert selection is not None
+        length, groups = key.shape[2], query.shape[1] // key.shape[1]
+        page = (torch.arange(length) // selection.page_tokens)[None]
+        read = torch.arange(length)[None] < self._prompt
+        k, v = (item.repeat_interleave(groups, 1) for item in (key, value))
+        products = query @ k.mT * scaling + mask
+        if self._pattern[layer] == "S":
+            keys = [kept.gather(2, page[:, None].expand(-1, length, -1)) for kept in self._kept]
+            seen = torch.stack(keys, 1).repeat_interleave(query.shape[1] // self._ranks, 1)
+            products = products.masked_fill(~seen, -torch.inf)
+        weights = products.softmax(-1)
+        if self._pattern[layer] != "S":
+            self._kept = [chosen_pages(own, page, selection, read) for own in weights.chunk(self._ranks, 1)]
+        return (weights @ v).transpose(1, 2), None
+
+
+def by_rank(model: Any, pattern: Pattern, served: Served, ranks: int) -> Tensor:
+    AttentionInterface.register("test_by_rank", ByRank(pattern, served.prompt, ranks))
+    AttentionMaskInterface.register("test_by_rank", eager_mask)
+    model.set_attn_implementation("test_by_rank")
+    return logprobs(model, served.ids)
+
+
+@pytest.fixture(scope="module")
+def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two tensor-parallel ranks, chunks of prompts, a prefix cache, metrics."""
+    folder = tmp_path_factory.mktemp("server")
+    file = write_pattern(PATTERN, llama, folder / "pattern.yaml")
+    flags = ("--indexcache-pattern", file, "--chunked-prefill-size", "64", "--tp-size", "2", "--enable-metrics")
+    with running(llama, folder / "log", *flags, "--skip-tokenizer-init", SGLANG_CPU_OMP_THREADS_BIND="0|1") as started:
+        yield started
+
+
+def test_two_ranks_choose_by_their_own_heads(server: Server, llama: Path) -> None:
+    """Chunks, a batch, a prefix hit on what was read and on what was decoded."""
+    own = reference(llama)
+    batch = server.generate(prompts(), [f"batch-{index}" for index in range(8)], steps=STEPS)
+    for served, _ in batch:
+        assert distance(served, by_rank(own, PATTERN, served, 2)) <= TOLERANCE
+    longest = batch[0][0]
+    together = max(distance(longest, by_rank(own, PATTERN, longest, ranks)) for ranks in (1,))
+    assert together > 10 * TOLERANCE, "the ranks chose together"
+    [(again, cached)] = server.generate(prompts()[:1], ["again"], steps=STEPS, inputs=False)
+    assert cached >= 64 and again.ids == longest.ids
+    assert np.abs(np.subtract(again.logprobs, longest.logprobs[-STEPS:])).max() <= TOLERANCE
+    [(on, cached)] = server.generate([longest.ids], ["on"], steps=STEPS, inputs=False)
+    assert cached >= longest.prompt + STEPS - 1, "what was decoded was read again"
+    assert on.ids[: len(longest.ids)] == longest.ids
+
+
+def test_status_metrics_and_check(server: Server, llama: Path, tmp_path: Path) -> None:
+    [state] = states(server)
+    assert state["pattern"] == PATTERN.roles and state["fingerprint"] == PATTERN.fingerprint
+    assert state["selection"] == {
+        "page_tokens": 4,
+        "pages": 8,
+        "recent_pages": 2,
+        "sink_pages": 0,
+        "score": "token_max",
+    }
+    assert (state["full_layers"], state["shared_layers"], state["proven_ranks"]) == (3, 3, 2)
+    file = write_pattern(PATTERN, llama, tmp_path / "same.yaml")
+    assert check_main([file, "--server", server.url, "--model", str(llama)]) == 0
+    other = write_pattern(replace(PATTERN, selection=replace(FEW, pages=9)), llama, tmp_path / "other.yaml")
+    assert check_main([other, "--server", server.url]) == 1
+    server.generate([[5] * 40], ["counted"], steps=5)
+    text = server.get("/metrics")
+    layers = metric(text, "sglang:indexcache_layers")
+    assert {("D" if 'role="D"' in labels else "S"): value for labels, value in layers.items()} == {"D": 3, "S": 3}
+    assert max(metric(text, "sglang:indexcache_decode_passes_total").values()) >= 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--speculative-algorithm", "NGRAM"), "--speculative-algorithm can't be combined with a pattern: pages are"),
+        (("--enable-mixed-chunk",), "--enable-mixed-chunk can't be combined with a pattern: pages are chosen"),
+        (("--enable-two-batch-overlap",), "--enable-two-batch-overlap can't be combined with a pattern"),
+        (("--enable-pdmux",), "--enable-pdmux can't be combined with a pattern: it has an attention backend"),
+        (("--enable-hisparse",), "--enable-hisparse can't be combined with a pattern: it swaps pages by a choice"),
+        (("--enable-unified-memory",), "--enable-unified-memory can't be combined with a pattern: its slots"),
+        (("--dcp-size", "2", "--tp-size", "2"), "--dcp-size can't be combined with a pattern: a rank would choose"),
+        (("--attn-cp-size", "2", "--tp-size", "2"), "--attn-cp-size can't be combined with a pattern: a rank"),
+        (("--enable-prefill-cp",), "--enable-prefill-cp can't be combined with a pattern: a rank would choose"),
+        (("--enable-torch-compile",), "--enable-torch-compile can't be combined with a pattern: it was never tried"),
+        (("--dllm-algorithm", "LowConfidence"), "--dllm-algorithm can't be combined with a pattern: pages are"),
+        (("--pp-size", "2"), "--pp-size 2 can't be combined with a pattern on dense_gqa"),
+        (("--json-model-override-args", '{"num_hidden_layers": 4}'), "num_hidden_layers changes which layers"),
+    ],
+)
+def test_what_it_can_not_be_served_with(llama: Path, tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
+    file = write_pattern(PATTERN, llama, tmp_path / "pattern.yaml")
+    code, lines = launch(command(llama, "--indexcache-pattern", file, "--skip-tokenizer-init", *flags)[3:])
+    assert code == 2 and len(lines) == 1 and message in lines[0], lines
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (Pattern("DFSSSS", FEW), "letter 1 is F, which is searched but not served yet; expected D or S"),
+        (Pattern("DSSSSS", replace(FEW, page_tokens=64, pages=64)), "a context of 4096 tokens fits into the 4096"),
+    ],
+)
+def test_patterns_that_are_not_served(llama: Path, tmp_path: Path, pattern: Pattern, message: str) -> None:
+    code, lines = load(llama, SGLANG_INDEXCACHE_PATTERN=write_pattern(pattern, llama, tmp_path / "pattern.yaml"))
+    assert code == 2 and len(lines) == 1 and message in lines[0], lines
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("backend", "the attention backend is OtherBackend, expected one that can decode over chosen pages"),
+        ("page-size", "--page-size is 8, expected a divisor of the selection's page_tokens, 4"),
+        ("window", "layer 2 has a sliding window, expected layers that attend to everything before them"),
+        ("role", "letter 3 would run as D, the pattern says S"),
+        ("selection", "the layers of this rank were told different selections"),
+    ],
+)
+def test_a_model_that_does_not_run_the_pattern(llama: Path, tmp_path: Path, broken: str, message: str) -> None:
+    file = write_pattern(PATTERN, llama, tmp_path / "pattern.yaml")
+    code, lines = load(llama, SGLANG_INDEXCACHE_PATTERN=file, DSA_CPU_BREAK=f"dense-{broken}")
+    assert code == 2 and len(lines) == 1 and message in lines[0], lines
+
+
+def test_letters_and_calibration_are_refused(llama: Path) -> None:
+    code, lines = launch(command(llama, "--indexcache-pattern", "DDSSDS", "--skip-tokenizer-init")[3:])
+    assert code == 2 and lines == ["indexcache: DDSSDS has a D, which needs a selection; expected a pattern file"]
+    code, lines = launch(command(llama, "--indexcache-calibrate", "--skip-tokenizer-init")[3:])
+    assert code == 2 and len(lines) == 1 and "LlamaForCausalLM has no calibration server" in lines[0]
+
+
+def test_a_scheduler_without_the_plugin(llama: Path, tmp_path: Path) -> None:
+    """The plain launcher with the variable set, on a model whose files say a window: no server."""
+    other = Path(shutil.copytree(llama, tmp_path / "window"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "sliding_window": 64}))
+    file = write_pattern(PATTERN, llama, tmp_path / "pattern.yaml")
+    arguments = command(other, "--skip-tokenizer-init", launcher=PLAIN)
+    code, lines = ended(arguments, SGLANG_INDEXCACHE_PATTERN=file)
+    assert code == 2 and len(lines) == 1 and "sliding_window is 64, expected layers that see all" in lines[0]

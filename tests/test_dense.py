@@ -1,0 +1,399 @@
+"""Dense models: what is one, what a pattern of pages costs it, and a search from the outside."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from indexcache_search.cli import app as search_app
+from indexcache_search.data.packing import TokenReader, build_token_sets
+from indexcache_search.data.stored import load_set, save_set
+from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.errors import DataError
+from indexcache_search.eval_cli import app as eval_app
+from indexcache_search.hf.pages import apply_page_roles
+from indexcache_search.strategies.shift import shift_pattern
+from sglang_indexcache import Pattern, PatternFile
+from sglang_indexcache.check import main as check
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.errors import ModelConfigError, PatternError, SpellingError
+from sglang_indexcache.families import FAMILIES, describe, family_of
+from sglang_indexcache.selection import DEFAULT
+from tests.conftest import (
+    LAYERS,
+    PAGES,
+    VOCAB,
+    random_tokens,
+    save_model,
+    tiny_config,
+    tiny_dense_config,
+    tiny_model,
+)
+from tests.patterns import pattern_file
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+DENSE = next(family for family in FAMILIES if family.name == "dense_gqa")
+BUDGET = ["--page-tokens", "4", "--pages", "4", "--recent-pages", "1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tiny_dense_config(), tmp_path_factory.mktemp("tiny-llama"))
+
+
+# -- the family
+
+
+def test_every_layer_is_a_site(folder: Path) -> None:
+    model = describe(tiny_dense_config("qwen3"), "tiny")
+    assert family_of(model.architecture) is DENSE
+    assert model.layers == tuple(range(LAYERS)) and model.native == Pattern("D" * LAYERS, DEFAULT)
+    assert model.first_choice == 1024
+    assert DENSE.selecting(model, PAGES).first_choice == 16 and DENSE.selecting(model, None) == model
+    checkpoint = Checkpoint.read(str(folder))
+    assert checkpoint.indexer_layers == set(range(LAYERS)) and checkpoint.locked == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": 128}, "sliding_window is 128, expected layers that see all"),
+        ({"layer_types": ["full_attention"] * 5 + ["sliding_attention"]}, "layer_types has 'sliding_attention'"),
+        ({"layer_types": "full"}, "layer_types has 'full', expected full_attention alone"),
+        ({"num_key_value_heads": 3}, "4 heads share 3 key heads, expected a divisor"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected a positive integer"),
+        ({"architectures": ["Gemma3ForCausalLM"]}, "some of its layers see a sliding window; expected "),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, r"its latent attention \(MLA\) has no pages of keys"),
+        ({"architectures": ["GptOssForCausalLM"]}, "attention sinks"),
+    ],
+)
+def test_models_that_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        describe(tiny_dense_config(**changes), "tiny")
+
+
+def test_a_window_that_is_not_used_is_none() -> None:
+    describe(tiny_dense_config("qwen2", sliding_window=128, use_sliding_window=False), "tiny")
+    describe(tiny_dense_config(num_key_value_heads=None), "tiny")
+
+
+def test_patterns_of_the_other_kind_are_refused(tmp_path: Path, folder: Path) -> None:
+    glm = save_model(tiny_config(), tmp_path / "glm")
+    dense, sparse = Pattern("DSSDSS", PAGES), Pattern("FSSFSS")
+    assert not Checkpoint.read(str(folder)).misfits(dense) and not Checkpoint.read(str(glm)).misfits(sparse)
+    [first, *_] = Checkpoint.read(str(folder)).misfits(sparse)
+    assert str(first) == "pattern is of F and S without a selection, the model is dense; expected D and S with one"
+    [first, *_] = Checkpoint.read(str(glm)).misfits(dense)
+    assert str(first) == "pattern has a selection, but the model's own indexers choose; expected F and S alone"
+    with pytest.raises(PatternError, match="glm has indexers that choose; expected no selection"):
+        family_of("GlmMoeDsaForCausalLM").selecting(describe(tiny_config(), "glm"), PAGES)
+
+
+def test_what_is_handed_over() -> None:
+    pattern = Pattern("DSSDSS", PAGES)
+    assert DENSE.handed_over({"rope_scaling": None}, pattern) == {"rope_scaling": None}
+    with pytest.raises(SpellingError, match="num_hidden_layers changes which layers there are"):
+        DENSE.handed_over({"num_hidden_layers": 4}, pattern)
+    with pytest.raises(SpellingError, match="letter 3 is F, which is searched but not served yet; expected D or S"):
+        DENSE.handed_over({}, Pattern("DSSFSS", PAGES))
+
+
+def test_check_shows_the_selection(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.yaml"
+    pattern_file(Pattern("DSSDSS", PAGES), tiny_dense_config(), folder.name).save(path)
+    assert check([str(path), "--model", str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert "2 of 6 layers D, fingerprint " in text
+    assert "selection 4 pages of 4 tokens (1 recent), by token_max\n" in text
+    assert "     4      4  S              3\n" in text
+    assert check([str(path), "--model", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["selection"]["pages"] == 4
+
+
+# -- data
+
+
+class Tokenizer:
+    """A chat template: a role's letter, the text, and behind an assistant's an end."""
+
+    eos_token_id = 2
+
+    def __init__(self, forgets: bool = False) -> None:
+        self.forgets = forgets
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool, **_: Any
+    ) -> list[int]:
+        ids: list[int] = []
+        for number, message in enumerate(messages):
+            ids += [3 if message["role"] == "user" else 4]
+            keeps = not self.forgets or number == len(messages) - 1
+            ids += [10 + ord(letter) % 64 for letter in message["content"]] if keeps else []
+            ids += [2] if message["role"] == "assistant" else []
+        return [*ids, 4] if add_generation_prompt else ids
+
+
+def rows(path: Path, count: int = 12) -> str:
+    turns = [("user", "ab"), ("assistant", "cdefghijkl"), ("user", "mn"), ("assistant", "opqrstuvwx")]
+    path.write_text(
+        "".join(
+            json.dumps({"messages": [{"role": role, "content": text + "yz"[: n % 3]} for role, text in turns]}) + "\n"
+            for n in range(count)
+        )
+    )
+    return str(path)
+
+
+def test_prompts_are_dense_and_replies_count(tmp_path: Path) -> None:
+    model = DENSE.selecting(describe(tiny_dense_config(), "tiny"), replace(PAGES, pages=2))
+    reader = TokenReader(lambda: Tokenizer(), VOCAB, 28, replies=True)
+    sizes = {"seq_len": 28, "num_calibration": 1, "num_evaluation": 1, "seed": 0}
+    source = rows(tmp_path / "chat.jsonl", 2)
+    data, _ = build_token_sets(reader, model, [source], [source], **sizes)  # type: ignore[arg-type]
+    assert data.prompt is not None
+    written = data.tokens[0][~data.prompt[0]]
+    read = data.tokens[0][data.prompt[0]].tolist()
+    assert read[:3] == [3, 10 + ord("a") % 64, 10 + ord("b") % 64] and read.count(3) == read.count(4) == 2
+    assert (written == 2).sum() == 2 and 3 not in written and 4 not in written
+    assert data.scored[0].nonzero()[0].min() > model.first_choice
+    assert not (data.scored & data.prompt).any()
+    save_set(data, tmp_path / "stored")
+    stored = load_set(tmp_path / "stored")
+    assert stored is not None and stored.sha256 == data.sha256 and np.array_equal(stored.prompt, data.prompt)  # type: ignore[arg-type]
+    assert replace(data, prompt=None).sha256 != data.sha256
+    assert np.array_equal(data.taken([0]).prompt, data.prompt)  # type: ignore[arg-type]
+
+
+def test_templates_that_rewrite_are_refused(tmp_path: Path) -> None:
+    reader = TokenReader(lambda: Tokenizer(forgets=True), VOCAB, 28, replies=True)
+    with pytest.raises(DataError, match="replies can't be told from prompts; expected input_ids with a loss_mask"):
+        next(reader.sections(rows(tmp_path / "chat.jsonl"), 0))
+
+
+# -- the engine
+
+
+def engine(**options: Any) -> TransformersEngine:
+    config = tiny_dense_config()
+    model = tiny_model(config)
+    model.set_attn_implementation("eager")
+    return TransformersEngine(model, DENSE.selecting(describe(config, "tiny"), PAGES), **options)
+
+
+PATTERNS = [Pattern(roles, PAGES) for roles in ("DDDDDD", "DSSDSS", "DSSSSS", "DDSSSS", "DSDSDF", "DSSDSD", "DFSSSS")]
+
+
+@pytest.mark.parametrize("objective", ["nll", "kl"])
+def test_prefix_reuse_changes_no_bit(objective: Any) -> None:
+    data = random_tokens(3, 48, first_choice=16)
+    data = replace(data, prompt=np.arange(48) < np.asarray([[20], [5], [0]]))
+    reusing, plain = engine(), engine(prefix_cache_gb=0)
+    found = {item.pattern: item for item in reusing.evaluate(PATTERNS, data, objective)}
+    expected = {item.pattern: item for item in plain.evaluate(PATTERNS, data, objective)}
+    assert {pattern: item.losses for pattern, item in found.items()} == {
+        pattern: item.losses for pattern, item in expected.items()
+    }
+    ran = sum(sum(item.layer_tokens) for item in found.values())
+    assert ran < 0.8 * sum(sum(item.layer_tokens) for item in expected.values())
+    again = next(iter(reusing.evaluate([PATTERNS[1]], data, objective)))
+    assert again.losses == found[PATTERNS[1]].losses and sum(again.layer_tokens) == 0
+
+
+def test_losses_are_those_of_a_plain_pass() -> None:
+    data, reference = random_tokens(2, 48, first_choice=16), engine()
+    tokens = torch.from_numpy(data.tokens.astype(np.int64))
+    [found] = reference.evaluate([PATTERNS[1]], data, "nll")
+    with torch.inference_mode(), apply_page_roles(reference.torch_model, PATTERNS[1]):
+        logits = reference.torch_model(input_ids=tokens, use_cache=False).logits.log_softmax(-1)
+    for row in range(2):
+        targets = np.flatnonzero(data.scored[row])
+        expected = -sum(logits[row, at - 1, data.tokens[row, at]].item() for at in targets)
+        assert found.losses[row] == pytest.approx(expected, rel=1e-5)
+
+
+def test_selections_of_one_engine_are_kept_apart() -> None:
+    data, reusing = random_tokens(2, 48, first_choice=8), engine()
+    few, more = (Pattern("DSSDSS", replace(PAGES, pages=pages)) for pages in (2, 11))
+    found = {item.pattern: item.losses for item in reusing.evaluate([few, more], data, "nll")}
+    alone = {item.pattern: item.losses for one in (few, more) for item in engine().evaluate([one], data, "nll")}
+    assert found == alone and len(set(found.values())) == 2
+
+
+def test_overlap_is_that_of_pages() -> None:
+    data, reference = random_tokens(2, 48, first_choice=16), engine()
+    found = reference.topk_overlap(data, 8)
+    assert np.allclose(found.diagonal(), 1.0) and np.allclose(found, found.T)
+    assert (found >= 1 / PAGES.pages).all() and found.min() < 1.0  # the recent page is everybody's
+
+
+def test_signals_are_those_of_the_definitions() -> None:
+    """Of one sequence, against attention weights that transformers itself gives out."""
+    data, reference = random_tokens(1, 40, first_choice=16), engine()
+    rows = list(range(16, 40, 23))
+    signals = reference.page_signals(data, 2)
+    tokens = torch.from_numpy(data.tokens.astype(np.int64))
+    with torch.inference_mode():
+        out = reference.torch_model(input_ids=tokens, output_attentions=True, output_hidden_states=True)
+    weights = [layer[0].double() for layer in out.attentions]
+    flat = [torch.stack([layer[:, row].flatten() for row in rows]) for layer in weights]
+    moved = [1 - torch.cosine_similarity(one, other, dim=-1).mean() for one, other in pairwise(flat)]
+    assert np.allclose(signals["shift"], [[0.0, *moved]], atol=1e-5)
+    kept: dict[int, Any] = {}
+    with (
+        torch.inference_mode(),
+        apply_page_roles(reference.torch_model, reference.model.native, observe=kept.__setitem__),
+    ):
+        reference.torch_model(input_ids=tokens, use_cache=False)
+    recall = signals["recall"]
+    for layer in range(LAYERS):
+        shares = []
+        for source in range(layer + 1):
+            held = []
+            for row in rows:
+                mass = weights[layer][:, row].mean(0).view(-1, PAGES.page_tokens).sum(1)
+                own, other = (kept[item][0, row] for item in (layer, source))
+                held.append((mass[other].sum() / mass[own].sum()).item())
+            shares.append(min(held))
+        assert np.allclose(recall[layer, : layer + 1] / recall[layer, layer], shares, atol=1e-4)
+        assert (recall[layer, layer + 1 :] == 0).all() and recall[layer, layer] > 0
+
+
+def test_shift_takes_the_largest_of_each_part() -> None:
+    native = Pattern("D" * 12, PAGES)
+    shift = np.asarray([0, 9, 9, 1, 2, 8, 1, 7, 1, 1, 1, 3.0])
+    assert shift_pattern(shift, 5, native).full_layers == (0, 1, 2, 5, 11)
+    assert shift_pattern(shift, 2, native).full_layers == (0, 1)
+    assert shift_pattern(shift, 12, native) == native
+
+
+# -- from the outside
+
+
+def options(model: Path, data: Path, output: Path, *more: str) -> list[str]:
+    fixed = ["--model", model, "--calibration", data, "--output", output, "--seq-len", "32", "--device", "cpu"]
+    fixed += ["--num-sequences", "3", "--num-eval-sequences", "3", "--retain", "1/2,1/3", *BUDGET]
+    return [*map(str, fixed), *more]
+
+
+def run(app: Any, *arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("found") / "out"
+    result = run(search_app, *options(folder, token_file, output))
+    assert result.exit_code == 0, result.output
+    return output
+
+
+def test_a_search_writes_a_file_of_pages(found: Path) -> None:
+    file = PatternFile.load(found / "pattern.yaml")
+    assert file.selection == PAGES and file.as_pattern().full_layers[0] == 0
+    assert [len(file.pattern_at(kept).full_layers) for kept in (Fraction(1, 2), Fraction(1, 3))] == [3, 2]
+    content = json.loads((found / "metrics.json").read_text())
+    names = {(row["name"], row["retention"]) for row in content["held_out"]["rows"]}
+    wanted = {(name, kept) for name in ("segments", "shift", "recall", "uniform phase 0") for kept in ("1/2", "1/3")}
+    assert names == {("baseline", "1"), *wanted}
+    assert len(content["shift"][0]) == len(content["recall"]) == LAYERS and "similarity" not in content
+    assert "4 pages of 4 tokens" in (found / "report.html").read_text()
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "lazy", "exhaustive", "uniform", "shift", "recall"])
+def test_every_strategy(strategy: str, found: Path, folder: Path, token_file: Path, tmp_path: Path) -> None:
+    result = run(search_app, *options(folder, token_file, tmp_path, "--strategy", strategy, "--no-report"))
+    assert result.exit_code == 0, result.output
+    file = PatternFile.load(tmp_path / "pattern.yaml")
+    assert file.selection == PAGES and len(file.as_pattern().full_layers) == 3
+    if strategy == "exhaustive":  # the truth, which the default may miss but not beat
+        assert file.search is not None
+        assert file.search.loss <= PatternFile.load(found / "pattern.yaml").search.loss + 1e-9  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--strategy", "similarity"], "--strategy similarity can't be had with transformers"),
+        (["--engine", "sglang"], "--engine sglang does not search LlamaForCausalLM; expected transformers"),
+        (["--recent-pages", "4"], "pages is 4, expected more than recent_pages (4)"),
+        (["--page-tokens", "3"], "page_tokens is 3, expected a power of two"),
+        (["--seq-len", "17"], "--seq-len is 17, but queries see every token up to position 16"),
+    ],
+)
+def test_refusals(more: list[str], message: str, folder: Path, token_file: Path, tmp_path: Path) -> None:
+    result = run(search_app, *options(folder, token_file, tmp_path, *more))
+    assert result.exit_code == 2 and message in result.output and "Traceback" not in result.output
+
+
+def test_flags_of_dense_models_on_others(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    result = run(search_app, *options(model_folder, token_file, tmp_path))
+    assert result.exit_code == 2 and "has indexers that choose; expected no selection" in result.output
+    plain = [item for item in options(model_folder, token_file, tmp_path) if item not in BUDGET]
+    result = run(search_app, *plain, "--strategy", "shift")
+    assert result.exit_code == 2 and "--strategy shift is for dense models" in result.output
+
+
+def test_one_journal_keeps_selections_apart(folder: Path, token_file: Path, tmp_path: Path) -> None:
+    """Sinks don't change which tokens count, so the work folder may be the same; nothing else is."""
+    files = {}
+    for name, more in (("one", ()), ("other", ("--sink-pages", "1")), ("alone", ("--sink-pages", "1"))):
+        work = tmp_path / ("alone" if name == "alone" else "both")
+        result = run(search_app, *options(folder, token_file, tmp_path / name, "--work-dir", str(work), *more))
+        assert result.exit_code == 0, result.output
+        files[name] = PatternFile.load(tmp_path / name / "pattern.yaml")
+        content = json.loads((tmp_path / name / "metrics.json").read_text())
+        files[f"{name} recall"] = content["recall"]
+    assert files["other"] == files["alone"] and files["other recall"] == files["alone recall"]
+    assert files["one"].search != files["other"].search and files["one recall"] != files["other recall"]
+
+
+def test_budgets_side_by_side(found: Path, folder: Path, token_file: Path, tmp_path: Path) -> None:
+    fixed = [
+        "--model",
+        folder,
+        "--evaluation",
+        token_file,
+        "--seq-len",
+        "32",
+        "--num-sequences",
+        "6",
+        "--device",
+        "cpu",
+    ]
+    named = ["--pattern", f"{found / 'pattern.yaml'}@1/3", "--pattern", "mine=DDSSSS", "--output", tmp_path]
+    pages = ["--pages", "2,4,7", "--page-tokens", "4", "--recent-pages", "1"]
+    result = run(eval_app, *map(str, [*fixed, *named, *pages]))
+    assert result.exit_code == 0, result.output
+    content = json.loads((tmp_path / "eval.json").read_text())
+    rows = {row["name"]: row["increase"]["mean"] for row in content["held_out"]["rows"]}
+    assert {"segments, 2 pages", "mine, 4 pages", "mine, 7 pages", "uniform, mean of 3 phases, 7 pages"} <= set(rows)
+    assert abs(rows["mine, 7 pages"]) < abs(rows["mine, 2 pages"])
+    alone = run(eval_app, *map(str, [*fixed, *named[:2], "--output", tmp_path / "alone", "--no-uniform"]))
+    assert alone.exit_code == 0, alone.output
+    assert "segments" in alone.output and "pages" not in alone.output
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--pattern", "DDSSSS", "--pages", "x"], "--pages is x, expected numbers like 16,64,256"),
+        (["--pattern", "FFSSSS"], "pattern is of F and S without a selection, the model is dense"),
+        (["--endpoint", "http://a", "--endpoint", "http://b"], "--endpoint reads the logprobs of prompts"),
+    ],
+)
+def test_comparisons_that_are_refused(
+    more: list[str], message: str, folder: Path, token_file: Path, tmp_path: Path
+) -> None:
+    fixed = ["--model", folder, "--evaluation", token_file, "--seq-len", "32", "--output", tmp_path]
+    result = run(eval_app, *map(str, fixed), *more)
+    assert result.exit_code == 2 and message in result.output
