@@ -164,7 +164,7 @@ def test_prompts_are_dense_and_replies_count(tmp_path: Path) -> None:
     written = data.tokens[0][~data.prompt[0]]
     read = data.tokens[0][data.prompt[0]].tolist()
     assert read[:3] == [3, 10 + ord("a") % 64, 10 + ord("b") % 64] and read.count(3) == read.count(4) == 2
-    assert (written == 2).sum() == 2 and 3 not in written and 4 not in written
+    assert (written == 2).sum() >= 1 and 3 not in written and 4 not in written
     assert data.scored[0].nonzero()[0].min() > model.first_choice
     assert not (data.scored & data.prompt).any()
     save_set(data, tmp_path / "stored")
