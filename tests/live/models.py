@@ -131,10 +131,10 @@ _RELEASED = {  # names of a release, where transformers 5.19 writes others
 
 _DENSE: dict[str, Any] = {
     "vocab_size": VOCAB,
-    "hidden_size": 256,
+    "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": LAYERS,
-    "num_attention_heads": 8,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 4096,
