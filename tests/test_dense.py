@@ -209,16 +209,35 @@ def test_prefix_reuse_changes_no_bit(objective: Any) -> None:
     assert again.losses == found[PATTERNS[1]].losses and sum(again.layer_tokens) == 0
 
 
-def test_losses_are_those_of_a_plain_pass() -> None:
+@pytest.mark.parametrize("pages", [4, 2])  # the engine's own, and fewer
+@pytest.mark.parametrize("begins", [0, 25])
+def test_losses_are_those_of_a_plain_pass(begins: int, pages: int) -> None:
+    """The engine reads beginnings once; a plain pass reads whole sequences."""
     data, reference = random_tokens(2, 48, first_choice=16), engine()
+    prompt = np.broadcast_to(np.arange(48) < begins, (2, 48))
+    data = replace(data, prompt=prompt, scored=data.scored & ~prompt)
     tokens = torch.from_numpy(data.tokens.astype(np.int64))
-    [found] = reference.evaluate([PATTERNS[1]], data, "nll")
-    with torch.inference_mode(), apply_page_roles(reference.torch_model, PATTERNS[1]):
+    pattern = replace(PATTERNS[1], selection=replace(PAGES, pages=pages))
+    [found] = reference.evaluate([pattern], data, "nll")
+    read = torch.from_numpy(prompt.copy())
+    with torch.inference_mode(), apply_page_roles(reference.torch_model, pattern, prompt=read):
         logits = reference.torch_model(input_ids=tokens, use_cache=False).logits.log_softmax(-1)
     for row in range(2):
         targets = np.flatnonzero(data.scored[row])
         expected = -sum(logits[row, at - 1, data.tokens[row, at]].item() for at in targets)
         assert found.losses[row] == pytest.approx(expected, rel=1e-5)
+
+
+def test_beginnings_that_do_not_fit_are_read_again() -> None:
+    data, costs = random_tokens(3, 48, first_choice=16), {}
+    losses = {}
+    for room in (1.0, 0.0):
+        one = engine(prefix_cache_gb=0)
+        one._beginnings._limit = room * 1e9
+        [_, found] = one.evaluate(PATTERNS[:2], data, "nll")
+        losses[room], costs[room] = found.losses, sum(found.layer_tokens)
+    assert losses[1.0] == losses[0.0]
+    assert costs[1.0] == 3 * LAYERS * (48 - 15) and costs[0.0] == 3 * LAYERS * 48
 
 
 def test_selections_of_one_engine_are_kept_apart() -> None:

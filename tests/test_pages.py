@@ -199,7 +199,16 @@ def test_models_and_passes_that_do_not_fit() -> None:
     with apply_page_roles(model, Pattern("DSSDSS", FEW)):
         with pytest.raises(RuntimeError, match="already applied"), apply_page_roles(model, Pattern("DSSDSS", FEW)):
             pass
-        cache = DynamicCache(config=model.config)
-        model(input_ids=tokens()[:, :4], past_key_values=cache)
-        with pytest.raises(SearchError, match="run on whole sequences, without a cache"):
-            model(input_ids=tokens()[:, 4:8], past_key_values=cache)
+
+
+def test_the_end_of_a_sequence_behind_a_cache() -> None:
+    """What was read without roles, then the rest in one pass with them."""
+    model, ids, pattern = dense_model(), tokens(), Pattern("DSSDSS", FEW)
+    with apply_page_roles(model, pattern, prompt=prompt_rows()):
+        expected = logits(model, input_ids=ids)
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(input_ids=ids[:, :PROMPT], past_key_values=cache)
+    with torch.inference_mode(), apply_page_roles(model, pattern):
+        found = model(input_ids=ids[:, PROMPT:], past_key_values=cache).logits
+    torch.testing.assert_close(found, expected[:, PROMPT:], rtol=1e-4, atol=1e-5)

@@ -153,6 +153,7 @@ def run_from_cache(
     cache: PrefixCache,
     batch: str,
     prompt: Tensor | None = None,
+    past: Any = None,
 ) -> tuple[Tensor, int]:
     """Run `tokens` with `pattern` from the deepest state in `cache`, and leave the states of the layers that ran there.
 
@@ -167,6 +168,7 @@ def run_from_cache(
         cache: states of earlier runs.
         batch: names `tokens`, and the pattern's selection, in the cache.
         prompt: as for `apply_roles`.
+        past: keys and values of what stands before `tokens`, in a cache of transformers.
 
     Returns:
         Post-norm hidden states `[sequences, tokens, hidden]`, and how many letters ran.
@@ -190,7 +192,9 @@ def run_from_cache(
             apply_roles(model, pattern, recorder.selected.__setitem__, carried, prompt),
             _replayed(layers[: above[start - 1] if start else 0], state, carried),
         ):
-            output: Tensor = decoder(input_ids=tokens, use_cache=False).last_hidden_state
+            output: Tensor = decoder(
+                input_ids=tokens, past_key_values=past, use_cache=past is not None
+            ).last_hidden_state
         for prefix, left in recorder.states:
             cache.add(batch, prefix, left)
     finally:

@@ -18,6 +18,7 @@ from indexcache_search import objectives
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines import measurements
 from indexcache_search.engines.base import Evaluation
+from indexcache_search.engines.beginnings import Beginnings
 from indexcache_search.engines.page_signals import page_signals
 from indexcache_search.engines.prefix import PrefixCache, run_from_cache
 from indexcache_search.errors import SearchError
@@ -51,7 +52,9 @@ class TransformersEngine:
         description: what its config.json says.
         batch_size: sequences a forward.
         prefix_cache_gb: host memory for layer outputs, so that a pattern runs from the first layer in which it differs
-            from an earlier one; without room for a pattern's run of all sequences asked for, it runs in full.
+            from an earlier one; without room for a pattern's run of all sequences asked for, it runs in full. Of
+            dense models as much again, on the model's device, for the keys and values of beginnings that no pattern
+            changes.
         attention: `naive`, transformers' own, or `kernels`.
         weights_sha256: digest of its weights; part of a journal's identity.
     """
@@ -83,6 +86,7 @@ class TransformersEngine:
         if attention == "kernels":
             self._attention = partial(on_kernels, model)
         self._baselines: dict[tuple[str, int], Tensor] = {}
+        self._beginnings = Beginnings(model, prefix_cache_gb * 1e9)
 
     @classmethod
     def load(
@@ -140,11 +144,11 @@ class TransformersEngine:
                 for start in range(0, len(asked), self.batch_size):
                     batch = asked[start : start + self.batch_size]
                     before = self._keep_baselines(batch, data, cache) if objective == "kl" else 0
-                    hidden, layers = self._hidden(pattern, batch, data, cache)
+                    hidden, layer_tokens = self._hidden(pattern, batch, data, cache)
                     for row, states in zip(batch, hidden, strict=True):
-                        found.append((*self._score(states, row, data, objective), (before + layers) * data.seq_len))
-            losses, correct, tokens, layer_tokens = zip(*found, strict=True)
-            yield Evaluation(pattern, tuple(asked), losses, correct, tokens, layer_tokens, time.monotonic() - began)
+                        found.append((*self._score(states, row, data, objective), before + layer_tokens))
+            losses, correct, tokens, costs = zip(*found, strict=True)
+            yield Evaluation(pattern, tuple(asked), losses, correct, tokens, costs, time.monotonic() - began)
 
     def _prefixes_fit(self, data: TokenSet, sequences: int) -> bool:
         """Whether the states of one pattern's run fit into the prefix cache."""
@@ -152,7 +156,21 @@ class TransformersEngine:
         indices = 4 * self.model.index_topk if selection is None else -(-data.seq_len // selection.page_tokens)
         streams = getattr(config, "hc_mult", 1)  # that DeepSeek-V4 carries from layer to layer
         width = streams * config.hidden_size * self.torch_model.dtype.itemsize + indices
-        return bool(sequences * data.seq_len * self.model.num_layers * width <= self._cache.limit)
+        tokens = data.seq_len - self._begins(self.model.native, range(data.num_sequences), data)
+        return bool(sequences * tokens * self.model.num_layers * width <= self._cache.limit)
+
+    def _begins(self, pattern: Pattern, rows: Sequence[int], data: TokenSet) -> int:
+        """The first token of sequences that has to run under `pattern`: before, it computes what the native one does.
+
+        One less than where the first choice is made, whose token is predicted by the one before.
+        """
+        if pattern.selection is None:
+            return 0
+        first = min(self.model.first_choice, pattern.selection.tokens)
+        chooses = np.broadcast_to(np.arange(data.seq_len) >= first, (len(rows), data.seq_len))
+        if data.prompt is not None:
+            chooses = chooses & ~data.prompt[list(rows)]
+        return max(0, int(chooses.any(axis=0).argmax()) - 1)
 
     def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64]:
         """See `Engine.topk_overlap`."""
@@ -180,21 +198,32 @@ class TransformersEngine:
     def _hidden(
         self, pattern: Pattern, rows: Sequence[int], data: TokenSet, cache: PrefixCache | None
     ) -> tuple[Tensor, int]:
-        """Post-norm hidden states `[rows, seq_len, hidden]`, and how many layers ran."""
+        """Post-norm hidden states `[rows, tokens, hidden]` of the last tokens, and the layer-tokens of each row."""
         device = self.torch_model.device
         tokens = torch.from_numpy(data.tokens[list(rows)].astype(np.int64)).to(device)
         prompt = None if data.prompt is None else torch.from_numpy(data.prompt[list(rows)]).to(device)
-        with self._attention():
+        start, batch = self._begins(pattern, rows, data), f"{data.sha256} {rows} {pattern.selection}"
+        begun: AbstractContextManager[tuple[Any, bool]] = nullcontext((None, False))
+        if start:
+            begun = self._beginnings.read(f"{data.sha256} {rows} {start}", tokens[:, :start])
+            tokens, prompt = tokens[:, start:], None if prompt is None else prompt[:, start:]
+        with self._attention(), begun as (past, was_read):
             if cache is not None:
-                batch = f"{data.sha256} {rows} {pattern.selection}"
-                return run_from_cache(self.torch_model, self.model.layers, tokens, pattern, cache, batch, prompt)
-            with apply_roles(self.torch_model, pattern, prompt=prompt):
-                return self.torch_model.model(input_ids=tokens, use_cache=False).last_hidden_state, len(pattern)
+                hidden, layers = run_from_cache(
+                    self.torch_model, self.model.layers, tokens, pattern, cache, batch, prompt, past
+                )
+            else:
+                with apply_roles(self.torch_model, pattern, prompt=prompt):
+                    hidden = self.torch_model.model(
+                        input_ids=tokens, past_key_values=past, use_cache=past is not None
+                    ).last_hidden_state
+                layers = len(pattern)
+        return hidden, layers * tokens.shape[1] + was_read * start * len(pattern)
 
     @torch.inference_mode()
     def _score(self, hidden: Tensor, index: int, data: TokenSet, objective: Objective) -> tuple[float, int, int]:
         targets = torch.from_numpy(np.flatnonzero(data.scored[index])).to(hidden.device)
-        rows = hidden[targets - 1]  # token t is predicted from what stands before it
+        rows = hidden[targets - 1 - (data.seq_len - len(hidden))]  # token t is predicted from what stands before it
         labels = torch.from_numpy(data.tokens[index].astype(np.int64)).to(hidden.device)[targets]
         baseline = self._baselines[data.sha256, index].to(hidden.device) if objective == "kl" else None
         loss, correct = 0.0, 0
@@ -210,14 +239,14 @@ class TransformersEngine:
         return loss, correct, len(targets)
 
     def _keep_baselines(self, rows: Sequence[int], data: TokenSet, cache: PrefixCache | None) -> int:
-        """Keep the hidden states that predict the scored tokens under the native pattern; return how many layers ran.
+        """Keep the hidden states that predict the scored tokens under the native pattern; return what that cost.
 
         In host memory they take hidden size x dtype x scored tokens: 0.4 GB for GLM-5 in bf16 and 32K tokens.
         """
         if all((data.sha256, row) in self._baselines for row in rows):
             return 0
-        hidden, layers = self._hidden(self.model.native, rows, data, cache)
+        hidden, layer_tokens = self._hidden(self.model.native, rows, data, cache)
         for row, states in zip(rows, hidden, strict=True):
             targets = torch.from_numpy(np.flatnonzero(data.scored[row]))
-            self._baselines[data.sha256, row] = states.cpu()[targets - 1]
-        return layers
+            self._baselines[data.sha256, row] = states.cpu()[targets - 1 - (data.seq_len - len(states))]
+        return layer_tokens

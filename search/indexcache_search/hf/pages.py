@@ -59,11 +59,12 @@ def apply_page_roles(
     carried: Tensor | None = None,
     watch: Callable[[int, Tensor], None] | None = None,
 ) -> Iterator[None]:
-    """Run `model` with `pattern` inside the `with` block, on whole sequences without a cache; undo it afterwards.
+    """Run `model` with `pattern` inside the `with` block, on whole sequences or their ends; undo it afterwards.
 
     A `D` layer attends to everything; one that an `S` follows also chooses pages. An `F` layer attends to the pages
     that it chooses itself, an `S` layer to those that the nearest `D` or `F` before it chose, and to nothing else. With
-    pages that cover the context the outputs are those of transformers' eager attention bit for bit.
+    pages that cover the context the outputs are those of transformers' eager attention bit for bit. The keys of what
+    stands before an end may come from a cache.
 
     Args:
         model: one of the family `dense_gqa`.
@@ -116,8 +117,6 @@ def _attention(
     layer: Any = module.layer_idx
     pattern, eager = state.pattern, sys.modules[type(module).__module__].eager_attention_forward
     assert pattern.selection is not None and attention_mask is not None
-    if query.shape[2] != key.shape[2]:
-        raise SearchError("page roles run on whole sequences, without a cache")
     page = _page_of(key, pattern.selection, state.starts)
     full: tuple[Tensor, Tensor] | None = None
     if pattern[layer] != SHARED:
@@ -150,7 +149,7 @@ def chosen_pages(weights: Tensor, page: Tensor, selection: Selection, prompt: Te
     """Which pages each query gives to the layers above, by the rule `token_max`.
 
     Args:
-        weights: `[batch, heads, queries, keys]`, a causal layer's attention; queries and keys are the same tokens.
+        weights: `[batch, heads, queries, keys]`, a causal layer's attention; the queries are of the last tokens.
         page: `[batch, keys]`, int64: the page of each token.
         selection: how many pages.
         prompt: as for `apply_page_roles`.
@@ -163,7 +162,7 @@ def chosen_pages(weights: Tensor, page: Tensor, selection: Selection, prompt: Te
     shares = weights.float().amax(1)  # [batch, queries, keys]
     columns = page[:, None].expand(batch, queries, keys)
     scores = torch.zeros(batch, queries, pages, device=weights.device).scatter_add_(2, columns, shares)
-    number, live = torch.arange(pages, device=weights.device), page[:, :, None] + 1  # [pages], [batch, queries, 1]
+    number, live = torch.arange(pages, device=weights.device), page[:, -queries:, None] + 1  # [batch, queries, 1]
     recent = (number >= live - selection.recent_pages) & (number < live)
     sinks = number < selection.sink_pages
     open_ = (number < live - selection.recent_pages) & ~sinks
