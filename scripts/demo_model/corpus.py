@@ -112,7 +112,7 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _members(path: Path) -> Iterator[tuple[str, bytes]]:
+def members(path: Path) -> Iterator[tuple[str, bytes]]:
     if path.name.endswith(".whl"):
         with zipfile.ZipFile(path) as archive:
             for name in sorted(archive.namelist()):
@@ -135,7 +135,7 @@ def _bible_chapters(jsonl: str) -> Iterator[str]:
 
 def read_documents(archive: Archive, path: Path) -> Iterator[str]:
     """Yield the archive's documents as text, without tests, licence heads of e-texts and near-empty files."""
-    for name, data in _members(path):
+    for name, data in members(path):
         if not any(folder in name and name.endswith(ending) for folder, ending in archive.parts):
             continue
         if re.search(r"(^|/)(tests?|locale|benchmarks|changelog|_antlr)(/|_|$)", name):

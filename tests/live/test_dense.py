@@ -118,7 +118,7 @@ class ByRank:
             products = products.masked_fill(~seen, -torch.inf)
         weights = products.softmax(-1)
         if self._pattern[layer] != "S":
-            self._kept = [chosen_pages(own, page, selection, read) for own in weights.chunk(self._ranks, 1)]
+            self._kept = [chosen_pages(own, selection, read) for own in weights.chunk(self._ranks, 1)]
         return (weights @ v).transpose(1, 2), None
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
@@ -117,7 +118,6 @@ def _attention(
     layer: Any = module.layer_idx
     pattern, eager = state.pattern, sys.modules[type(module).__module__].eager_attention_forward
     assert pattern.selection is not None and attention_mask is not None
-    page = _page_of(key, pattern.selection, state.starts)
     full: tuple[Tensor, Tensor] | None = None
     if pattern[layer] != SHARED:
         full = eager(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -125,51 +125,63 @@ def _attention(
             state.watch(layer, full[1])
         needed = pattern[layer] == FULL or pattern.roles[layer + 1 : layer + 2] == SHARED
         if needed or state.observe is not None:
-            state.kept = chosen_pages(full[1], page, pattern.selection, state.prompt)
+            state.kept = chosen_pages(full[1], pattern.selection, state.prompt, state.starts)
     if state.observe is not None:
         state.observe(layer, state.kept)  # type: ignore[arg-type]  # chosen here, or below
     if full is not None and pattern[layer] == DENSE:
         return full
     assert state.kept is not None
-    kept = state.kept.gather(2, page[:, None].expand(-1, query.shape[2], -1))
+    kept = _tokens_of(state.kept, key.shape[2], pattern.selection, state.starts)
     masked = attention_mask.masked_fill(~kept[:, None], torch.finfo(attention_mask.dtype).min)
     found: tuple[Tensor, Tensor | None] = eager(module, query, key, value, masked, scaling=scaling, **kwargs)
     return found
 
 
-def _page_of(key: Tensor, selection: Selection, starts: Tensor | None) -> Tensor:
+def chosen_pages(
+    weights: Tensor, selection: Selection, prompt: Tensor | None = None, starts: Tensor | None = None
+) -> Tensor:
+    """Which pages each query gives to the layers above, by the rule `token_max`.
+
+    Args:
+        weights: `[batch, heads, queries, keys]`, a causal layer's attention; the queries are of the last tokens.
+        selection: how many pages.
+        prompt: as for `apply_page_roles`.
+        starts: likewise.
+
+    Returns:
+        `[batch, queries, pages]`, bool. Tokens behind a query may be among them: causality is the mask's.
+    """
+    queries, keys = weights.shape[2:]
+    shares = weights.float().amax(1)  # [batch, queries, keys]
+    page = _page_of(keys, selection, starts, weights)
+    if starts is None:
+        whole = F.pad(shares, (0, -keys % selection.page_tokens))
+        scores = whole.view(*shares.shape[:2], -1, selection.page_tokens).sum(3)
+    else:
+        scores = torch.zeros(*shares.shape[:2], int(page.max()) + 1, device=weights.device)
+        scores.scatter_add_(2, page[:, None].expand_as(shares), shares)
+    number, live = torch.arange(scores.shape[2], device=weights.device), page[:, -queries:, None] + 1
+    recent = (number >= live - selection.recent_pages) & (number < live)
+    sinks = number < selection.sink_pages
+    open_ = (number < live - selection.recent_pages) & ~sinks
+    ranked = scores.masked_fill_(~open_, -1.0).sort(dim=2, descending=True, stable=True).indices  # ties: the lower page
+    wanted = selection.pages - selection.recent_pages - selection.sink_pages
+    best = torch.zeros_like(open_).scatter_(2, ranked[:, :, :wanted], True) & open_
+    kept = recent | sinks | best | (live <= selection.pages)
+    return kept if prompt is None else kept | prompt[:, :, None]
+
+
+def _page_of(keys: int, selection: Selection, starts: Tensor | None, like: Tensor) -> Tensor:
     """`[batch, keys]`, int64: the page of each token, counted from where its sequence begins."""
-    position = torch.arange(key.shape[2], device=key.device).expand(key.shape[0], -1)
+    position = torch.arange(keys, device=like.device).expand(len(like), -1)
     if starts is not None:
         position = (position - starts[:, None]).clamp_min(0)
     return position // selection.page_tokens
 
 
-def chosen_pages(weights: Tensor, page: Tensor, selection: Selection, prompt: Tensor | None = None) -> Tensor:
-    """Which pages each query gives to the layers above, by the rule `token_max`.
-
-    Args:
-        weights: `[batch, heads, queries, keys]`, a causal layer's attention; the queries are of the last tokens.
-        page: `[batch, keys]`, int64: the page of each token.
-        selection: how many pages.
-        prompt: as for `apply_page_roles`.
-
-    Returns:
-        `[batch, queries, pages]`, bool. Tokens behind a query may be among them: causality is the mask's.
-    """
-    batch, _, queries, keys = weights.shape
-    pages = int(page.max()) + 1
-    shares = weights.float().amax(1)  # [batch, queries, keys]
-    columns = page[:, None].expand(batch, queries, keys)
-    scores = torch.zeros(batch, queries, pages, device=weights.device).scatter_add_(2, columns, shares)
-    number, live = torch.arange(pages, device=weights.device), page[:, -queries:, None] + 1  # [batch, queries, 1]
-    recent = (number >= live - selection.recent_pages) & (number < live)
-    sinks = number < selection.sink_pages
-    open_ = (number < live - selection.recent_pages) & ~sinks
-    ranked = (
-        scores.masked_fill(~open_, -1.0).sort(dim=2, descending=True, stable=True).indices
-    )  # ties: lower pages first
-    wanted = selection.pages - selection.recent_pages - selection.sink_pages
-    best = torch.zeros_like(open_).scatter_(2, ranked[:, :, :wanted], True) & open_
-    kept = recent | sinks | best | (live <= selection.pages)
-    return kept if prompt is None else kept | prompt[:, :, None]
+def _tokens_of(kept: Tensor, keys: int, selection: Selection, starts: Tensor | None) -> Tensor:
+    """`[batch, queries, keys]`, bool: the tokens of pages `[batch, queries, pages]`."""
+    if starts is None:
+        return kept.repeat_interleave(selection.page_tokens, dim=2)[:, :, :keys]
+    page = _page_of(keys, selection, starts, kept)
+    return kept.gather(2, page[:, None].expand(-1, kept.shape[1], -1))
