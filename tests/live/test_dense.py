@@ -192,6 +192,7 @@ def test_status_metrics_and_check(server: Server, llama: Path, tmp_path: Path) -
         (("--enable-prefill-cp",), "--enable-prefill-cp can't be combined with a pattern: a rank would choose"),
         (("--enable-torch-compile",), "--enable-torch-compile can't be combined with a pattern: it was never tried"),
         (("--dllm-algorithm", "LowConfidence"), "--dllm-algorithm can't be combined with a pattern: pages are"),
+        (("--enable-dp-attention", "--dp-size", "2", "--tp-size", "2"), "--enable-dp-attention can't be combined with"),
         (("--pp-size", "2"), "--pp-size 2 can't be combined with a pattern on dense_gqa"),
         (("--json-model-override-args", '{"num_hidden_layers": 4}'), "num_hidden_layers changes which layers"),
     ],

@@ -27,7 +27,7 @@ def check_model(
         IndexCacheError: if not.
     """
     if not isinstance(family_of(description.architecture), Dsa):
-        raise SearchError(f"{model}: {description.architecture} has indexers that distillation does not train yet")
+        raise SearchError(f"{model}: distillation does not train {description.architecture}, expected a DSA model")
     check_seq_len(data.seq_len, config)
     settings.pattern.check_fits(description.num_layers, Checkpoint.read(model).locked)
     if getattr(config, "quantization_config", None) is not None:

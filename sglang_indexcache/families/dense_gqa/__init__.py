@@ -26,6 +26,7 @@ _QUERIES = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:q_proj|qkv_proj)\.w
 _SHAPE_KEYS = ("num_hidden_layers", "layer_types", "sliding_window", "use_sliding_window")
 _FULL_ATTENTION = "full_attention"
 
+_UNTRIED = "it was never tried with one on dense models"
 _CHOSEN_IN_DECODING = "pages are chosen while single tokens are decoded"
 
 REFUSED = {
@@ -75,7 +76,8 @@ class DenseGqa(Family):
             "dcp_size": "a rank would choose among its own part of the tokens",
             "attn_cp_size": "a rank would choose among its own part of the tokens",
             "enable_prefill_cp": "a rank would choose among its own part of the tokens",
-            "enable_torch_compile": "it was never tried with one",
+            "enable_torch_compile": _UNTRIED,
+            "enable_dp_attention": _UNTRIED,
             "dllm_algorithm": f"{_CHOSEN_IN_DECODING}, and diffusion models decode blocks",
         }
     )

@@ -65,7 +65,6 @@ def choosing(stock: Any) -> Any:
             table = self.req_to_token_pool.req_to_token[batch.req_pool_indices, :width].int().contiguous()
             queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
             keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-            keys = keys if keys.dtype == queries.dtype else keys.to(queries.dtype)
             scale = float(layer.scaling)
             lse = _denominators(queries, keys, table, lengths, scale)
             scores = page_scores(queries, keys, table, lengths, lse, scale, budget=budget, backend="naive")
