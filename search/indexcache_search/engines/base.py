@@ -122,7 +122,7 @@ class Engine(Protocol):
         ...
 
     def page_signals(self, data: TokenSet, rows: int) -> Mapping[str, NDArray[np.float64]]:
-        """`shift` and `recall` over `rows` sampled queries a sequence, see the module `page_signals`.
+        """`overlap`, `shift` and `recall` over `rows` sampled queries a sequence, see the module `page_signals`.
 
         Empty where no pages are chosen, or where the engine can't measure it.
         """

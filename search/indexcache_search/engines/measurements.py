@@ -23,7 +23,7 @@ from sglang_indexcache.families import family_of_modules
 def topk_overlap(
     model: nn.Module, description: SparseModel, batches: Iterable[Tensor], rows: int
 ) -> NDArray[np.float64]:
-    """Mean of |T_i & T_j| / |T_i| over layers i and j (paper, Appendix A); of dense models T are pages.
+    """Mean of |T_i & T_j| / k over layers i and j (paper, Appendix A).
 
     Args:
         model: a transformers model of a family in `sglang_indexcache.families`.
@@ -35,23 +35,19 @@ def topk_overlap(
         `[layers, layers]`, symmetric, 1 on the diagonal.
     """
     total, count = np.zeros((description.num_layers, description.num_layers)), 0
-    selection = description.native.selection
-    width = description.index_topk if selection is None else selection.pages
     for batch in batches:
         sampled = torch.from_numpy(sampled_queries(batch.shape[1], description.first_choice, rows))
         selected: dict[int, Tensor] = {}
 
         def keep(layer: int, indices: Tensor, sampled: Tensor = sampled, batch: Tensor = batch) -> None:
-            chosen = indices[:, sampled.to(indices.device)]
-            if chosen.dtype != torch.bool:
-                mask = torch.zeros(*chosen.shape[:2], batch.shape[1], device=indices.device)
-                chosen = mask.scatter_(-1, chosen.long(), 1.0)
-            selected[layer] = chosen.float().flatten()  # noqa: B023
+            chosen = indices[:, sampled.to(indices.device)].long()
+            mask = torch.zeros(*chosen.shape[:2], batch.shape[1], device=indices.device)
+            selected[layer] = mask.scatter_(-1, chosen, 1.0).flatten()  # noqa: B023
 
         with apply_roles(model, description.native, keep):
             model(input_ids=batch, use_cache=False, logits_to_keep=1)
         masks = torch.stack([selected[source].cpu() for source in description.native.source_layers])
-        total += (masks @ masks.T).double().numpy() / width
+        total += (masks @ masks.T).double().numpy() / description.index_topk
         count += len(sampled) * batch.shape[0]
     return total / count
 

@@ -1,8 +1,9 @@
-"""What DELTA's and Kascade's rules look at: the attention of a dense model's layers, layer beside layer."""
+"""What layers of a dense model have in common: the pages that they choose, and what DELTA's and Kascade's rules see."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -18,41 +19,45 @@ from sglang_indexcache import SparseModel
 
 @torch.inference_mode()
 def page_signals(
-    model: Any, description: SparseModel, batches: Iterable[Tensor], rows: int
+    model: Any, description: SparseModel, ends: Iterable[AbstractContextManager[tuple[Tensor, Any, int]]], rows: int
 ) -> dict[str, NDArray[np.float64]]:
     """Signals of a model that shares nothing.
 
     Args:
         model: one of the family `dense_gqa`.
         description: its layers; its native pattern's selection chooses.
-        batches: token batches `[1, seq_len]`.
-        rows: queries a sequence, evenly spread over those with a choice.
+        ends: of each sequence the tokens from where it has a choice, `[1, tokens]`, a cache that holds those before, if
+            there are any, and the first of the tokens that is no prompt and has a choice.
+        rows: queries a sequence, evenly spread from there on.
 
     Returns:
+        `overlap`, `[layers, layers]`: mean over queries of the share of chosen pages that two layers have in common.
         `shift`, `[1, layers]`: mean over queries of 1 - cosine between a layer's attention, all heads side by side, and
         that of the layer below; 0 for the first (arXiv 2510.09883, Appendix D). `recall`, `[layer, source]`: the share
         of a layer's attention in its own pages that lies in the source's, mean over heads, of the worst query of a
         sequence, mean over sequences; times how much the layer's attention changes its input, 1 - cosine.
     """
     letters = description.num_layers
-    shift, recall, weight = np.zeros((1, letters)), np.zeros((letters, letters)), np.zeros(letters)
-    count = 0
-    for batch in batches:
-        sampled = torch.from_numpy(sampled_queries(batch.shape[1], description.first_choice, rows)).to(batch.device)
-        pass_ = _Pass(sampled, description)
-        hooks = [layer.register_forward_pre_hook(pass_.before, with_kwargs=True) for layer in model.model.layers]
-        hooks += [layer.self_attn.register_forward_hook(pass_.after, with_kwargs=False) for layer in model.model.layers]
-        try:
-            with apply_page_roles(model, description.native, observe=pass_.pages, watch=pass_.attention):
-                model(input_ids=batch, use_cache=False, logits_to_keep=1)
-        finally:
-            for hook in hooks:
-                hook.remove()
+    overlap, recall = np.zeros((letters, letters)), np.zeros((letters, letters))
+    shift, weight, count = np.zeros((1, letters)), np.zeros(letters), 0
+    for end in ends:
+        with end as (tokens, past, first):
+            sampled = torch.from_numpy(sampled_queries(tokens.shape[1], first, rows)).to(tokens.device)
+            pass_ = _Pass(sampled, description)
+            hooks = [layer.register_forward_pre_hook(pass_.before, with_kwargs=True) for layer in model.model.layers]
+            hooks += [layer.self_attn.register_forward_hook(pass_.after) for layer in model.model.layers]
+            try:
+                with apply_page_roles(model, description.native, observe=pass_.pages, watch=pass_.attention):
+                    model(input_ids=tokens, past_key_values=past, use_cache=past is not None, logits_to_keep=1)
+            finally:
+                for hook in hooks:
+                    hook.remove()
         shift[0] += pass_.shift
         recall += pass_.recalled()
+        overlap += pass_.overlap()
         weight += pass_.weight
         count += 1
-    return {"shift": shift / count, "recall": recall * weight[:, None] / count**2}
+    return {"overlap": overlap / count, "shift": shift / count, "recall": recall * weight[:, None] / count**2}
 
 
 class _Pass:
@@ -91,6 +96,13 @@ class _Pass:
     def pages(self, layer: int, kept: Tensor) -> None:
         """The pages that a layer chose, `[1, queries, pages]`."""
         self._kept.append(kept[0, self._sampled])
+
+    def overlap(self) -> NDArray[np.float64]:
+        """`[layers, layers]`, mean over queries; all choose as many pages."""
+        chosen = torch.stack(self._kept).double().flatten(1)
+        common = chosen @ chosen.mT
+        found: NDArray[np.float64] = (common / common.diagonal()).cpu().numpy()
+        return found
 
     def recalled(self) -> NDArray[np.float64]:
         """`[layer, source]`: of the worst query."""

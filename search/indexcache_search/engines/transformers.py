@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -174,6 +174,8 @@ class TransformersEngine:
 
     def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64]:
         """See `Engine.topk_overlap`."""
+        if self.model.native.selection is not None:
+            return self.page_signals(data, rows)["overlap"]
         with self._attention():
             return measurements.topk_overlap(self.torch_model, self.model, self._batches(data, 1), rows)
 
@@ -181,7 +183,18 @@ class TransformersEngine:
         """See `Engine.page_signals`."""
         if self.model.native.selection is None:
             return {}
-        return page_signals(self.torch_model, self.model, self._batches(data, 1), rows)
+        ends = (self._end(row, data) for row in range(data.num_sequences))
+        return page_signals(self.torch_model, self.model, ends, rows)
+
+    @contextmanager
+    def _end(self, row: int, data: TokenSet) -> Iterator[tuple[Tensor, Any, int]]:
+        """What `page_signals` asks for of one sequence."""
+        tokens, start = self._batches(data.taken([row]), 1)[0], self._begins(self.model.native, [row], data)
+        if not start:
+            yield tokens, None, min(self.model.first_choice, data.seq_len - 1)
+            return
+        with self._beginnings.read(f"{data.sha256} {[row]} {start}", tokens[:, :start]) as (past, _):
+            yield tokens[:, start:], past, 1
 
     def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
         """See `Engine.output_similarity`; of dense models nobody asks for it."""
