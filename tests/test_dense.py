@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import ModelConfigError, PatternError, SpellingError
 from sglang_indexcache.families import FAMILIES, describe, family_of
 from sglang_indexcache.selection import DEFAULT
+from sglang_indexcache.serving.preflight import refused_flags
 from tests.conftest import (
     LAYERS,
     PAGES,
@@ -416,3 +418,15 @@ def test_comparisons_that_are_refused(
     fixed = ["--model", folder, "--evaluation", token_file, "--seq-len", "32", "--output", tmp_path]
     result = run(eval_app, *map(str, fixed), *more)
     assert result.exit_code == 2 and message in result.output
+
+
+# -- what SGLang can't be started with
+
+
+@pytest.mark.parametrize("name", DENSE.refused_flags)
+def test_flags_that_are_refused(name: str) -> None:
+    given: Any = 2 if name.endswith("_size") else "NGRAM" if name.endswith("algorithm") else True
+    [(flag, reason)] = refused_flags(DENSE, SimpleNamespace(**{name: given}))
+    assert flag == "--" + name.replace("_", "-") and reason
+    for harmless in (None, False, 1, "") if name.endswith("_size") else (None, False, ""):
+        assert not list(refused_flags(DENSE, SimpleNamespace(**{name: harmless})))

@@ -100,6 +100,10 @@ def evaluate(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     batch_size: Annotated[int, typer.Option(help="Sequences a forward.", min=1)] = 1,
+    prefix_cache_gb: Annotated[
+        float,
+        typer.Option(help="Host memory for layer outputs; of dense models as much again for keys of prompts.", min=0),
+    ] = 1.0,
     attention: Annotated[str, typer.Option(help="auto, naive or kernels, see indexcache-search --help.")] = "auto",
     json_: Annotated[bool, typer.Option("--json", help="Print eval.json to stdout, nothing else.")] = False,
 ) -> None:
@@ -131,7 +135,9 @@ def evaluate(
             samples=samples,
             chat=chat,
         )
-        runtime = Runtime(device=device, dtype=dtype, batch_size=batch_size, attention=attention)
+        runtime = Runtime(
+            device=device, dtype=dtype, batch_size=batch_size, prefix_cache_gb=prefix_cache_gb, attention=attention
+        )
         result = run(model or str(demo.MODEL), candidates, data, runtime, output, restart, console)
     if json_:
         sys.stdout.write(json.dumps(result.as_json(), indent=1) + "\n")

@@ -10,6 +10,7 @@ from rich.text import Text
 from indexcache_search.estimates import Estimate
 from indexcache_search.line import BASELINE, PHASE
 from indexcache_search.results import HeldOut, Row
+from sglang_indexcache.pattern import FULL
 
 
 def shown_rows(held_out: HeldOut) -> list[Row]:
@@ -25,7 +26,8 @@ def _is_other_phase(row: Row) -> bool:
 
 def columns(held_out: HeldOut) -> list[str]:
     """Column titles; sources with a loss mask show accuracy, which says more of answers, others the loss's increase."""
-    return ["pattern", "kept", "F", "loss", "increase", *(_short(source) for source in held_out.sources)]
+    letter = next((row.pattern[0] for row in held_out.rows if row.pattern), FULL)
+    return ["pattern", "kept", letter, "loss", "increase", *(_short(source) for source in held_out.sources)]
 
 
 def cells(row: Row, held_out: HeldOut) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import shutil
@@ -23,9 +24,11 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from indexcache_search.hf.pages import apply_page_roles, chosen_pages
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
+from sglang_indexcache.families.deepseek_v4 import DeepseekV4
+from sglang_indexcache.families.dense_gqa import DenseGqa
 from sglang_indexcache.selection import Selection
 from tests.live import models
-from tests.live.inprocess import Served, generate, launch, load
+from tests.live.inprocess import Served, call, generate, launch, load
 from tests.live.models import VOCAB
 from tests.live.server import Server, command, ended, running
 from tests.live.test_parity import TOLERANCE
@@ -38,11 +41,6 @@ ALL = replace(FEW, page_tokens=16, pages=64)
 PATTERN = Pattern("DDSSDS", FEW)
 AROUND = (FEW.tokens - 1, FEW.tokens, FEW.tokens + 1)  # lengths at which the first choices are made
 STEPS = 12
-
-
-@pytest.fixture(scope="module", params=models.DENSE_KINDS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.build(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -78,21 +76,28 @@ def decoded(model: Any, pattern: Pattern, served: Served) -> Tensor:
         return logprobs(model, served.ids)
 
 
-def test_pages_are_served_as_the_reference_engine_has_them(model: Path, tmp_path: Path) -> None:
-    """A batch of eight lengths: stock, with room for all, and with few pages."""
-    stock = generate(model, None, prompts(), STEPS, tmp_path)
-    wide = generate(model, write_pattern(Pattern("DSSSSS", ALL), model, tmp_path / "all"), prompts(), STEPS, tmp_path)
-    assert wide == stock, "with room for all it is not SGLang's own"
-    found = generate(model, write_pattern(PATTERN, model, tmp_path / "few"), prompts(), STEPS, tmp_path)
-    own = reference(model)
-    apart = []
+def test_with_room_for_all_it_is_sglangs_own(llama: Path, tmp_path: Path) -> None:
+    """A batch of eight lengths, read and decoded; and what pages change."""
+    stock = generate(llama, None, prompts(), STEPS, tmp_path)
+    wide = generate(llama, write_pattern(Pattern("DSSSSS", ALL), llama, tmp_path / "all"), prompts(), STEPS, tmp_path)
+    assert wide == stock
+    found = generate(llama, write_pattern(PATTERN, llama, tmp_path / "few"), prompts(), STEPS, tmp_path)
+    own, apart = reference(llama), []
     for served, plain in zip(found, stock, strict=True):
         assert served.logprobs[: served.prompt] == plain.logprobs[: served.prompt], "a prompt was read otherwise"
-        assert distance(served, decoded(own, PATTERN, served)) <= TOLERANCE
         assert distance(plain, logprobs(own, plain.ids)) <= TOLERANCE
         apart.append(distance(served, logprobs(own, served.ids)))
     assert min(apart[:3]) > 10 * TOLERANCE, "pages make no difference"
     assert max(apart[3:5]) <= TOLERANCE, "without a choice they do"
+
+
+@pytest.mark.parametrize("kind", models.DENSE_KINDS)
+def test_pages_are_served_as_the_reference_engine_has_them(kind: str, tmp_path: Path) -> None:
+    model = models.build(kind, tmp_path / "model")
+    found = generate(model, write_pattern(PATTERN, model, tmp_path / "few"), prompts(), STEPS, tmp_path)
+    own = reference(model)
+    for served in found:
+        assert distance(served, decoded(own, PATTERN, served)) <= TOLERANCE
 
 
 class ByRank:
@@ -184,14 +189,7 @@ def test_status_metrics_and_check(server: Server, llama: Path, tmp_path: Path) -
         (("--speculative-algorithm", "NGRAM"), "--speculative-algorithm can't be combined with a pattern: pages are"),
         (("--enable-mixed-chunk",), "--enable-mixed-chunk can't be combined with a pattern: pages are chosen"),
         (("--enable-two-batch-overlap",), "--enable-two-batch-overlap can't be combined with a pattern"),
-        (("--enable-pdmux",), "--enable-pdmux can't be combined with a pattern: it has an attention backend"),
-        (("--enable-hisparse",), "--enable-hisparse can't be combined with a pattern: it swaps pages by a choice"),
-        (("--enable-unified-memory",), "--enable-unified-memory can't be combined with a pattern: its slots"),
         (("--dcp-size", "2", "--tp-size", "2"), "--dcp-size can't be combined with a pattern: a rank would choose"),
-        (("--attn-cp-size", "2", "--tp-size", "2"), "--attn-cp-size can't be combined with a pattern: a rank"),
-        (("--enable-prefill-cp",), "--enable-prefill-cp can't be combined with a pattern: a rank would choose"),
-        (("--enable-torch-compile",), "--enable-torch-compile can't be combined with a pattern: it was never tried"),
-        (("--dllm-algorithm", "LowConfidence"), "--dllm-algorithm can't be combined with a pattern: pages are"),
         (("--enable-dp-attention", "--dp-size", "2", "--tp-size", "2"), "--enable-dp-attention can't be combined with"),
         (("--pp-size", "2"), "--pp-size 2 can't be combined with a pattern on dense_gqa"),
         (("--json-model-override-args", '{"num_hidden_layers": 4}'), "num_hidden_layers changes which layers"),
@@ -201,6 +199,18 @@ def test_what_it_can_not_be_served_with(llama: Path, tmp_path: Path, flags: tupl
     file = write_pattern(PATTERN, llama, tmp_path / "pattern.yaml")
     code, lines = launch(command(llama, "--indexcache-pattern", file, "--skip-tokenizer-init", *flags)[3:])
     assert code == 2 and len(lines) == 1 and message in lines[0], lines
+
+
+def test_every_refused_flag_is_one_of_sglangs() -> None:
+    """What is looked for by its name, and not found, would not be refused."""
+    names = call(_server_arguments)
+    assert set(DenseGqa.refused_flags) <= names and set(DeepseekV4.refused_flags) <= names
+
+
+def _server_arguments() -> set[str]:
+    from sglang.srt.server_args import ServerArgs
+
+    return {field.name for field in dataclasses.fields(ServerArgs)}
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,6 @@ from sglang_indexcache.pattern import full_layer_count
 from sglang_indexcache.selection import DEFAULT, Selection
 from sglang_indexcache.spec import PatternSpec, split_name
 
-PREFIX_CACHE_GB = 1.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
@@ -53,6 +51,7 @@ class Runtime:
     device: str
     dtype: str
     batch_size: int
+    prefix_cache_gb: float
     attention: str
 
 
@@ -207,7 +206,13 @@ def _run_patterns(
     done: Callable[[int], None],
 ) -> tuple[list[Compared], str]:
     engine = TransformersEngine.load(
-        model, runtime.device, runtime.dtype, runtime.batch_size, PREFIX_CACHE_GB, runtime.attention, selection
+        model,
+        runtime.device,
+        runtime.dtype,
+        runtime.batch_size,
+        runtime.prefix_cache_gb,
+        runtime.attention,
+        selection,
     )
     identity = {**engine_identity(engine), "held-out": built.data.sha256}
     with Journal(output / "work", identity, today(), restart) as journal:
