@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.journal import _Line
-from indexcache_search.records import Sealer, complete, opened
+from indexcache_search.journal import recorded
 from sglang_indexcache import Pattern
 
 Losses = dict[tuple[str, Pattern], NDArray[np.float64]]
@@ -25,11 +24,9 @@ Losses = dict[tuple[str, Pattern], NDArray[np.float64]]
 def read(path: Path) -> Losses:
     """Mean loss of each sequence, by what was measured and the pattern."""
     found: dict[tuple[str, Pattern], dict[int, float]] = {}
-    for number, record in opened(complete(path.read_bytes()), str(path), Sealer()):
-        if number > 1 and "matrix" not in record:
-            (part, pattern, _), item = _Line.model_validate(record).parse()
-            losses = zip(item.rows, item.losses, item.tokens, strict=True)
-            found.setdefault((part, pattern), {}).update({row: loss / tokens for row, loss, tokens in losses})
+    for part, item in recorded(path):
+        losses = zip(item.rows, item.losses, item.tokens, strict=True)
+        found.setdefault((part, item.pattern), {}).update({row: loss / tokens for row, loss, tokens in losses})
     return {key: np.asarray([rows[row] for row in sorted(rows)]) for key, rows in found.items()}
 
 
@@ -46,7 +43,7 @@ def main() -> None:
     losses = read(options.folder / "work" / "journal.jsonl")
     table = json.loads((options.folder / "eval.json").read_text())["held_out"]
     sources = len(table["sources"])
-    native = {part: next(item for key, item in losses.items() if key == (part, _native(losses))) for part in ("nll",)}
+    dense = next(values for (part, pattern), values in losses.items() if part == "nll" and not pattern.shared_layers)
     last = np.arange(table["sequences"]) >= table["sequences"] * (sources - 1) // sources
     print(f"| pages | pattern | loss | KL | of it {options.last} | others | KL more than the first |")
     print("| -- | -- | -- | -- | -- | -- | -- |")
@@ -57,13 +54,8 @@ def main() -> None:
             nll, kl = (np.mean([losses[part, pattern] for pattern in named], axis=0) for part in ("nll", "kl"))
             first = kl if first is None else first
             more = "" if kl is first else shown(kl - first)
-            cells = [shown(nll - native["nll"]), shown(kl), shown(kl[last]), shown(kl[~last]), more]
+            cells = [shown(nll - dense), shown(kl), shown(kl[last]), shown(kl[~last]), more]
             print(f"| {0 if selection is None else selection.pages} | {name} | " + " | ".join(cells) + " |")
-
-
-def _native(losses: Losses) -> Pattern:
-    """The pattern that shares nothing."""
-    return next(pattern for _, pattern in losses if not pattern.shared_layers)
 
 
 if __name__ == "__main__":

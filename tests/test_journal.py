@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.errors import JournalError
-from indexcache_search.journal import Journal
+from indexcache_search.journal import Journal, recorded
 from indexcache_search.records import Sealer
 from sglang_indexcache import Pattern
+from sglang_indexcache.selection import DEFAULT
 
 IDENTITY = {"model": "tiny", "calibration": "abc"}
 EVALUATION = Evaluation(Pattern("FSF"), (2, 0), (0.1 + 0.2, 1e-17), (3, 4), (5, 6), (7, 8), 0.25)
@@ -32,6 +34,22 @@ def test_evaluations_come_back_exactly(tmp_path: Path) -> None:
         assert second.evaluation("held-out", Pattern("FSF")) is None
         assert second.matrix("overlap") == [[1.0, 0.1], [0.1, 1.0]]
         assert second.facts == {"created": "2026-11-21"}
+
+
+def test_what_is_recorded_can_be_read_without_the_search(tmp_path: Path) -> None:
+    """Patterns with a selection among it, which one journal keeps apart."""
+    few, more = (Pattern("DSD", replace(DEFAULT, pages=pages)) for pages in (16, 64))
+    with journal(tmp_path) as first:
+        first.add_matrix("overlap", [[1.0]])
+        for pattern in (few, more):
+            first.add_evaluation("nll", replace(EVALUATION, pattern=pattern))
+    assert recorded(first.path) == [("nll", replace(EVALUATION, pattern=pattern)) for pattern in (few, more)]
+    with journal(tmp_path) as again:
+        assert again.evaluation("nll", more) == replace(EVALUATION, pattern=more)
+        assert again.evaluation("nll", Pattern("DSD", replace(DEFAULT, sink_pages=1))) is None
+    first.path.write_bytes(first.path.read_bytes().replace(b"|16|2", b"|32|2").replace(b"|16|8", b"|32|8"))
+    with pytest.raises(JournalError, match="damaged"):
+        recorded(first.path)
 
 
 def test_every_cut_of_the_last_line_loses_only_that_line(tmp_path: Path) -> None:

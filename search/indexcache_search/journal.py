@@ -133,6 +133,23 @@ class Journal:
         append(self._file, self._sealer, record)
 
 
+def recorded(path: Path) -> list[tuple[str, Evaluation]]:
+    """Every evaluation in a journal's file with the set it is on, whichever search it belongs to.
+
+    Raises:
+        JournalError: if the file is damaged.
+    """
+    found = []
+    for number, record in opened(complete(path.read_bytes()), str(path), Sealer()):
+        if number > 1 and "matrix" not in record:
+            try:
+                (part, _, _), evaluation = _Line.model_validate(record).parse()
+            except (ValidationError, PatternError):
+                raise damaged(path, number) from None
+            found.append((part, evaluation))
+    return found
+
+
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
