@@ -106,7 +106,7 @@ def test_what_is_handed_over() -> None:
     assert DENSE.handed_over({"rope_scaling": None}, pattern) == {"rope_scaling": None}
     with pytest.raises(SpellingError, match="num_hidden_layers changes which layers there are"):
         DENSE.handed_over({"num_hidden_layers": 4}, pattern)
-    with pytest.raises(SpellingError, match="letter 3 is F, which is searched but not served yet; expected D or S"):
+    with pytest.raises(SpellingError, match="letter 3 is F, which is not served yet; expected D or S"):
         DENSE.handed_over({}, Pattern("DSSFSS", PAGES))
 
 

@@ -216,7 +216,7 @@ def _unknown(model: str, names: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        (Pattern("DFSSSS", FEW), "letter 1 is F, which is searched but not served yet; expected D or S"),
+        (Pattern("DFSSSS", FEW), "letter 1 is F, which is not served yet; expected D or S"),
         (Pattern("DSSSSS", replace(FEW, page_tokens=64, pages=64)), "a context of 4096 tokens fits into the 4096"),
     ],
 )

@@ -129,9 +129,7 @@ class DenseGqa(Family):
                     f"{FLAG}: {key} changes which layers there are; expected a file made for that model"
                 )
         if FULL in pattern.roles:
-            raise SpellingError(
-                f"letter {pattern.roles.index(FULL)} is F, which is searched but not served yet; expected D or S"
-            )
+            raise SpellingError(f"letter {pattern.roles.index(FULL)} is F, which is not served yet; expected D or S")
         return dict(overrides)
 
     def loaded(self, runner: Any, pattern: Pattern) -> None:
