@@ -201,14 +201,16 @@ def test_models_and_passes_that_do_not_fit() -> None:
         pass
 
 
-def test_the_end_of_a_sequence_behind_a_cache() -> None:
-    """What was read without roles, then the rest in one pass with them."""
+@pytest.mark.parametrize("step", [LENGTH - PROMPT, 1, 7])
+def test_the_end_of_a_sequence_behind_a_cache(step: int) -> None:
+    """What was read without roles, then the rest with them: in one pass, token by token as when generating, in parts."""
     model, ids, pattern = dense_model(), tokens(), Pattern("DSSDSS", FEW)
     with apply_page_roles(model, pattern, prompt=prompt_rows()):
         expected = logits(model, input_ids=ids)
-    cache = DynamicCache(config=model.config)
+    cache, found = DynamicCache(config=model.config), []
     with torch.inference_mode():
         model(input_ids=ids[:, :PROMPT], past_key_values=cache)
     with torch.inference_mode(), apply_page_roles(model, pattern):
-        found = model(input_ids=ids[:, PROMPT:], past_key_values=cache).logits
-    torch.testing.assert_close(found, expected[:, PROMPT:], rtol=1e-4, atol=1e-5)
+        for start in range(PROMPT, LENGTH, step):
+            found.append(model(input_ids=ids[:, start : start + step], past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(found, 1), expected[:, PROMPT:], rtol=1e-4, atol=1e-5)
