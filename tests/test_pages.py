@@ -203,7 +203,7 @@ def test_models_and_passes_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize("step", [LENGTH - PROMPT, 1, 7])
 def test_the_end_of_a_sequence_behind_a_cache(step: int) -> None:
-    """What was read without roles, then the rest with them: in one pass, token by token as when generating, in parts."""
+    """What was read without roles, then the rest with them: in one pass, token by token, or in parts."""
     model, ids, pattern = dense_model(), tokens(), Pattern("DSSDSS", FEW)
     with apply_page_roles(model, pattern, prompt=prompt_rows()):
         expected = logits(model, input_ids=ids)
@@ -213,4 +213,4 @@ def test_the_end_of_a_sequence_behind_a_cache(step: int) -> None:
     with torch.inference_mode(), apply_page_roles(model, pattern):
         for start in range(PROMPT, LENGTH, step):
             found.append(model(input_ids=ids[:, start : start + step], past_key_values=cache).logits)
-    torch.testing.assert_close(torch.cat(found, 1), expected[:, PROMPT:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat(found, 1), expected[:, PROMPT:], rtol=1e-4, atol=1e-4)
