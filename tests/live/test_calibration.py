@@ -331,7 +331,7 @@ def test_a_search_with_a_server_of_its_own(tmp_path: Path) -> None:
     file = PatternFile.load(tmp_path / "out" / "pattern.yaml")
     assert file.as_pattern().retention == 7 / 8 and file.versions["engine"] == "sglang 0.5.23"
     report = (tmp_path / "out" / "report.html").read_text()
-    assert "Patterns found" in report and "Index overlap" in report
+    assert "Patterns found" in report and "Overlap of choices" in report
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["overlap"] is not None
     log = (tmp_path / "out" / "work" / "server.log").read_text()
     assert "indexcache: serving FFFF" in log
