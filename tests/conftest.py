@@ -181,6 +181,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def dense_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random dense model on disk."""
+    return save_model(tiny_dense_config(), tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
 def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows of token ids, enough for a few calibration and held-out sequences."""
     path = tmp_path_factory.mktemp("data") / "tokens.jsonl"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -12,17 +12,9 @@ from numpy.typing import NDArray
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.evaluator import Evaluator
 from indexcache_search.line import NAMED, Line, uniform_lines
-from indexcache_search.strategies.recall import Recall
-from indexcache_search.strategies.shift import Shift, shift_pattern
-from indexcache_search.strategies.similarity import Similarity, similarity_pattern
+from indexcache_search.strategies import measured_strategies
 from indexcache_search.strategies.uniform import Uniform
 from sglang_indexcache import Pattern
-
-_RULES: dict[str, Callable[[NDArray[np.float64], int, Pattern], Pattern]] = {
-    Similarity.name: similarity_pattern,
-    Shift.name: lambda matrix, full_layers, native: shift_pattern(matrix[0], full_layers, native),
-    Recall.name: similarity_pattern,
-}
 
 
 @dataclass(frozen=True)
@@ -54,10 +46,11 @@ def comparison_lines(
     for retention, pattern in patterns.items():
         lines.append(Line(NAMED, strategy, retention, pattern))
         baselines = {Uniform.name: [line for line in uniform_lines(native, retention) if line.phase == 0]}
-        for name, rule in _RULES.items():
-            matrix = measured.get(name)
+        for rule in measured_strategies(native.selection is not None):
+            matrix = measured.get(rule.name)
             if matrix is not None:
-                baselines[name] = [Line(NAMED, name, retention, rule(matrix, len(pattern.full_layers), native))]
+                taken = rule.pattern(matrix, len(pattern.full_layers), native)
+                baselines[rule.name] = [Line(NAMED, rule.name, retention, taken)]
         others += [line for name, items in baselines.items() if name != strategy for line in items]
     return [*lines, *others]
 

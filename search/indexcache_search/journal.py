@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +19,8 @@ from sglang_indexcache.errors import PatternError
 from sglang_indexcache.fields import Count, Finite
 
 FILE_NAME = "journal.jsonl"
+
+_Key = tuple[str, Pattern, int]  # set, pattern, repeat
 
 
 class Journal:
@@ -50,7 +52,7 @@ class Journal:
                 self._file.truncate(0)
             self._sealer = Sealer()
             self.facts: Mapping[str, Any] = dict(facts)
-            self._evaluations: dict[tuple[str, Pattern, int], Evaluation] = {}
+            self._evaluations: dict[_Key, Evaluation] = {}
             self._matrices: dict[str, list[list[float]]] = {}
             self._read(json.loads(json.dumps(identity)))
         except BaseException:
@@ -72,20 +74,14 @@ class Journal:
         if not whole:
             self._append({"identity": identity, "facts": self.facts})
             return
-        for number, record in opened(whole, str(self.path), self._sealer):
-            try:
-                if number == 1:
-                    header = _Header.model_validate(record)
-                    check_identity(self.path, "search", "--work-dir", header.identity, identity)
-                    self.facts = header.facts
-                elif "matrix" in record:
-                    matrix = _Matrix.model_validate(record)
-                    self._matrices[matrix.matrix] = matrix.values
-                else:
-                    key, evaluation = _Line.model_validate(record).parse()
-                    self._add(key, evaluation)
-            except (ValidationError, PatternError):
-                raise damaged(self.path, number) from None
+        for record in _records(whole, self.path, self._sealer):
+            if isinstance(record, _Header):
+                check_identity(self.path, "search", "--work-dir", record.identity, identity)
+                self.facts = record.facts
+            elif isinstance(record, _Matrix):
+                self._matrices[record.matrix] = record.values
+            else:
+                self._add(*record)
 
     def __enter__(self) -> Self:
         return self
@@ -116,7 +112,7 @@ class Journal:
         )
         self._add((part, evaluation.pattern, repeat), evaluation)
 
-    def _add(self, key: tuple[str, Pattern, int], evaluation: Evaluation) -> None:
+    def _add(self, key: _Key, evaluation: Evaluation) -> None:
         earlier = self._evaluations.get(key)
         self._evaluations[key] = evaluation if earlier is None else earlier + evaluation
 
@@ -139,15 +135,8 @@ def recorded(path: Path) -> list[tuple[str, Evaluation]]:
     Raises:
         JournalError: if the file is damaged.
     """
-    found = []
-    for number, record in opened(complete(path.read_bytes()), str(path), Sealer()):
-        if number > 1 and "matrix" not in record:
-            try:
-                (part, _, _), evaluation = _Line.model_validate(record).parse()
-            except (ValidationError, PatternError):
-                raise damaged(path, number) from None
-            found.append((part, evaluation))
-    return found
+    records = _records(complete(path.read_bytes()), path, Sealer())
+    return [(record[0][0], record[1]) for record in records if isinstance(record, tuple)]
 
 
 class _Record(BaseModel):
@@ -184,7 +173,7 @@ class _Line(_Record):
             raise ValueError("a sequence stands there twice, or without tokens")
         return self
 
-    def parse(self) -> tuple[tuple[str, Pattern, int], Evaluation]:
+    def parse(self) -> tuple[_Key, Evaluation]:
         evaluation = Evaluation(
             Pattern.from_key(self.pattern),
             tuple(self.rows),
@@ -195,3 +184,21 @@ class _Line(_Record):
             self.seconds,
         )
         return (self.set, evaluation.pattern, self.repeat), evaluation
+
+
+def _records(content: bytes, path: Path, sealer: Sealer) -> Iterator[_Header | _Matrix | tuple[_Key, Evaluation]]:
+    """What stands in a journal, line by line.
+
+    Raises:
+        JournalError: if a line is damaged.
+    """
+    for number, record in opened(content, str(path), sealer):
+        try:
+            if number == 1:
+                yield _Header.model_validate(record)
+            elif "matrix" in record:
+                yield _Matrix.model_validate(record)
+            else:
+                yield _Line.model_validate(record).parse()
+        except (ValidationError, PatternError):
+            raise damaged(path, number) from None

@@ -15,7 +15,7 @@ from indexcache_search import estimates
 from indexcache_search.comparison import Row
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine, Evaluation
-from indexcache_search.line import BASELINE, BEST, MEAN, PHASE, Line
+from indexcache_search.line import BASELINE, BEST, MEAN, PHASE, Line, pages_suffix
 from indexcache_search.results import CostResult, HeldOut, Measured, SearchResult, StepResult
 from indexcache_search.results import Row as TableRow
 from indexcache_search.search import Found
@@ -80,12 +80,12 @@ def held_out(rows: Sequence[Row], data: TokenSet, first_choice: int) -> HeldOut:
     """The held-out comparison: every pattern, and uniform's mean and best over phases where there are several."""
     baseline = next(row.evaluation for row in rows if row.line.kind == BASELINE)
     table = [TableRow(**described(row.line), **_measure(row.evaluation, baseline, data)) for row in rows]
-    several = len({row.line.pattern.selection for row in rows if row.line.kind == PHASE and row.line.pattern}) > 1
-    for group in dict.fromkeys(map(_group, rows)):
-        phases = [row for row in rows if row.line.kind == PHASE and _group(row) == group]
+    uniform = [row for row in rows if row.line.kind == PHASE]
+    selections = [_group(row)[1] for row in uniform]
+    for group in dict.fromkeys(map(_group, uniform)):
+        phases = [row for row in uniform if _group(row) == group]
         if len(phases) > 1:
-            more = f", {group[1].pages} pages" if several and group[1] is not None else ""
-            table += _phase_summaries(phases, baseline, data, more)
+            table += _phase_summaries(phases, baseline, data, pages_suffix(group[1], selections))
     return HeldOut(
         sources=list(data.sources),
         answer_sources=_answer_sources(data, first_choice),

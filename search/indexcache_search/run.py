@@ -35,6 +35,7 @@ from indexcache_search.progress import SearchProgress
 from indexcache_search.results import SearchResult
 from indexcache_search.search import Found, Listeners, Search
 from indexcache_search.settings import Settings
+from indexcache_search.strategies import measured_strategies
 from indexcache_search.strategies.base import Step
 from sglang_indexcache.command_line import doing
 from sglang_indexcache.families import family_of
@@ -204,10 +205,8 @@ def _search(
             found = search.find()
         with timed("overlap and similarity"):
             progress.wait("what layers have in common")
-            names = (
-                ("overlap", "similarity") if engine.model.native.selection is None else ("overlap", "shift", "recall")
-            )
-            measured = {name: matrices.measured(name) for name in names}
+            rules = measured_strategies(engine.model.native.selection is not None)
+            measured = {name: matrices.measured(name) for name in ("overlap", *(rule.name for rule in rules))}
             lines = comparison_lines(settings.strategy, found.patterns, engine.model.native, measured)
         for look_alike in found.look_alikes:
             progress.warn(str(look_alike))

@@ -22,7 +22,7 @@ from indexcache_search.evaluator import Evaluator
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.identity import engine_identity, today
 from indexcache_search.journal import Journal
-from indexcache_search.line import NAMED, Line, uniform_lines
+from indexcache_search.line import NAMED, Line, pages_suffix, uniform_lines
 from indexcache_search.results import ComparisonResult
 from sglang_indexcache import SparseModel
 from sglang_indexcache.files import write_atomically
@@ -168,16 +168,14 @@ def named_lines(
     for name, spec in specs:
         for kept, pattern in spec.by_retention(model, candidates.retentions):
             for selection in candidates.selections or (pattern.selection,):
-                more = f", {selection.pages} pages" if selection is not None and len(candidates.selections) > 1 else ""
-                lines.append(Line(NAMED, (name or spec.label) + more, kept, replace(pattern, selection=selection)))
+                label = (name or spec.label) + pages_suffix(selection, candidates.selections)
+                lines.append(Line(NAMED, label, kept, replace(pattern, selection=selection)))
     if candidates.uniform:
-        several = len({line.pattern.selection for line in lines if line.pattern is not None}) > 1
-        for share, selection in dict.fromkeys(
-            (line.retention, line.pattern.selection) for line in lines if line.pattern is not None
-        ):
+        asked = [(line.retention, line.pattern.selection) for line in lines if line.pattern is not None]
+        for share, selection in dict.fromkeys(asked):
             if share is not None and full_layer_count(model.num_layers, share) < model.num_layers:
-                more = f", {selection.pages} pages" if selection is not None and several else ""
-                lines += uniform_lines(replace(model.native, selection=selection), share, more)
+                suffix = pages_suffix(selection, [other for _, other in asked])
+                lines += uniform_lines(replace(model.native, selection=selection), share, suffix)
     return lines
 
 

@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
+from sglang_indexcache.families.dense_gqa import sliding_window
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
 from sglang_indexcache.selection import Selection
 
@@ -99,9 +100,10 @@ def apply_page_roles(
 
 
 def _check(model: Any) -> None:
-    name, config = type(model).__name__, model.config
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        raise SearchError(f"{name}: sliding_window is {config.sliding_window}, expected layers that see everything")
+    window = sliding_window(vars(model.config))
+    if window:
+        name = type(model).__name__
+        raise SearchError(f"{name}: sliding_window is {window}, expected layers that see everything")
 
 
 def _attention(

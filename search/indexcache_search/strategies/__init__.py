@@ -6,6 +6,7 @@ from indexcache_search.strategies.base import Strategy
 from indexcache_search.strategies.exhaustive import Exhaustive
 from indexcache_search.strategies.greedy import Greedy
 from indexcache_search.strategies.lazy import Lazy
+from indexcache_search.strategies.measured import MeasuredStrategy
 from indexcache_search.strategies.recall import Recall
 from indexcache_search.strategies.segments import Segments
 from indexcache_search.strategies.shift import Shift
@@ -17,3 +18,8 @@ STRATEGIES: dict[str, Strategy] = {
     for strategy in (Segments(), Lazy(), Greedy(), Exhaustive(), Uniform(), Similarity(), Shift(), Recall())
 }
 DEFAULT_STRATEGY = next(iter(STRATEGIES))
+
+
+def measured_strategies(dense: bool) -> list[MeasuredStrategy]:
+    """The strategies that take their patterns from a measurement, of dense models or of others."""
+    return [item for item in STRATEGIES.values() if isinstance(item, MeasuredStrategy) and item.dense == dense]

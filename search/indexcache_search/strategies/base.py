@@ -165,16 +165,6 @@ class DirectStrategy(Strategy):
         return find_each(problem, lambda retention: self.ranked(problem, retention))
 
 
-def only_dense(name: str, goal: Goal) -> None:
-    """Check that a goal is about the pages of a dense model.
-
-    Raises:
-        SearchError: if it is about indexers.
-    """
-    if goal.native.selection is None:
-        raise SearchError(f"--strategy {name} is for dense models, whose layers choose pages; expected another one")
-
-
 def too_many(count: int, native: Pattern) -> SearchError:
     """More layers were to share nothing than can."""
     available, what = len(native.full_layers), "have an indexer" if native.selection is None else "are there"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.strategies.base import DirectStrategy, Goal, Problem, only_dense
+from indexcache_search.strategies.measured import MeasuredStrategy
 from sglang_indexcache import Pattern
 
 FIXED = 3  # the paper's first layers: two that attend to everything, and one that also chooses
@@ -29,19 +27,12 @@ def shift_pattern(shift: NDArray[np.float64], full_layers: int, native: Pattern)
     return native.keeping([*first, *(int(part[np.argmax(shift[part])]) for part in parts)])
 
 
-class Shift(DirectStrategy):
+class Shift(MeasuredStrategy):
     """What the paper of DELTA does."""
 
     name = "shift"
     summary = "dense models: no pattern, but how far attention moves from layer to layer (DELTA's calibrator)"
+    dense = True
 
-    def check(self, goal: Goal) -> None:
-        only_dense(self.name, goal)
-        super().check(goal)
-
-    def planned(self, goal: Goal) -> int:
-        return len(goal.full_layers)
-
-    def ranked(self, problem: Problem, retention: Fraction) -> list[Pattern]:
-        [shift] = problem.needed("shift")
-        return [shift_pattern(shift, problem.goal.full_layers[retention], problem.goal.native)]
+    def pattern(self, matrix: NDArray[np.float64], full_layers: int, native: Pattern) -> Pattern:
+        return shift_pattern(matrix[0], full_layers, native)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.strategies.base import DirectStrategy, Goal, Problem
 from indexcache_search.strategies.dynamic_program import cheapest_segments
+from indexcache_search.strategies.measured import MeasuredStrategy
 from sglang_indexcache import Pattern
 
 
@@ -29,15 +27,12 @@ def similarity_pattern(similarity: NDArray[np.float64], full_layers: int, native
     return cheapest_segments(costs, full_layers, native)
 
 
-class Similarity(DirectStrategy):
+class Similarity(MeasuredStrategy):
     """One of the paper's baselines."""
 
     name = "similarity"
     summary = "no pattern, but how similar attention outputs stay (the paper's Appendix C)"
+    dense = False
 
-    def planned(self, goal: Goal) -> int:
-        return len(goal.full_layers)
-
-    def ranked(self, problem: Problem, retention: Fraction) -> list[Pattern]:
-        matrix = problem.needed(self.name)
-        return [similarity_pattern(matrix, problem.goal.full_layers[retention], problem.goal.native)]
+    def pattern(self, matrix: NDArray[np.float64], full_layers: int, native: Pattern) -> Pattern:
+        return similarity_pattern(matrix, full_layers, native)

@@ -48,6 +48,11 @@ REFUSED = {
 }
 
 
+def sliding_window(config: Mapping[str, Any]) -> Any:
+    """The window that layers see, as a configuration of transformers has it; `None` where it is not used."""
+    return config.get("sliding_window") if config.get("use_sliding_window", True) else None
+
+
 class DenseGqa(Family):
     """Every layer is a site. Roles are written once SGLang has built its attention backend."""
 
@@ -111,10 +116,9 @@ class DenseGqa(Family):
                 next((kind for kind in kinds if kind != _FULL_ATTENTION), "none") if isinstance(kinds, list) else kinds
             )
             raise ModelConfigError(f"{name}: config.json: layer_types has {other!r}, expected {_FULL_ATTENTION} alone")
-        if config.get("sliding_window") and config.get("use_sliding_window", True):
-            raise ModelConfigError(
-                f"{name}: config.json: sliding_window is {config['sliding_window']!r}, expected layers that see all"
-            )
+        window = sliding_window(config)
+        if window:
+            raise ModelConfigError(f"{name}: config.json: sliding_window is {window!r}, expected layers that see all")
 
     def selecting(self, model: SparseModel, selection: Selection | None) -> SparseModel:
         return super().selecting(model, selection or DEFAULT)
