@@ -28,7 +28,9 @@ class Row:
 
 def family_features() -> tuple[Feature, ...]:
     """What the families need beside `FEATURES`, each once."""
-    features = (item for family in FAMILIES for item in (family.serving, family.pipeline, family.rule))
+    features = (
+        item for family in FAMILIES for item in (family.serving, family.pipeline, family.rule, *family.variants)
+    )
     return tuple(dict.fromkeys(item for item in features if item is not None))
 
 

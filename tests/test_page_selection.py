@@ -104,6 +104,43 @@ def test_kernels_are_their_definitions(
 
 
 @pytest.mark.parametrize("backend", ["naive", "triton"])
+@pytest.mark.parametrize("table_page", [1, 16])
+def test_lists_are_tables_with_rows_of_any_length(table_page: int, backend: Any) -> None:
+    """As flashinfer has them: entries of all requests one after the other, and where each begins."""
+    lengths = [300, 1, 64, 1000, 65]
+    budget = PageBudget(pages=4, recent_pages=1, sink_pages=1)
+    given = cache(lengths, 1024, table_page, 8, 2, 64)
+    scores = page_scores(**given, budget=budget, backend=backend)
+    rows, tokens = select_pages(
+        scores, given["table"], given["lengths"], budget=budget, table_page=table_page, backend=backend
+    )
+    counts = [-(-length // table_page) for length in lengths]
+    table = torch.cat([given["table"][row, :count] for row, count in enumerate(counts)])
+    starts = torch.tensor([sum(counts[:row]) for row in range(5)], dtype=torch.int32, device=DEVICE)
+    listed = {**given, "table": table, "starts": starts}
+    out = torch.empty_like(scores)
+    page_scores(**listed, budget=budget, out=out, backend=backend)
+    assert torch.equal(out.nan_to_num(), scores.nan_to_num())
+    kept = [-(-int(count) // table_page) for count in tokens]
+    out_table = torch.full((sum(kept) + 2,), -7, dtype=torch.int32, device=DEVICE)
+    out_starts = torch.tensor([1 + sum(kept[:row]) for row in range(5)], dtype=torch.int32, device=DEVICE)
+    _, again = select_pages(
+        scores,
+        table,
+        given["lengths"],
+        budget=budget,
+        table_page=table_page,
+        starts=starts,
+        out_table=out_table,
+        out_starts=out_starts,
+        backend=backend,
+    )
+    assert torch.equal(again, tokens)
+    expected = torch.cat([rows[row, :count] for row, count in enumerate(kept)]).tolist()
+    assert out_table.tolist() == [-7, *expected, -7]  # nothing beside them
+
+
+@pytest.mark.parametrize("backend", ["naive", "triton"])
 def test_of_equal_scores_the_lower_pages_win(backend: Any) -> None:
     scores = torch.tensor([[0.5, 0.25, 0.25, 0.25, 0.0, 0.25, 0.0, 0.0]], device=DEVICE)
     table = torch.arange(8, dtype=torch.int32, device=DEVICE)[None] * 10
@@ -176,6 +213,15 @@ def test_budgets_that_can_not_be(sizes: dict[str, int], message: str) -> None:
         ({"lse": torch.zeros(1, 2)}, r"lse is \[1, 2\] of torch.float32, expected \[1, 4\] of torch.float32"),
         ({"out": torch.zeros(1, 5)}, r"out is \[1, 5\] of torch.float32, expected \[1, 4\] of torch.float32"),
         ({"backend": "cuda"}, "backend is cuda, expected auto, naive or triton"),
+        ({"starts": torch.zeros(1, dtype=torch.int32)}, r"table is \[1, 64\] of torch.int32, expected \[T\]"),
+        (
+            {"table": torch.zeros(64, dtype=torch.int32), "starts": torch.zeros(1, dtype=torch.int32)},
+            r"out is not \[B, N\], expected the most pages of a request where table is a list",
+        ),
+        (
+            {"table": torch.zeros(64, dtype=torch.int32), "starts": torch.zeros(1)},
+            r"starts is \[1\] of torch.float32, expected \[1\] of torch.int32",
+        ),
     ],
 )
 def test_inputs_that_do_not_fit(changes: dict[str, Any], message: str) -> None:

@@ -29,6 +29,7 @@ class Family(ABC):
         architectures: as in config.json.
         serving: what SGLang must have for these models to be served with a pattern, and proven.
         pipeline: what it must have for pipeline stages; `None` where no SGLang has them.
+        variants: what it may have, for some of its flags.
         rule: what it must have to be asked which layers would run; `None` where roles are no configuration of SGLang.
         begins_every_stage: whether the first site of a pipeline stage must choose, since stages hand nothing over.
         proven_after: what of SGLang has run when `loaded` is called and the roles are read back.
@@ -42,6 +43,7 @@ class Family(ABC):
     architectures: ClassVar[tuple[str, ...]]
     serving: ClassVar[Feature]
     pipeline: ClassVar[Feature | None]
+    variants: ClassVar[tuple[Feature, ...]] = ()
     rule: ClassVar[Feature | None]
     begins_every_stage: ClassVar[bool] = False
     proven_after: ClassVar[Need] = LOAD_MODEL
@@ -113,6 +115,13 @@ class Family(ABC):
 
         Raises:
             ProofError: if that can't be done.
+        """
+
+    def captured(self, runner: Any, pattern: Pattern) -> None:  # noqa: B027  (most run nothing of ours in a pass)
+        """Check what the CUDA graphs of a `ModelRunner` were captured with.
+
+        Raises:
+            ProofError: if that is not `pattern`.
         """
 
     @abstractmethod

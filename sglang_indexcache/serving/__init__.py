@@ -9,6 +9,7 @@ What is hooked, and when each runs:
 | before `Engine._launch_subprocesses` | `ready` | the pattern travels with the server arguments |
 | after `_initialize_model`, `ModelRunner.load_model` | `proof`, `ranks` | roles and weights of each rank, all alike |
 | after `ModelRunner.init_attention_backends` | `proof`, `ranks` | the same of dense models: its backend has the roles |
+| after `ModelRunner.init_cuda_graphs` | `proof` | of dense models: each graph was captured with the roles |
 | after `Scheduler.__init__` | `metrics` | metrics, if they are on |
 | after `Scheduler.get_init_info` | `ready` | a scheduler is not ready without its proof, and sends it along |
 | after `Engine._launch_subprocesses` | `ready` | no server before every scheduler has sent its proof |
@@ -76,6 +77,8 @@ def _register(request: Request, proven: Proven) -> preflight.Preflight:
     for need in (probes.LOAD_MODEL, probes.LOAD_BACKENDS):
         if source.missing(need) is None:
             hooks.after(need, proof.prover(check, proven, need))
+    if source.missing(probes.LOAD_GRAPHS) is None:
+        hooks.after(probes.LOAD_GRAPHS, proof.captured(check))
     hooks.after(probes.READY, ready.reporter(request, proven))
     hooks.after(probes.LAUNCH, ready.gate(request))
     for feature, register, need, function in (

@@ -222,3 +222,17 @@ def _checkpoint_tensors(indexer: Any) -> Iterator[tuple[str, Any]]:
     for name, parameter in indexer.named_parameters():
         if name.endswith(_CHECKPOINT_NAMES) and parameter.data.is_floating_point():
             yield name, parameter
+
+
+def captured(asked: Asked) -> Callable[..., None]:
+    """Hook after `ModelRunner.init_cuda_graphs`: what was captured is the pattern.
+
+    Raises:
+        ProofError: from the hook, if it is not.
+    """
+
+    def after(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+        if not getattr(runner, "is_draft_worker", False):
+            asked.family.captured(runner, asked.pattern)
+
+    return after

@@ -57,6 +57,7 @@ def page_scores(
     *,
     budget: PageBudget,
     table_page: int = 1,
+    starts: Tensor | None = None,
     out: Tensor | None = None,
     splits: int | None = None,
     backend: Backend = "auto",
@@ -69,14 +70,16 @@ def page_scores(
     Args:
         q: `[B, H, D]`, the queries of the step: float32, bfloat16 or float16.
         k: `[slots, G, D]`, the layer's key cache in the dtype of `q`; head h uses key head h // (H / G).
-        table: `[B, M]`, int32: the cache pages of each request in order, of `table_page` slots each.
+        table: `[B, M]`, int32: the cache pages of each request in order, of `table_page` slots each. With `starts` one
+            list of them all, `[T]`.
         lengths: `[B]`, int32: tokens in the cache, the newest one included.
         lse: `[B, H]`, float32: logarithm of the attention's denominator.
         scale: what products of `q` and `k` are multiplied by.
         budget: sizes.
         table_page: slots of a page of `table`; divides `budget.page_tokens`.
-        out: `[B, N]`, float32, N >= the most pages of a request; allocated if not given. Static shapes let a CUDA graph
-            capture the call.
+        starts: `[B]`, int32: where each request begins in a table that is a list; `out` must be given then.
+        out: `[B, N]`, float32, N the most pages that a request can have; allocated if not given. Static shapes let a
+            CUDA graph capture the call.
         splits: programs a request; chosen by the batch if not given. Scores do not depend on it.
         backend: `naive` is PyTorch, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes that on CUDA.
 
@@ -86,7 +89,7 @@ def page_scores(
     Raises:
         KernelInputError: if shapes or dtypes don't fit together.
     """
-    batch, most = _check_table(table, lengths, budget, table_page)
+    batch, most = _check_table(table, lengths, budget, table_page, starts, "out", out)
     if q.ndim != 3 or k.ndim != 3 or q.shape[0] != batch or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
         raise KernelInputError(
             f"q is {list(q.shape)} and k {list(k.shape)}, expected [{batch}, H, D] and [slots, G, D]"
@@ -98,12 +101,22 @@ def page_scores(
     expect("lse", lse, (batch, q.shape[1]), torch.float32)
     expect("out", out, (batch, most), torch.float32)
     if not runs_triton(backend, q):
-        naive.page_scores(q, k, table, lengths, lse, scale, budget, table_page, out)
+        naive.page_scores(q, k, table, lengths, lse, scale, budget, table_page, starts, out)
         return out
     from indexcache_kernels.page_selection import triton
 
     triton.page_scores(
-        q.contiguous(), k, table, lengths, lse.contiguous(), scale, budget, table_page, out, splits or _splits(batch)
+        q.contiguous(),
+        k,
+        table,
+        lengths,
+        lse.contiguous(),
+        scale,
+        budget,
+        table_page,
+        starts,
+        out,
+        splits or _splits(batch),
     )
     return out
 
@@ -115,7 +128,9 @@ def select_pages(
     *,
     budget: PageBudget,
     table_page: int = 1,
+    starts: Tensor | None = None,
     out_table: Tensor | None = None,
+    out_starts: Tensor | None = None,
     out_lengths: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -129,7 +144,9 @@ def select_pages(
         lengths: `[B]`, int32, as there.
         budget: sizes.
         table_page: slots of a page of `table`.
+        starts: as there.
         out_table: `[B, pages * page_tokens / table_page]`, int32; allocated if not given.
+        out_starts: `[B]`, int32: where each request begins in an `out_table` that is one list, `[T]`.
         out_lengths: `[B]`, int32; allocated if not given.
         backend: as for `page_scores`.
 
@@ -139,34 +156,53 @@ def select_pages(
     Raises:
         KernelInputError: if shapes or dtypes don't fit together.
     """
-    batch, most = _check_table(table, lengths, budget, table_page)
+    batch, most = _check_table(table, lengths, budget, table_page, starts, "scores", scores)
     width = budget.pages * budget.page_tokens // table_page
     if out_table is None:
         out_table = torch.empty(batch, width, dtype=torch.int32, device=table.device)
     if out_lengths is None:
         out_lengths = torch.empty(batch, dtype=torch.int32, device=table.device)
     expect("scores", scores, (batch, most), torch.float32)
-    expect("out_table", out_table, (batch, width), torch.int32)
+    if out_starts is None:
+        expect("out_table", out_table, (batch, width), torch.int32)
+    else:
+        expect("out_starts", out_starts, (batch,), torch.int32)
+        expect("out_table", out_table, (out_table.numel(),), torch.int32)
     expect("out_lengths", out_lengths, (batch,), torch.int32)
     if not runs_triton(backend, scores):
-        naive.select_pages(scores, table, lengths, budget, table_page, out_table, out_lengths)
+        naive.select_pages(scores, table, lengths, budget, table_page, starts, out_table, out_starts, out_lengths)
         return out_table, out_lengths
     from indexcache_kernels.page_selection import triton
 
-    triton.select_pages(scores, table, lengths, budget, table_page, out_table, out_lengths)
+    triton.select_pages(scores, table, lengths, budget, table_page, starts, out_table, out_starts, out_lengths)
     return out_table, out_lengths
 
 
-def _check_table(table: Tensor, lengths: Tensor, budget: PageBudget, table_page: int) -> tuple[int, int]:
-    """Requests, and the most pages that one of them can have."""
+def _check_table(
+    table: Tensor,
+    lengths: Tensor,
+    budget: PageBudget,
+    table_page: int,
+    starts: Tensor | None,
+    what: str,
+    scores: Tensor | None,
+) -> tuple[int, int]:
+    """Requests, and the most pages that one of them can have: a list does not say it, `what` does."""
     if table_page < 1 or budget.page_tokens % table_page:
         raise KernelInputError(f"table_page is {table_page}, expected a divisor of page_tokens ({budget.page_tokens})")
-    if table.ndim != 2 or table.dtype != torch.int32 or table.stride(1) != 1:
+    shape = "[B, M]" if starts is None else "[T]"
+    if table.ndim != shape.count(",") + 1 or table.dtype != torch.int32 or table.stride(-1) != 1:
         raise KernelInputError(
-            f"table is {list(table.shape)} of {table.dtype}, expected [B, M] of torch.int32, in rows"
+            f"table is {list(table.shape)} of {table.dtype}, expected {shape} of torch.int32, in rows"
         )
-    expect("lengths", lengths, (len(table),), torch.int32)
-    return len(table), -(-table.shape[1] * table_page // budget.page_tokens)
+    if starts is None:
+        expect("lengths", lengths, (len(table),), torch.int32)
+        return len(table), -(-table.shape[1] * table_page // budget.page_tokens)
+    expect("lengths", lengths, (len(starts),), torch.int32)
+    expect("starts", starts, (len(starts),), torch.int32)
+    if scores is None or scores.ndim != 2:
+        raise KernelInputError(f"{what} is not [B, N], expected the most pages of a request where table is a list")
+    return len(starts), scores.shape[1]
 
 
 def _splits(batch: int) -> int:

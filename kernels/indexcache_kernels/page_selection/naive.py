@@ -17,6 +17,11 @@ def slots_of(table: Tensor, table_page: int) -> Tensor:
     return (table.long()[..., None] * table_page + torch.arange(table_page, device=table.device)).flatten(-2)
 
 
+def row_of(table: Tensor, starts: Tensor | None, row: int) -> Tensor:
+    """A request's entries, and maybe more behind them: of a table with a row each, or of a list where `starts` say."""
+    return table[row] if starts is None else table[int(starts[row]) :]
+
+
 def page_scores(
     q: Tensor,
     k: Tensor,
@@ -26,6 +31,7 @@ def page_scores(
     scale: float,
     budget: PageBudget,
     table_page: int,
+    starts: Tensor | None,
     out: Tensor,
 ) -> None:
     """Write into `out`, `[B, N]`: the sum over a page's tokens of the largest share that a head gives each."""
@@ -33,7 +39,8 @@ def page_scores(
         live = -(-length // budget.page_tokens)
         if live <= budget.pages:
             continue
-        slots = slots_of(table[row], table_page)[:length]
+        entries = row_of(table, starts, row)[: -(-length // table_page)]
+        slots = slots_of(entries, table_page)[:length]
         keys = k[slots].float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # [L, H, D]
         logits = torch.einsum("hd,lhd->hl", q[row].float(), keys) * scale
         shares = (logits - lse[row, :, None]).exp().amax(0)  # [L]
@@ -58,7 +65,9 @@ def select_pages(
     lengths: Tensor,
     budget: PageBudget,
     table_page: int,
+    starts: Tensor | None,
     out_table: Tensor,
+    out_starts: Tensor | None,
     out_lengths: Tensor,
 ) -> None:
     """Write the table of the selected pages, and how many tokens they hold."""
@@ -69,5 +78,5 @@ def select_pages(
         tokens = len(pages) * budget.page_tokens - missing
         at = torch.tensor([page * entries + entry for page in pages for entry in range(entries)], device=table.device)
         at = at[: -(-tokens // table_page)]
-        out_table[row, : len(at)] = table[row, at]
+        row_of(out_table, out_starts, row)[: len(at)] = row_of(table, starts, row)[at]
         out_lengths[row] = tokens

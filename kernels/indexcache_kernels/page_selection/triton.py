@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _scores_kernel(
-    q_ptr, k_ptr, table_ptr, lengths_ptr, lse_ptr, out_ptr, scale,
+    q_ptr, k_ptr, table_ptr, starts_ptr, lengths_ptr, lse_ptr, out_ptr, scale,
     k_slot_stride, k_head_stride, table_stride, out_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr, TABLE_PAGE: tl.constexpr, BUDGET: tl.constexpr, BLOCK_L: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LISTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores of a part of one request's pages."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -26,13 +26,14 @@ def _scores_kernel(
     pages = tl.cdiv(length, PAGE)
     if pages <= BUDGET:  # all of them are taken
         return
+    first = tl.load(starts_ptr + row) if LISTED else row * table_stride  # of the request's entries
     part = tl.cdiv(tl.cdiv(pages, SPLITS) * PAGE, BLOCK_L) * BLOCK_L  # tokens, whole blocks
     head, dim = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)  # [BLOCK_H], [BLOCK_D]
     head_mask, dim_mask = head < GROUP, dim < DIM
     for start in range(split * part, tl.minimum(split * part + part, pages * PAGE), BLOCK_L):
         token = start + tl.arange(0, BLOCK_L)  # [BLOCK_L]
         live = token < length
-        entry = tl.load(table_ptr + row * table_stride + token // TABLE_PAGE, mask=live, other=0).to(tl.int64)
+        entry = tl.load(table_ptr + first + token // TABLE_PAGE, mask=live, other=0).to(tl.int64)
         slot = entry * TABLE_PAGE + token % TABLE_PAGE
         largest = tl.zeros([BLOCK_L], dtype=tl.float32)  # share of a token over heads so far
         for kv_head in tl.static_range(KV_HEADS):
@@ -52,9 +53,10 @@ def _scores_kernel(
 
 @triton.jit
 def _select_kernel(
-    scores_ptr, table_ptr, lengths_ptr, out_table_ptr, out_lengths_ptr, scores_stride, table_stride, out_stride,
+    scores_ptr, table_ptr, starts_ptr, lengths_ptr, out_table_ptr, out_starts_ptr, out_lengths_ptr,
+    scores_stride, table_stride, out_stride,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, BUDGET: tl.constexpr, RECENT: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, LISTED: tl.constexpr, OUT_LISTED: tl.constexpr,
 ):  # fmt: skip
     """The page table of one request."""
     row = tl.program_id(0).to(tl.int64)
@@ -78,11 +80,13 @@ def _select_kernel(
     lower = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= room)  # of equal scores the lower pages
     taken = (page < pages) & (above | lower | (page < SINKS) | (page >= newest))
     place = tl.cumsum(taken.to(tl.int32), axis=0) - 1
+    first = tl.load(starts_ptr + row) if LISTED else row * table_stride
+    out_first = tl.load(out_starts_ptr + row) if OUT_LISTED else row * out_stride
     for number in tl.static_range(ENTRIES):
         source = page * ENTRIES + number
         held = taken & (source * (PAGE // ENTRIES) < length)
-        entry = tl.load(table_ptr + row * table_stride + source, mask=held, other=0)
-        tl.store(out_table_ptr + row * out_stride + place * ENTRIES + number, entry, mask=held)
+        entry = tl.load(table_ptr + first + source, mask=held, other=0)
+        tl.store(out_table_ptr + out_first + place * ENTRIES + number, entry, mask=held)
     tl.store(out_lengths_ptr + row, tl.minimum(pages, BUDGET) * PAGE - (pages * PAGE - length))
 
 
@@ -95,18 +99,19 @@ def page_scores(
     scale: float,
     budget: PageBudget,
     table_page: int,
+    starts: Tensor | None,
     out: Tensor,
     splits: int,
 ) -> None:
     """As the definition; `k` may have strides of its own, but for its last axis."""
     group = q.shape[1] // k.shape[1]
     _scores_kernel[(len(q), splits)](
-        q, k, table, lengths, lse, out, scale,
+        q, k, table, lengths if starts is None else starts, lengths, lse, out, scale,
         k.stride(0), k.stride(1), table.stride(0), out.stride(0),
         KV_HEADS=k.shape[1], GROUP=group, BLOCK_H=max(16, triton.next_power_of_2(group)),
         DIM=q.shape[2], BLOCK_D=max(16, triton.next_power_of_2(q.shape[2])),
         PAGE=budget.page_tokens, TABLE_PAGE=table_page, BUDGET=budget.pages, BLOCK_L=max(64, budget.page_tokens),
-        SPLITS=splits, PRECISION="ieee",
+        SPLITS=splits, LISTED=starts is not None, PRECISION="ieee",
     )  # fmt: skip
 
 
@@ -116,13 +121,17 @@ def select_pages(
     lengths: Tensor,
     budget: PageBudget,
     table_page: int,
+    starts: Tensor | None,
     out_table: Tensor,
+    out_starts: Tensor | None,
     out_lengths: Tensor,
 ) -> None:
     """As the definition."""
     _select_kernel[(len(scores),)](
-        scores, table, lengths, out_table, out_lengths, scores.stride(0), table.stride(0), out_table.stride(0),
+        scores, table, lengths if starts is None else starts, lengths,
+        out_table, lengths if out_starts is None else out_starts, out_lengths,
+        scores.stride(0), table.stride(0), out_table.stride(0),
         BLOCK_N=triton.next_power_of_2(scores.shape[1]), PAGE=budget.page_tokens,
         ENTRIES=budget.page_tokens // table_page, BUDGET=budget.pages, RECENT=budget.recent_pages,
-        SINKS=budget.sink_pages,
+        SINKS=budget.sink_pages, LISTED=starts is not None, OUT_LISTED=out_starts is not None,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from sglang_indexcache.errors import ModelConfigError, SpellingError
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.dense_gqa import attention
+from sglang_indexcache.families.dense_gqa.backends import BACKENDS
 from sglang_indexcache.model import SparseModel, config_digest, layer_count, positive
 from sglang_indexcache.overrides import FLAG
 from sglang_indexcache.pattern import FULL, Pattern
@@ -67,6 +68,7 @@ class DenseGqa(Family):
         "dense_gqa", "patterns of D and S on Llama, Qwen2, Qwen3 and Mistral", attention.NEEDS, "no server for these"
     )
     pipeline: ClassVar[Feature | None] = None
+    variants: ClassVar[tuple[Feature, ...]] = tuple(item.feature for item in BACKENDS)
     rule: ClassVar[Feature | None] = None
     proven_after: ClassVar[Need] = LOAD_BACKENDS
     calibrated = False
@@ -138,6 +140,9 @@ class DenseGqa(Family):
 
     def loaded(self, runner: Any, pattern: Pattern) -> None:
         attention.install(runner, pattern)
+
+    def captured(self, runner: Any, pattern: Pattern) -> None:
+        attention.check_captured(runner, pattern)
 
     def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
         return attention.modules(model)

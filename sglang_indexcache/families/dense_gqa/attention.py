@@ -13,20 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_indexcache.errors import ProofError
+from sglang_indexcache.families.dense_gqa.backends import choosing
 from sglang_indexcache.pattern import DENSE, SHARED, Pattern
-from sglang_indexcache.probes import LOAD_BACKENDS, Need
+from sglang_indexcache.probes import LOAD_BACKENDS, LOAD_GRAPHS, Need
 from sglang_indexcache.selection import Selection
 
 LAYER = Need("srt.layers.radix_attention", "RadixAttention.__init__", ("layer_id", "sliding_window_size"))
-TORCH_NATIVE = Need(
-    "srt.layers.attention.torch_native_backend",
-    "TorchNativeAttnBackend.forward_decode",
-    ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
-    ("req_to_token_pool", "token_to_kv_pool", "req_pool_indices", "seq_lens"),
-)
-NEEDS = (LOAD_BACKENDS, LAYER, TORCH_NATIVE)
+NEEDS = (LOAD_BACKENDS, LOAD_GRAPHS, LAYER)
 
 _PLACE = "indexcache"  # of a `Place`, on a RadixAttention
+CAPTURED = "indexcache_captured"
+"""On a backend, by batch size and layer: the letters that ran while CUDA graphs were captured."""
 
 
 @dataclass
@@ -95,12 +92,11 @@ def install(runner: Any, pattern: Pattern) -> None:
         )
     if runner.kv_cache_dtype != runner.dtype:
         raise ProofError(f"the KV cache is of {runner.kv_cache_dtype}, expected the model's own {runner.dtype}")
-    from sglang_indexcache.families.dense_gqa.torch_native import choosing
-
     for name in ("attn_backend", "decode_attn_backend"):
         backend = getattr(runner, name, None)
         if backend is not None:
             backend.__class__ = choosing(type(backend))
+            backend.indexcache_selection = chosen
     switch(runner, pattern)
 
 
@@ -132,6 +128,23 @@ def switch(runner: Any, pattern: Pattern) -> None:
         above = pattern.roles[layer + 1 : layer + 2]
         letter = pattern.roles[layer : layer + 1]
         setattr(module, _PLACE, Place(letter, letter != SHARED and above == SHARED, pattern.selection))
+
+
+def check_captured(runner: Any, pattern: Pattern) -> None:
+    """Check that each layer decoded by its letter while each CUDA graph was captured, of every batch size.
+
+    Raises:
+        ProofError: naming a batch size where that is not so.
+    """
+    noted = vars(runner.attn_backend).get(CAPTURED, {})
+    layers = [layer for layer, _ in modules(runner.model)]
+    expected = "".join(pattern[layer] for layer in layers)
+    for size in getattr(runner.decode_cuda_graph_runner, "capture_bs", ()):
+        found = "".join(noted.get(size, {}).get(layer, "-") for layer in layers)
+        if found != expected:
+            raise ProofError(
+                f"the CUDA graph of {size} requests was captured with {found}, the pattern says {expected}"
+            )
 
 
 def configured(runner: Any) -> str:

@@ -1,0 +1,102 @@
+"""SGLang's attention backends that can decode over chosen pages, by their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from sglang_indexcache.errors import ProofError
+from sglang_indexcache.probes import Feature, Need, SglangSource
+
+_STOCK = "indexcache_stock"  # of a subclass: the class that it was made of
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One of them.
+
+    Attributes:
+        name: as `--attention-backend` has it.
+        module: below `sglang.`
+        stock: SGLang's class.
+        home: module beside this one whose `choosing` makes the subclass; imported when it is needed.
+        decode: what its class must have.
+    """
+
+    name: str
+    module: str
+    stock: str
+    home: str
+    decode: tuple[Need, ...]
+
+    @property
+    def feature(self) -> Feature:
+        return Feature(
+            self.name, f"dense models with --attention-backend {self.name}", self.decode, "no server with that backend"
+        )
+
+
+def _backend(
+    name: str, module: str, stock: str, home: str, *needs: tuple[str, tuple[str, ...], tuple[str, ...]]
+) -> Backend:
+    module = f"srt.layers.attention.{module}"
+    return Backend(
+        name, module, stock, home, tuple(Need(module, f"{stock}.{method}", *more) for method, *more in needs)
+    )
+
+
+_DECODE = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")
+TORCH_NATIVE = _backend(
+    "torch_native",
+    "torch_native_backend",
+    "TorchNativeAttnBackend",
+    "torch_native",
+    ("forward_decode", _DECODE, ("req_to_token_pool", "token_to_kv_pool", "req_pool_indices", "seq_lens")),
+)
+FLASHINFER = _backend(
+    "flashinfer",
+    "flashinfer_backend",
+    "FlashInferAttnBackend",
+    "flashinfer",
+    ("forward_decode", _DECODE, ("forward_metadata", "decode_wrappers", "token_to_kv_pool")),
+    ("init_forward_metadata", ("forward_batch",), ("indices_updater_decode", "decode_wrappers")),
+    ("init_forward_metadata_out_graph", ("forward_batch", "in_capture"), ("decode_cuda_graph_metadata",)),
+    ("_create_decode_wrappers", ("bs", "num_tokens"), ("BatchDecodeWithPagedKVCacheWrapper", "workspace_buffer")),
+)
+FLASH_ATTENTION = _backend(
+    "fa3",
+    "flashattention_backend",
+    "FlashAttentionBackend",
+    "flash_attention",
+    ("forward_decode", (*_DECODE, "return_lse"), ("page_table", "cache_seqlens_int32", "scheduler_metadata")),
+)
+BACKENDS = (TORCH_NATIVE, FLASHINFER, FLASH_ATTENTION)
+
+
+def choosing(stock: Any) -> Any:
+    """The subclass of an attention backend that decodes by the `Place` of each layer; itself, where it is one already.
+
+    Raises:
+        ProofError: if it is a backend that nobody wrote one for, or this SGLang's lacks what that needs.
+    """
+    if hasattr(stock, _STOCK):
+        return stock
+    named = (stock.__module__, stock.__qualname__)
+    found = next((item for item in BACKENDS if (f"sglang.{item.module}", item.stock) == named), None)
+    if found is None:
+        names = ", ".join(item.name for item in BACKENDS)
+        raise ProofError(
+            f"the attention backend is {stock.__qualname__}, expected one that can decode over chosen pages:"
+            f" --attention-backend {names}"
+        )
+    source = SglangSource.installed()
+    reason = None if source is None else source.refusal(found.feature)
+    if reason is not None:
+        raise ProofError(f"--attention-backend {found.name} {reason}")
+    make: Callable[[Any], Any] = import_module(f"{__package__}.{found.home}").choosing
+    made = make(stock)
+    made.__name__ = made.__qualname__ = f"Choosing{stock.__name__}"
+    setattr(made, _STOCK, stock)
+    return made

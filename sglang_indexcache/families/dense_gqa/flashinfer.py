@@ -1,0 +1,189 @@
+"""SGLang's `flashinfer` backend: S layers run its decode attention, planned a second time, over the chosen tokens.
+
+A plan needs lengths alone, and how many tokens are chosen does not depend on which. So the second plan is made beside
+the first, before a forward pass or a replay, and the choosing layers write the tokens that it reads.
+
+Read: sglang/srt/layers/attention/flashinfer_backend.py of 0.5.17 and 0.5.23, flashinfer/decode.py of 0.6.15.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from indexcache_kernels import page_scores, select_pages
+from sglang_indexcache.families.dense_gqa.decoding import budget_of, changed, kept_tokens, note_captured, told_place
+from sglang_indexcache.pattern import SHARED
+from sglang_indexcache.selection import Selection
+
+
+@dataclass
+class _Plan:
+    """What decodes S layers.
+
+    Attributes:
+        wrapper: flashinfer's, planned for the chosen tokens.
+        starts: `[B + 1]`, int32, where each request begins in `tokens`.
+        tokens: int32, the chosen slots of all requests.
+        lengths: `[B]`, int32, tokens in the cache.
+        kept: `[B]`, int32, tokens chosen.
+    """
+
+    wrapper: Any
+    starts: Tensor
+    tokens: Tensor
+    lengths: Tensor
+    kept: Tensor
+
+
+class _Denominators:
+    """In the place of a decode wrapper: runs it, and keeps the logarithm of what it divides by."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper, self.lse = wrapper, torch.empty(0)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor
+        output, base_two = self._wrapper.forward_return_lse(*args, **kwargs)
+        self.lse = base_two * math.log(2)
+        return output
+
+
+def choosing(stock: Any) -> Any:
+    """The subclass of `FlashInferAttnBackend` that decodes by the `Place` of each layer."""
+    home = sys.modules[stock.__module__]
+
+    class ChoosingBackend(stock):  # type: ignore[misc]
+        indexcache_selection: Selection  # written by `attention.install`
+        _indexcache_plan: _Plan  # of the pass that is running, or being captured
+        _indexcache_plans: dict[int, _Plan] | None = None  # of CUDA graphs, by batch size
+        _indexcache_wrapper: Any = None  # of passes without a graph
+
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            super().init_forward_metadata(forward_batch)
+            if forward_batch.forward_mode.is_decode_or_idle():
+                if self._indexcache_wrapper is None:
+                    self._indexcache_wrapper = self._new_wrapper()
+                plan = self._new_plan(forward_batch.batch_size, self._indexcache_wrapper)
+                self._fill(plan, forward_batch, self.decode_split_tile_size, False)
+
+        def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+            super().init_forward_metadata_out_graph(forward_batch, in_capture)
+            if not forward_batch.forward_mode.is_decode_or_idle():
+                return
+            if self._indexcache_plans is None:
+                self._indexcache_plans = {}
+            batch_size = forward_batch.batch_size
+            if in_capture and batch_size not in self._indexcache_plans:
+                plan = self._new_plan(batch_size, None)
+                plan.wrapper = self._new_wrapper(
+                    use_cuda_graph=True,
+                    paged_kv_indptr_buffer=plan.starts,
+                    paged_kv_indices_buffer=plan.tokens,
+                    paged_kv_last_page_len_buffer=self.kv_last_page_len[:batch_size],
+                )
+                self._indexcache_plans[batch_size] = plan
+            plan = self._indexcache_plans[batch_size]
+            self._fill(plan, forward_batch, None, self.disable_cuda_graph_kv_split)
+            if in_capture:  # as SGLang does with its own: the first plan loads what the fast one uses
+                plan.wrapper.begin_forward = partial(home.fast_decode_plan, plan.wrapper)
+
+        def forward_decode(
+            self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+        ) -> Tensor:
+            told = told_place(layer)
+            note_captured(self, forward_batch, layer, told.role)
+            metadata = self.forward_metadata
+            [dense] = metadata.decode_wrappers
+            wrapper = dense
+            if told.role == SHARED:
+                wrapper = self._indexcache_plan.wrapper
+            elif told.chooses:
+                wrapper = _Denominators(dense)
+            with changed(self, {"forward_metadata": replace(metadata, decode_wrappers=[wrapper])}):
+                output: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+            if told.chooses:
+                self._choose(q, wrapper.lse, layer, dense, told.selection)
+            return output
+
+        def _choose(self, q: Tensor, lse: Tensor, layer: Any, dense: Any, selection: Selection) -> None:
+            """Write what S layers attend to, from the table that SGLang has made for `dense`; `lse` is `[B, H]`."""
+            plan, budget = self._indexcache_plan, budget_of(selection)
+            batch_size = len(plan.lengths)
+            most = -(-self.max_context_len // selection.page_tokens)
+            table, starts = dense._paged_kv_indices_buf, dense._paged_kv_indptr_buf[:batch_size]
+            scores = torch.empty(batch_size, most, dtype=torch.float32, device=q.device)
+            page_scores(
+                q.reshape(batch_size, layer.tp_q_head_num, layer.head_dim),
+                self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+                table,
+                plan.lengths,
+                lse,
+                layer.scaling,
+                budget=budget,
+                starts=starts,
+                out=scores,
+            )
+            select_pages(
+                scores,
+                table,
+                plan.lengths,
+                budget=budget,
+                starts=starts,
+                out_table=plan.tokens,
+                out_starts=plan.starts[:batch_size],
+                out_lengths=plan.kept,
+            )
+
+        def _new_wrapper(self, **buffers: Any) -> Any:
+            return home.BatchDecodeWithPagedKVCacheWrapper(
+                self.workspace_buffer,
+                "NHD",
+                backend=self.decode_backend,
+                use_tensor_cores=self.decode_use_tensor_cores,
+                **buffers,
+            )
+
+        def _new_plan(self, batch_size: int, wrapper: Any) -> _Plan:
+            device = self.kv_indptr[0].device
+            starts, lengths, kept = (
+                torch.zeros(count, dtype=torch.int32, device=device) for count in (batch_size + 1, *[batch_size] * 2)
+            )
+            tokens = torch.zeros(batch_size * self.indexcache_selection.tokens, dtype=torch.int32, device=device)
+            return _Plan(wrapper, starts, tokens, lengths, kept)
+
+        def _fill(self, plan: _Plan, batch: Any, fixed_split_size: int | None, disable_split_kv: bool) -> None:
+            """Plan for the lengths of a batch, and make it the plan of the pass."""
+            size, selection, updater = batch.batch_size, self.indexcache_selection, self.indices_updater_decode
+            plan.lengths.copy_(batch.seq_lens[:size])
+            torch.cumsum(kept_tokens(plan.lengths, selection), 0, dtype=torch.int32, out=plan.starts[1:])
+            more: dict[str, Any] = {}
+            if isinstance(plan.wrapper.begin_forward, partial):  # the fast one, which is told the lengths of the host
+                on_host = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+                starts = torch.zeros(size + 1, dtype=torch.int32)
+                torch.cumsum(kept_tokens(on_host[:size].cpu(), selection), 0, dtype=torch.int32, out=starts[1:])
+                more["global_override_indptr_cpu"] = starts
+            plan.wrapper.begin_forward(
+                plan.starts,
+                plan.tokens,
+                self.kv_last_page_len[:size],
+                updater.num_qo_heads,
+                updater.num_kv_heads,
+                updater.head_dim,
+                1,  # slots of a page
+                data_type=updater.data_type,
+                q_data_type=updater.q_data_type,
+                non_blocking=True,
+                fixed_split_size=fixed_split_size,
+                disable_split_kv=disable_split_kv,
+                **more,
+            )
+            self._indexcache_plan = plan
+
+    return ChoosingBackend
