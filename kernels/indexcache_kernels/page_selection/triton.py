@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 def _scores_kernel(
     q_ptr, k_ptr, table_ptr, starts_ptr, lengths_ptr, lse_ptr, out_ptr, scale,
     k_slot_stride, k_head_stride, table_stride, out_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr, TABLE_PAGE: tl.constexpr, BUDGET: tl.constexpr, BLOCK_L: tl.constexpr, SPLITS: tl.constexpr,
     LISTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a part of one request's pages."""
+    """Scores of a part of one request's pages.
+
+    One product serves all heads: a query has its own key head's dimensions and zeros in those of the others.
+    """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths_ptr + row)
     pages = tl.cdiv(length, PAGE)
@@ -28,24 +31,22 @@ def _scores_kernel(
         return
     first = tl.load(starts_ptr + row) if LISTED else row * table_stride  # of the request's entries
     part = tl.cdiv(tl.cdiv(pages, SPLITS) * PAGE, BLOCK_L) * BLOCK_L  # tokens, whole blocks
-    head, dim = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)  # [BLOCK_H], [BLOCK_D]
-    head_mask, dim_mask = head < GROUP, dim < DIM
+    head, column = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)  # [BLOCK_H], [BLOCK_D]: key heads' dimensions in a row
+    kv_head = column // DIM
+    own = (head[:, None] // (HEADS // KV_HEADS) == kv_head[None, :]) & (head[:, None] < HEADS)
+    q_offset = (row * HEADS + head[:, None]) * DIM + (column % DIM)[None, :]
+    q = tl.load(q_ptr + q_offset, mask=own, other=0.0)  # [BLOCK_H, BLOCK_D]
+    base = tl.load(lse_ptr + row * HEADS + head, mask=head < HEADS, other=float("inf"))  # others get no share
+    k_column = kv_head * k_head_stride + column % DIM
     for start in range(split * part, tl.minimum(split * part + part, pages * PAGE), BLOCK_L):
         token = start + tl.arange(0, BLOCK_L)  # [BLOCK_L]
         live = token < length
         entry = tl.load(table_ptr + first + token // TABLE_PAGE, mask=live, other=0).to(tl.int64)
         slot = entry * TABLE_PAGE + token % TABLE_PAGE
-        largest = tl.zeros([BLOCK_L], dtype=tl.float32)  # share of a token over heads so far
-        for kv_head in tl.static_range(KV_HEADS):
-            q_row = row * KV_HEADS * GROUP + kv_head * GROUP + head
-            q = tl.load(
-                q_ptr + q_row[:, None] * DIM + dim[None, :], mask=head_mask[:, None] & dim_mask[None, :], other=0.0
-            )
-            k_offset = slot[None, :] * k_slot_stride + kv_head * k_head_stride + dim[:, None]
-            k = tl.load(k_ptr + k_offset, mask=dim_mask[:, None] & live[None, :], other=0.0)  # [BLOCK_D, BLOCK_L]
-            logit = tl.dot(q, k, input_precision=PRECISION) * scale  # [BLOCK_H, BLOCK_L]
-            base = tl.load(lse_ptr + q_row, mask=head_mask, other=float("inf"))  # rows behind the group get no share
-            largest = tl.maximum(largest, tl.max(tl.exp(logit - base[:, None]), axis=0))
+        k_mask = (kv_head < KV_HEADS)[:, None] & live[None, :]
+        k = tl.load(k_ptr + slot[None, :] * k_slot_stride + k_column[:, None], mask=k_mask, other=0.0)
+        logit = tl.dot(q, k, input_precision=PRECISION) * scale  # [BLOCK_H, BLOCK_L]
+        largest = tl.max(tl.exp(logit - base[:, None]), axis=0)  # share of a token
         shares = tl.reshape(tl.where(live, largest, 0.0), [BLOCK_L // PAGE, PAGE])
         page = start // PAGE + tl.arange(0, BLOCK_L // PAGE)
         tl.store(out_ptr + row * out_stride + page, tl.sum(shares, axis=1), mask=page < pages)
@@ -104,15 +105,23 @@ def page_scores(
     splits: int,
 ) -> None:
     """As the definition; `k` may have strides of its own, but for its last axis."""
-    group = q.shape[1] // k.shape[1]
+    heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
+    block_d = max(16, triton.next_power_of_2(kv_heads * dim))
     _scores_kernel[(len(q), splits)](
         q, k, table, lengths if starts is None else starts, lengths, lse, out, scale,
         k.stride(0), k.stride(1), table.stride(0), out.stride(0),
-        KV_HEADS=k.shape[1], GROUP=group, BLOCK_H=max(16, triton.next_power_of_2(group)),
-        DIM=q.shape[2], BLOCK_D=max(16, triton.next_power_of_2(q.shape[2])),
-        PAGE=budget.page_tokens, TABLE_PAGE=table_page, BUDGET=budget.pages, BLOCK_L=max(64, budget.page_tokens),
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
+        BLOCK_H=max(16, triton.next_power_of_2(heads)), BLOCK_D=block_d,
+        PAGE=budget.page_tokens, TABLE_PAGE=table_page, BUDGET=budget.pages,
         SPLITS=splits, LISTED=starts is not None, PRECISION="ieee",
+        **_tiles(block_d * q.element_size(), budget.page_tokens),
     )  # fmt: skip
+
+
+def _tiles(key_bytes: int, page_tokens: int) -> dict[str, int]:
+    """Keys of a block and how far they are read ahead, by the bytes of a token's keys: blocks in flight fit on chip."""
+    block = max(16, min(64, (32 << 10) // key_bytes))
+    return {"BLOCK_L": max(block, page_tokens), "num_warps": 4, "num_stages": 3}
 
 
 def select_pages(

@@ -63,7 +63,7 @@ FLASHINFER = _backend(
     ("forward_decode", _DECODE, ("forward_metadata", "decode_wrappers", "token_to_kv_pool")),
     ("init_forward_metadata", ("forward_batch",), ("indices_updater_decode", "decode_wrappers")),
     ("init_forward_metadata_out_graph", ("forward_batch", "in_capture"), ("decode_cuda_graph_metadata",)),
-    ("_create_decode_wrappers", ("bs", "num_tokens"), ("BatchDecodeWithPagedKVCacheWrapper", "workspace_buffer")),
+    ("_create_decode_wrappers", ("bs", "num_tokens"), ("workspace_buffer",)),
 )
 FLASH_ATTENTION = _backend(
     "fa3",

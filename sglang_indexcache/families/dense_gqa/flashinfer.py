@@ -29,17 +29,25 @@ class _Plan:
 
     Attributes:
         wrapper: flashinfer's, planned for the chosen tokens.
-        starts: `[B + 1]`, int32, where each request begins in `tokens`.
+        sizes: `[2 B + 1]`, int32: tokens in the cache, and where each request begins in `tokens`.
         tokens: int32, the chosen slots of all requests.
-        lengths: `[B]`, int32, tokens in the cache.
         kept: `[B]`, int32, tokens chosen.
     """
 
     wrapper: Any
-    starts: Tensor
+    sizes: Tensor
     tokens: Tensor
-    lengths: Tensor
     kept: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        """`[B]`, a part of `sizes`."""
+        return self.sizes[: len(self.kept)]
+
+    @property
+    def starts(self) -> Tensor:
+        """`[B + 1]`, the other."""
+        return self.sizes[len(self.kept) :]
 
 
 class _Denominators:
@@ -151,24 +159,20 @@ def choosing(stock: Any) -> Any:
             )
 
         def _new_plan(self, batch_size: int, wrapper: Any) -> _Plan:
+            counts = 2 * batch_size + 1, batch_size * self.indexcache_selection.tokens, batch_size
             device = self.kv_indptr[0].device
-            starts, lengths, kept = (
-                torch.zeros(count, dtype=torch.int32, device=device) for count in (batch_size + 1, *[batch_size] * 2)
-            )
-            tokens = torch.zeros(batch_size * self.indexcache_selection.tokens, dtype=torch.int32, device=device)
-            return _Plan(wrapper, starts, tokens, lengths, kept)
+            return _Plan(wrapper, *(torch.zeros(count, dtype=torch.int32, device=device) for count in counts))
 
         def _fill(self, plan: _Plan, batch: Any, fixed_split_size: int | None, disable_split_kv: bool) -> None:
             """Plan for the lengths of a batch, and make it the plan of the pass."""
-            size, selection, updater = batch.batch_size, self.indexcache_selection, self.indices_updater_decode
-            plan.lengths.copy_(batch.seq_lens[:size])
-            torch.cumsum(kept_tokens(plan.lengths, selection), 0, dtype=torch.int32, out=plan.starts[1:])
-            more: dict[str, Any] = {}
-            if isinstance(plan.wrapper.begin_forward, partial):  # the fast one, which is told the lengths of the host
-                on_host = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
-                starts = torch.zeros(size + 1, dtype=torch.int32)
-                torch.cumsum(kept_tokens(on_host[:size].cpu(), selection), 0, dtype=torch.int32, out=starts[1:])
-                more["global_override_indptr_cpu"] = starts
+            size, updater = batch.batch_size, self.indices_updater_decode
+            lengths = batch.seq_lens[:size].cpu() if batch.seq_lens_cpu is None else batch.seq_lens_cpu[:size]
+            sizes = torch.zeros(2 * size + 1, dtype=torch.int32, pin_memory=plan.sizes.is_cuda)
+            sizes[:size] = lengths
+            starts = sizes[size:]
+            torch.cumsum(kept_tokens(lengths, self.indexcache_selection), 0, dtype=torch.int32, out=starts[1:])
+            plan.sizes.copy_(sizes, non_blocking=True)
+            fast = isinstance(plan.wrapper.begin_forward, partial)  # which is told what the host knows
             plan.wrapper.begin_forward(
                 plan.starts,
                 plan.tokens,
@@ -182,7 +186,7 @@ def choosing(stock: Any) -> Any:
                 non_blocking=True,
                 fixed_split_size=fixed_split_size,
                 disable_split_kv=disable_split_kv,
-                **more,
+                **({"global_override_indptr_cpu": starts} if fast else {}),
             )
             self._indexcache_plan = plan
 
