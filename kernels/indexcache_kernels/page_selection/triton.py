@@ -11,45 +11,93 @@ from torch import Tensor
 if TYPE_CHECKING:
     from indexcache_kernels.page_selection import PageBudget
 
+_CHUNK = 512  # dimensions of key heads that go into one product
+
+
+@triton.jit
+def _queries(
+    q_ptr, lse_ptr, row, chunk,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The heads of `WIDTH` key heads, `[BLOCK_H, BLOCK_D]`: zeros but in the dimensions of their own; denominators."""
+    group = HEADS // KV_HEADS
+    head, column = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    first = chunk * WIDTH * group
+    live = (head < WIDTH * group) & (first + head < HEADS)
+    own = (head[:, None] // group == column[None, :] // DIM) & live[:, None]
+    offset = (row * HEADS + first + head)[:, None] * DIM + (column % DIM)[None, :]
+    q = tl.load(q_ptr + offset, mask=own, other=0.0)
+    return q, tl.load(lse_ptr + row * HEADS + first + head, mask=live, other=float("inf"))  # others get no share
+
+
+@triton.jit
+def _largest_share(
+    q, base, k_ptr, slot, live, chunk, scale, k_slot_stride, k_head_stride,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`[BLOCK_L]`: the largest share that one of the heads gives each token. One product serves them all."""
+    column = tl.arange(0, BLOCK_D)
+    kv_head = chunk * WIDTH + column // DIM
+    known = (column < WIDTH * DIM) & (kv_head < KV_HEADS)
+    offset = slot[None, :] * k_slot_stride + (kv_head * k_head_stride + column % DIM)[:, None]
+    k = tl.load(k_ptr + offset, mask=known[:, None] & live[None, :], other=0.0)  # [BLOCK_D, BLOCK_L]
+    logit = tl.dot(q, k, input_precision=PRECISION) * scale
+    return tl.max(tl.exp(logit - base[:, None]), axis=0)
+
 
 @triton.jit
 def _scores_kernel(
     q_ptr, k_ptr, table_ptr, starts_ptr, lengths_ptr, lse_ptr, out_ptr, scale,
     k_slot_stride, k_head_stride, table_stride, out_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr, TABLE_PAGE: tl.constexpr, BUDGET: tl.constexpr, BLOCK_L: tl.constexpr, SPLITS: tl.constexpr,
-    LISTED: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
+    PAGE: tl.constexpr, TABLE_PAGE: tl.constexpr, BUDGET: tl.constexpr, SPLITS: tl.constexpr, LISTED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a part of one request's pages.
-
-    One product serves all heads: a query has its own key head's dimensions and zeros in those of the others.
-    """
+    """Scores of a part of one request's pages; key heads are taken in chunks, the queries of two of which are kept."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths_ptr + row)
     pages = tl.cdiv(length, PAGE)
     if pages <= BUDGET:  # all of them are taken
         return
     first = tl.load(starts_ptr + row) if LISTED else row * table_stride  # of the request's entries
-    part = tl.cdiv(tl.cdiv(pages, SPLITS) * PAGE, BLOCK_L) * BLOCK_L  # tokens, whole blocks
-    head, column = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)  # [BLOCK_H], [BLOCK_D]: key heads' dimensions in a row
-    kv_head = column // DIM
-    own = (head[:, None] // (HEADS // KV_HEADS) == kv_head[None, :]) & (head[:, None] < HEADS)
-    q_offset = (row * HEADS + head[:, None]) * DIM + (column % DIM)[None, :]
-    q = tl.load(q_ptr + q_offset, mask=own, other=0.0)  # [BLOCK_H, BLOCK_D]
-    base = tl.load(lse_ptr + row * HEADS + head, mask=head < HEADS, other=float("inf"))  # others get no share
-    k_column = kv_head * k_head_stride + column % DIM
+    unit: tl.constexpr = BLOCK_L if BLOCK_L > PAGE else PAGE
+    part = tl.cdiv(tl.cdiv(pages, SPLITS) * PAGE, unit) * unit  # tokens: whole pages, whole blocks
+    q, base = _queries(q_ptr, lse_ptr, row, 0, HEADS, KV_HEADS, DIM, WIDTH, BLOCK_H, BLOCK_D)
+    if CHUNKS == 2:
+        second_q, second_base = _queries(q_ptr, lse_ptr, row, 1, HEADS, KV_HEADS, DIM, WIDTH, BLOCK_H, BLOCK_D)
+    total = 0.0  # of a page that is larger than a block
     for start in range(split * part, tl.minimum(split * part + part, pages * PAGE), BLOCK_L):
         token = start + tl.arange(0, BLOCK_L)  # [BLOCK_L]
         live = token < length
         entry = tl.load(table_ptr + first + token // TABLE_PAGE, mask=live, other=0).to(tl.int64)
         slot = entry * TABLE_PAGE + token % TABLE_PAGE
-        k_mask = (kv_head < KV_HEADS)[:, None] & live[None, :]
-        k = tl.load(k_ptr + slot[None, :] * k_slot_stride + k_column[:, None], mask=k_mask, other=0.0)
-        logit = tl.dot(q, k, input_precision=PRECISION) * scale  # [BLOCK_H, BLOCK_L]
-        largest = tl.max(tl.exp(logit - base[:, None]), axis=0)  # share of a token
-        shares = tl.reshape(tl.where(live, largest, 0.0), [BLOCK_L // PAGE, PAGE])
-        page = start // PAGE + tl.arange(0, BLOCK_L // PAGE)
-        tl.store(out_ptr + row * out_stride + page, tl.sum(shares, axis=1), mask=page < pages)
+        largest = _largest_share(
+            q, base, k_ptr, slot, live, 0, scale, k_slot_stride, k_head_stride, KV_HEADS, DIM, WIDTH, BLOCK_D, PRECISION
+        )
+        if CHUNKS == 2:
+            other = _largest_share(
+                second_q, second_base, k_ptr, slot, live, 1, scale, k_slot_stride, k_head_stride, KV_HEADS, DIM, WIDTH,
+                BLOCK_D, PRECISION,
+            )  # fmt: skip
+            largest = tl.maximum(largest, other)
+        elif CHUNKS > 2:
+            for chunk in range(1, CHUNKS):
+                more_q, more_base = _queries(q_ptr, lse_ptr, row, chunk, HEADS, KV_HEADS, DIM, WIDTH, BLOCK_H, BLOCK_D)
+                other = _largest_share(
+                    more_q, more_base, k_ptr, slot, live, chunk, scale, k_slot_stride, k_head_stride, KV_HEADS, DIM,
+                    WIDTH, BLOCK_D, PRECISION,
+                )  # fmt: skip
+                largest = tl.maximum(largest, other)
+        shares = tl.where(live, largest, 0.0)
+        if BLOCK_L < PAGE:
+            total = tl.where(start % PAGE == 0, 0.0, total) + tl.sum(shares, axis=0)
+            tl.store(out_ptr + row * out_stride + start // PAGE, total)
+        else:
+            page = start // PAGE + tl.arange(0, BLOCK_L // PAGE)
+            by_page = tl.sum(tl.reshape(shares, [BLOCK_L // PAGE, PAGE]), axis=1)
+            tl.store(out_ptr + row * out_stride + page, by_page, mask=page < pages)
 
 
 @triton.jit
@@ -106,22 +154,23 @@ def page_scores(
 ) -> None:
     """As the definition; `k` may have strides of its own, but for its last axis."""
     heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
-    block_d = max(16, triton.next_power_of_2(kv_heads * dim))
+    width = min(kv_heads, max(1, _CHUNK // dim))
+    chunks, block_d = triton.cdiv(kv_heads, width), max(16, triton.next_power_of_2(width * dim))
+    block_h = max(16, triton.next_power_of_2(width * (heads // kv_heads)))
+    together = min(chunks, 2) * block_d * q.element_size()  # bytes of a token's keys that are read at once
     _scores_kernel[(len(q), splits)](
         q, k, table, lengths if starts is None else starts, lengths, lse, out, scale,
         k.stride(0), k.stride(1), table.stride(0), out.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
-        BLOCK_H=max(16, triton.next_power_of_2(heads)), BLOCK_D=block_d,
-        PAGE=budget.page_tokens, TABLE_PAGE=table_page, BUDGET=budget.pages,
-        SPLITS=splits, LISTED=starts is not None, PRECISION="ieee",
-        **_tiles(block_d * q.element_size(), budget.page_tokens),
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, CHUNKS=chunks, BLOCK_H=block_h, BLOCK_D=block_d,
+        PAGE=budget.page_tokens, TABLE_PAGE=table_page, BUDGET=budget.pages, SPLITS=splits, LISTED=starts is not None,
+        PRECISION="ieee", **_tiles(together, q.element_size()),
     )  # fmt: skip
 
 
-def _tiles(key_bytes: int, page_tokens: int) -> dict[str, int]:
-    """Keys of a block and how far they are read ahead, by the bytes of a token's keys: blocks in flight fit on chip."""
-    block = max(16, min(64, (32 << 10) // key_bytes))
-    return {"BLOCK_L": max(block, page_tokens), "num_warps": 4, "num_stages": 3}
+def _tiles(key_bytes: int, element_bytes: int) -> dict[str, int]:
+    """Keys of a block, and how far they are read ahead: what is in flight, and the queries, fit on chip."""
+    block = max(16, min(128, (64 << 10) // key_bytes))
+    return {"BLOCK_L": block, "num_warps": 4, "num_stages": 3 if element_bytes < 4 else 1}
 
 
 def select_pages(
@@ -142,5 +191,5 @@ def select_pages(
         scores.stride(0), table.stride(0), out_table.stride(0),
         BLOCK_N=triton.next_power_of_2(scores.shape[1]), PAGE=budget.page_tokens,
         ENTRIES=budget.page_tokens // table_page, BUDGET=budget.pages, RECENT=budget.recent_pages,
-        SINKS=budget.sink_pages, LISTED=starts is not None, OUT_LISTED=out_starts is not None,
+        SINKS=budget.sink_pages, LISTED=starts is not None, OUT_LISTED=out_starts is not None, num_warps=8,
     )  # fmt: skip
