@@ -3,10 +3,12 @@
     python -m scripts.bench_delta --shape 7b --cells 1x32768,16x16384,64x16384
     python -m scripts.bench_delta --check
 
-One process a condition, one after the other: stock backends, and flashinfer with patterns of 5 and 7 D layers, all with
-the same flags and CUDA graphs. Weights are random, and so are keys and values: nothing is prefilled, and the chosen
-pages lie wherever the scores have them. A step is `ModelRunner.forward` of a batch at that length, with the plans that
-it makes and with a synchronisation at its end; the same step is run again and again, and the median counts.
+Stock flashinfer and patterns of 5 and 7 D layers take turns in one process (a b c c b a), on one model and one cache;
+CUDA graphs are captured anew for each. Other stock backends have a process of their own, with the same flags. Weights
+are random, and so are keys and values: nothing is prefilled, and the chosen pages lie wherever the scores have them.
+A step is `ModelRunner.forward` of a batch at that length, with the plans that it makes; the same step is run again and
+again. `alone`: with a synchronisation behind each, the median. `queued`: ten without one, as SGLang's overlap scheduler
+runs them, so that what the host does is hidden as far as it can be; the median of tens. The fastest turn counts.
 
 --check compares what is decoded: with room for all against stock, bit for bit, and with few pages graphs against eager
 passes and flashinfer against `torch_native`, whose pages are chosen by the kernels' definitions.
@@ -190,8 +192,11 @@ class Decoding:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds a decode step, by cell."""
+    """Milliseconds a decode step, by condition, cell and way of timing; of the fastest turn."""
     import torch
+
+    from sglang_indexcache.families.dense_gqa import attention
+    from sglang_indexcache.families.dense_gqa.backends import choosing
 
     cells = parse_cells(options.cells)
     arguments = {
@@ -203,30 +208,54 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         **json.loads(options.engine),
     }
     runner = load_runner(options.model, arguments)
-    pool = runner.token_to_kv_pool
+    pool, stock = runner.token_to_kv_pool, type(runner.attn_backend)
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer.normal_()
-    found = {}
+    patterns = [PatternFile.load(path).as_pattern() for path in options.patterns.split(",") if path]
+    conditions: list[tuple[str, Pattern | None]] = [(f"stock {arguments['attention_backend']}", None)]
+    conditions += [(f"{len(pattern.full_layers)} D", pattern) for pattern in patterns]
+    turns = [*conditions, *conditions[::-1]] if patterns else conditions
+    found: dict[str, dict[str, dict[str, float]]] = {}
     with torch.no_grad():
-        for batch, context in cells:
-            runner.req_to_token_pool.clear()
-            runner.token_to_kv_pool_allocator.clear()
-            decoding = Decoding(runner, [[7] * context] * batch, prefill=False)
-            step = decoding.step(torch.full((batch,), 7, device="cuda"))
-            times = []
-            for number in range(options.repeats + 5):
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                runner.forward(step)
-                torch.cuda.synchronize()
-                if number >= 5:
-                    times.append(1e3 * (time.perf_counter() - began))
-            found[f"{batch}x{context}"] = {
-                "median": statistics.median(times),
-                "fastest": min(times),
-                "slowest": max(times),
-            }
-    return {"cells": found, "backend": type(runner.attn_backend).__name__, "tokens": runner.max_total_num_tokens}
+        for number, (name, pattern) in enumerate(turns):
+            if pattern is not None:
+                runner.attn_backend.__class__ = choosing(stock)
+                runner.attn_backend.indexcache_selection = pattern.selection
+                attention.switch(runner, pattern)
+            else:
+                runner.attn_backend.__class__ = stock
+            if number:
+                runner.init_decode_cuda_graph()
+            if pattern is not None:
+                attention.check_captured(runner, pattern)
+            for batch, context in cells:
+                best = found.setdefault(name, {}).setdefault(f"{batch}x{context}", {})
+                for way, value in times(runner, batch, context, options.repeats).items():
+                    best[way] = min(value, best.get(way, value))
+    return {"times": found, "tokens": runner.max_total_num_tokens, "device": torch.cuda.get_device_name()}
+
+
+def times(runner: Any, batch: int, context: int, repeats: int) -> dict[str, float]:
+    """Milliseconds a step of one cell, `alone` and `queued`."""
+    import torch
+
+    runner.req_to_token_pool.clear()
+    runner.token_to_kv_pool_allocator.clear()
+    step = Decoding(runner, [[7] * context] * batch, prefill=False).step(torch.full((batch,), 7, device="cuda"))
+
+    def timed(count: int) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            runner.forward(step)
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - began) / count
+
+    timed(5)
+    return {
+        "alone": statistics.median(timed(1) for _ in range(repeats)),
+        "queued": statistics.median(timed(10) for _ in range(max(3, repeats // 5))),
+    }
 
 
 def decode(options: argparse.Namespace) -> dict[str, Any]:
@@ -283,7 +312,7 @@ def run(condition: str, options: argparse.Namespace, model: Path, engine: dict[s
     for line in process.stdout.splitlines():
         if line.startswith(RESULT):
             found: dict[str, Any] = json.loads(line.removeprefix(RESULT))
-            if bool(pattern) != found["backend"].startswith("Choosing"):
+            if bool(pattern) != found.get("backend", "").startswith("Choosing"):
                 raise SystemExit(f"{condition}: ran {found['backend']}")
             return found
     options.output.with_suffix(".failed.log").write_text(process.stdout)
@@ -295,26 +324,29 @@ def parse_cells(text: str) -> list[tuple[int, int]]:
 
 
 def bench(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """Every condition's times, printed beside the fastest stock one of each cell."""
+    """Every condition's times, printed beside those of the fastest stock backend."""
     layers = SHAPES[options.shape]["sizes"][0]
     selection = replace(DEFAULT, pages=options.pages, recent_pages=max(1, options.pages // 8))
-    conditions = {f"stock {name}": f"@{name}" for name in options.stock.split(",")}
-    for count in map(int, options.dense.split(",")):
-        path = write_pattern(folder, dense_layers(layers, count), selection, folder / f"{count}.yaml")
-        conditions[f"{count} D, {options.backend}"] = f"{path}@{options.backend}"
-    table: dict[str, dict[str, float]] = {}
-    for name, condition in conditions.items():
-        found = run(condition, options, folder, json.loads(options.engine))
-        table[name] = {cell: times["median"] for cell, times in found["cells"].items()}
-        yield {"shape": options.shape, "condition": name, "selection": str(selection), **found}
+    paths = [
+        write_pattern(folder, dense_layers(layers, int(count)), selection, folder / f"{count}.yaml")
+        for count in options.dense.split(",")
+    ]
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    for backend in options.stock.split(","):
+        patterns = ",".join(map(str, paths)) if backend == options.backend else ""
+        found = run(f"@{backend}", options, folder, json.loads(options.engine), "--patterns", patterns)
+        table |= found["times"]
+        yield {"shape": options.shape, "selection": str(selection), **found}
     cells = list(next(iter(table.values())))
-    print("| " + " | ".join([options.shape, *cells]) + " |\n|---" + "|---:" * len(cells) + "|")
-    for name, times in table.items():
-        row = []
-        for cell in cells:
-            stock = min(other[cell] for key, other in table.items() if key.startswith("stock"))
-            row.append(f"{times[cell]:.2f}" + ("" if name.startswith("stock") else f" ({stock / times[cell]:.2f})"))
-        print("| " + " | ".join([name, *row]) + " |")
+    for way in ("alone", "queued"):
+        print("| " + " | ".join([f"{options.shape}, {way}", *cells]) + " |\n|---" + "|---:" * len(cells) + "|")
+        for name, by_cell in table.items():
+            row = []
+            for cell in cells:
+                stock = min(other[cell][way] for key, other in table.items() if key.startswith("stock"))
+                ratio = "" if name.startswith("stock") else f" ({stock / by_cell[cell][way]:.2f})"
+                row.append(f"{by_cell[cell][way]:.2f}{ratio}")
+            print("| " + " | ".join([name, *row]) + " |")
 
 
 def check(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
@@ -375,7 +407,7 @@ def main() -> None:
     parser.add_argument("--cells", default="1x32768,16x16384", help="requests x tokens in the cache")
     parser.add_argument("--dense", default="5,7", help="numbers of D layers")
     parser.add_argument("--pages", type=int, default=DEFAULT.pages)
-    parser.add_argument("--stock", default="flashinfer,triton", help="backends to compare with")
+    parser.add_argument("--stock", default="flashinfer,triton", help="stock backends, that of the patterns among them")
     parser.add_argument("--backend", default="flashinfer", help="the one that serves patterns")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--engine", default="{}", help="more arguments of SGLang's server, JSON")
@@ -383,6 +415,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("bench_delta.json"))
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--patterns", default="", help=argparse.SUPPRESS)
     parser.add_argument("--logprobs", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

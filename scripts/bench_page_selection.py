@@ -5,6 +5,7 @@
 Tables list tokens, as flashinfer's do in SGLang (pages of 16 tokens, in shuffled order), keys are bfloat16 and random.
 Yardsticks, where they are installed: flashinfer's decode attention of the same layer, and SGLang's
 `minimax_decode_topk_page_table`, which takes the pages with the highest scores of a table with a row for each request.
+`chosen` is flashinfer's attention over what was selected, as layers that share run it, split along the keys and whole.
 Time: median of replays of a CUDA graph with ten calls.
 """
 
@@ -80,11 +81,15 @@ class Layer:
         )
 
 
-def flashinfer_attention(layer: Layer) -> Callable[[], Any]:
-    """flashinfer's decode attention as SGLang plans it."""
+def flashinfer_attention(layer: Layer, tokens: int | None = None, split: bool = True) -> Callable[[], Any]:
+    """flashinfer's decode attention as SGLang plans it, over the first `tokens` of each request's list."""
     import flashinfer
 
     batch, heads, _ = layer.q.shape
+    starts, table = layer.starts, layer.table
+    if tokens is not None:
+        table = layer.table.view(batch, -1)[:, :tokens].flatten()
+        starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * tokens
     workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
     last = torch.ones(batch, dtype=torch.int32, device="cuda")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -92,12 +97,13 @@ def flashinfer_attention(layer: Layer) -> Callable[[], Any]:
         "NHD",
         use_cuda_graph=True,
         use_tensor_cores=heads // layer.k.shape[1] >= 4,
-        paged_kv_indptr_buffer=layer.starts.clone(),
-        paged_kv_indices_buffer=layer.table,
+        paged_kv_indptr_buffer=starts.clone(),
+        paged_kv_indices_buffer=table,
         paged_kv_last_page_len_buffer=last,
     )
     sizes = heads, layer.k.shape[1], DIM, 1
-    wrapper.plan(layer.starts, layer.table, last, *sizes, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+    dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+    wrapper.plan(starts, table, last, *sizes, **dtypes, disable_split_kv=not split)
     cache = layer.k[:, None], layer.v[:, None]
     return lambda: wrapper.run(layer.q, cache)
 
@@ -124,6 +130,8 @@ def measure(heads: int, kv_heads: int, batch: int, length: int, pages: int) -> d
     }
     for name, make in (
         ("flashinfer attention", lambda: flashinfer_attention(layer)),
+        ("chosen, split", lambda: flashinfer_attention(layer, pages * 16)),
+        ("chosen, whole", lambda: flashinfer_attention(layer, pages * 16, split=False)),
         ("minimax_decode_topk_page_table", lambda: minimax_topk(layer, pages)),
     ):
         try:
