@@ -132,7 +132,7 @@ def own_arguments(model: Path) -> dict[str, Any]:
     """Attention sinks (HY-V4) are known to one of SGLang's kernels alone, others have a backend of their own."""
     config = json.loads((model / "config.json").read_text())
     if "index_topk" not in config:
-        return {"attention_backend": "torch_native"}
+        return {"attention_backend": "torch_native", **json.loads(os.environ.get("TEST_ARGUMENTS", "{}"))}
     if config["model_type"] == "deepseek_v4":
         return {"attention_backend": "dsv4", "swa_full_tokens_ratio": 1.0, "disable_shared_experts_fusion": True}
     if "learnable_sink_init" not in config:
@@ -159,16 +159,16 @@ def load_runner(model: Path) -> Any:
 
 
 def generate(
-    model: Path, pattern: str | None, prompts: Sequence[Sequence[int]], steps: int, record: Path
+    model: Path, pattern: str | None, prompts: Sequence[Sequence[int]], steps: int, record: Path, **arguments: Any
 ) -> list[Served]:
     """Load `model` with the plugin and `pattern`, prefill all prompts as one batch, decode greedily.
 
-    Without a pattern it is SGLang alone.
+    Without a pattern it is SGLang alone. `arguments` are its own, of dense models.
 
     Returns:
         A `Served` for each prompt, in the order given.
     """
-    environment = {"DSA_CPU_RECORD": str(record)}
+    environment = {"DSA_CPU_RECORD": str(record), "TEST_ARGUMENTS": json.dumps(arguments)}
     if pattern is not None:
         environment["SGLANG_INDEXCACHE_PATTERN"] = pattern
     answer: list[Served] = call(_generate, model, prompts, steps, **environment)

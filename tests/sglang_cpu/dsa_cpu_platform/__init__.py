@@ -22,7 +22,8 @@ def activate() -> str:
 
 def register() -> None:
     """Entry point of `sglang.srt.plugins`: replace what needs a GPU, and break what a test asks for."""
-    from dsa_cpu_platform import hooks, sabotage
+    from dsa_cpu_platform import flash_attention, hooks, sabotage
 
     hooks.register_hooks()
+    flash_attention.install()
     sabotage.apply()
