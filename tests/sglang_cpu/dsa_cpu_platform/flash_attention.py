@@ -1,4 +1,4 @@
-"""The interface of FlashAttention in PyTorch, below the `fa3` backend of SGLang: the library is called with just this."""
+"""The interface of FlashAttention in PyTorch, below the `fa3` backend of SGLang: it is called as the library is."""
 
 from __future__ import annotations
 
