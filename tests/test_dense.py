@@ -17,6 +17,7 @@ from indexcache_search.data.packing import TokenReader, build_token_sets
 from indexcache_search.data.stored import load_set, save_set
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import DataError
+from indexcache_search.hf import pages
 from indexcache_search.hf.pages import apply_page_roles
 from indexcache_search.strategies.shift import shift_pattern
 from sglang_indexcache import Pattern
@@ -277,6 +278,19 @@ def test_signals_are_those_of_the_definitions() -> None:
             shares.append(min(held))
         assert np.allclose(recall[layer, : layer + 1] / recall[layer, layer], shares, atol=1e-4)
         assert (recall[layer, layer + 1 :] == 0).all() and recall[layer, layer] > 0
+
+
+def test_in_blocks_the_engine_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CUDA device with `--attention kernels`."""
+    monkeypatch.setattr(pages, "ROWS", 8)
+    data = random_tokens(3, 48, first_choice=16)
+    plain, blocks = engine(), engine(attention="kernels")
+    for one, other in zip(*(item.evaluate(PATTERNS, data, "kl") for item in (plain, blocks)), strict=True):
+        np.testing.assert_allclose(one.losses, other.losses, rtol=1e-4, atol=1e-4)
+        assert one.pattern == other.pattern and one.layer_tokens == other.layer_tokens
+    found, again = plain.page_signals(data, 16), blocks.page_signals(data, 16)
+    for name in ("overlap", "shift", "recall"):
+        np.testing.assert_allclose(found[name], again[name], atol=1e-5)
 
 
 def test_shift_takes_the_largest_of_each_part() -> None:

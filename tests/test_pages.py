@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,11 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from indexcache_kernels import page_scores, select_pages
 from indexcache_kernels.page_selection import naive
 from indexcache_search.errors import SearchError
-from indexcache_search.hf.pages import apply_page_roles, chosen_pages
+from indexcache_search.hf import pages as pages_module
+from indexcache_search.hf.pages import apply_page_roles, attention_in_blocks, chosen_pages
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
-from sglang_indexcache.families.dense_gqa.torch_native import budget_of
+from sglang_indexcache.families.dense_gqa.decoding import budget_of
 from sglang_indexcache.selection import Selection
 
 LAYERS, LENGTH, PROMPT, VOCAB = 6, 70, 20, 96
@@ -168,9 +170,56 @@ def test_an_f_layer_attends_to_its_own_choice() -> None:
         assert not torch.equal(logits(model, input_ids=tokens()), found)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("roles", ["DSSDSS", "DFSDSD"])
+@pytest.mark.parametrize("prompts", ["none", "first", "between"])
+def test_in_blocks_it_is_the_same(kind: str, roles: str, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the order of sums; blocks that don't divide the sequence, and sequences that begin in a cache."""
+    monkeypatch.setattr(pages_module, "ROWS", 16)
+    model, ids = dense_model(kind), tokens()
+    prompt = {"none": None, "first": prompt_rows(), "between": torch.arange(LENGTH).expand(2, -1) // 20 % 2 == 0}[
+        prompts
+    ]
+    seen: list[dict[int, Tensor]] = [{}, {}]
+    found = []
+    for number, around in enumerate((nullcontext, attention_in_blocks)):
+        with around(), apply_page_roles(model, Pattern(roles, FEW), prompt, observe=seen[number].__setitem__):
+            found.append(logits(model, input_ids=ids))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+    causal = torch.arange(seen[0][0].shape[2]) <= torch.arange(LENGTH)[:, None] // FEW.page_tokens
+    assert all(torch.equal(seen[0][layer] & causal, seen[1][layer] & causal) for layer in range(LAYERS))
+    past, begins = DynamicCache(), 33
+    if prompts == "none":
+        prompt = torch.zeros(2, LENGTH, dtype=torch.bool)
+    assert prompt is not None
+    for part in (slice(0, begins), slice(begins, None)):
+        with (
+            torch.inference_mode(),
+            attention_in_blocks(),
+            apply_page_roles(model, Pattern(roles, FEW), prompt[:, part]),
+        ):
+            end = model(input_ids=ids[:, part], past_key_values=past).logits
+    torch.testing.assert_close(found[0][:, begins:], end, rtol=1e-4, atol=1e-4)
+
+
+def test_padding_is_refused_in_blocks() -> None:
+    starts = torch.tensor([0, 3])
+    with (
+        pytest.raises(SearchError, match="padding on the left is not known to attention in blocks"),
+        attention_in_blocks(),
+        apply_page_roles(dense_model(), Pattern("DSSDSS", FEW), starts=starts),
+    ):
+        pass
+
+
 def test_observers_see_what_every_layer_chose_or_was_given() -> None:
     model, seen, watched = dense_model(), {}, {}
-    with apply_page_roles(model, Pattern("DSSDSD", FEW), observe=seen.__setitem__, watch=watched.__setitem__):
+
+    def watch(layer: int, first: int, weights: Tensor) -> None:
+        assert first == 0 and layer not in watched
+        watched[layer] = weights
+
+    with apply_page_roles(model, Pattern("DSSDSD", FEW), observe=seen.__setitem__, watch=watch):
         logits(model, input_ids=tokens())
     assert list(seen) == list(range(6)) and seen[0] is seen[1] is seen[2] and seen[3] is seen[4]
     assert not torch.equal(seen[2], seen[4])

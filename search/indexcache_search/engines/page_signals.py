@@ -69,6 +69,7 @@ class _Pass:
         self._sampled, self._page_tokens, self._letters = sampled, selection.page_tokens, description.num_layers
         self.shift, self.weight = np.zeros(self._letters), np.zeros(self._letters)
         self._below: Tensor | None = None
+        self._blocks: list[Tensor] = []  # of the layer that runs
         self._input = torch.empty(0)
         self._mass: list[Tensor] = []  # by layer `[queries, pages]`: mean over heads
         self._kept: list[Tensor] = []  # by layer `[queries, pages]`, bool
@@ -83,19 +84,23 @@ class _Pass:
         cosine = F.cosine_similarity(self._input, self._input + attended, dim=-1)
         self.weight[module.layer_idx] = 1.0 - cosine.double().mean().item()
 
-    def attention(self, layer: int, weights: Tensor) -> None:
-        """A layer's attention, `[1, heads, queries, keys]`."""
-        sampled = weights[0, :, self._sampled].float()  # [heads, queries, keys]
+    def attention(self, layer: int, first: int, weights: Tensor) -> None:
+        """A block of a layer's attention, `[1, heads, queries, keys]`."""
+        inside = self._sampled[(self._sampled >= first) & (self._sampled < first + weights.shape[2])] - first
+        self._blocks.append(weights[0, :, inside].float())  # [heads, queries, keys]
+
+    def pages(self, layer: int, kept: Tensor) -> None:
+        """The pages that a layer chose, `[1, queries, pages]`, once all of its attention was seen."""
+        self._kept.append(kept[0, self._sampled])
+        longest = max(block.shape[2] for block in self._blocks)
+        sampled = torch.cat([F.pad(block, (0, longest - block.shape[2])) for block in self._blocks], 1)
+        self._blocks.clear()
         flat = sampled.transpose(0, 1).flatten(1)
         if self._below is not None:
             self.shift[layer] = 1.0 - F.cosine_similarity(flat, self._below, dim=-1).double().mean().item()
         self._below = flat
         padded = F.pad(sampled.mean(0), (0, -sampled.shape[2] % self._page_tokens))
         self._mass.append(padded.view(len(padded), -1, self._page_tokens).sum(2))
-
-    def pages(self, layer: int, kept: Tensor) -> None:
-        """The pages that a layer chose, `[1, queries, pages]`."""
-        self._kept.append(kept[0, self._sampled])
 
     def overlap(self) -> NDArray[np.float64]:
         """`[layers, layers]`, mean over queries; all choose as many pages."""

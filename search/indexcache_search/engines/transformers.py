@@ -184,7 +184,8 @@ class TransformersEngine:
         if self.model.native.selection is None:
             return {}
         ends = (self._end(row, data) for row in range(data.num_sequences))
-        return page_signals(self.torch_model, self.model, ends, rows)
+        with self._attention():
+            return page_signals(self.torch_model, self.model, ends, rows)
 
     @contextmanager
     def _end(self, row: int, data: TokenSet) -> Iterator[tuple[Tensor, Any, int]]:

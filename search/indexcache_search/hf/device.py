@@ -11,6 +11,9 @@ import torch
 import transformers
 
 from indexcache_search.errors import SearchError
+from indexcache_search.hf.pages import attention_in_blocks
+from sglang_indexcache.families import family_of_modules
+from sglang_indexcache.families.dense_gqa import DenseGqa
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTIONS = ("auto", "naive", "kernels")
@@ -75,7 +78,7 @@ def memory_error_in_one_line(sizes: str, expected: str) -> Iterator[None]:
 
 @contextmanager
 def on_kernels(model: Any) -> Iterator[None]:
-    """Run `model` on the project's kernels inside the `with` block.
+    """Run `model` on the project's kernels inside the `with` block; a dense model's queries in blocks.
 
     Raises:
         SearchError: if they can't run it.
@@ -83,6 +86,10 @@ def on_kernels(model: Any) -> Iterator[None]:
     from indexcache_kernels.errors import KernelInputError
     from indexcache_kernels.transformers import use_kernels
 
+    if isinstance(family_of_modules(model), DenseGqa):
+        with attention_in_blocks():
+            yield
+        return
     try:
         with use_kernels(model):
             yield

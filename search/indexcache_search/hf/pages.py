@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
+from indexcache_kernels import sparse_attention
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dense_gqa import sliding_window
@@ -25,6 +27,11 @@ from sglang_indexcache.pattern import DENSE, FULL, SHARED
 from sglang_indexcache.selection import Selection
 
 _NAME = "indexcache_pages"
+ROWS = 256  # queries of a block
+
+Watcher = Callable[[int, int, Tensor], None]
+"""Called with a layer, the first query of a block, and its attention, `[batch, heads, queries, keys]`, up to the keys
+that its last query sees."""
 
 
 @dataclass
@@ -38,17 +45,34 @@ class _State:
         observe: sees what layers chose and were given.
         watch: sees the attention of layers that are not shared.
         kept: what was chosen last, `[batch, queries, pages]`.
+        in_blocks: see `attention_in_blocks`.
     """
 
     pattern: Pattern
     prompt: Tensor | None
     starts: Tensor | None
     observe: Callable[[int, Tensor], None] | None
-    watch: Callable[[int, Tensor], None] | None
+    watch: Watcher | None
     kept: Tensor | None
+    in_blocks: bool
 
 
 _running: list[_State] = []
+_in_blocks: list[None] = []
+
+
+@contextmanager
+def attention_in_blocks() -> Iterator[None]:
+    """Inside the `with` block, `apply_page_roles` makes no `[heads, queries, keys]` of all queries at once.
+
+    Layers attend to everything in blocks of queries, and to chosen pages over keys that are gathered
+    (`indexcache_kernels.sparse_attention`). Sums are in another order than transformers', so the bits differ.
+    """
+    _in_blocks.append(None)
+    try:
+        yield
+    finally:
+        _in_blocks.pop()
 
 
 @contextmanager
@@ -59,7 +83,7 @@ def apply_page_roles(
     starts: Tensor | None = None,
     observe: Callable[[int, Tensor], None] | None = None,
     carried: Tensor | None = None,
-    watch: Callable[[int, Tensor], None] | None = None,
+    watch: Watcher | None = None,
 ) -> Iterator[None]:
     """Run `model` with `pattern` inside the `with` block, on whole sequences or their ends; undo it afterwards.
 
@@ -76,11 +100,11 @@ def apply_page_roles(
         observe: called with each layer and the `[batch, queries, pages]` that it chose or was given; with it, all `D`
             layers choose.
         carried: pages that an `S` layer is given before any layer chose, for a forward that skips the lower layers.
-        watch: called with each layer that is not shared and its attention, `[batch, heads, queries, keys]`.
+        watch: sees the attention of each layer that is not shared, block by block.
 
     Raises:
         PatternError: if the pattern does not fit the model.
-        SearchError: if the model's layers can't take it.
+        SearchError: if the model's layers can't take it, or there is padding where attention is in blocks.
         RuntimeError: if roles are already applied.
     """
     pattern.check_fits(model.config.num_hidden_layers)
@@ -90,7 +114,9 @@ def apply_page_roles(
     before = model.config._attn_implementation
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, eager_mask)
-    _running.append(_State(pattern, prompt, starts, observe, watch, carried))
+    if starts is not None and _in_blocks:
+        raise SearchError("padding on the left is not known to attention in blocks, expected --attention naive")
+    _running.append(_State(pattern, prompt, starts, observe, watch, carried, bool(_in_blocks)))
     try:
         model.set_attn_implementation(_NAME)
         yield
@@ -120,23 +146,74 @@ def _attention(
     layer: Any = module.layer_idx
     pattern, eager = state.pattern, sys.modules[type(module).__module__].eager_attention_forward
     assert pattern.selection is not None and attention_mask is not None
-    full: tuple[Tensor, Tensor] | None = None
+    attend = partial(eager, module, scaling=scaling, **kwargs)
+    blocks = _blocks(attend, query, key, value, attention_mask, ROWS if state.in_blocks else query.shape[2])
+    output: Tensor | None = None
     if pattern[layer] != SHARED:
-        full = eager(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-        if state.watch is not None:
-            state.watch(layer, full[1])
-        needed = pattern[layer] == FULL or pattern.roles[layer + 1 : layer + 2] == SHARED
-        if needed or state.observe is not None:
-            state.kept = chosen_pages(full[1], pattern.selection, state.prompt, state.starts)
+        needed = pattern[layer] == FULL or pattern.roles[layer + 1 : layer + 2] == SHARED or state.observe is not None
+        outputs, chosen = [], []
+        for first, found, weights in blocks:
+            outputs.append(found)
+            if state.watch is not None:
+                state.watch(layer, first, weights)
+            if needed:
+                prompt = None if state.prompt is None else state.prompt[:, first : first + weights.shape[2]]
+                pages = chosen_pages(weights, pattern.selection, prompt, state.starts)
+                whole = (
+                    pages.shape[2] if state.starts is not None else -(-key.shape[2] // pattern.selection.page_tokens)
+                )
+                chosen.append(F.pad(pages, (0, whole - pages.shape[2])))
+        output = torch.cat(outputs, 1)
+        state.kept = torch.cat(chosen, 1) if needed else state.kept
     if state.observe is not None:
         state.observe(layer, state.kept)  # type: ignore[arg-type]  # chosen here, or below
-    if full is not None and pattern[layer] == DENSE:
-        return full
+    if output is not None and pattern[layer] == DENSE:
+        return output, None
     assert state.kept is not None
-    kept = _tokens_of(state.kept, key.shape[2], pattern.selection, state.starts)
-    masked = attention_mask.masked_fill(~kept[:, None], torch.finfo(attention_mask.dtype).min)
-    found: tuple[Tensor, Tensor | None] = eager(module, query, key, value, masked, scaling=scaling, **kwargs)
-    return found
+    if state.in_blocks:
+        prompts = state.prompt is not None and bool(state.prompt.any())  # which see everything
+        output = torch.cat([found for _, found, _ in blocks], 1) if prompts and output is None else output
+        return _over_pages(state, query, key, value, scaling, output), None
+    allowed = _tokens_of(state.kept, key.shape[2], pattern.selection, state.starts)
+    masked = attention_mask.masked_fill(~allowed[:, None], torch.finfo(attention_mask.dtype).min)
+    return attend(query, key, value, masked)[0], None
+
+
+def _blocks(
+    attend: Callable[..., tuple[Tensor, Tensor]], query: Tensor, key: Tensor, value: Tensor, mask: Tensor, size: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Attention to everything: a block's first query, its output `[batch, queries, heads, dim]`, and its attention."""
+    queries, keys = query.shape[2], key.shape[2]
+    for first in range(0, queries, size):
+        rows, end = slice(first, first + size), min(keys, keys - queries + first + size)  # later keys are not seen
+        yield first, *attend(query[:, :, rows], key[:, :, :end], value[:, :, :end], mask[:, :, rows, :end])
+
+
+def _over_pages(
+    state: _State, query: Tensor, key: Tensor, value: Tensor, scaling: float, dense: Tensor | None
+) -> Tensor:
+    """`[batch, queries, heads, dim]`: attention to chosen pages over gathered keys; of prompts what `dense` has."""
+    assert state.kept is not None and state.pattern.selection is not None
+    output = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3]) if dense is None else dense
+    offset = key.shape[2] - query.shape[2]
+    for number, kept in enumerate(state.kept):
+        rows = torch.arange(len(kept), device=kept.device)
+        if state.prompt is not None:
+            rows = rows[~state.prompt[number]]
+        indices = _indices(kept[rows], rows + offset, state.pattern.selection)
+        q, k, v = (item[number].transpose(0, 1) for item in (query, key, value))
+        output[number, rows] = sparse_attention(q[rows], k, v, indices, scaling)[0]
+    return output
+
+
+def _indices(kept: Tensor, position: Tensor, selection: Selection) -> Tensor:
+    """`[queries, tokens]`, int32: tokens of the pages `[queries, pages]`, up to each query's own; -1 behind them."""
+    number = torch.arange(kept.shape[1], device=kept.device)
+    live = kept & (number <= position[:, None] // selection.page_tokens)
+    most = min(selection.pages, kept.shape[1])
+    page = torch.where(live, number, kept.shape[1]).sort(dim=1).values[:, :most]
+    token = page[:, :, None] * selection.page_tokens + torch.arange(selection.page_tokens, device=kept.device)
+    return token.masked_fill(token > position[:, None, None], -1).flatten(1).int()
 
 
 def chosen_pages(

@@ -72,7 +72,6 @@ class DenseGqa(Family):
     rule: ClassVar[Feature | None] = None
     proven_after: ClassVar[Need] = LOAD_BACKENDS
     calibrated = False
-    on_kernels = False
     refused_flags: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             "speculative_algorithm": f"{_CHOSEN_IN_DECODING}, and drafts are verified as prompts are read",
