@@ -185,11 +185,13 @@ def select_pages(
     out_lengths: Tensor,
 ) -> None:
     """As the definition."""
+    block_n = triton.next_power_of_2(scores.shape[1])
     _select_kernel[(len(scores),)](
         scores, table, lengths if starts is None else starts, lengths,
         out_table, lengths if out_starts is None else out_starts, out_lengths,
         scores.stride(0), table.stride(0), out_table.stride(0),
-        BLOCK_N=triton.next_power_of_2(scores.shape[1]), PAGE=budget.page_tokens,
+        BLOCK_N=block_n, PAGE=budget.page_tokens,
         ENTRIES=budget.page_tokens // table_page, BUDGET=budget.pages, RECENT=budget.recent_pages,
-        SINKS=budget.sink_pages, LISTED=starts is not None, OUT_LISTED=out_starts is not None, num_warps=8,
+        SINKS=budget.sink_pages, LISTED=starts is not None, OUT_LISTED=out_starts is not None,
+        num_warps=8 if block_n <= 8192 else 32,
     )  # fmt: skip

@@ -148,23 +148,7 @@ def _attention(
     assert pattern.selection is not None and attention_mask is not None
     attend = partial(eager, module, scaling=scaling, **kwargs)
     blocks = _blocks(attend, query, key, value, attention_mask, ROWS if state.in_blocks else query.shape[2])
-    output: Tensor | None = None
-    if pattern[layer] != SHARED:
-        needed = pattern[layer] == FULL or pattern.roles[layer + 1 : layer + 2] == SHARED or state.observe is not None
-        outputs, chosen = [], []
-        for first, found, weights in blocks:
-            outputs.append(found)
-            if state.watch is not None:
-                state.watch(layer, first, weights)
-            if needed:
-                prompt = None if state.prompt is None else state.prompt[:, first : first + weights.shape[2]]
-                pages = chosen_pages(weights, pattern.selection, prompt, state.starts)
-                whole = (
-                    pages.shape[2] if state.starts is not None else -(-key.shape[2] // pattern.selection.page_tokens)
-                )
-                chosen.append(F.pad(pages, (0, whole - pages.shape[2])))
-        output = torch.cat(outputs, 1)
-        state.kept = torch.cat(chosen, 1) if needed else state.kept
+    output = None if pattern[layer] == SHARED else _dense(state, layer, blocks, key.shape[2])
     if state.observe is not None:
         state.observe(layer, state.kept)  # type: ignore[arg-type]  # chosen here, or below
     if output is not None and pattern[layer] == DENSE:
@@ -177,6 +161,26 @@ def _attention(
     allowed = _tokens_of(state.kept, key.shape[2], pattern.selection, state.starts)
     masked = attention_mask.masked_fill(~allowed[:, None], torch.finfo(attention_mask.dtype).min)
     return attend(query, key, value, masked)[0], None
+
+
+def _dense(state: _State, layer: int, blocks: Iterator[tuple[int, Tensor, Tensor]], keys: int) -> Tensor:
+    """`[batch, queries, heads, dim]`: attention to everything; what it chooses is kept where somebody wants it."""
+    selection, following = state.pattern.selection, state.pattern.roles[layer + 1 : layer + 2]
+    assert selection is not None
+    needed = state.pattern[layer] == FULL or following == SHARED or state.observe is not None
+    outputs, chosen = [], []
+    for first, output, weights in blocks:
+        outputs.append(output)
+        if state.watch is not None:
+            state.watch(layer, first, weights)
+        if needed:
+            prompt = None if state.prompt is None else state.prompt[:, first : first + weights.shape[2]]
+            pages = chosen_pages(weights, selection, prompt, state.starts)
+            whole = -(-keys // selection.page_tokens) if state.in_blocks else pages.shape[2]
+            chosen.append(F.pad(pages, (0, whole - pages.shape[2])))
+    if needed:
+        state.kept = torch.cat(chosen, 1)
+    return torch.cat(outputs, 1)
 
 
 def _blocks(
