@@ -4,6 +4,9 @@ Three stages, as DSA models are made (paper, Section 2.1): a dense language mode
 head-averaged attention, all else frozen; the sparse stage, in which top-k selection is active, the model learns from
 the language modelling loss and the indexers by distillation on a detached graph.
 
+Each stage leaves its weights in the output folder. The same command again goes on behind the last one, to the same
+model: every stage has optimizers and random numbers of its own.
+
     python -m scripts.demo_model.corpus --output build/corpus
     python -m scripts.train_demo_model --corpus build/corpus --output build/demo --seed 0
     python -m scripts.train_demo_model --architecture deepseek_v4 --layers 21 --index-topk 16 --output build/v4
@@ -79,12 +82,12 @@ class Trainer:
         data = np.load(corpus / "corpus.npz")
         self.words = torch.from_numpy(data["words"])
         self.streams = {part: torch.from_numpy(data[part].astype(np.int32)) for part in ("train", "evaluation")}
-        self.tasks = RecallTasks(self.streams["train"], self.words, seed + 1, self.device)
+        self.seed = seed
         wrap: Callable[..., Any] = partial(torch.compile, dynamic=False) if compile_ else lambda function: function
         self.dense, self.warmup = wrap(architecture.dense_layer), wrap(architecture.warmup_layer)
         self.sparse = wrap(architecture.sparse_layer)
         self.head_loss = wrap(_head_loss)
-        self.log_file = (output / "train_log.jsonl").open("w")
+        self.log_file = (output / "train_log.jsonl").open("a")
 
     def _initialize(self) -> None:
         depth = 2 * self.config["num_hidden_layers"]
@@ -156,6 +159,25 @@ class Trainer:
         return lambda: {**metrics(), "kl": [round(value.item(), 3) for value in divergences]}
 
     # -- stages
+
+    def went_on(self, number: int, name: str) -> bool:
+        """Take the weights that an earlier run left behind a stage, if it did; else begin the stage."""
+        path = self._weights(number, name)
+        if path.exists():
+            self.model.load_state_dict(torch.load(path, map_location=self.device, weights_only=True))
+            return True
+        torch.manual_seed(self.seed + 1000 * number)
+        self.tasks = RecallTasks(self.streams["train"], self.words, self.seed + 1 + 1000 * number, self.device)
+        return False
+
+    def leave(self, number: int, name: str) -> None:
+        """Leave the weights for a run that goes on from here."""
+        path = self._weights(number, name)
+        torch.save(self.model.state_dict(), path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
+
+    def _weights(self, number: int, name: str) -> Path:
+        return self.output / f"{number}-{name}.pt"
 
     def run_stages(
         self,
@@ -253,16 +275,26 @@ def train(trainer: Trainer, scale: float) -> None:
     def steps(count: int) -> int:
         return max(2, int(count * scale))
 
-    dense = [Stage("dense 256", steps(3600), 256, 256), Stage("dense 1024", steps(3000), 64, 1024, warmup=30)]
-    trainer.run_stages(dense, trainer.body_optimizers(2.5e-3), trainer.dense_step)
-    trainer.evaluate("dense", sparse=False)
-    warmup = [Stage("indexer warm-up", steps(400), 16, 1024, warmup=30)]
-    trainer.run_stages(warmup, [trainer.indexer_optimizer(2e-3)], trainer.warmup_step)
-    trainer.evaluate("after warm-up", sparse=True)
-    sparse = [Stage("sparse", steps(2600), 16, 1024, warmup=30)]
-    optimizers = [*trainer.body_optimizers(8e-4), trainer.indexer_optimizer(1e-3)]
-    trainer.run_stages(sparse, optimizers, trainer.sparse_step)
-    trainer.evaluate("final", sparse=True)
+    def dense() -> None:
+        stages = [Stage("dense 256", steps(3600), 256, 256), Stage("dense 1024", steps(3000), 64, 1024, warmup=30)]
+        trainer.run_stages(stages, trainer.body_optimizers(2.5e-3), trainer.dense_step)
+        trainer.evaluate("dense", sparse=False)
+
+    def warmup() -> None:
+        stages = [Stage("indexer warm-up", steps(400), 16, 1024, warmup=30)]
+        trainer.run_stages(stages, [trainer.indexer_optimizer(2e-3)], trainer.warmup_step)
+        trainer.evaluate("after warm-up", sparse=True)
+
+    def sparse() -> None:
+        stages = [Stage("sparse", steps(2600), 16, 1024, warmup=30)]
+        optimizers = [*trainer.body_optimizers(8e-4), trainer.indexer_optimizer(1e-3)]
+        trainer.run_stages(stages, optimizers, trainer.sparse_step)
+        trainer.evaluate("final", sparse=True)
+
+    for number, run in enumerate((dense, warmup, sparse)):
+        if not trainer.went_on(number, run.__name__):
+            run()
+            trainer.leave(number, run.__name__)
     trainer.save()
 
 
