@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.families import describe
-from sglang_indexcache.pattern_file import ModelSection
 from sglang_indexcache.plugin import PATTERN_VARIABLE
 from sglang_indexcache.selection import DEFAULT, Selection
+from tests.live.inprocess import new_batch
+from tests.patterns import write_pattern
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1.5b": {"model_type": "qwen2", "sizes": (28, 1536, 8960, 12, 2), "vocab_size": 151936},
@@ -83,22 +83,10 @@ def dense_layers(layers: int, count: int) -> list[int]:
     return [0, 1, 2, *(3 + (layers - 3) * (number + 1) // (others + 1) for number in range(others))]
 
 
-def write_pattern(model: Path, layers: list[int], selection: Selection, path: Path) -> Path:
+def write(model: Path, layers: list[int], selection: Selection, path: Path) -> str:
     """A pattern file of D layers."""
-    about = describe(json.loads((model / "config.json").read_text()), model.name)
-    pattern = Pattern.from_full_layers(about.num_layers, layers, selection)
-    section = ModelSection(
-        architecture=about.architecture, num_layers=about.num_layers, config_sha256=about.config_sha256, name=about.name
-    )
-    file = PatternFile(
-        schema="indexcache/v1",
-        model=section,
-        pattern=pattern.roles,
-        retention=pattern.retention,
-        selection=pattern.selection,
-    )
-    file.save(path)
-    return path
+    count = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    return write_pattern(Pattern.from_full_layers(count, layers, selection), model, path)
 
 
 # -- one condition, in a process of its own
@@ -140,10 +128,8 @@ class Decoding:
     """
 
     def __init__(self, runner: Any, prompts: Sequence[Sequence[int]], prefill: bool) -> None:
-        from sglang.benchmark.one_batch import TreeCacheNamespace
-        from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+        from sglang.srt.managers.schedule_batch import Req
         from sglang.srt.sampling.sampling_params import SamplingParams
-        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
         self._runner = runner
         requests = []
@@ -158,24 +144,7 @@ class Decoding:
             request.logprob_start_len = -1
             request.set_extend_range(0, len(ids))
             requests.append(request)
-        tree = TreeCacheNamespace(
-            page_size=runner.page_size,
-            device=runner.device,
-            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
-        )
-        self._batch = ScheduleBatch.init_new(
-            reqs=requests,
-            req_to_token_pool=runner.req_to_token_pool,
-            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
-            tree_cache=tree,
-            model_config=runner.model_config,
-            enable_overlap=False,
-            spec_algorithm=SpeculativeAlgorithm.NONE,
-        )
-        self._batch.prepare_for_extend()
-        if self._batch.input_ids is None:
-            self._batch.input_ids = self._batch.prefill_input_ids_cpu.to(self._batch.device)
-            self._batch.prefill_input_ids_cpu = None
+        self._batch = new_batch(runner, requests)
         if prefill:
             runner.forward(self._forward_batch())
 
@@ -328,7 +297,7 @@ def bench(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]
     layers = SHAPES[options.shape]["sizes"][0]
     selection = replace(DEFAULT, pages=options.pages, recent_pages=max(1, options.pages // 8))
     paths = [
-        write_pattern(folder, dense_layers(layers, int(count)), selection, folder / f"{count}.yaml")
+        write(folder, dense_layers(layers, int(count)), selection, folder / f"{count}.yaml")
         for count in options.dense.split(",")
     ]
     table: dict[str, dict[str, dict[str, float]]] = {}
@@ -358,8 +327,8 @@ def check(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config_of("tiny", 2048)))
-    few = write_pattern(folder, [0, 1, 4], FEW, folder / "few.yaml")
-    room = write_pattern(folder, [0, 1, 4], replace(FEW, pages=64, recent_pages=8), folder / "room.yaml")
+    few = write(folder, [0, 1, 4], FEW, folder / "few.yaml")
+    room = write(folder, [0, 1, 4], replace(FEW, pages=64, recent_pages=8), folder / "room.yaml")
     eager, sure = {"cuda_graph_backend_decode": "disabled"}, {"enable_deterministic_inference": True}
     conditions: dict[str, tuple[str, dict[str, Any]]] = {
         "stock": ("@flashinfer", {}),

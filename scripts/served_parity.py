@@ -15,13 +15,9 @@ import json
 import tempfile
 from pathlib import Path
 
-import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-
-from indexcache_search.hf.pages import apply_page_roles
 from sglang_indexcache import PatternFile
-from tests.live.inprocess import Served, generate
+from tests.live.dense_reference import decoded, distance, logprobs, reference
+from tests.live.inprocess import generate
 
 
 def main() -> None:
@@ -39,26 +35,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         stock = generate(options.model, None, prompts, options.steps, Path(folder))
         served = generate(options.model, str(options.pattern), prompts, options.steps, Path(folder))
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, attn_implementation="eager").eval()
-
-    def logprobs(one: Served) -> Tensor:
-        with torch.inference_mode():
-            logits = model(torch.tensor([one.ids[:-1]]), use_cache=False).logits[0]
-        found: Tensor = logits.log_softmax(-1).gather(1, torch.tensor(one.ids[1:])[:, None])[:, 0]
-        return found
-
-    def distance(one: Served, expected: Tensor) -> float:
-        return float((torch.tensor(one.logprobs) - expected).abs().max())
-
+    model = reference(options.model)
     for one, plain in zip(served, stock, strict=True):
-        read = torch.arange(len(one.ids) - 1)[None] < one.prompt
-        with apply_page_roles(model, pattern, prompt=read):
-            pages = logprobs(one)
         same = one.logprobs[: one.prompt] == plain.logprobs[: plain.prompt]
         print(
             f"{one.prompt} tokens: prompt {'the same bits' if same else 'differs'},"
-            f" served {distance(one, pages):.1e}, stock {distance(plain, logprobs(plain)):.1e},"
-            f" pages change {distance(one, logprobs(one)):.1e}",
+            f" served {distance(one, decoded(model, pattern, one)):.1e},"
+            f" stock {distance(plain, logprobs(model, plain.ids)):.1e},"
+            f" pages change {distance(one, logprobs(model, one.ids)):.1e}",
             flush=True,
         )
 

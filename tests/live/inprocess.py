@@ -158,6 +158,33 @@ def load_runner(model: Path) -> Any:
     return wrapper.torch_runner
 
 
+def new_batch(runner: Any, requests: Sequence[Any]) -> Any:
+    """A batch of requests whose prompts are about to be read, without a prefix cache."""
+    from sglang.benchmark.one_batch import TreeCacheNamespace
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    tree = TreeCacheNamespace(
+        page_size=runner.page_size,
+        device=runner.device,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+    )
+    batch = ScheduleBatch.init_new(
+        reqs=requests,
+        req_to_token_pool=runner.req_to_token_pool,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        tree_cache=tree,
+        model_config=runner.model_config,
+        enable_overlap=False,
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+    )
+    batch.prepare_for_extend()
+    if batch.input_ids is None:
+        batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
+        batch.prefill_input_ids_cpu = None
+    return batch
+
+
 def generate(
     model: Path, pattern: str | None, prompts: Sequence[Sequence[int]], steps: int, record: Path, **arguments: Any
 ) -> list[Served]:
@@ -177,11 +204,9 @@ def generate(
 
 def _generate(model: Path, prompts: Sequence[Sequence[int]], steps: int) -> list[Served]:
     import torch
-    from sglang.benchmark.one_batch import TreeCacheNamespace
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.sampling.sampling_params import SamplingParams
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     runner = load_runner(model)
     requests = []
@@ -197,25 +222,8 @@ def _generate(model: Path, prompts: Sequence[Sequence[int]], steps: int) -> list
         request.logprob_start_len = 0
         request.extend_end = len(ids)
         requests.append(request)
-    tree = TreeCacheNamespace(
-        page_size=runner.page_size,
-        device=runner.device,
-        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
-    )
     with torch.no_grad():
-        batch = ScheduleBatch.init_new(
-            reqs=requests,
-            req_to_token_pool=runner.req_to_token_pool,
-            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
-            tree_cache=tree,
-            model_config=runner.model_config,
-            enable_overlap=False,
-            spec_algorithm=SpeculativeAlgorithm.NONE,
-        )
-        batch.prepare_for_extend()
-        if batch.input_ids is None:
-            batch.input_ids = batch.prefill_input_ids_cpu
-            batch.prefill_input_ids_cpu = None
+        batch = new_batch(runner, requests)
         forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
         output = runner.forward(forward_batch).logits_output
         flat = output.input_token_logprobs.tolist()

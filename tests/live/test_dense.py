@@ -17,16 +17,17 @@ pytest.importorskip("sglang")
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from indexcache_search.hf.pages import apply_page_roles, chosen_pages
+from indexcache_search.hf.pages import chosen_pages
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.deepseek_v4 import DeepseekV4
 from sglang_indexcache.families.dense_gqa import DenseGqa
 from sglang_indexcache.selection import Selection
 from tests.live import models
+from tests.live.dense_reference import decoded, distance, logprobs, reference
 from tests.live.inprocess import Served, call, generate, launch, load
 from tests.live.models import VOCAB
 from tests.live.server import Server, command, ended, running
@@ -52,29 +53,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prompts() -> list[list[int]]:
     rng = random.Random(1)
     return [[rng.randrange(2, VOCAB) for _ in range(length)] for length in (300, 117, 90, 5, 1, *AROUND)]
-
-
-def reference(model: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-def distance(found: Served, expected: Tensor) -> float:
-    return float((torch.tensor(found.logprobs) - expected).abs().max())
-
-
-def logprobs(model: Any, ids: tuple[int, ...]) -> Tensor:
-    """Of tokens 1, 2, ..."""
-    with torch.inference_mode():
-        logits = model(torch.tensor([ids[:-1]]), use_cache=False).logits[0]
-    found: Tensor = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    return found
-
-
-def decoded(model: Any, pattern: Pattern, served: Served) -> Tensor:
-    """What the reference engine says of a prompt and what followed it."""
-    read = torch.arange(len(served.ids) - 1)[None] < served.prompt
-    with apply_page_roles(model, pattern, prompt=read):
-        return logprobs(model, served.ids)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,16 +41,3 @@ def kept_tokens(lengths: Tensor, selection: Selection) -> Tensor:
     """How many tokens S layers attend to, from those in the cache; it does not depend on which pages are chosen."""
     pages = -(-lengths // selection.page_tokens)
     return pages.clamp_max(selection.pages) * selection.page_tokens - (pages * selection.page_tokens - lengths)
-
-
-@contextmanager
-def changed(target: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """`target` with other attributes inside the `with` block."""
-    before = {name: getattr(target, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(target, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(target, name, value)

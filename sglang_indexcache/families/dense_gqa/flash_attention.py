@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels import page_scores, select_pages
-from sglang_indexcache.families.dense_gqa.decoding import budget_of, changed, note_captured, told_place
+from indexcache_kernels.patching import replaced
+from sglang_indexcache.families.dense_gqa.decoding import budget_of, note_captured, told_place
 from sglang_indexcache.pattern import SHARED
 from sglang_indexcache.selection import Selection
 
@@ -39,7 +40,7 @@ def choosing(stock: Any) -> Any:
             note_captured(self, forward_batch, layer, told.role)
             given = (q, k, v, layer, forward_batch, save_kv_cache)
             if told.role == SHARED:
-                with changed(self, {"forward_metadata": self._indexcache_chosen}):
+                with replaced((self, "forward_metadata", self._indexcache_chosen)):
                     shared: Tensor = super().forward_decode(*given, **kwargs)
                 return shared
             if not told.chooses:

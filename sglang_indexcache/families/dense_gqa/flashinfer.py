@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels import page_scores, select_pages
-from sglang_indexcache.families.dense_gqa.decoding import budget_of, changed, kept_tokens, note_captured, told_place
+from indexcache_kernels.patching import replaced
+from sglang_indexcache.families.dense_gqa.decoding import budget_of, kept_tokens, note_captured, told_place
 from sglang_indexcache.pattern import SHARED
 from sglang_indexcache.selection import Selection
 
@@ -114,7 +115,7 @@ def choosing(stock: Any) -> Any:
                 wrapper = self._indexcache_plan.wrapper
             elif told.chooses:
                 wrapper = _Denominators(dense)
-            with changed(self, {"forward_metadata": replace(metadata, decode_wrappers=[wrapper])}):
+            with replaced((self, "forward_metadata", replace(metadata, decode_wrappers=[wrapper]))):
                 output: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
             if told.chooses:
                 self._choose(q, wrapper.lse, layer, dense, told.selection)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels import page_scores, select_pages
-from sglang_indexcache.families.dense_gqa.decoding import budget_of, changed, told_place
+from indexcache_kernels.patching import replaced
+from sglang_indexcache.families.dense_gqa.decoding import budget_of, told_place
 from sglang_indexcache.pattern import SHARED
 from sglang_indexcache.selection import Selection
 
@@ -30,7 +31,7 @@ def choosing(stock: Any) -> Any:
                 view = copy.copy(forward_batch)
                 view.req_pool_indices = torch.arange(len(table), device=table.device)
                 view.seq_lens = lengths.to(forward_batch.seq_lens.dtype)
-                with changed(self, {"req_to_token_pool": SimpleNamespace(req_to_token=table)}):
+                with replaced((self, "req_to_token_pool", SimpleNamespace(req_to_token=table))):
                     shared: Tensor = super().forward_decode(q, k, v, layer, view, save_kv_cache)
                 return shared
             output: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
