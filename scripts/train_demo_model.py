@@ -66,12 +66,7 @@ class Trainer:
         self, architecture: Any, corpus: Path, output: Path, seed: int, config: dict[str, Any], compile_: bool
     ) -> None:
         torch.manual_seed(seed)
-        torch._dynamo.config.cache_size_limit = 64  # kinds of layers times lengths
-        # PyTorch 2.10 to 2.13 leave gradients of a parameter's chunks unwritten with it (github.com/pytorch/pytorch,
-        # issue 193061): those of DeepSeek-V4's hyper-connections became infinite.
-        torch._inductor.config.triton.mix_order_reduction = False
         self.architecture = architecture
-        torch.set_float32_matmul_precision("high")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.output, self.config, self.start = output, config, time.monotonic()
         output.mkdir(parents=True, exist_ok=True)
@@ -269,6 +264,15 @@ def _head_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(target)
 
 
+def configure_pytorch() -> None:
+    """Settings of the whole process."""
+    torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.cache_size_limit = 64  # kinds of layers times lengths
+    # PyTorch 2.10 to 2.13 leave gradients of a parameter's chunks unwritten with it (github.com/pytorch/pytorch,
+    # issue 193061): those of DeepSeek-V4's hyper-connections became infinite.
+    torch._inductor.config.triton.mix_order_reduction = False
+
+
 def train(trainer: Trainer, scale: float) -> None:
     """Run the three stages with their step counts multiplied by `scale`."""
 
@@ -309,6 +313,7 @@ if __name__ == "__main__":
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies every stage's steps (a smoke test: 0.01)")
     parser.add_argument("--no-compile", action="store_true")
     options = parser.parse_args()
+    configure_pytorch()
     architecture = ARCHITECTURES[options.architecture]
     config = architecture.demo_config(options.layers, options.index_topk)
     trainer = Trainer(architecture, options.corpus, options.output, options.seed, config, not options.no_compile)

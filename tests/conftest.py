@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,24 @@ def random_tokens(
     tokens = np.random.default_rng(seed).integers(3, VOCAB, (sequences, seq_len)).astype(np.int32)
     scored = np.broadcast_to(np.arange(seq_len) > first_choice, tokens.shape).copy()
     return TokenSet(tokens, scored, np.arange(sequences) % sources, tuple(f"source {i}" for i in range(sources)))
+
+
+@pytest.fixture(autouse=True)
+def settings_of_pytorch() -> Iterator[None]:
+    """Each test leaves PyTorch's settings as it found them: none passes or fails for what ran before it."""
+    before = _settings_of_pytorch()
+    yield
+    assert _settings_of_pytorch() == before
+
+
+def _settings_of_pytorch() -> dict[str, Any]:
+    return {
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+    }
 
 
 @pytest.fixture(params=list(ARCHITECTURES), ids=["GLM-5", "DeepSeek-V3.2"])
