@@ -67,7 +67,8 @@ def token_set(sequences: int = 16, sources: int = 1) -> TokenSet:
 
 
 def judge_of(engine: Any, data: TokenSet, race: bool = False) -> Judge:
-    return Judge(Evaluator(engine, data, "nll", Memory(), "calibration"), race)  # type: ignore[arg-type]
+    evaluator = Evaluator(engine, data, "nll", Memory(), "calibration")  # type: ignore[arg-type]
+    return Judge.racing(evaluator) if race else Judge(evaluator)
 
 
 def simulated(layers: int, seed: int, structure: Structure, race: bool = False, sequences: int = 16) -> Judge:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from scipy.stats import norm, t
 
@@ -43,14 +44,17 @@ class Judge:
 
     Args:
         evaluator: evaluates patterns on the calibration set.
-        race: False evaluates everything on all sequences.
+        shares: growing sets of sequences, the last of all; by default that one alone, which is no race.
     """
 
-    def __init__(self, evaluator: Evaluator, race: bool) -> None:
+    def __init__(self, evaluator: Evaluator, shares: Sequence[Sequence[int]] | None = None) -> None:
         self._evaluator, self._data = evaluator, evaluator.data
-        everything = list(range(self._data.num_sequences))
-        first = math.ceil(len(everything) / FIRST_SHARE)
-        self.shares = growing_shares(self._data, first) if race else [everything]
+        self.shares = shares or [range(self._data.num_sequences)]
+
+    @classmethod
+    def racing(cls, evaluator: Evaluator) -> Self:
+        """A judge whose first share holds 1/8 of the sequences."""
+        return cls(evaluator, growing_shares(evaluator.data, math.ceil(evaluator.data.num_sequences / FIRST_SHARE)))
 
     def losses(self, patterns: Sequence[Pattern]) -> list[float]:
         """Mean losses on all sequences."""

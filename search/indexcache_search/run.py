@@ -123,7 +123,7 @@ def _load_data(model: str, data: Data, settings: Settings, runtime: Runtime) -> 
     description, config = describe_model(model, runtime.selection), read_config(model)
     if runtime.engine == "sglang" and not family_of(description.architecture).calibrated:
         raise SearchError(f"--engine sglang does not search {description.architecture}; expected transformers")
-    settings.check(description)
+    settings.goal(description)  # raises what can't be had
     seq_len = data.seq_len or 4 * description.first_choice
     check_seq_len(seq_len, config)
     return build_token_sets(

@@ -15,10 +15,8 @@ from indexcache_search.estimates import Estimate
 from indexcache_search.evaluator import Cost, Evaluator
 from indexcache_search.judge import CONFIDENCE, Judge
 from indexcache_search.settings import Settings
-from indexcache_search.strategies import STRATEGIES
 from indexcache_search.strategies.base import Problem, Step
 from indexcache_search.strategies.greedy import count_evaluations
-from indexcache_search.strategies.swaps import improve
 from sglang_indexcache import Pattern
 
 
@@ -98,16 +96,15 @@ class Search:
         measured: Callable[[str], NDArray[np.float64] | None] = lambda name: None,
         listeners: Listeners | None = None,
     ) -> None:
-        settings.check(engine.model)
-        self._engine, self._native, self._swaps = engine, engine.model.native, settings.swaps
+        self.strategy, self.goal = settings.chosen_strategy(), settings.goal(engine.model)
+        self._engine, self._native = engine, engine.model.native
         self._calibration, self._measured = calibration, measured
         self._listeners = listeners or Listeners()
-        self.strategy, self.goal = STRATEGIES[settings.strategy], settings.goal(engine.model)
-        self._judge = Judge(calibration, settings.race and self.strategy.races)
+        self._judge = Judge.racing(calibration) if settings.races else Judge(calibration)
 
     def planned_sequences(self) -> int | None:
         """Sequences that the strategy will run; `None` where that depends on what it finds."""
-        planned = None if self._swaps else self.strategy.planned(self.goal)
+        planned = self.strategy.planned(self.goal)
         return None if planned is None else (2 + planned) * self._calibration.data.num_sequences
 
     def algorithm_1(self) -> int:
@@ -116,7 +113,7 @@ class Search:
         return evaluations * len(self._native) * self._calibration.data.tokens.size
 
     def find(self) -> Found:
-        """Evaluate the native pattern, run the strategy, then local search if that is wanted."""
+        """Evaluate the native pattern, run the strategy."""
         self._calibration.evaluations([self._native])
         self._calibration.evaluations([self._native], self._judge.shares[0], repeat=1)  # the difference is noise
         listeners = self._listeners
@@ -131,10 +128,7 @@ class Search:
                 notice=listeners.notice,
             )
         )
-        patterns = outcome.patterns
-        if self._swaps:
-            patterns = {retention: self._improved(pattern) for retention, pattern in patterns.items()}
-        return self._found(outcome.steps, patterns, outcome.rivals)
+        return self._found(outcome.steps, outcome.patterns, outcome.rivals)
 
     def _found(
         self,
@@ -160,17 +154,6 @@ class Search:
         rows, data = self._judge.shares[0], self._calibration.data
         first, second = baseline.on(rows), self._calibration.recorded(self._native, 1).on(rows)
         return abs(estimates.loss(second, data).mean - estimates.loss(first, data).mean)
-
-    def _improved(self, pattern: Pattern) -> Pattern:
-        """`pattern` after local search."""
-        for swap in improve(pattern, self._native, self._judge, self._swaps):
-            kept, total, letter = len(swap.pattern.full_layers), len(pattern), pattern.letter
-            self._listeners.notice(
-                f"swap: layer {swap.shared:>3} -> S, {swap.full:>3} -> {letter}, {kept} of {total} {letter},"
-                f" loss {swap.loss:.4f}"
-            )
-            pattern = swap.pattern
-        return pattern
 
     def _look_alikes(
         self, retention: Fraction, patterns: Mapping[Fraction, Pattern], rivals: Mapping[Fraction, list[Pattern]]

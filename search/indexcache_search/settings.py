@@ -8,7 +8,8 @@ from fractions import Fraction
 from indexcache_search.errors import SearchError
 from indexcache_search.objectives import Objective
 from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
-from indexcache_search.strategies.base import Goal
+from indexcache_search.strategies.base import Goal, Strategy
+from indexcache_search.strategies.swaps import Swapping
 from sglang_indexcache import SparseModel
 from sglang_indexcache.pattern import full_layer_count
 
@@ -37,22 +38,33 @@ class Settings:
     objective: Objective = "kl"
     seed: int = 0
 
-    def goal(self, model: SparseModel) -> Goal:
-        """What a strategy is asked for on `model`."""
-        full_layers = {retention: full_layer_count(model.num_layers, retention) for retention in self.retain}
-        return Goal(native=model.native, full_layers=full_layers, blocks=self.blocks, candidates=self.candidates)
+    @property
+    def races(self) -> bool:
+        """Whether patterns are compared on growing shares of the sequences."""
+        return self.race and STRATEGIES[self.strategy].races
 
-    def check(self, model: SparseModel) -> None:
-        """Check that the model can be searched so, before anything expensive.
+    def chosen_strategy(self) -> Strategy:
+        """The strategy, and local search behind it if that is asked for.
 
         Raises:
-            SearchError: if there is no such strategy, a retention can't be reached, or a search would not end.
+            SearchError: if there is no such strategy.
         """
         strategy = STRATEGIES.get(self.strategy)
         if strategy is None:
             raise SearchError(f"--strategy is {self.strategy}, expected one of {', '.join(STRATEGIES)}")
         if self.blocks > 1 and not strategy.takes_blocks:
             raise SearchError(f"--blocks {self.blocks} needs --strategy greedy, found {self.strategy}")
+        return Swapping(strategy, self.swaps) if self.swaps else strategy
+
+    def goal(self, model: SparseModel) -> Goal:
+        """What the strategy is asked for on `model`; checked, before anything expensive.
+
+        Raises:
+            SearchError: if a retention can't be reached, or a search would not end.
+        """
         if self.candidates[0] > self.candidates[1]:
             raise SearchError(f"--max-candidates is {self.candidates[1]}, expected at least {self.candidates[0]}")
-        strategy.check(self.goal(model))
+        full_layers = {retention: full_layer_count(model.num_layers, retention) for retention in self.retain}
+        goal = Goal(native=model.native, full_layers=full_layers, blocks=self.blocks, candidates=self.candidates)
+        self.chosen_strategy().check(goal)
+        return goal

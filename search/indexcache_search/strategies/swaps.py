@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from indexcache_search.judge import Judge
+from indexcache_search.strategies.base import Goal, Outcome, Problem, Strategy
 from sglang_indexcache import Pattern
 
 
@@ -58,3 +59,33 @@ def improve(pattern: Pattern, native: Pattern, judge: Judge, tries: int) -> Iter
             return
         pattern = swapped
         yield Swap(*pairs[choice.best], swapped, choice.loss)
+
+
+class Swapping(Strategy):
+    """Another strategy, and local search from each pattern that it found.
+
+    Args:
+        strategy: finds patterns.
+        tries: see `improve`.
+    """
+
+    def __init__(self, strategy: Strategy, tries: int) -> None:
+        self._strategy, self._tries = strategy, tries
+
+    def check(self, goal: Goal) -> None:
+        self._strategy.check(goal)
+
+    def find(self, problem: Problem) -> Outcome:
+        outcome = self._strategy.find(problem)
+        patterns = {retention: self._improved(pattern, problem) for retention, pattern in outcome.patterns.items()}
+        return replace(outcome, patterns=patterns)
+
+    def _improved(self, pattern: Pattern, problem: Problem) -> Pattern:
+        for swap in improve(pattern, problem.goal.native, problem.judge, self._tries):
+            kept, total, letter = len(swap.pattern.full_layers), len(pattern), pattern.letter
+            problem.notice(
+                f"swap: layer {swap.shared:>3} -> S, {swap.full:>3} -> {letter}, {kept} of {total} {letter},"
+                f" loss {swap.loss:.4f}"
+            )
+            pattern = swap.pattern
+        return pattern
