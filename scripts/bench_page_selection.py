@@ -64,9 +64,10 @@ class Layer:
         self.scores = torch.empty(batch, -(-length // 16), device="cuda")
 
     def page_scores(self, budget: PageBudget) -> Tensor:
-        scale = DIM**-0.5
-        given = self.q, self.k, self.table, self.lengths, self.lse, scale
-        return page_scores(*given, budget=budget, starts=self.starts[:-1], out=self.scores)
+        given = self.q, self.k, self.table, self.lengths
+        return page_scores(
+            *given, lse=self.lse, scale=DIM**-0.5, budget=budget, starts=self.starts[:-1], out=self.scores
+        )
 
     def select_pages(self, budget: PageBudget, tokens: Tensor, starts: Tensor, kept: Tensor) -> None:
         select_pages(

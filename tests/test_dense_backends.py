@@ -94,8 +94,18 @@ def reference(case: Case, queries: list[Tensor], lengths: list[int], selection: 
         if told.chooses:
             lse = torch.stack([item for _, item in rows])
             scores = torch.zeros(len(lengths), CONTEXT // selection.page_tokens)
-            given = q.view(-1, HEADS, DIM), k, case.req_to_token, torch.tensor(lengths), lse, layer.scaling
-            naive.page_scores(*given, budget, 1, None, scores)
+            naive.page_scores(
+                q.view(-1, HEADS, DIM),
+                k,
+                case.req_to_token,
+                torch.tensor(lengths),
+                lse=lse,
+                scale=layer.scaling,
+                budget=budget,
+                table_page=1,
+                starts=None,
+                out=scores,
+            )
             chosen = []
             for row, length in enumerate(lengths):
                 size = selection.page_tokens

@@ -189,7 +189,7 @@ def select(q: Tensor, k: Tensor, weights: Tensor, ranges: Tensor, topk: int, bac
     starts, ends = (ranges + first).flatten(0, 1).unbind(dim=1)
     queries, keys = q.flatten(0, 1), k.flatten(0, 1).to(q.dtype)
     topk = min(topk, k.shape[1])
-    indices = indexer_topk(queries, keys, weights.flatten(0, 1), starts, ends, topk, backend=backend)
+    indices = indexer_topk(queries, keys, weights.flatten(0, 1), starts=starts, ends=ends, topk=topk, backend=backend)
     indices = indices.view(*q.shape[:2], topk)
     return indices if len(indices) == 1 else torch.where(indices < 0, indices, indices - first)
 

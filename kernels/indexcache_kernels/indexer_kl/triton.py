@@ -62,10 +62,14 @@ def _forward_kernel(
     highest, total = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
     entropy, cross = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
     for first in range(0, count, BLOCK_K):
-        key = _keys(indices_ptr, token, start, first, count, BLOCK_K, SELECTED, TOPK)  # [BLOCK_K]
+        key = _keys(
+            indices_ptr=indices_ptr, token=token, start=start, first=first, count=count, BLOCK=BLOCK_K,
+            SELECTED=SELECTED, TOPK=TOPK,
+        )  # [BLOCK_K]  # fmt: skip
         target = _target(
-            q_ptr, k_ptr, lse_ptr, key, token, scale, HEADS, GROUP, DIM, MAIN, TAIL, BLOCK_H, UPCAST, PRECISION
-        )
+            q_ptr=q_ptr, k_ptr=k_ptr, lse_ptr=lse_ptr, key=key, token=token, scale=scale, HEADS=HEADS, GROUP=GROUP,
+            DIM=DIM, MAIN=MAIN, TAIL=TAIL, BLOCK_H=BLOCK_H, UPCAST=UPCAST, PRECISION=PRECISION,
+        )  # fmt: skip
         # [BLOCK_K, BLOCK_C]:
         index_keys = load_rows(index_k_ptr + key * INDEX_DIM, key >= 0, INDEX_DIM, BLOCK_C, UPCAST)
         product = tl.dot(index_queries, tl.trans(index_keys), input_precision=PRECISION)  # [BLOCK_I, BLOCK_K]
@@ -109,10 +113,14 @@ def _backward_kernel(
     dq = tl.zeros((BLOCK_I, BLOCK_C), tl.float32)
     dw = tl.zeros((BLOCK_I,), tl.float32)
     for first in range(0, count, BLOCK_K):
-        key = _keys(indices_ptr, token, start, first, count, BLOCK_K, SELECTED, TOPK)  # [BLOCK_K]
+        key = _keys(
+            indices_ptr=indices_ptr, token=token, start=start, first=first, count=count, BLOCK=BLOCK_K,
+            SELECTED=SELECTED, TOPK=TOPK,
+        )  # [BLOCK_K]  # fmt: skip
         target = _target(
-            q_ptr, k_ptr, lse_ptr, key, token, scale, HEADS, GROUP, DIM, MAIN, TAIL, BLOCK_H, UPCAST, PRECISION
-        )
+            q_ptr=q_ptr, k_ptr=k_ptr, lse_ptr=lse_ptr, key=key, token=token, scale=scale, HEADS=HEADS, GROUP=GROUP,
+            DIM=DIM, MAIN=MAIN, TAIL=TAIL, BLOCK_H=BLOCK_H, UPCAST=UPCAST, PRECISION=PRECISION,
+        )  # fmt: skip
         key_mask = (key >= 0)[:, None] & (dim < INDEX_DIM)[None, :]  # [BLOCK_K, BLOCK_C]
         # [BLOCK_K, BLOCK_C]:
         index_keys = load_rows(index_k_ptr + key * INDEX_DIM, key >= 0, INDEX_DIM, BLOCK_C, UPCAST)
@@ -164,9 +172,11 @@ class IndexerKL(torch.autograd.Function):
         indices: Tensor | None,
     ) -> Tensor:
         loss, index_lse = (torch.empty(len(q), dtype=torch.float32, device=q.device) for _ in range(2))
-        given = (q, k, lse, scale, index_q, index_k, weights, starts, ends, indices)
         sizes = _sizes(q, k, index_q, indices)
-        _forward_kernel[(len(q),)](*given, loss, index_lse, **sizes)
+        _forward_kernel[(len(q),)](
+            q_ptr=q, k_ptr=k, lse_ptr=lse, scale=scale, index_q_ptr=index_q, index_k_ptr=index_k, weights_ptr=weights,
+            starts_ptr=starts, ends_ptr=ends, indices_ptr=indices, loss_ptr=loss, index_lse_ptr=index_lse, **sizes,
+        )  # fmt: skip
         ctx.save_for_backward(q, k, lse, index_q, index_k, weights, starts, ends, indices, index_lse)
         ctx.scale, ctx.sizes = scale, sizes
         return loss
@@ -176,6 +186,9 @@ class IndexerKL(torch.autograd.Function):
         q, k, lse, index_q, index_k, weights, starts, ends, indices, index_lse = ctx.saved_tensors
         d_q, d_weights = torch.empty_like(index_q), torch.empty_like(weights)
         d_k = torch.zeros(index_k.shape, dtype=torch.float32, device=q.device)
-        given = (q, k, lse, ctx.scale, index_q, index_k, weights, starts, ends, indices, index_lse)
-        _backward_kernel[(len(q),)](*given, d_loss.contiguous(), d_q, d_k, d_weights, **ctx.sizes)
+        _backward_kernel[(len(q),)](
+            q_ptr=q, k_ptr=k, lse_ptr=lse, scale=ctx.scale, index_q_ptr=index_q, index_k_ptr=index_k,
+            weights_ptr=weights, starts_ptr=starts, ends_ptr=ends, indices_ptr=indices, index_lse_ptr=index_lse,
+            d_loss_ptr=d_loss.contiguous(), d_q_ptr=d_q, d_k_ptr=d_k, d_weights_ptr=d_weights, **ctx.sizes,
+        )  # fmt: skip
         return None, None, None, None, d_q, d_k.to(index_k.dtype), d_weights, None, None, None

@@ -17,6 +17,7 @@ def indexer_topk(
     q: Tensor,
     k: Tensor,
     weights: Tensor,
+    *,
     starts: Tensor,
     ends: Tensor,
     topk: int,
@@ -44,9 +45,9 @@ def indexer_topk(
     Raises:
         KernelInputError: if shapes, dtypes or devices don't fit together, or the backend can't run them.
     """
-    _check(q, k, weights, starts, ends, topk, k_scale)
+    _check(q, k, weights, starts=starts, ends=ends, topk=topk, k_scale=k_scale)
     if not runs_triton(backend, q):
-        return naive.indexer_topk(q, k, weights, starts, ends, topk, k_scale)
+        return naive.indexer_topk(q, k, weights, starts=starts, ends=ends, topk=topk, k_scale=k_scale)
     if topk > MOST:
         raise KernelInputError(f"topk is {topk}, expected at most {MOST} with backend triton")
     from indexcache_kernels.indexer_topk import triton
@@ -55,10 +56,10 @@ def indexer_topk(
         q.contiguous(),
         k.contiguous(),
         weights.contiguous(),
-        starts.contiguous(),
-        ends.contiguous(),
-        topk,
-        None if k_scale is None else k_scale.contiguous(),
+        starts=starts.contiguous(),
+        ends=ends.contiguous(),
+        topk=topk,
+        k_scale=None if k_scale is None else k_scale.contiguous(),
     )
 
 
@@ -77,7 +78,7 @@ def causal_ranges(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check(
-    q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, topk: int, k_scale: Tensor | None
+    q: Tensor, k: Tensor, weights: Tensor, *, starts: Tensor, ends: Tensor, topk: int, k_scale: Tensor | None
 ) -> None:
     if q.ndim != 3 or k.ndim != 2 or q.shape[2] != k.shape[1]:
         raise KernelInputError(f"q is {_shape(q)} and k {_shape(k)}, expected [T, I, C] and [L, C]")

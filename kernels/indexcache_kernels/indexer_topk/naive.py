@@ -25,7 +25,7 @@ def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, k_scale: Tensor | None
 
 
 def indexer_topk(
-    q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, topk: int, k_scale: Tensor | None = None
+    q: Tensor, k: Tensor, weights: Tensor, *, starts: Tensor, ends: Tensor, topk: int, k_scale: Tensor | None = None
 ) -> Tensor:
     """See `indexcache_kernels.indexer_topk`."""
     scores = indexer_scores(q, k, weights, k_scale)

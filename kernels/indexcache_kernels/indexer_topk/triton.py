@@ -109,14 +109,15 @@ def _stream_kernel(
         if highest - lowest > ROOM:
             step = (highest - lowest) // SEGMENT
             _products(
-                block_q_ptr, block_weights_ptr, k_ptr, k_scale_ptr, scores_ptr, num_queries - first, lowest, step,
-                highest,
-                HEADS, PADDED_HEADS, DIM, PADDED_DIM, BLOCK_Q, BLOCK_K, SEGMENT, SCALED, PRECISION, UPCAST,
+                q_ptr=block_q_ptr, weights_ptr=block_weights_ptr, k_ptr=k_ptr, k_scale_ptr=k_scale_ptr,
+                scores_ptr=scores_ptr, num_queries=num_queries - first, first_key=lowest, step=step, stop=highest,
+                HEADS=HEADS, PADDED_HEADS=PADDED_HEADS, DIM=DIM, PADDED_DIM=PADDED_DIM, BLOCK_Q=BLOCK_Q,
+                BLOCK_K=BLOCK_K, SEGMENT=SEGMENT, SCALED=SCALED, PRECISION=PRECISION, UPCAST=UPCAST,
             )  # fmt: skip
             take_sample(
-                scores_ptr, bounds_ptr, starts_ptr + first, ends_ptr + first, num_queries - first, lowest, highest,
-                step,
-                BLOCK_Q, SEGMENT, TOPK, ROOM,
+                scores_ptr=scores_ptr, bounds_ptr=bounds_ptr, starts_ptr=starts_ptr + first,
+                ends_ptr=ends_ptr + first, num_queries=num_queries - first, lowest=lowest, highest=highest, step=step,
+                BLOCK_Q=BLOCK_Q, SEGMENT=SEGMENT, TOPK=TOPK, ROOM=ROOM,
             )  # fmt: skip
         # 3. candidates of all segments
         attempt = 0
@@ -126,14 +127,16 @@ def _stream_kernel(
             tl.debug_barrier()
             for segment in range(lowest, highest, SEGMENT):
                 _products(
-                    block_q_ptr, block_weights_ptr, k_ptr, k_scale_ptr, scores_ptr, num_queries - first, segment, 1,
-                    highest,
-                    HEADS, PADDED_HEADS, DIM, PADDED_DIM, BLOCK_Q, BLOCK_K, SEGMENT, SCALED, PRECISION, UPCAST,
+                    q_ptr=block_q_ptr, weights_ptr=block_weights_ptr, k_ptr=k_ptr, k_scale_ptr=k_scale_ptr,
+                    scores_ptr=scores_ptr, num_queries=num_queries - first, first_key=segment, step=1, stop=highest,
+                    HEADS=HEADS, PADDED_HEADS=PADDED_HEADS, DIM=DIM, PADDED_DIM=PADDED_DIM, BLOCK_Q=BLOCK_Q,
+                    BLOCK_K=BLOCK_K, SEGMENT=SEGMENT, SCALED=SCALED, PRECISION=PRECISION, UPCAST=UPCAST,
                 )  # fmt: skip
                 take_segment(
-                    scores_ptr, marks_ptr, values_ptr, indices_ptr, counts_ptr, bounds_ptr, starts_ptr + first,
-                    ends_ptr + first, num_queries - first,
-                    segment, highest, BLOCK_Q, SEGMENT, STEPS, CHUNK, TOPK, ROOM,
+                    scores_ptr=scores_ptr, marks_ptr=marks_ptr, values_ptr=values_ptr, indices_ptr=indices_ptr,
+                    counts_ptr=counts_ptr, bounds_ptr=bounds_ptr, starts_ptr=starts_ptr + first,
+                    ends_ptr=ends_ptr + first, num_queries=num_queries - first, segment=segment, highest=highest,
+                    BLOCK_Q=BLOCK_Q, SEGMENT=SEGMENT, STEPS=STEPS, CHUNK=CHUNK, TOPK=TOPK, ROOM=ROOM,
                 )  # fmt: skip
                 tl.debug_barrier()
             missing = tl.minimum(visible, TOPK) - tl.load(counts_ptr + row)  # [BLOCK_Q]
@@ -145,9 +148,9 @@ def _stream_kernel(
             result_offset = ((first + query).to(tl.int64) * SPLITS + split) * TOPK
             size = tl.load(counts_ptr + query)
             finish(
-                values_ptr + query * ROOM, indices_ptr + query * ROOM, size, result_ptr + result_offset,
-                result_values_ptr + result_offset,
-                SPLITS > 1, TOPK, ROOM,
+                values_ptr=values_ptr + query * ROOM, indices_ptr=indices_ptr + query * ROOM, count=size,
+                result_ptr=result_ptr + result_offset, result_values_ptr=result_values_ptr + result_offset,
+                MERGE=SPLITS > 1, TOPK=TOPK, ROOM=ROOM,
             )  # fmt: skip
         item = tl.atomic_add(queue_ptr, 1)
 
@@ -183,13 +186,17 @@ def _merge_kernel(
         tl.store(counts_ptr + row, count + added + tl.zeros_like(row))
     tl.debug_barrier()
     own_result_ptr = result_ptr + token * TOPK
-    finish(values_ptr, indices_ptr, tl.load(counts_ptr), own_result_ptr, own_result_ptr, False, TOPK, ROOM)
+    finish(
+        values_ptr=values_ptr, indices_ptr=indices_ptr, count=tl.load(counts_ptr), result_ptr=own_result_ptr,
+        result_values_ptr=own_result_ptr, MERGE=False, TOPK=TOPK, ROOM=ROOM,
+    )  # fmt: skip
 
 
 def indexer_topk(
     q: Tensor,
     k: Tensor,
     weights: Tensor,
+    *,
     starts: Tensor,
     ends: Tensor,
     topk: int,
@@ -219,40 +226,17 @@ def indexer_topk(
     parts, part_values = workspace(2, queries, splits, topk) if splits > 1 else (selected, selected)
     candidates, counts, bounds = workspace(sets, 2, room), workspace(sets), workspace(sets, dtype=torch.float32)
     _stream_kernel[(programs,)](
-        q,
-        k,
-        weights,
-        k if k_scale is None else k_scale,
-        starts,
-        ends,
-        workspace(programs, block_q, SEGMENT, dtype=torch.float32),
-        workspace(programs, block_q, SEGMENT // 16),
-        candidates,
-        counts,
-        bounds,
-        parts,
-        part_values,
-        torch.zeros(1, dtype=torch.int32, device=q.device),
-        queries,
-        blocks,
-        HEADS=heads,
-        PADDED_HEADS=padded_heads,
-        DIM=dim,
-        PADDED_DIM=max(32 if k.itemsize == 1 else 16, triton.next_power_of_2(dim)),
-        BLOCK_Q=block_q,
-        BLOCK_K=BLOCK_K,
-        SEGMENT=SEGMENT,
-        TOPK=topk,
-        ROOM=room,
-        STEPS=(SEGMENT // 16).bit_length() - 1,
-        CHUNK=min(CHUNK, SEGMENT),
-        SPLITS=splits,
-        SCALED=k_scale is not None,
-        **arithmetic(q),
-        num_warps=WARPS,
-        num_stages=STAGES,
+        q_ptr=q, k_ptr=k, weights_ptr=weights, k_scale_ptr=k if k_scale is None else k_scale, starts_ptr=starts,
+        ends_ptr=ends, scores_ptr=workspace(programs, block_q, SEGMENT, dtype=torch.float32),
+        marks_ptr=workspace(programs, block_q, SEGMENT // 16), candidates_ptr=candidates, counts_ptr=counts,
+        bounds_ptr=bounds, result_ptr=parts, result_values_ptr=part_values,
+        queue_ptr=torch.zeros(1, dtype=torch.int32, device=q.device), num_queries=queries, num_blocks=blocks,
+        HEADS=heads, PADDED_HEADS=padded_heads, DIM=dim,
+        PADDED_DIM=max(32 if k.itemsize == 1 else 16, triton.next_power_of_2(dim)), BLOCK_Q=block_q, BLOCK_K=BLOCK_K,
+        SEGMENT=SEGMENT, TOPK=topk, ROOM=room, STEPS=(SEGMENT // 16).bit_length() - 1, CHUNK=min(CHUNK, SEGMENT),
+        SPLITS=splits, SCALED=k_scale is not None, **arithmetic(q), num_warps=WARPS, num_stages=STAGES,
         maxnreg=REGISTERS[k.itemsize],
-    )
+    )  # fmt: skip
     if splits > 1:
         total = splits * topk
         _merge_kernel[(queries,)](

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,9 +53,9 @@ def page_scores(
     k: Tensor,
     table: Tensor,
     lengths: Tensor,
+    *,
     lse: Tensor,
     scale: float,
-    *,
     budget: PageBudget,
     table_page: int = 1,
     starts: Tensor | None = None,
@@ -101,7 +102,9 @@ def page_scores(
     expect("lse", lse, (batch, q.shape[1]), torch.float32)
     expect("out", out, (batch, most), torch.float32)
     if not runs_triton(backend, q):
-        naive.page_scores(q, k, table, lengths, lse, scale, budget, table_page, starts, out)
+        naive.page_scores(
+            q, k, table, lengths, lse=lse, scale=scale, budget=budget, table_page=table_page, starts=starts, out=out
+        )
         return out
     from indexcache_kernels.page_selection import triton
 
@@ -110,13 +113,13 @@ def page_scores(
         k,
         table,
         lengths,
-        lse.contiguous(),
-        scale,
-        budget,
-        table_page,
-        starts,
-        out,
-        splits or _splits(batch),
+        lse=lse.contiguous(),
+        scale=scale,
+        budget=budget,
+        table_page=table_page,
+        starts=starts,
+        out=out,
+        splits=splits or _splits(batch),
     )
     return out
 
@@ -169,12 +172,22 @@ def select_pages(
         expect("out_starts", out_starts, (batch,), torch.int32)
         expect("out_table", out_table, (out_table.numel(),), torch.int32)
     expect("out_lengths", out_lengths, (batch,), torch.int32)
-    if not runs_triton(backend, scores):
-        naive.select_pages(scores, table, lengths, budget, table_page, starts, out_table, out_starts, out_lengths)
-        return out_table, out_lengths
-    from indexcache_kernels.page_selection import triton
+    select: Callable[..., None] = naive.select_pages
+    if runs_triton(backend, scores):
+        from indexcache_kernels.page_selection import triton
 
-    triton.select_pages(scores, table, lengths, budget, table_page, starts, out_table, out_starts, out_lengths)
+        select = triton.select_pages
+    select(
+        scores,
+        table,
+        lengths,
+        budget=budget,
+        table_page=table_page,
+        starts=starts,
+        out_table=out_table,
+        out_starts=out_starts,
+        out_lengths=out_lengths,
+    )
     return out_table, out_lengths
 
 

@@ -64,9 +64,15 @@ def _scores_kernel(
     first = tl.load(starts_ptr + row) if LISTED else row * table_stride  # of the request's entries
     unit: tl.constexpr = BLOCK_L if BLOCK_L > PAGE else PAGE
     part = tl.cdiv(tl.cdiv(pages, SPLITS) * PAGE, unit) * unit  # tokens: whole pages, whole blocks
-    q, base = _queries(q_ptr, lse_ptr, row, 0, HEADS, KV_HEADS, DIM, WIDTH, BLOCK_H, BLOCK_D)
+    q, base = _queries(
+        q_ptr=q_ptr, lse_ptr=lse_ptr, row=row, chunk=0, HEADS=HEADS, KV_HEADS=KV_HEADS, DIM=DIM, WIDTH=WIDTH,
+        BLOCK_H=BLOCK_H, BLOCK_D=BLOCK_D,
+    )  # fmt: skip
     if CHUNKS == 2:
-        second_q, second_base = _queries(q_ptr, lse_ptr, row, 1, HEADS, KV_HEADS, DIM, WIDTH, BLOCK_H, BLOCK_D)
+        second_q, second_base = _queries(
+            q_ptr=q_ptr, lse_ptr=lse_ptr, row=row, chunk=1, HEADS=HEADS, KV_HEADS=KV_HEADS, DIM=DIM, WIDTH=WIDTH,
+            BLOCK_H=BLOCK_H, BLOCK_D=BLOCK_D,
+        )  # fmt: skip
     total = 0.0  # of a page that is larger than a block
     for start in range(split * part, tl.minimum(split * part + part, pages * PAGE), BLOCK_L):
         token = start + tl.arange(0, BLOCK_L)  # [BLOCK_L]
@@ -74,20 +80,27 @@ def _scores_kernel(
         entry = tl.load(table_ptr + first + token // TABLE_PAGE, mask=live, other=0).to(tl.int64)
         slot = entry * TABLE_PAGE + token % TABLE_PAGE
         largest = _largest_share(
-            q, base, k_ptr, slot, live, 0, scale, k_slot_stride, k_head_stride, KV_HEADS, DIM, WIDTH, BLOCK_D, PRECISION
-        )
+            q=q, base=base, k_ptr=k_ptr, slot=slot, live=live, chunk=0, scale=scale, k_slot_stride=k_slot_stride,
+            k_head_stride=k_head_stride, KV_HEADS=KV_HEADS, DIM=DIM, WIDTH=WIDTH, BLOCK_D=BLOCK_D,
+            PRECISION=PRECISION,
+        )  # fmt: skip
         if CHUNKS == 2:
             other = _largest_share(
-                second_q, second_base, k_ptr, slot, live, 1, scale, k_slot_stride, k_head_stride, KV_HEADS, DIM, WIDTH,
-                BLOCK_D, PRECISION,
+                q=second_q, base=second_base, k_ptr=k_ptr, slot=slot, live=live, chunk=1, scale=scale,
+                k_slot_stride=k_slot_stride, k_head_stride=k_head_stride, KV_HEADS=KV_HEADS, DIM=DIM, WIDTH=WIDTH,
+                BLOCK_D=BLOCK_D, PRECISION=PRECISION,
             )  # fmt: skip
             largest = tl.maximum(largest, other)
         elif CHUNKS > 2:
             for chunk in range(1, CHUNKS):
-                more_q, more_base = _queries(q_ptr, lse_ptr, row, chunk, HEADS, KV_HEADS, DIM, WIDTH, BLOCK_H, BLOCK_D)
+                more_q, more_base = _queries(
+                    q_ptr=q_ptr, lse_ptr=lse_ptr, row=row, chunk=chunk, HEADS=HEADS, KV_HEADS=KV_HEADS, DIM=DIM,
+                    WIDTH=WIDTH, BLOCK_H=BLOCK_H, BLOCK_D=BLOCK_D,
+                )  # fmt: skip
                 other = _largest_share(
-                    more_q, more_base, k_ptr, slot, live, chunk, scale, k_slot_stride, k_head_stride, KV_HEADS, DIM,
-                    WIDTH, BLOCK_D, PRECISION,
+                    q=more_q, base=more_base, k_ptr=k_ptr, slot=slot, live=live, chunk=chunk, scale=scale,
+                    k_slot_stride=k_slot_stride, k_head_stride=k_head_stride, KV_HEADS=KV_HEADS, DIM=DIM, WIDTH=WIDTH,
+                    BLOCK_D=BLOCK_D, PRECISION=PRECISION,
                 )  # fmt: skip
                 largest = tl.maximum(largest, other)
         shares = tl.where(live, largest, 0.0)
@@ -144,6 +157,7 @@ def page_scores(
     k: Tensor,
     table: Tensor,
     lengths: Tensor,
+    *,
     lse: Tensor,
     scale: float,
     budget: PageBudget,
@@ -159,11 +173,12 @@ def page_scores(
     block_h = max(16, triton.next_power_of_2(width * (heads // kv_heads)))
     together = min(chunks, 2) * block_d * q.element_size()  # bytes of a token's keys that are read at once
     _scores_kernel[(len(q), splits)](
-        q, k, table, lengths if starts is None else starts, lengths, lse, out, scale,
-        k.stride(0), k.stride(1), table.stride(0), out.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, CHUNKS=chunks, BLOCK_H=block_h, BLOCK_D=block_d,
-        PAGE=budget.page_tokens, TABLE_PAGE=table_page, BUDGET=budget.pages, SPLITS=splits, LISTED=starts is not None,
-        PRECISION="ieee", **_tiles(together, q.element_size()),
+        q_ptr=q, k_ptr=k, table_ptr=table, starts_ptr=lengths if starts is None else starts, lengths_ptr=lengths,
+        lse_ptr=lse, out_ptr=out, scale=scale, k_slot_stride=k.stride(0), k_head_stride=k.stride(1),
+        table_stride=table.stride(0), out_stride=out.stride(0), HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width,
+        CHUNKS=chunks, BLOCK_H=block_h, BLOCK_D=block_d, PAGE=budget.page_tokens, TABLE_PAGE=table_page,
+        BUDGET=budget.pages, SPLITS=splits, LISTED=starts is not None, PRECISION="ieee",
+        **_tiles(together, q.element_size()),
     )  # fmt: skip
 
 
@@ -177,6 +192,7 @@ def select_pages(
     scores: Tensor,
     table: Tensor,
     lengths: Tensor,
+    *,
     budget: PageBudget,
     table_page: int,
     starts: Tensor | None,
@@ -187,10 +203,10 @@ def select_pages(
     """As the definition."""
     block_n = triton.next_power_of_2(scores.shape[1])
     _select_kernel[(len(scores),)](
-        scores, table, lengths if starts is None else starts, lengths,
-        out_table, lengths if out_starts is None else out_starts, out_lengths,
-        scores.stride(0), table.stride(0), out_table.stride(0),
-        BLOCK_N=block_n, PAGE=budget.page_tokens,
+        scores_ptr=scores, table_ptr=table, starts_ptr=lengths if starts is None else starts, lengths_ptr=lengths,
+        out_table_ptr=out_table, out_starts_ptr=lengths if out_starts is None else out_starts,
+        out_lengths_ptr=out_lengths, scores_stride=scores.stride(0), table_stride=table.stride(0),
+        out_stride=out_table.stride(0), BLOCK_N=block_n, PAGE=budget.page_tokens,
         ENTRIES=budget.page_tokens // table_page, BUDGET=budget.pages, RECENT=budget.recent_pages,
         SINKS=budget.sink_pages, LISTED=starts is not None, OUT_LISTED=out_starts is not None,
         num_warps=8 if block_n <= 8192 else 32,

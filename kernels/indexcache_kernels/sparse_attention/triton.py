@@ -165,8 +165,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor,
     out = torch.empty((tokens, heads, v_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     _forward_kernel[(tokens, triton.cdiv(sizes["GROUP"], sizes["BLOCK_H"]), k.shape[1])](
-        q, k, v, indices, out, lse, scale, *_strides(k), *_strides(v), heads,
-        BLOCK_K=64, num_warps=8, num_stages=2, **sizes,
+        q_ptr=q, k_ptr=k, v_ptr=v, indices_ptr=indices, out_ptr=out, lse_ptr=lse, scale=scale, **_strides(k, v),
+        num_heads=heads, BLOCK_K=64, num_warps=8, num_stages=2, **sizes,
     )  # fmt: skip
     return out, lse
 
@@ -188,7 +188,8 @@ def backward(
     d_q, d_k = torch.empty_like(q), torch.zeros(k.shape, dtype=torch.float32, device=q.device)
     d_v = None if v is None else torch.zeros(v.shape, dtype=torch.float32, device=q.device)
     _backward_kernel[(tokens, triton.cdiv(sizes["GROUP"], sizes["BLOCK_H"]), k.shape[1])](
-        q, k, v, indices, lse, delta, d_out, d_q, d_k, d_v, scale, *_strides(k), *_strides(v), heads, k.shape[1],
+        q_ptr=q, k_ptr=k, v_ptr=v, indices_ptr=indices, lse_ptr=lse, delta_ptr=delta, d_out_ptr=d_out, d_q_ptr=d_q,
+        d_k_ptr=d_k, d_v_ptr=d_v, scale=scale, **_strides(k, v), num_heads=heads, num_kv_heads=k.shape[1],
         BLOCK_K=32, num_warps=8, num_stages=2, **sizes,
     )  # fmt: skip
     return d_q, d_k.to(k.dtype), None if v is None or d_v is None else d_v.to(v.dtype)
@@ -205,9 +206,14 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, 
     }
 
 
-def _strides(item: Tensor | None) -> tuple[int, int]:
-    """Of rows and heads."""
-    return (0, 0) if item is None else (item.stride(0), item.stride(1))
+def _strides(k: Tensor, v: Tensor | None) -> dict[str, int]:
+    """Those of rows and heads, by the parameters of both kernels."""
+    tensors = {"k": k.stride(), "v": (0, 0) if v is None else v.stride()}
+    return {
+        f"{name}_{axis}_stride": tensors[name][number]
+        for name in tensors
+        for number, axis in enumerate(("row", "head"))
+    }
 
 
 class SparseAttention(torch.autograd.Function):

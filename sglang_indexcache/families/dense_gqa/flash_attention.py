@@ -65,7 +65,7 @@ def choosing(stock: Any) -> Any:
             queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
             keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
             scores = page_scores(
-                queries, keys, table, lengths, lse, layer.scaling, budget=budget, table_page=self.page_size
+                queries, keys, table, lengths, lse=lse, scale=layer.scaling, budget=budget, table_page=self.page_size
             )
             if self._indexcache_tables is None:
                 self._indexcache_tables = {}

@@ -49,7 +49,7 @@ def choosing(stock: Any) -> Any:
             keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
             scale = float(layer.scaling)
             lse = _denominators(queries, keys, table, lengths, scale)
-            scores = page_scores(queries, keys, table, lengths, lse, scale, budget=budget, backend="naive")
+            scores = page_scores(queries, keys, table, lengths, lse=lse, scale=scale, budget=budget, backend="naive")
             return select_pages(scores, table, lengths, budget=budget, backend="naive")
 
     return ChoosingBackend
