@@ -242,10 +242,10 @@ def _name(node: ast.AST) -> str | None:
 
 
 def _mentioned(node: ast.AST) -> set[str]:
-    found: set[str] = set()
+    words: set[str] = set()
     for child in ast.walk(node):
         if isinstance(child, ast.Attribute):
-            found.add(child.attr)
+            words.add(child.attr)
         elif isinstance(child, ast.Constant) and isinstance(child.value, str):
-            found.add(child.value)
-    return found
+            words.add(child.value)
+    return words

@@ -81,16 +81,16 @@ class Selection:
         if len(words) != 5 or not all(word.isascii() and word.isdecimal() and len(word) < 9 for word in words[:4]):
             raise PatternError(f"selection is {text[:60]!r}, expected four numbers and a score")
         tokens, pages, recent, sinks = map(int, words[:4])
-        found = cls(
+        selection = cls(
             page_tokens=tokens,
             pages=pages,
             recent_pages=recent,
             sink_pages=sinks,
             score=words[4],  # type: ignore[arg-type]
         )
-        if str(found) != text:
-            raise PatternError(f"selection is {text[:60]!r}, expected {found}")
-        return found
+        if str(selection) != text:
+            raise PatternError(f"selection is {text[:60]!r}, expected {selection}")
+        return selection
 
 
 DEFAULT = Selection(page_tokens=16, pages=64, recent_pages=8, sink_pages=0, score=TOKEN_MAX)

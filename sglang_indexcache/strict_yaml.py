@@ -143,21 +143,21 @@ def _scalar(line: int, event: Any) -> Any:
 
 
 def _sequence(line: int, start: Any, events: Iterator[tuple[int, Any]], depth: int) -> list[Any]:
-    found: list[Any] = []
+    items: list[Any] = []
     for at, event in events:
         if isinstance(event, yaml.SequenceEndEvent):
             _check_one_line(line, start, event)
-            return found
-        found.append(_node(at, event, events, depth + 1))
+            return items
+        items.append(_node(at, event, events, depth + 1))
     raise PatternFileError(f"line {line}: the list has no end")
 
 
 def _mapping(line: int, start: Any, events: Iterator[tuple[int, Any]], depth: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for at, event in events:
         if isinstance(event, yaml.MappingEndEvent):
             _check_one_line(line, start, event)
-            return found
+            return mapping
         if not isinstance(event, yaml.ScalarEvent) or event.anchor or event.tag:
             raise PatternFileError(f"line {at}: keys must be words")
         start_of_key: Any = event.start_mark
@@ -166,9 +166,9 @@ def _mapping(line: int, start: Any, events: Iterator[tuple[int, Any]], depth: in
         key = _scalar(at, event)
         if not isinstance(key, str):
             raise PatternFileError(f"line {at}: keys must be words, found {event.value}")
-        if key in found:
+        if key in mapping:
             raise PatternFileError(f"line {at}: key {key!r} stands there twice")
-        found[key] = _node(*next(events), events, depth + 1)
+        mapping[key] = _node(*next(events), events, depth + 1)
     raise PatternFileError(f"line {line}: the mapping has no end")
 
 

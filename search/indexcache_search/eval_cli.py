@@ -154,5 +154,5 @@ def _selections(
     numbers = [word.strip() for word in pages.split(",")] if pages else [""]
     if any(word and not (word.isascii() and word.isdecimal() and len(word) < 9) for word in numbers):
         raise SearchError(f"--pages is {pages}, expected numbers like 16,64,256")
-    found = (selection_of(page_tokens, int(word) if word else None, recent_pages, sink_pages) for word in numbers)
-    return tuple(dict.fromkeys(item for item in found if item is not None))
+    selections = (selection_of(page_tokens, int(word) if word else None, recent_pages, sink_pages) for word in numbers)
+    return tuple(dict.fromkeys(item for item in selections if item is not None))

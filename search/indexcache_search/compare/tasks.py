@@ -46,10 +46,10 @@ def word(rng: random.Random) -> str:
 
 
 def _words(rng: random.Random, count: int) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[word(rng)] = None
-    return list(found)
+    words: dict[str, None] = {}
+    while len(words) < count:
+        words[word(rng)] = None
+    return list(words)
 
 
 def _number(rng: random.Random) -> str:

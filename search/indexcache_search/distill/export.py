@@ -79,21 +79,21 @@ def local_folder(source: str) -> Path:
 
 def _copy_other_layers(origin: Path, folder: Path, layers: int) -> None:
     """Copy the tensors of layers behind the last one, which transformers leaves out, into a file of their own."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(origin.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 match = _LAYER.match(name)
                 if match is not None and int(match.group(1)) >= layers:
-                    found[name] = file.get_tensor(name)
-    if not found:
+                    tensors[name] = file.get_tensor(name)
+    if not tensors:
         return
-    save_file(found, folder / "model-nextn.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model-nextn.safetensors", metadata={"format": "pt"})
     index = folder / _INDEX
     if index.is_file():
         content = json.loads(index.read_text())
     else:
         with safe_open(folder / "model.safetensors", "pt") as file:
             content = {"metadata": {}, "weight_map": dict.fromkeys(file.keys(), "model.safetensors")}
-    content["weight_map"] |= dict.fromkeys(found, "model-nextn.safetensors")
+    content["weight_map"] |= dict.fromkeys(tensors, "model-nextn.safetensors")
     write_atomically(index, json.dumps(content, indent=1) + "\n")

@@ -106,15 +106,15 @@ class _Pass:
         """`[layers, layers]`, mean over queries; all choose as many pages."""
         chosen = torch.stack(self._kept).double().flatten(1)
         common = chosen @ chosen.mT
-        found: NDArray[np.float64] = (common / common.diagonal()).cpu().numpy()
-        return found
+        shares: NDArray[np.float64] = (common / common.diagonal()).cpu().numpy()
+        return shares
 
     def recalled(self) -> NDArray[np.float64]:
         """`[layer, source]`: of the worst query."""
-        found = np.zeros((self._letters, self._letters))
+        recall = np.zeros((self._letters, self._letters))
         for layer, mass in enumerate(self._mass):
             own = (mass * self._kept[layer]).sum(1)
             for source in range(layer + 1):
                 held = (mass * self._kept[source]).sum(1)
-                found[layer, source] = (held / own).min().item()
-        return found
+                recall[layer, source] = (held / own).min().item()
+        return recall

@@ -259,8 +259,8 @@ class SglangEngine:
 
         ahead = 2 if self._chunk and data.seq_len % self._chunk == 0 else 1
         with ThreadPoolExecutor(ahead) as pool:
-            found = [pair for pairs in pool.map(send, range(0, len(rows), self.batch_size)) for pair in pairs]
-        return [loss for loss, _ in found], [hits for _, hits in found]
+            scores = [pair for pairs in pool.map(send, range(0, len(rows), self.batch_size)) for pair in pairs]
+        return [loss for loss, _ in scores], [hits for _, hits in scores]
 
     def _run_baselines(self, lane: CalibrationServer, data: TokenSet, ranges: list[list[Range]]) -> None:
         """Make the lane keep the hidden states of the native pattern, where it has not yet."""

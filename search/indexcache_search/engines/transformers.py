@@ -136,7 +136,7 @@ class TransformersEngine:
         cache = None if fresh or not self._prefixes_fit(data, len(asked)) else self._cache
         for pattern in sorted(patterns, key=lambda item: (str(item.selection), item.roles)):
             began = time.monotonic()
-            found: list[tuple[float, int, int, int]] = []
+            scores: list[tuple[float, int, int, int]] = []
             with memory_error_in_one_line(
                 f"--seq-len {data.seq_len} and --batch-size {self.batch_size}",
                 "shorter sequences, a smaller batch, a smaller --prefix-cache-gb or a larger device",
@@ -146,8 +146,8 @@ class TransformersEngine:
                     before = self._keep_baselines(batch, data, cache) if objective == "kl" else 0
                     hidden, layer_tokens = self._hidden(pattern, batch, data, cache)
                     for row, states in zip(batch, hidden, strict=True):
-                        found.append((*self._score(states, row, data, objective), before + layer_tokens))
-            losses, correct, tokens, costs = zip(*found, strict=True)
+                        scores.append((*self._score(states, row, data, objective), before + layer_tokens))
+            losses, correct, tokens, costs = zip(*scores, strict=True)
             yield Evaluation(pattern, tuple(asked), losses, correct, tokens, costs, time.monotonic() - began)
 
     def _prefixes_fit(self, data: TokenSet, sequences: int) -> bool:

@@ -103,5 +103,5 @@ class DeepseekV4(Family):
 
     def selectors(self, model: Any) -> list[Any]:
         attentions = (layer.self_attn for layer in model.model.layers)
-        found = (getattr(attention.compressor, "indexer", None) for attention in attentions)
-        return [selector for selector in found if selector is not None]
+        indexers = (getattr(attention.compressor, "indexer", None) for attention in attentions)
+        return [selector for selector in indexers if selector is not None]

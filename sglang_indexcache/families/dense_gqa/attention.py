@@ -43,8 +43,8 @@ class Place:
 
 def modules(model: Any) -> Iterator[tuple[int, Any]]:
     """The attention modules of this rank by layer."""
-    found = [module for module in model.modules() if type(module).__name__ == "RadixAttention"]
-    yield from sorted(((module.layer_id, module) for module in found), key=lambda item: item[0])
+    attentions = [module for module in model.modules() if type(module).__name__ == "RadixAttention"]
+    yield from sorted(((module.layer_id, module) for module in attentions), key=lambda item: item[0])
 
 
 def place(module: Any) -> Place | None:
@@ -109,13 +109,13 @@ def _check_layers(model: Any) -> None:
     shapes = set()
     for layer, module in modules(model):
         shapes.add((module.tp_q_head_num, module.tp_k_head_num, module.qk_head_dim, module.v_head_dim))
-        for what, found in (
+        for what, has_it in (
             ("a sliding window", module.sliding_window_size not in (None, -1)),
             ("cross attention", module.is_cross_attention),
             ("a soft cap", bool(module.logit_cap)),
             ("an encoder's attention", getattr(module.attn_type, "value", module.attn_type) != "decoder"),
         ):
-            if found:
+            if has_it:
                 raise ProofError(f"layer {layer} has {what}, expected layers that attend to everything before them")
     if len(shapes) > 1:
         raise ProofError(f"layers differ in their heads ({sorted(shapes)}), expected one shape")
@@ -140,10 +140,10 @@ def check_captured(runner: Any, pattern: Pattern) -> None:
     layers = [layer for layer, _ in modules(runner.model)]
     expected = "".join(pattern[layer] for layer in layers)
     for size in getattr(runner.decode_cuda_graph_runner, "capture_bs", ()):
-        found = "".join(noted.get(size, {}).get(layer, "-") for layer in layers)
-        if found != expected:
+        letters = "".join(noted.get(size, {}).get(layer, "-") for layer in layers)
+        if letters != expected:
             raise ProofError(
-                f"the CUDA graph of {size} requests was captured with {found}, the pattern says {expected}"
+                f"the CUDA graph of {size} requests was captured with {letters}, the pattern says {expected}"
             )
 
 

@@ -84,18 +84,18 @@ def choosing(stock: Any) -> Any:
     if hasattr(stock, _STOCK):
         return stock
     named = (stock.__module__, stock.__qualname__)
-    found = next((item for item in BACKENDS if (f"sglang.{item.module}", item.stock) == named), None)
-    if found is None:
+    backend = next((item for item in BACKENDS if (f"sglang.{item.module}", item.stock) == named), None)
+    if backend is None:
         names = ", ".join(item.name for item in BACKENDS)
         raise ProofError(
             f"the attention backend is {stock.__qualname__}, expected one that can decode over chosen pages:"
             f" --attention-backend {names}"
         )
     source = SglangSource.installed()
-    reason = None if source is None else source.refusal(found.feature)
+    reason = None if source is None else source.refusal(backend.feature)
     if reason is not None:
-        raise ProofError(f"--attention-backend {found.name} {reason}")
-    make: Callable[[Any], Any] = import_module(f"{__package__}.{found.home}").choosing
+        raise ProofError(f"--attention-backend {backend.name} {reason}")
+    make: Callable[[Any], Any] = import_module(f"{__package__}.{backend.home}").choosing
     made = make(stock)
     made.__name__ = made.__qualname__ = f"Choosing{stock.__name__}"
     setattr(made, _STOCK, stock)
