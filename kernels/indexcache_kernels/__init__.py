@@ -1,4 +1,4 @@
-"""Memory-lean kernels for attention that chooses what it attends to, in Triton.
+"""Memory-lean kernels for attention that chooses what it attends to, in Triton; for CPUs one in C++.
 
 Every operation is a folder: `naive.py` is its definition in PyTorch, `triton.py` the kernel, `README.md` the maths.
 `transformers.use_kernels` runs DSA models of transformers on them.
@@ -12,12 +12,13 @@ Axes have one letter everywhere:
 | K | selected keys of a query | I | heads of an indexer |
 | H | heads | C | dimensions of an indexer's query and key |
 | G | key heads; H / G heads share one | B | requests of a decode step |
-| N | pages of a request | M | entries of its page table |
+| N | pages or blocks of a request | M | entries of its page table |
 
 In kernels pointers end in `_ptr`, blocks of the axes are BLOCK_Q, BLOCK_K, BLOCK_H and BLOCK_I, and a comment behind a
 tensor is its shape.
 """
 
+from indexcache_kernels.block_attention import block_attention
 from indexcache_kernels.errors import KernelInputError
 from indexcache_kernels.indexer_kl import indexer_kl
 from indexcache_kernels.indexer_topk import causal_ranges, indexer_topk
@@ -27,6 +28,7 @@ from indexcache_kernels.sparse_attention import sparse_attention
 __all__ = [
     "KernelInputError",
     "PageBudget",
+    "block_attention",
     "causal_ranges",
     "indexer_kl",
     "indexer_topk",
