@@ -11,7 +11,7 @@ from indexcache_search.engines.base import Engine, Evaluation
 from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.journal import Journal
 from indexcache_search.objectives import Objective
-from sglang_indexcache import Pattern
+from indexcache_search.plans import Plan
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Evaluator:
     on_evaluation: Callable[[Evaluation], None] = field(default=lambda evaluation: None)
 
     def __post_init__(self) -> None:
-        self._asked: dict[tuple[Pattern, int], set[int]] = {}
+        self._asked: dict[tuple[Plan, int], set[int]] = {}
 
     def evaluations(
-        self, patterns: Sequence[Pattern], rows: Sequence[int] | None = None, repeat: int = 0
+        self, patterns: Sequence[Plan], rows: Sequence[int] | None = None, repeat: int = 0
     ) -> list[Evaluation]:
         """Evaluations of `patterns` on `rows`, all by default, in order.
 
@@ -61,7 +61,7 @@ class Evaluator:
             NonFiniteLossError: if a loss is NaN or infinite.
         """
         asked = list(range(self.data.num_sequences) if rows is None else rows)
-        missing: dict[tuple[int, ...], list[Pattern]] = {}  # patterns by the rows they lack
+        missing: dict[tuple[int, ...], list[Plan]] = {}  # patterns by the rows they lack
         for pattern in dict.fromkeys(patterns):
             recorded = self.journal.evaluation(self.part, pattern, repeat)
             known = set() if recorded is None else set(recorded.rows)
@@ -84,7 +84,7 @@ class Evaluator:
             asked.update(new)
             self.on_evaluation(evaluation.on(new))
 
-    def recorded(self, pattern: Pattern, repeat: int = 0) -> Evaluation:
+    def recorded(self, pattern: Plan, repeat: int = 0) -> Evaluation:
         """What was evaluated before of a pattern, on all sequences it was evaluated on.
 
         Raises:

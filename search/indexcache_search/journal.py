@@ -13,14 +13,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.errors import JournalError
+from indexcache_search.plans import Plan, plan_from_key
 from indexcache_search.records import Sealer, append, check_identity, complete, damaged, opened
-from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.fields import Count, Finite
 
 FILE_NAME = "journal.jsonl"
 
-_Key = tuple[str, Pattern, int]  # set, pattern, repeat
+_Key = tuple[str, Plan, int]  # set, pattern, repeat
 
 
 class Journal:
@@ -91,7 +91,7 @@ class Journal:
     ) -> None:
         self._file.close()
 
-    def evaluation(self, part: str, pattern: Pattern, repeat: int = 0) -> Evaluation | None:
+    def evaluation(self, part: str, pattern: Plan, repeat: int = 0) -> Evaluation | None:
         """What is recorded of `pattern` on the set named `part`: all sequences it was evaluated on, if any."""
         return self._evaluations.get((part, pattern, repeat))
 
@@ -175,7 +175,7 @@ class _Line(_Record):
 
     def parse(self) -> tuple[_Key, Evaluation]:
         evaluation = Evaluation(
-            Pattern.from_key(self.pattern),
+            plan_from_key(self.pattern),
             tuple(self.rows),
             tuple(self.losses),
             tuple(self.correct),

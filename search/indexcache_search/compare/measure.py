@@ -14,6 +14,7 @@ from indexcache_search.comparison import Row
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.evaluator import Evaluator
 from indexcache_search.line import NAMED, Line
+from indexcache_search.plans import order
 from sglang_indexcache import Pattern
 
 TOGETHER = 24  # sequences that all patterns run before the next ones: the states of one pattern's run are kept
@@ -49,9 +50,7 @@ def patterns(losses: Evaluator, divergences: Evaluator, named: Sequence[Line], h
     """
     lines = [Line.baseline(losses.engine.model.native), *named]
     chosen = [line.pattern for line in lines if line.pattern is not None]
-    alike = sorted(
-        set(chosen), key=lambda pattern: (str(pattern.selection), pattern.roles)
-    )  # those that begin alike follow each other
+    alike = sorted(set(chosen), key=order)  # those that begin alike follow each other
     number = held_out.data.num_sequences
     for start in range(0, number, TOGETHER):
         rows = range(start, min(start + TOGETHER, number))

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.objectives import Objective
-from sglang_indexcache import Pattern, SparseModel
+from indexcache_search.plans import Plan
+from sglang_indexcache import SparseModel
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Evaluation:
         seconds: wall time of all sequences.
     """
 
-    pattern: Pattern
+    pattern: Plan
     rows: tuple[int, ...]
     losses: tuple[float, ...]
     correct: tuple[int, ...]
@@ -89,7 +90,7 @@ class Engine(Protocol):
 
     def evaluate(
         self,
-        patterns: Sequence[Pattern],
+        patterns: Sequence[Plan],
         data: TokenSet,
         objective: Objective,
         rows: Sequence[int] | None = None,

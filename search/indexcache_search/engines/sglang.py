@@ -16,7 +16,9 @@ from indexcache_search.data.tokens import TokenSet, sampled_queries
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.calibration_server import CalibrationServer, Rank, ServerBusyError, ServerLostError
 from indexcache_search.errors import SearchError
+from indexcache_search.key_plan import KeyPlan
 from indexcache_search.objectives import Objective
+from indexcache_search.plans import Plan
 from sglang_indexcache import Pattern, SparseModel
 from sglang_indexcache.protocol import KEEP, KL, OVERLAP, Measured, Range
 
@@ -86,7 +88,7 @@ class SglangEngine:
 
     def evaluate(
         self,
-        patterns: Sequence[Pattern],
+        patterns: Sequence[Plan],
         data: TokenSet,
         objective: Objective,
         rows: Sequence[int] | None = None,
@@ -97,12 +99,14 @@ class SglangEngine:
         What a lost server was working on goes to another one, or to itself when it is back.
 
         Raises:
-            SearchError: if a server refuses, or all stay away for longer than `patience`.
+            SearchError: if a server refuses, all stay away for longer than `patience`, or a plan is for keys.
         """
         work: queue.Queue[Pattern] = queue.Queue()
         done: queue.Queue[Evaluation | Exception] = queue.Queue()
         stop = threading.Event()
         for pattern in patterns:
+            if isinstance(pattern, KeyPlan):
+                raise SearchError("plans for keys run on transformers alone, expected --engine transformers")
             work.put(pattern)
         task = _Task(data, objective, tuple(range(data.num_sequences) if rows is None else rows))
         threads = [

@@ -19,6 +19,7 @@ from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines import measurements
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.beginnings import Beginnings
+from indexcache_search.engines.key_runs import KeyRuns
 from indexcache_search.engines.page_signals import page_signals
 from indexcache_search.engines.prefix import PrefixCache, run_from_cache
 from indexcache_search.errors import SearchError
@@ -32,7 +33,9 @@ from indexcache_search.hf.device import (
 )
 from indexcache_search.hf.loading import describe_model, load_model
 from indexcache_search.hf.roles import apply_roles
+from indexcache_search.key_plan import KeyPlan
 from indexcache_search.objectives import Objective
+from indexcache_search.plans import Plan, order
 from sglang_indexcache import Pattern, SparseModel
 from sglang_indexcache.checkpoint import weights_digest
 from sglang_indexcache.families import family_of
@@ -87,6 +90,7 @@ class TransformersEngine:
             self._attention = partial(on_kernels, model)
         self._baselines: dict[tuple[str, int], Tensor] = {}
         self._beginnings = Beginnings(model, prefix_cache_gb * 1e9)
+        self.key_runs = KeyRuns(model)
 
     @classmethod
     def load(
@@ -125,7 +129,7 @@ class TransformersEngine:
 
     def evaluate(
         self,
-        patterns: Sequence[Pattern],
+        patterns: Sequence[Plan],
         data: TokenSet,
         objective: Objective,
         rows: Sequence[int] | None = None,
@@ -134,7 +138,7 @@ class TransformersEngine:
         """See `Engine.evaluate`; one pattern after the other, those that share their first roles side by side."""
         asked = list(range(data.num_sequences) if rows is None else rows)
         cache = None if fresh or not self._prefixes_fit(data, len(asked)) else self._cache
-        for pattern in sorted(patterns, key=lambda item: (str(item.selection), item.roles)):
+        for pattern in sorted(patterns, key=order):
             began = time.monotonic()
             scores: list[tuple[float, int, int, int]] = []
             with memory_error_in_one_line(
@@ -210,9 +214,11 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _hidden(
-        self, pattern: Pattern, rows: Sequence[int], data: TokenSet, cache: PrefixCache | None
+        self, pattern: Plan, rows: Sequence[int], data: TokenSet, cache: PrefixCache | None
     ) -> tuple[Tensor, int]:
         """Post-norm hidden states `[rows, tokens, hidden]` of the last tokens, and the layer-tokens of each row."""
+        if isinstance(pattern, KeyPlan):
+            return self.key_runs.hidden(pattern, rows, data), len(pattern.values) * data.seq_len
         device = self.torch_model.device
         tokens = torch.from_numpy(data.tokens[list(rows)].astype(np.int64)).to(device)
         prompt = None if data.prompt is None else torch.from_numpy(data.prompt[list(rows)]).to(device)

@@ -108,7 +108,7 @@ def apply_page_roles(
         RuntimeError: if roles are already applied.
     """
     pattern.check_fits(model.config.num_hidden_layers)
-    _check(model)
+    check_layers(model)
     if _running:
         raise RuntimeError("page roles are already applied; leave the first `with` block before")
     before = model.config._attn_implementation
@@ -125,7 +125,12 @@ def apply_page_roles(
         _running.clear()
 
 
-def _check(model: Any) -> None:
+def check_layers(model: Any) -> None:
+    """Check that all layers see everything before them.
+
+    Raises:
+        SearchError: naming what they see instead.
+    """
     window = sliding_window(vars(model.config))
     if window:
         name = type(model).__name__

@@ -1,0 +1,287 @@
+"""Plans for keys on transformers' dense models: differences, bits, windows and blocks, with what they save counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache
+from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+from indexcache_kernels.key_delta import delta_scores, differences, kept_keys, multiply_adds
+from indexcache_search.errors import SearchError
+from indexcache_search.hf.pages import check_layers
+from indexcache_search.key_plan import BITS_GROUP, BLOCK, SINKS, KeyPlan
+
+_NAME = "indexcache_keys"
+
+Stage = Literal["reading", "decoding"]
+"""A prompt is read at once; a reply is decoded token by token."""
+
+
+@dataclass
+class Work:
+    """Multiply-adds of queries with keys: what was computed, and what attention to everything computes.
+
+    Attributes:
+        computed: by stage, `[sequences]`, int64, over all layers and heads.
+        everything: likewise.
+    """
+
+    computed: dict[Stage, Tensor] = field(default_factory=dict)
+    everything: dict[Stage, Tensor] = field(default_factory=dict)
+
+    def add(self, stage: Stage, computed: Tensor, everything: Tensor) -> None:
+        for sums, more in ((self.computed, computed), (self.everything, everything)):
+            sums[stage] = sums[stage] + more if stage in sums else more
+
+
+class KeyDeltaCache(Cache):  # type: ignore[misc]  # transformers is not typed
+    """A cache of DeltaLLM's: differences of keys, values, and the last `plan.recent` keys as they were.
+
+    Decoding with it reads a prompt in one piece and then a token at a time, inside `apply_key_plan(..., cache=cache)`.
+    A layer with threshold 0 keeps its keys.
+    """
+
+    def __init__(self, plan: KeyPlan) -> None:
+        if plan.method != "key_delta":
+            raise SearchError(f"there is no cache for {plan.method}, expected key_delta")
+        super().__init__(layers=[_DeltaLayer(threshold, plan.recent) for threshold in plan.values])
+
+
+class _DeltaLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
+    """`keys` are differences `[batch, G, L, D]`; `fresh` are the keys of the running pass as they are."""
+
+    def __init__(self, threshold: float, recent: int) -> None:
+        super().__init__()
+        self.threshold, self._size = threshold, recent
+        self.kept: Tensor | None = None
+        self.recent: Tensor | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.threshold:
+            return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+        kept, _ = kept_keys(key_states, self.threshold, self.kept)
+        delta = differences(kept, self.kept)
+        last = key_states if self.recent is None else torch.cat([self.recent, key_states], 2)
+        self.fresh, self.kept, self.recent = key_states, kept[:, :, -1], last[:, :, -self._size :]
+        return super().update(delta, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+@dataclass
+class _State:
+    """What a pass under a plan needs to know.
+
+    Attributes:
+        plan: a value a layer.
+        read: `[batch, queries]`, bool: tokens of prompts.
+        work: counts, added up while the pass runs.
+        cache: what keys come from, if not from the pass itself.
+    """
+
+    plan: KeyPlan
+    read: Tensor | None
+    work: Work
+    cache: KeyDeltaCache | None
+
+
+_running: list[_State] = []
+
+
+@contextmanager
+def apply_key_plan(
+    model: Any, plan: KeyPlan, read: Tensor | None = None, cache: KeyDeltaCache | None = None
+) -> Iterator[Work]:
+    """Run `model` with `plan` inside the `with` block; undo it afterwards.
+
+    Without a `cache` a pass takes whole sequences without padding, and computes for each token what reading or decoding
+    it would. Where a plan changes nothing (threshold 0, 16 bits, share 1) the outputs are those of transformers' eager
+    attention bit for bit.
+
+    Args:
+        model: one of the family `dense_gqa`.
+        plan: has a value for each layer.
+        read: `[batch, queries]`, bool: tokens of prompts, which are read at once; all by default.
+        cache: what the model is given as `past_key_values`, for decoding for real.
+
+    Yields:
+        What the passes cost; with a `cache` nothing is counted.
+
+    Raises:
+        SearchError: if the plan does not fit the model, or its layers can't take one.
+        RuntimeError: if a plan is already applied.
+    """
+    layers = model.config.num_hidden_layers
+    if len(plan.values) != layers:
+        raise SearchError(f"the plan has values for {len(plan.values)} layers, the model has {layers}")
+    check_layers(model)
+    if _running:
+        raise RuntimeError("a plan for keys is already applied; leave the first `with` block before")
+    before, work = model.config._attn_implementation, Work()
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, eager_mask)
+    _running.append(_State(plan, read, work, cache))
+    try:
+        model.set_attn_implementation(_NAME)
+        yield work
+    finally:
+        model.set_attn_implementation(before)
+        _running.clear()
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' eager attention with other scores; `query` is `[batch, heads, queries, dim]`."""
+    [state] = _running
+    layer: Any = module.layer_idx
+    assert attention_mask is not None
+    if state.cache is None:
+        scores = _scores(state, layer, query, key, scaling)
+    else:
+        scores = _cached_scores(state, layer, query, key, scaling)
+    weights = F.softmax(scores + attention_mask, dim=-1, dtype=torch.float32).to(query.dtype)
+    return (weights @ _for_heads(value, query)).transpose(1, 2).contiguous(), None
+
+
+def _for_heads(item: Tensor, query: Tensor) -> Tensor:
+    """`[batch, heads, keys, dim]` of `[batch, key heads, keys, dim]`."""
+    return item.repeat_interleave(query.shape[1] // item.shape[1], 1)
+
+
+def _products(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+    return torch.matmul(query, _for_heads(key, query).transpose(2, 3)) * scaling
+
+
+def _scores(state: _State, layer: int, query: Tensor, key: Tensor, scaling: float) -> Tensor:
+    """`[batch, heads, queries, keys]` of whole sequences; -inf where a query does not look."""
+    batch, _, tokens, _ = query.shape
+    if key.shape[2] != tokens:
+        raise SearchError("a plan for keys takes whole sequences, or a cache of its own")
+    plan, read = state.plan, state.read
+    read = torch.ones(batch, tokens, dtype=torch.bool, device=query.device) if read is None else read
+    value, position = plan.values[layer], torch.arange(tokens, device=query.device)
+    scores = _products(query, key, scaling)
+    if plan.method == "key_bits":
+        _count_all(state, read, key)
+        return scores if value >= 16 else _products(query, rounded(key, int(value)), scaling)
+    if plan.method == "key_delta":
+        if not value:
+            _count_all(state, read, key)
+            return scores
+        exact_from = _exact_from(plan, read)
+        kept, moved = kept_keys(key, value)
+        _count(state, read, moved, exact_from)
+        far = position < exact_from[:, None, :, None]  # [batch, 1, queries, keys]
+        return torch.where(far, _products(query, kept, scaling), scores)
+    if plan.method == "sink_window":
+        looks = (position < SINKS) | (position[:, None] - position < value)
+        looks = looks.expand(batch, key.shape[1], -1, -1)
+    else:
+        looks = chosen_blocks(query, key, value)
+    looks = looks & (position <= position[:, None])
+    _count_looks(state, read, looks, key.shape[3])
+    return scores.masked_fill(~looks.repeat_interleave(query.shape[1] // key.shape[1], 1), -torch.inf)
+
+
+def _cached_scores(state: _State, layer: int, query: Tensor, key: Tensor, scaling: float) -> Tensor:
+    """The same with a cache: `key` is what its layer holds."""
+    assert state.cache is not None
+    held: Any = state.cache.layers[layer]
+    if not held.threshold:
+        return _products(query, key, scaling)
+    queries, keys = query.shape[2], key.shape[2]
+    kept = delta_scores(query, _for_heads(key, query)) * scaling
+    if queries == keys:
+        exact_from = _exact_from(state.plan, torch.ones(len(query), keys, dtype=torch.bool, device=query.device))
+        far = torch.arange(keys, device=query.device) < exact_from[:, None, :, None]
+        return torch.where(far, kept, _products(query, held.fresh, scaling))
+    if queries > 1:
+        raise SearchError("with a cache of differences a prompt is read in one piece, then a token at a time")
+    near = _products(query, held.recent, scaling)
+    return torch.cat([kept[..., : keys - near.shape[3]], near], -1)
+
+
+def _exact_from(plan: KeyPlan, read: Tensor) -> Tensor:
+    """`[batch, queries]`: the first key that each query sees as it was."""
+    position = torch.arange(read.shape[1], device=read.device)
+    squares = torch.tensor([plan.square(count) for count in read.sum(1).tolist()], device=read.device)[:, None]
+    return torch.where(read, position // squares * squares, (position - plan.recent + 1).clamp_min(0))
+
+
+def rounded(k: Tensor, bits: int) -> Tensor:
+    """Keys `[..., L, D]` in 2^bits steps between the least and the largest of each number over 32 tokens (KIVI)."""
+    tokens = k.shape[-2]
+    *others, _, dim = k.shape
+    last = k[..., -1:, :].expand(*others, -tokens % BITS_GROUP, dim)  # changes no range
+    group = torch.cat([k, last], -2).view(*others, -1, BITS_GROUP, dim)
+    low, high = group.amin(-2, keepdim=True), group.amax(-2, keepdim=True)
+    step = ((high - low) / (2**bits - 1)).clamp_min(1e-12)
+    whole: Tensor = ((group - low) / step).round() * step + low
+    return whole.flatten(-3, -2)[..., :tokens, :]
+
+
+def chosen_blocks(query: Tensor, key: Tensor, share: float) -> Tensor:
+    """`[batch, key heads, queries, keys]`, bool: keys of the blocks that each query looks at, the future included.
+
+    The first block, its own and the one before always; of the others those whose mean key it agrees with most, until
+    they are `share` of all that it could look at.
+    """
+    batch, kv_heads, tokens, dim = key.shape
+    blocks = -(-tokens // BLOCK)
+    size = torch.full((blocks,), BLOCK, device=key.device)
+    size[-1] = tokens - (blocks - 1) * BLOCK
+    mean = F.pad(key, (0, 0, 0, -tokens % BLOCK)).view(batch, kv_heads, blocks, BLOCK, dim).sum(3) / size[:, None]
+    grouped = query.view(batch, kv_heads, -1, tokens, dim).sum(2)
+    scores = grouped @ mean.mT  # [batch, key heads, queries, blocks]
+    own, number = torch.arange(tokens, device=key.device)[:, None] // BLOCK, torch.arange(blocks, device=key.device)
+    future, always = number > own, (number < 1) | ((number > own - 2) & (number <= own))
+    scores = scores.masked_fill(future, -torch.inf).masked_fill(always, torch.inf)
+    wanted = torch.ceil((own + 1) * share - 1e-6).clamp_min(3)
+    rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    best: Tensor = rank < wanted
+    return best.repeat_interleave(BLOCK, 3)[..., :tokens]
+
+
+def _count(state: _State, read: Tensor, moved: Tensor, exact_from: Tensor) -> None:
+    """`moved` is `[batch, key heads, L, D]`."""
+    position = torch.arange(read.shape[1], device=read.device)
+    for stage, rows in _stages(read):
+        computed, everything = [], []
+        for number, mask in enumerate(rows):
+            own, all_ = multiply_adds(moved[number], position[mask], exact_from[number, mask])
+            computed.append(own.sum())
+            everything.append(own.new_tensor(all_ * moved.shape[1]))
+        state.work.add(stage, torch.stack(computed), torch.stack(everything))
+
+
+def _count_looks(state: _State, read: Tensor, looks: Tensor, dim: int) -> None:
+    """`looks` is `[batch, key heads, queries, keys]`."""
+    seen = looks.sum((1, 3)) * dim  # [batch, queries]
+    visible = torch.arange(1, read.shape[1] + 1, device=read.device) * dim * looks.shape[1]
+    for stage, rows in _stages(read):
+        state.work.add(stage, (seen * rows).sum(1), (visible * rows).sum(1))
+
+
+def _count_all(state: _State, read: Tensor, key: Tensor) -> None:
+    visible = torch.arange(1, read.shape[1] + 1, device=read.device) * key.shape[1] * key.shape[3]
+    for stage, rows in _stages(read):
+        everything = (visible * rows).sum(1)
+        state.work.add(stage, everything, everything)
+
+
+def _stages(read: Tensor) -> list[tuple[Stage, Tensor]]:
+    return [("reading", read), ("decoding", ~read)]
