@@ -47,6 +47,11 @@ Examples:
       Is what is served as good as the baseline server, the first one? --model is read for its tokenizer only.
 
 \b
+  indexcache-eval --model HuggingFaceTB/SmolLM2-135M-Instruct --attention key_delta --threshold 0.6,1.0 \\
+        --evaluation notes.txt --seq-len 512
+      What keys as thresholded differences (DeltaLLM) save on a dense model, and lose, beside what saves as much.
+
+\b
 Exit codes: 0 done, 1 a pattern or server is worse than --max-increase allows, 2 bad input, 70 a bug, 130 interrupted.
 """
 
@@ -104,7 +109,28 @@ def evaluate(
         float,
         typer.Option(help="Host memory for layer outputs; of dense models as much again for keys of prompts.", min=0),
     ] = 1.0,
-    attention: Annotated[str, typer.Option(help="auto, naive or kernels, see indexcache-search --help.")] = "auto",
+    attention: Annotated[
+        str,
+        typer.Option(help="auto, naive or kernels, see indexcache-search --help; or key_delta, see the last example."),
+    ] = "auto",
+    threshold: Annotated[
+        str | None,
+        typer.Option(
+            help="key_delta: thresholds, each for all layers, or files of indexcache-search --method key_delta."
+            " Default: 0.2,0.6,1.0."
+        ),
+    ] = None,
+    window: Annotated[
+        float | None,
+        typer.Option(help="key_delta: keys that stay exact near a prompt's query, as a share. Default: 0.05."),
+    ] = None,
+    max_window: Annotated[int | None, typer.Option(help="key_delta: those keys at most.", min=1)] = None,
+    recent_keys: Annotated[
+        int | None, typer.Option(help="key_delta: last keys that stay exact for a reply's query. Default: 4.", min=1)
+    ] = None,
+    rivals: Annotated[
+        bool, typer.Option(help="key_delta: compare with windows, blocks and few bits, at equal savings.")
+    ] = True,
     json_: Annotated[bool, typer.Option("--json", help="Print eval.json to stdout, nothing else.")] = False,
 ) -> None:
     """Compare patterns, or servers, on data that nobody searched on.
@@ -117,6 +143,9 @@ def evaluate(
         from indexcache_search.compare.run import Candidates, Data, Runtime, run, show
 
         is_demo = model is None
+        of_keys = (threshold, window, max_window, recent_keys)
+        if attention != "key_delta" and any(item is not None for item in of_keys):
+            raise SearchError("--threshold, --window, --max-window and --recent-keys need --attention key_delta")
         if max_increase is not None and not math.isfinite(max_increase):
             raise SearchError(f"--max-increase is {max_increase}, expected a number")
         candidates = Candidates(
@@ -138,7 +167,22 @@ def evaluate(
         runtime = Runtime(
             device=device, dtype=dtype, batch_size=batch_size, prefix_cache_gb=prefix_cache_gb, attention=attention
         )
-        result = run(model or str(demo.MODEL), candidates, data, runtime, output, restart, console)
+        if attention == "key_delta":
+            from indexcache_search.compare import keys
+
+            if is_demo or endpoint:
+                raise SearchError("--attention key_delta needs the --model of a dense model, and no --endpoint")
+            near = {"window": window, "max_window": max_window, "recent": recent_keys}
+            asked = keys.KeyCandidates(
+                plans=keys.plans_of(
+                    threshold or "0.2,0.6,1.0", {name: item for name, item in near.items() if item is not None}
+                ),
+                patterns=tuple(pattern or ()),
+                rivals=rivals,
+            )
+            result = keys.run(str(model), asked, data, runtime, output, restart, console)
+        else:
+            result = run(model or str(demo.MODEL), candidates, data, runtime, output, restart, console)
     if json_:
         sys.stdout.write(json.dumps(result.as_json(), indent=1) + "\n")
     else:

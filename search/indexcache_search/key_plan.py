@@ -10,6 +10,9 @@ from indexcache_search.errors import SearchError
 
 KeyMethod = Literal["key_delta", "key_bits", "sink_window", "key_blocks"]
 METHODS: tuple[KeyMethod, ...] = get_args(KeyMethod)
+Stage = Literal["reading", "decoding"]
+"""A prompt is read at once; a reply is decoded token by token."""
+STAGES: tuple[Stage, ...] = get_args(Stage)
 SINKS = 4  # first keys that `sink_window` always sees
 BLOCK = 16  # keys of a block
 BITS_GROUP = 32  # tokens that share the range of their bits
@@ -29,10 +32,10 @@ class KeyPlan:
     Attributes:
         method: one of those.
         values: one for each layer.
-        window: of `key_delta`: while a prompt is read, keys in the query's own square along the diagonal are exact; its
-            size as a share of the prompt.
+        window: of `key_delta` and `key_bits`: while a prompt is read, keys in the query's own square along the diagonal
+            are exact; its size as a share of the prompt. Bits round whole groups of tokens before it.
         max_window: its size at most, in tokens; `None` for no bound.
-        recent: of `key_delta`: the last keys that are exact while a reply is written, the query's own included.
+        recent: likewise: the last keys that are exact while a reply is written, the query's own included.
 
     Raises:
         SearchError: if a value is not one of the method's.

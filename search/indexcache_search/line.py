@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from indexcache_search.plans import Plan
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.pattern import uniform_pattern
@@ -38,7 +39,7 @@ class Line:
     kind: Kind
     name: str
     retention: Fraction | None
-    pattern: Pattern | None
+    pattern: Plan | None
     phase: int | None = None
 
     @classmethod

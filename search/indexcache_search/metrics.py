@@ -19,7 +19,7 @@ from indexcache_search.line import BASELINE, BEST, MEAN, PHASE, Line, pages_suff
 from indexcache_search.results import CostResult, HeldOut, Measured, SearchResult, StepResult
 from indexcache_search.results import Row as TableRow
 from indexcache_search.search import Found
-from sglang_indexcache import PatternFile
+from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.selection import Selection
 
 SCHEMA = "indexcache-search/metrics/v3"
@@ -98,13 +98,14 @@ def held_out(rows: Sequence[Row], data: TokenSet, first_choice: int) -> HeldOut:
 
 def described(line: Line) -> dict[str, Any]:
     """The columns of a `results.Row` that say what it is."""
+    plan = line.pattern
     return {
         "kind": line.kind,
         "name": line.name,
         "retention": None if line.retention is None else str(line.retention),
         "phase": line.phase,
-        "full_layers": None if line.pattern is None else len(line.pattern.full_layers),
-        "pattern": None if line.pattern is None else line.pattern.roles,
+        "full_layers": len(plan.full_layers) if isinstance(plan, Pattern) else None,
+        "pattern": plan.roles if isinstance(plan, Pattern) else plan and plan.key,
     }
 
 
@@ -116,7 +117,7 @@ def _answer_sources(data: TokenSet, first_choice: int) -> list[str]:
 
 def _group(row: Row) -> tuple[Fraction | None, Selection | None]:
     """What uniform's phases have in common."""
-    return row.line.retention, None if row.line.pattern is None else row.line.pattern.selection
+    return row.line.retention, row.line.pattern.selection if isinstance(row.line.pattern, Pattern) else None
 
 
 def _phase_summaries(phases: Sequence[Row], baseline: Evaluation, data: TokenSet, more: str = "") -> list[TableRow]:

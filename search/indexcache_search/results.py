@@ -38,7 +38,10 @@ class Measured(_Section):
 
 
 class Row(_Section):
-    """One line of a table: what it is (see `Line`), and what was measured over all sources and on each."""
+    """One line of a table: what it is (see `Line`), and what was measured over all sources and on each.
+
+    `skipped` is the share of products of queries with keys that a plan leaves out, while `reading` and `decoding`.
+    """
 
     kind: Kind
     name: str
@@ -50,6 +53,7 @@ class Row(_Section):
     increase: Estimate
     by_source: dict[str, Measured]
     kl: Estimate | None = None
+    skipped: dict[str, Estimate] | None = None
 
 
 class HeldOut(_Section):

@@ -8,9 +8,15 @@ from rich.table import Table
 from rich.text import Text
 
 from indexcache_search.estimates import Estimate
+from indexcache_search.key_plan import STAGES
 from indexcache_search.line import BASELINE, PHASE
 from indexcache_search.results import HeldOut, Row
 from sglang_indexcache.pattern import FULL
+
+
+def of_keys(held_out: HeldOut) -> bool:
+    """Whether plans for keys are compared, rather than patterns alone."""
+    return any(row.skipped is not None for row in held_out.rows)
 
 
 def shown_rows(held_out: HeldOut) -> list[Row]:
@@ -26,6 +32,15 @@ def _is_other_phase(row: Row) -> bool:
 
 def columns(held_out: HeldOut) -> list[str]:
     """Column titles; sources with a loss mask show accuracy, which says more of answers, others the loss's increase."""
+    if of_keys(held_out):
+        return [
+            "plan",
+            *(f"skips {stage}" for stage in STAGES),
+            "loss",
+            "increase",
+            "KL",
+            *map(_short, held_out.sources),
+        ]
     letter = next((row.pattern[0] for row in held_out.rows if row.pattern), FULL)
     return ["pattern", "kept", letter, "loss", "increase", *(_short(source) for source in held_out.sources)]
 
@@ -34,8 +49,13 @@ def cells(row: Row, held_out: HeldOut) -> list[str]:
     """One row's texts, in the order of `columns`."""
     name = "uniform (paper's phase)" if row.kind == PHASE else str(row.name)
     full = "" if row.full_layers is None else str(row.full_layers)
-    values = [name, row.retention or "", full, f"{row.loss.mean:.4f}"]
+    kept = [row.retention or "", full]
+    if row.skipped is not None:
+        kept = [_with_error(row.skipped[stage], ".3f") if stage in row.skipped else "" for stage in STAGES]
+    values = [name, *kept, f"{row.loss.mean:.4f}"]
     values.append("" if row.kind == BASELINE else _with_error(row.increase, "+.4f"))
+    if row.skipped is not None:
+        values.append("" if row.kind == BASELINE or row.kl is None else _with_error(row.kl, ".4f"))
     for source in held_out.sources:
         measured = row.by_source[source]
         if source in held_out.answer_sources:

@@ -17,7 +17,7 @@ from indexcache_search.compare.held_out import HeldOut
 from indexcache_search.compare.measure import Compared
 from indexcache_search.estimates import Estimate
 from indexcache_search.line import BASELINE, BEST, MEAN, NAMED, PHASE
-from indexcache_search.report.figures import changes_figure
+from indexcache_search.report.figures import changes_figure, skips_figure
 from indexcache_search.results import ComparisonResult, Measured, Row
 from indexcache_search.results import HeldOut as HeldOutResult
 
@@ -130,4 +130,7 @@ def render(result: ComparisonResult) -> str:
     template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     held_out = result.held_out
     rows = [tables.cells(row, held_out) for row in tables.shown_rows(held_out)]
-    return template.render(result=result, columns=tables.columns(held_out), rows=rows, figure=changes_figure(held_out))
+    skips = skips_figure(held_out) if tables.of_keys(held_out) else None
+    return template.render(
+        result=result, columns=tables.columns(held_out), rows=rows, figure=changes_figure(held_out), skips=skips
+    )

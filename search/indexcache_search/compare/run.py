@@ -24,7 +24,7 @@ from indexcache_search.identity import engine_identity, today
 from indexcache_search.journal import Journal
 from indexcache_search.line import NAMED, Line, pages_suffix, uniform_lines
 from indexcache_search.results import ComparisonResult
-from sglang_indexcache import SparseModel
+from sglang_indexcache import Pattern, SparseModel
 from sglang_indexcache.files import write_atomically
 from sglang_indexcache.pattern import full_layer_count
 from sglang_indexcache.selection import DEFAULT, Selection
@@ -171,7 +171,7 @@ def named_lines(
                 label = (name or spec.label) + pages_suffix(selection, candidates.selections)
                 lines.append(Line(NAMED, label, kept, replace(pattern, selection=selection)))
     if candidates.uniform:
-        asked = [(line.retention, line.pattern.selection) for line in lines if line.pattern is not None]
+        asked = [(line.retention, line.pattern.selection) for line in lines if isinstance(line.pattern, Pattern)]
         for share, selection in dict.fromkeys(asked):
             if share is not None and full_layer_count(model.num_layers, share) < model.num_layers:
                 suffix = pages_suffix(selection, [other for _, other in asked])

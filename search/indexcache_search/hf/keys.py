@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,9 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from indexcache_kernels.key_delta import delta_scores, differences, kept_keys, multiply_adds
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.pages import check_layers
-from indexcache_search.key_plan import BITS_GROUP, BLOCK, SINKS, KeyPlan
+from indexcache_search.key_plan import BITS_GROUP, BLOCK, SINKS, KeyPlan, Stage
 
 _NAME = "indexcache_keys"
-
-Stage = Literal["reading", "decoding"]
-"""A prompt is read at once; a reply is decoded token by token."""
 
 
 @dataclass
@@ -175,16 +172,16 @@ def _scores(state: _State, layer: int, query: Tensor, key: Tensor, scaling: floa
     read = torch.ones(batch, tokens, dtype=torch.bool, device=query.device) if read is None else read
     value, position = plan.values[layer], torch.arange(tokens, device=query.device)
     scores = _products(query, key, scaling)
-    if plan.method == "key_bits":
-        _count_all(state, read, key)
-        return scores if value >= 16 else _products(query, rounded(key, int(value)), scaling)
-    if plan.method == "key_delta":
-        if not value:
-            _count_all(state, read, key)
-            return scores
+    if plan.method in ("key_delta", "key_bits"):
         exact_from = _exact_from(plan, read)
-        kept, moved = kept_keys(key, value)
-        _count(state, read, moved, exact_from)
+        if plan.method == "key_delta" and value:
+            kept, moved = kept_keys(key, value)
+            _count(state, read, moved, exact_from)
+        else:
+            _count_all(state, read, key)
+            if not value or value >= 16:
+                return scores
+            kept, exact_from = rounded(key, int(value)), exact_from // BITS_GROUP * BITS_GROUP  # of whole groups
         far = position < exact_from[:, None, :, None]  # [batch, 1, queries, keys]
         return torch.where(far, _products(query, kept, scaling), scores)
     if plan.method == "sink_window":

@@ -15,6 +15,7 @@ from matplotlib.patches import Rectangle
 
 from indexcache_search import tables
 from indexcache_search.estimates import Estimate
+from indexcache_search.key_plan import METHODS
 from indexcache_search.line import BASELINE, NAMED, PHASE
 from indexcache_search.results import HeldOut, Measured, SearchResult
 from sglang_indexcache import Pattern
@@ -122,6 +123,33 @@ def heat_map_figure(overlap: Sequence[Sequence[float]], pattern: Pattern, title:
     axes.set_ylabel("layer", fontsize=8)
     axes.tick_params(labelsize=8)
     figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03).ax.tick_params(labelsize=8)
+    return _svg(figure)
+
+
+def skips_figure(held_out: HeldOut) -> Markup:
+    """Divergence against what is left out of the products of queries with keys, a line for each way to do it."""
+    rows = [row for row in held_out.rows if row.kind != BASELINE and row.skipped and row.kl is not None]
+    stage = next(iter(rows[0].skipped or {}))
+    figure, axes = _axes(8, 3.6)
+    for method in dict.fromkeys((row.pattern or "").partition("|")[0] for row in rows):
+        own = [row for row in rows if (row.pattern or "").partition("|")[0] == method]
+        points = [(row.skipped[stage].mean, row.kl) for row in own if row.skipped and row.kl]
+        points.sort(key=lambda point: point[0])
+        label = method if method in METHODS else "patterns"
+        axes.errorbar(
+            [skipped for skipped, _ in points],
+            [kl.mean for _, kl in points],
+            yerr=[kl.stderr or 0.0 for _, kl in points],
+            marker="o",
+            markersize=4,
+            linewidth=1.2,
+            linestyle="-" if method in ("key_delta", "key_blocks", "sink_window") else "none",
+            label=label,
+        )
+    axes.set_yscale("log")
+    axes.set_xlabel(f"share of the products of queries with keys that is left out, {stage}")
+    axes.set_ylabel("KL to the model as it is")
+    axes.legend(frameon=False, fontsize=8)
     return _svg(figure)
 
 

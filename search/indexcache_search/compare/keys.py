@@ -1,0 +1,275 @@
+"""Plans for keys beside each other: differences at some thresholds, and what else saves as much."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import Progress
+
+from indexcache_search import estimates
+from indexcache_search.compare import held_out, result
+from indexcache_search.compare.held_out import HeldOut
+from indexcache_search.compare.measure import patterns
+from indexcache_search.compare.run import Data, Runtime
+from indexcache_search.data.packing import TokenReader
+from indexcache_search.data.tokens import TokenSet
+from indexcache_search.engines.base import Evaluation
+from indexcache_search.engines.key_runs import read_tokens
+from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.errors import SearchError
+from indexcache_search.estimates import Estimate
+from indexcache_search.evaluator import Evaluator
+from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
+from indexcache_search.identity import engine_identity, today
+from indexcache_search.journal import Journal
+from indexcache_search.key_file import KeyFile
+from indexcache_search.key_plan import BLOCK, SINKS, STAGES, KeyMethod, KeyPlan, Stage
+from indexcache_search.line import BASELINE, NAMED, Line
+from indexcache_search.objectives import Objective
+from indexcache_search.plans import Plan
+from indexcache_search.results import ComparisonResult, Row
+from sglang_indexcache import SparseModel
+from sglang_indexcache.files import write_atomically
+from sglang_indexcache.spec import PatternSpec, split_name
+
+BITS = (8, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyCandidates:
+    """What is compared.
+
+    Attributes:
+        plans: of `key_delta`, see `plans_of`.
+        patterns: of the dense model, as `spec.PatternSpec`, with `NAME=` before it if it is to have one.
+        rivals: whether sinks and a window, blocks, and keys of 8 and 4 bits stand beside them, at equal savings.
+    """
+
+    plans: tuple[Callable[[SparseModel], KeyPlan], ...]
+    patterns: tuple[str, ...] = ()
+    rivals: bool = True
+
+
+def plans_of(thresholds: str, near: Mapping[str, Any]) -> tuple[Callable[[SparseModel], KeyPlan], ...]:
+    """Plans by numbers, each for all layers, and by files; they wait for a model.
+
+    Args:
+        thresholds: with commas between them.
+        near: `window`, `max_window` and `recent` of a `KeyPlan`, in the place of its own or of a file's.
+
+    Raises:
+        SearchError: if one is neither a number nor a file.
+    """
+    plans: list[Callable[[SparseModel], KeyPlan]] = []
+    for word in (item.strip() for item in thresholds.split(",")):
+        try:
+            plans.append(partial(_uniform, value=float(word), near=dict(near)))
+        except ValueError:
+            if not Path(word).exists():
+                raise SearchError(f"--threshold: {word[:60]!r} is neither a number nor a file") from None
+            plans.append(partial(_from_file, file=KeyFile.load(Path(word)), near=dict(near)))
+    return tuple(plans)
+
+
+def _uniform(model: SparseModel, value: float, near: dict[str, Any]) -> KeyPlan:
+    return KeyPlan(method="key_delta", values=(value,) * model.num_layers, **near)
+
+
+def _from_file(model: SparseModel, file: KeyFile, near: dict[str, Any]) -> KeyPlan:
+    return replace(file.for_model(model), **near)
+
+
+def run(
+    model: str, candidates: KeyCandidates, data: Data, runtime: Runtime, output: Path, restart: bool, console: Console
+) -> ComparisonResult:
+    """Compare on held-out data, and write eval.json and eval.html; see `compare.run.run`.
+
+    Texts count behind their first quarter, and are read at once; replies are decoded.
+
+    Raises:
+        IndexCacheError: if something asked for can't be done.
+        NonFiniteLossError: if a loss is NaN or infinite.
+    """
+    set_quiet()
+    description, config = describe_model(model), read_config(model)
+    if description.native.selection is None:
+        raise SearchError(f"{model} has indexers that choose; --attention key_delta is for dense models")
+    seq_len = data.seq_len or 512
+    check_seq_len(seq_len, config)
+    description = replace(description, first_choice=seq_len // 4)
+    plans = [make(description) for make in candidates.plans]
+    specs = [
+        (name, PatternSpec.read(text, description.native.selection))
+        for name, text in map(split_name, candidates.patterns)
+    ]
+    built = held_out.build(
+        TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len, replies=True),
+        lambda: load_tokenizer(model),
+        description,
+        data.sources,
+        data.tasks,
+        data.haystack,
+        seq_len=seq_len,
+        sequences=data.sequences,
+        samples=data.samples,
+        chat=data.chat,
+    )
+    lines = [Line(NAMED, plan.name, None, plan) for plan in plans]
+    for name, spec in specs:
+        lines += [
+            Line(NAMED, name or spec.label, kept, pattern) for kept, pattern in spec.by_retention(description, ())
+        ]
+    engine = TransformersEngine.load(
+        model,
+        runtime.device,
+        runtime.dtype,
+        runtime.batch_size,
+        runtime.prefix_cache_gb,
+        "naive",
+        description.native.selection,
+    )
+    engine.model = description
+    identity = {**engine_identity(engine), "held-out": built.data.sha256}
+    with (
+        Journal(output / "work", identity, today(), restart) as journal,
+        Progress(console=console, disable=not console.is_terminal) as progress,
+    ):
+        bar = progress.add_task("plans", total=None)
+        comparison = _compare(engine, built, journal, lines, candidates.rivals, lambda: progress.advance(bar))
+    write_atomically(output / "eval.json", json.dumps(comparison.as_json(), indent=1) + "\n")
+    write_atomically(output / "eval.html", result.render(comparison))
+    return comparison
+
+
+def _compare(
+    engine: TransformersEngine,
+    built: HeldOut,
+    journal: Journal,
+    lines: list[Line],
+    rivals: bool,
+    done: Callable[[], None],
+) -> ComparisonResult:
+    data = built.data
+    losses = Evaluator(engine, data, "nll", journal, "nll", lambda item: done())
+    divergences = Evaluator(engine, data, "kl", journal, "kl")
+    costs: dict[Stage, Costs] = {stage: Costs(engine, data, journal, stage) for stage in STAGES}
+    compared = patterns(losses, divergences, lines, built)
+    if rivals:
+        more = _rivals([line.pattern for line in lines], data, costs)
+        compared += patterns(losses, divergences, more, built)[1:]
+    comparison = result.collect(
+        compared,
+        built,
+        engine.model.first_choice,
+        model=engine.model.name,
+        engine=f"{engine.name}, {', '.join(f'{key} {value}' for key, value in engine.settings.items())}",
+        seq_len=data.seq_len,
+    )
+    rows = [
+        _with_cost(row, line.row.line.pattern, costs)
+        for row, line in zip(comparison.held_out.rows, compared, strict=True)
+    ]
+    return comparison.model_copy(update={"held_out": comparison.held_out.model_copy(update={"rows": rows})})
+
+
+def _with_cost(row: Row, plan: Plan | None, costs: dict[Stage, Costs]) -> Row:
+    assert plan is not None
+    nothing = row.kind == BASELINE
+    skipped = {
+        stage: Estimate(0.0, 0.0) if nothing else cost.skipped(plan) for stage, cost in costs.items() if cost.rows
+    }
+    return row.model_copy(update={"skipped": skipped})
+
+
+class Costs:
+    """How many products of queries with keys plans leave out while prompts are read, or replies decoded.
+
+    Attributes:
+        rows: the sequences that have such tokens.
+    """
+
+    def __init__(self, engine: TransformersEngine, data: TokenSet, journal: Journal, stage: Stage) -> None:
+        counted = read_tokens(data) if stage == "reading" else ~read_tokens(data)
+        self.rows = [int(row) for row in np.flatnonzero(counted.any(axis=1))]
+        self.counted, self._data = counted, data
+        self._evaluator = Evaluator(_Counting(engine, stage), data, "nll", journal, stage)  # type: ignore[arg-type]
+
+    def skipped(self, plan: Plan) -> Estimate:
+        """The share that `plan` leaves out."""
+        done = self._evaluator.evaluations([plan], self.rows)[0]
+        computed = estimates.loss(done, self._data)
+        return Estimate(1.0 - computed.mean, computed.stderr)
+
+
+class _Counting:
+    """An engine whose loss is what is computed, and whose tokens are what attention to everything computes."""
+
+    def __init__(self, engine: TransformersEngine, stage: Stage) -> None:
+        self._engine, self._stage = engine, stage
+
+    def evaluate(
+        self, plans: Sequence[Plan], data: TokenSet, objective: Objective, rows: Sequence[int], fresh: bool = False
+    ) -> Iterator[Evaluation]:
+        for plan in plans:
+            pairs = [self._engine.key_runs.work(plan, row, data, self._stage) for row in rows]
+            none = (0,) * len(rows)
+            computed, everything = tuple(float(pair[0]) for pair in pairs), tuple(pair[1] for pair in pairs)
+            yield Evaluation(plan, tuple(rows), computed, none, everything, none, 0.0)
+
+
+def _rivals(plans: Sequence[Plan | None], data: TokenSet, costs: dict[Stage, Costs]) -> list[Line]:
+    """What saves as much as each plan of differences, in the stage that has more tokens; and keys in few bits."""
+    stage = max(costs, key=lambda item: int(costs[item].counted.sum()))
+    counted, lines = costs[stage].counted, []
+    for plan in plans:
+        if not isinstance(plan, KeyPlan):
+            continue
+        skipped = costs[stage].skipped(plan).mean
+        lines.append(_rival(plan, "sink_window", float(window_of(skipped, counted))))
+        lines.append(_rival(plan, "key_blocks", share_of(skipped, counted)))
+    first = next((plan for plan in plans if isinstance(plan, KeyPlan)), None)
+    if first is not None:
+        lines += [_rival(first, "key_bits", float(bits)) for bits in BITS]
+    return list(dict.fromkeys(lines))
+
+
+def _rival(plan: KeyPlan, method: KeyMethod, value: float) -> Line:
+    rival = replace(plan, method=method, values=(value,) * len(plan.values))
+    return Line(NAMED, rival.name, None, rival)
+
+
+def window_of(skipped: float, counted: NDArray[np.bool_]) -> int:
+    """The window that leaves out about `skipped` of all pairs of a query and a key; `counted` are the queries."""
+    visible, times = _visible(counted)
+
+    def left(window: int) -> float:
+        seen = np.minimum(visible, window) + np.minimum(SINKS, np.maximum(visible - window, 0))
+        return float((seen * times).sum() / (visible * times).sum())
+
+    return min(range(1, int(visible.max()) + 1), key=lambda window: abs(left(window) - (1 - skipped)))
+
+
+def share_of(skipped: float, counted: NDArray[np.bool_]) -> float:
+    """The share of the blocks that leaves out about `skipped` of all pairs; to three digits."""
+    visible, times = _visible(counted)
+    blocks = -(-visible // BLOCK)
+
+    def left(share: float) -> float:
+        wanted = np.minimum(np.maximum(np.ceil(blocks * share - 1e-6), 3), blocks)
+        seen = (wanted - 1) * BLOCK + (visible - 1) % BLOCK + 1  # a query's own block is one of them
+        return float((seen * times).sum() / (visible * times).sum())
+
+    return min((number / 1000 for number in range(1, 1001)), key=lambda share: abs(left(share) - (1 - skipped)))
+
+
+def _visible(counted: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """How many keys queries see, and how many queries see so many."""
+    return np.unique(np.nonzero(counted)[1] + 1, return_counts=True)

@@ -1,0 +1,93 @@
+"""Thresholds that a search found, as a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from indexcache_search.errors import SearchError
+from indexcache_search.key_plan import KeyPlan
+from sglang_indexcache import SparseModel
+from sglang_indexcache.fields import Finite
+from sglang_indexcache.files import read_json_object, write_atomically
+from sglang_indexcache.pattern_file import ModelSection
+
+SCHEMA = "indexcache-keys/v1"
+LIMIT = 1 << 20
+
+
+class KeyFile(BaseModel):
+    """thresholds.json: a threshold for each layer, and what was measured on the calibration data.
+
+    Attributes:
+        skipped: the share of multiply-adds of queries with keys that was asked for.
+        measured: the share that is left out there.
+        kl: divergence from the model as it is.
+        uniform: the one threshold for all layers that leaves out as much, and its divergence.
+        calibration_sha256: of the tokens.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
+
+    schema_: Literal["indexcache-keys/v1"] = Field(alias="schema")
+    model: ModelSection
+    method: Literal["key_delta"]
+    thresholds: list[Finite]
+    window: Finite
+    max_window: int | None
+    recent: int
+    skipped: Finite
+    measured: Finite
+    kl: Finite
+    uniform: list[Finite]
+    calibration_sha256: str
+
+    @property
+    def plan(self) -> KeyPlan:
+        """What the file says.
+
+        Raises:
+            SearchError: if a value is not a threshold.
+        """
+        return KeyPlan(
+            method=self.method,
+            values=tuple(self.thresholds),
+            window=self.window,
+            max_window=self.max_window,
+            recent=self.recent,
+        )
+
+    def for_model(self, model: SparseModel) -> KeyPlan:
+        """The plan, if it was made for this model.
+
+        Raises:
+            SearchError: if not.
+        """
+        if self.model != ModelSection.of(model):
+            raise SearchError(f"the thresholds are of {self.model.name}, expected those of {model.name}")
+        return self.plan
+
+    @classmethod
+    def load(cls, path: Path) -> KeyFile:
+        """Read a file.
+
+        Raises:
+            SearchError: one line that says what is wrong with it.
+        """
+        try:
+            file = cls.model_validate_json(json.dumps(read_json_object(path, LIMIT)))
+            file.plan  # noqa: B018 (raises what is wrong with it)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise SearchError(f"{path}: {where}: {first['msg']}") from None
+        except SearchError as error:
+            raise SearchError(f"{path}: {error}") from None
+        return file
+
+    def save(self, path: Path) -> None:
+        """Write the file, all of it or nothing."""
+        write_atomically(path, json.dumps(self.model_dump(mode="json", by_alias=True), indent=1) + "\n")
