@@ -297,3 +297,18 @@ def test_what_does_not_fit_is_refused() -> None:
                            ({"values": ()}, "a value is missing"), ({"window": 0.0}, "window is 0.0")):  # fmt: skip
         with pytest.raises(SearchError, match=words):
             KeyPlan(**{"method": "key_delta", "values": (1.0,), **changes})  # type: ignore[arg-type]
+
+
+def test_layers_below_the_first_change_need_not_run() -> None:
+    """Bit for bit the same, and the same counts."""
+    ids = np.random.default_rng(0).integers(3, VOCAB, (2, 40)).astype(np.int32)
+    data = TokenSet(ids, np.broadcast_to(np.arange(40) >= 10, ids.shape).copy(), np.zeros(2, np.int64), ("texts",))
+    asked = [plan("key_delta", *[0.0] * layer, 0.5, *[0.9] * (LAYERS - layer - 1)) for layer in (0, 3, LAYERS - 1)]
+    with_cache, without = (tiny_engine(tiny_dense_config(), prefix_cache_gb=gb) for gb in (1.0, 0.0))
+    first = [list(engine.evaluate(asked, data, "kl")) for engine in (with_cache, without)]
+    assert [item.losses for item in first[0]] == [item.losses for item in first[1]]
+    assert len(with_cache.key_runs._exact) == 2 and not without.key_runs._exact
+    for each in asked:
+        for row in range(2):
+            counts = {engine.key_runs.work(each, row, data, "reading") for engine in (with_cache, without)}
+            assert len(counts) == 1

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -128,6 +129,16 @@ def search(
     blocks: Annotated[
         int, typer.Option(help="greedy: search P blocks of layers in turn, up to P flips a round.", min=1)
     ] = 1,
+    method: Annotated[
+        Literal["patterns", "key_delta"],
+        typer.Option(help="key_delta: thresholds for each layer of a dense model (docs/edge.md), not patterns."),
+    ] = "patterns",
+    skip: Annotated[
+        str | None, typer.Option(help="key_delta: shares of the products of queries with keys. Default: 0.4,0.6.")
+    ] = None,
+    window: Annotated[float | None, typer.Option(help="key_delta: as of indexcache-eval.")] = None,
+    max_window: Annotated[int | None, typer.Option(help="key_delta: likewise.", min=1)] = None,
+    recent_keys: Annotated[int | None, typer.Option(help="key_delta: likewise.", min=1)] = None,
     objective: Annotated[
         Objective,
         typer.Option(help="kl: divergence from the unpatterned model. nll: loss on the text, the paper's."),
@@ -177,6 +188,10 @@ def search(
             raise SearchError(f"no such option: {context.args[0]}; see indexcache-search --help")
         if endpoint and engine != "sglang":
             raise SearchError("--endpoint needs --engine sglang")
+        asked = {"window": window, "max_window": max_window, "recent": recent_keys}
+        near = {name: item for name, item in asked.items() if item is not None}
+        if method != "key_delta" and (near or skip):
+            raise SearchError("--skip, --window, --max-window and --recent-keys need --method key_delta")
         if model is None and calibration is None:
             calibration, evaluation = list(demo.CALIBRATION), evaluation or list(demo.EVALUATION)
         if not calibration:
@@ -204,6 +219,23 @@ def search(
             tuple(context.args),
             selection_of(page_tokens, pages, recent_pages, sink_pages),
         )
+        if method == "key_delta":
+            from indexcache_search import key_run
+
+            if model is None or objective != "kl" or json_:
+                raise SearchError("--method key_delta needs a --model, and no --objective or --json")
+            found = key_run.run(
+                model,
+                replace(data, seq_len=seq_len),
+                runtime,
+                key_run.shares_of(skip or "0.4,0.6"),
+                near,
+                seed,
+                files,
+                console,
+            )
+            key_run.show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 200))
+            return
         result = run(str(model or demo.MODEL), data, runtime, settings, files, console)
     if json_:
         sys.stdout.write(json.dumps(result.as_json(), indent=1) + "\n")

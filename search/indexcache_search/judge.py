@@ -14,7 +14,7 @@ from indexcache_search.data.tokens import growing_shares
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.estimates import Estimate
 from indexcache_search.evaluator import Evaluator
-from sglang_indexcache import Pattern
+from indexcache_search.plans import Plan
 
 FIRST_SHARE = 8  # the first share holds 1/8 of the sequences
 CONFIDENCE = 2.0  # standard errors of a paired difference that count as real
@@ -56,11 +56,11 @@ class Judge:
         """A judge whose first share holds 1/8 of the sequences."""
         return cls(evaluator, growing_shares(evaluator.data, math.ceil(evaluator.data.num_sequences / FIRST_SHARE)))
 
-    def losses(self, patterns: Sequence[Pattern]) -> list[float]:
+    def losses(self, patterns: Sequence[Plan]) -> list[float]:
         """Mean losses on all sequences."""
         return [estimates.loss(item, self._data).mean for item in self._evaluator.evaluations(patterns)]
 
-    def choose(self, patterns: Sequence[Pattern], reference: Pattern) -> Choice:
+    def choose(self, patterns: Sequence[Plan], reference: Plan) -> Choice:
         """The best of different `patterns`; ties go to the first. `reference` is what increases are over."""
         alive = list(range(len(patterns)))
         increases = [math.inf] * len(patterns)
@@ -79,19 +79,19 @@ class Judge:
         best = alive[0]
         return Choice(best, estimates.loss(evaluations[best], self._data).mean, increases)
 
-    def scout(self, patterns: Sequence[Pattern], reference: Pattern, share: int = 0) -> list[Estimate]:
+    def scout(self, patterns: Sequence[Plan], reference: Plan, share: int = 0) -> list[Estimate]:
         """Increases of `patterns` over `reference` on one share alone, the first by default: what to look at closer."""
         rows = self.shares[share]
         base = self._evaluator.evaluations([reference], rows)[0]
         evaluations = self._evaluator.evaluations(patterns, rows)
         return [estimates.increase(item, base, self._data) for item in evaluations]
 
-    def difference(self, pattern: Pattern, other: Pattern) -> Estimate:
+    def difference(self, pattern: Plan, other: Plan) -> Estimate:
         """How much `pattern` costs more than `other`, both run on all sequences; paired."""
         first, second = (self._evaluator.evaluations([item], self.shares[-1])[0] for item in (pattern, other))
         return estimates.increase(first, second, self._data)
 
-    def noise(self, pattern: Pattern, reference: Pattern) -> float:
+    def noise(self, pattern: Plan, reference: Plan) -> float:
         """Standard error of the difference between two patterns that ran on all sequences; 0 where it is not known."""
         return self.difference(pattern, reference).stderr or 0.0
 

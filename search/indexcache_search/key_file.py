@@ -15,7 +15,6 @@ from sglang_indexcache.fields import Finite
 from sglang_indexcache.files import read_json_object, write_atomically
 from sglang_indexcache.pattern_file import ModelSection
 
-SCHEMA = "indexcache-keys/v1"
 LIMIT = 1 << 20
 
 

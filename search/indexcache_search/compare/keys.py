@@ -99,12 +99,9 @@ def run(
         NonFiniteLossError: if a loss is NaN or infinite.
     """
     set_quiet()
-    description, config = describe_model(model), read_config(model)
-    if description.native.selection is None:
-        raise SearchError(f"{model} has indexers that choose; --attention key_delta is for dense models")
     seq_len = data.seq_len or 512
+    description, config = dense_model(model, seq_len), read_config(model)
     check_seq_len(seq_len, config)
-    description = replace(description, first_choice=seq_len // 4)
     plans = [make(description) for make in candidates.plans]
     specs = [
         (name, PatternSpec.read(text, description.native.selection))
@@ -127,43 +124,59 @@ def run(
         lines += [
             Line(NAMED, name or spec.label, kept, pattern) for kept, pattern in spec.by_retention(description, ())
         ]
-    engine = TransformersEngine.load(
-        model,
-        runtime.device,
-        runtime.dtype,
-        runtime.batch_size,
-        runtime.prefix_cache_gb,
-        "naive",
-        description.native.selection,
-    )
-    engine.model = description
+    engine = load_engine(model, description, runtime.device, runtime.dtype, runtime.batch_size, runtime.prefix_cache_gb)
     identity = {**engine_identity(engine), "held-out": built.data.sha256}
     with (
         Journal(output / "work", identity, today(), restart) as journal,
         Progress(console=console, disable=not console.is_terminal) as progress,
     ):
         bar = progress.add_task("plans", total=None)
-        comparison = _compare(engine, built, journal, lines, candidates.rivals, lambda: progress.advance(bar))
+        rivalled = [line.pattern for line in lines] if candidates.rivals else []
+        comparison = compare(engine, built, journal, lines, rivalled, lambda: progress.advance(bar))
     write_atomically(output / "eval.json", json.dumps(comparison.as_json(), indent=1) + "\n")
     write_atomically(output / "eval.html", result.render(comparison))
     return comparison
 
 
-def _compare(
+def dense_model(model: str, seq_len: int) -> SparseModel:
+    """What config.json says of a dense model; texts count behind the first quarter of a sequence.
+
+    Raises:
+        SearchError: if the model has indexers.
+        ModelConfigError: if it is of no known family.
+    """
+    description = describe_model(model)
+    if description.native.selection is None:
+        raise SearchError(f"{model} has indexers that choose; key_delta is for dense models")
+    return replace(description, first_choice=seq_len // 4)
+
+
+def load_engine(
+    model: str, description: SparseModel, device: str, dtype: str, batch_size: int, prefix_cache_gb: float
+) -> TransformersEngine:
+    """The reference engine, for what `dense_model` says."""
+    selection = description.native.selection
+    engine = TransformersEngine.load(model, device, dtype, batch_size, prefix_cache_gb, "naive", selection)
+    engine.model = description
+    return engine
+
+
+def compare(
     engine: TransformersEngine,
     built: HeldOut,
     journal: Journal,
-    lines: list[Line],
-    rivals: bool,
-    done: Callable[[], None],
+    lines: Sequence[Line],
+    rivalled: Sequence[Plan | None],
+    done: Callable[[], None] = lambda: None,
 ) -> ComparisonResult:
+    """Evaluate `lines`, and what leaves out as much as those of `rivalled` that are plans for keys."""
     data = built.data
     losses = Evaluator(engine, data, "nll", journal, "nll", lambda item: done())
     divergences = Evaluator(engine, data, "kl", journal, "kl")
     costs: dict[Stage, Costs] = {stage: Costs(engine, data, journal, stage) for stage in STAGES}
     compared = patterns(losses, divergences, lines, built)
-    if rivals:
-        more = _rivals([line.pattern for line in lines], data, costs)
+    more = _rivals(rivalled, costs[main_stage(data)])
+    if more:
         compared += patterns(losses, divergences, more, built)[1:]
     comparison = result.collect(
         compared,
@@ -192,15 +205,19 @@ def _with_cost(row: Row, plan: Plan | None, costs: dict[Stage, Costs]) -> Row:
 class Costs:
     """How many products of queries with keys plans leave out while prompts are read, or replies decoded.
 
+    `part` goes before the stage in the journal.
+
     Attributes:
         rows: the sequences that have such tokens.
     """
 
-    def __init__(self, engine: TransformersEngine, data: TokenSet, journal: Journal, stage: Stage) -> None:
+    def __init__(
+        self, engine: TransformersEngine, data: TokenSet, journal: Journal, stage: Stage, part: str = ""
+    ) -> None:
         counted = read_tokens(data) if stage == "reading" else ~read_tokens(data)
         self.rows = [int(row) for row in np.flatnonzero(counted.any(axis=1))]
         self.counted, self._data = counted, data
-        self._evaluator = Evaluator(_Counting(engine, stage), data, "nll", journal, stage)  # type: ignore[arg-type]
+        self._evaluator = Evaluator(_Counting(engine, stage), data, "nll", journal, f"{part}{stage}")  # type: ignore[arg-type]
 
     def skipped(self, plan: Plan) -> Estimate:
         """The share that `plan` leaves out."""
@@ -225,19 +242,19 @@ class _Counting:
             yield Evaluation(plan, tuple(rows), computed, none, everything, none, 0.0)
 
 
-def _rivals(plans: Sequence[Plan | None], data: TokenSet, costs: dict[Stage, Costs]) -> list[Line]:
-    """What saves as much as each plan of differences, in the stage that has more tokens; and keys in few bits."""
-    stage = max(costs, key=lambda item: int(costs[item].counted.sum()))
-    counted, lines = costs[stage].counted, []
-    for plan in plans:
-        if not isinstance(plan, KeyPlan):
-            continue
-        skipped = costs[stage].skipped(plan).mean
-        lines.append(_rival(plan, "sink_window", float(window_of(skipped, counted))))
-        lines.append(_rival(plan, "key_blocks", share_of(skipped, counted)))
-    first = next((plan for plan in plans if isinstance(plan, KeyPlan)), None)
-    if first is not None:
-        lines += [_rival(first, "key_bits", float(bits)) for bits in BITS]
+def main_stage(data: TokenSet) -> Stage:
+    """The stage that more tokens are in."""
+    return "reading" if read_tokens(data).mean() >= 0.5 else "decoding"
+
+
+def _rivals(plans: Sequence[Plan | None], costs: Costs) -> list[Line]:
+    """What leaves out as much as each plan of differences; and keys in few bits."""
+    of_keys, lines = [plan for plan in plans if isinstance(plan, KeyPlan)], []
+    for plan in of_keys:
+        skipped = costs.skipped(plan).mean
+        lines.append(_rival(plan, "sink_window", float(window_of(skipped, costs.counted))))
+        lines.append(_rival(plan, "key_blocks", share_of(skipped, costs.counted)))
+    lines += [_rival(plan, "key_bits", float(bits)) for plan in of_keys[:1] for bits in BITS]
     return list(dict.fromkeys(lines))
 
 

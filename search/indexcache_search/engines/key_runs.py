@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from indexcache_kernels.patching import replaced
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.hf.keys import apply_key_plan
 from indexcache_search.key_plan import KeyPlan, Stage
@@ -25,10 +27,13 @@ class KeyRuns:
 
     Args:
         model: a dense model of transformers.
+        limit: bytes of host memory for what layers of the untouched model give, so that a plan runs from the first
+            layer that it changes; without room for one batch it runs in full.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, limit: float = 0.0) -> None:
+        self._model, self._limit = model, limit
+        self._exact: OrderedDict[tuple[str, tuple[int, ...]], list[Tensor]] = OrderedDict()
         self._hidden: OrderedDict[tuple[KeyPlan, str, tuple[int, ...]], Tensor] = OrderedDict()
         self._work: dict[tuple[KeyPlan, str, int, Stage], tuple[int, int]] = {}
 
@@ -40,15 +45,46 @@ class KeyRuns:
             device = self._model.device
             tokens = torch.from_numpy(data.tokens[list(rows)].astype(np.int64)).to(device)
             read = torch.from_numpy(read_tokens(data)[list(rows)]).to(device)
-            with apply_key_plan(self._model, plan, read) as work:
+            below = next((layer for layer, value in enumerate(plan.values) if value), 0)
+            below = below if plan.method == "key_delta" else 0
+            outputs = self._outputs(plan, key[1:], tokens, read) if below else []
+            layers = self._model.model.layers[: below if outputs else 0]
+            with (
+                replaced(*((layer, "forward", lambda *_, **__: outputs[below - 1].to(device)) for layer in layers)),
+                apply_key_plan(self._model, plan, read) as work,
+            ):
                 self._hidden[key] = self._model.model(input_ids=tokens, use_cache=False).last_hidden_state
+            ran = len(plan.values) - len(layers)
             for stage, computed in work.computed.items():
-                pairs = zip(computed.tolist(), work.everything[stage].tolist(), strict=True)
+                left = work.everything[stage] // ran * len(layers)  # of the layers that need not run
+                pairs = zip((computed + left).tolist(), (work.everything[stage] + left).tolist(), strict=True)
                 for row, pair in zip(rows, pairs, strict=True):
                     self._work[plan, data.sha256, row, stage] = pair
             while len(self._hidden) > HELD:
                 self._hidden.popitem(last=False)
         return self._hidden[key]
+
+    def _outputs(self, plan: KeyPlan, batch: tuple[str, tuple[int, ...]], tokens: Tensor, read: Tensor) -> list[Tensor]:
+        """What each layer of the untouched model gives, `[rows, tokens, hidden]`; nothing if there is no room."""
+        model = self._model
+        size = tokens.numel() * model.config.hidden_size * model.dtype.itemsize * len(plan.values)
+        if size > self._limit:
+            return []
+        if batch not in self._exact:
+            while self._exact and (len(self._exact) + 1) * size > self._limit:
+                self._exact.popitem(last=False)
+            outputs: list[Tensor] = []
+            layers = model.model.layers[: len(plan.values)]
+            hooks = [layer.register_forward_hook(lambda _m, _i, out: outputs.append(out.cpu())) for layer in layers]
+            try:
+                with apply_key_plan(model, replace(plan, values=(0.0,) * len(plan.values)), read):
+                    model.model(input_ids=tokens, use_cache=False)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            self._exact[batch] = outputs
+        self._exact.move_to_end(batch)
+        return self._exact[batch]
 
     def work(self, plan: Plan, row: int, data: TokenSet, stage: Stage) -> tuple[int, int]:
         """Products of queries with keys of a sequence: computed, and those of attention to everything.

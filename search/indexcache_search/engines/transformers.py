@@ -90,7 +90,7 @@ class TransformersEngine:
             self._attention = partial(on_kernels, model)
         self._baselines: dict[tuple[str, int], Tensor] = {}
         self._beginnings = Beginnings(model, prefix_cache_gb * 1e9)
-        self.key_runs = KeyRuns(model)
+        self.key_runs = KeyRuns(model, prefix_cache_gb * 1e9)
 
     @classmethod
     def load(

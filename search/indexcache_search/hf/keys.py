@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,8 @@ from indexcache_search.hf.pages import check_layers
 from indexcache_search.key_plan import BITS_GROUP, BLOCK, SINKS, KeyPlan, Stage
 
 _NAME = "indexcache_keys"
+
+Watcher = Callable[[int, Tensor], None]
 
 
 @dataclass
@@ -80,12 +82,14 @@ class _State:
         read: `[batch, queries]`, bool: tokens of prompts.
         work: counts, added up while the pass runs.
         cache: what keys come from, if not from the pass itself.
+        watch: told the keys of each layer.
     """
 
     plan: KeyPlan
     read: Tensor | None
     work: Work
     cache: KeyDeltaCache | None
+    watch: Watcher | None
 
 
 _running: list[_State] = []
@@ -93,7 +97,11 @@ _running: list[_State] = []
 
 @contextmanager
 def apply_key_plan(
-    model: Any, plan: KeyPlan, read: Tensor | None = None, cache: KeyDeltaCache | None = None
+    model: Any,
+    plan: KeyPlan,
+    read: Tensor | None = None,
+    cache: KeyDeltaCache | None = None,
+    watch: Watcher | None = None,
 ) -> Iterator[Work]:
     """Run `model` with `plan` inside the `with` block; undo it afterwards.
 
@@ -106,6 +114,7 @@ def apply_key_plan(
         plan: has a value for each layer.
         read: `[batch, queries]`, bool: tokens of prompts, which are read at once; all by default.
         cache: what the model is given as `past_key_values`, for decoding for real.
+        watch: called with each layer and its keys `[batch, G, L, D]`, as they are.
 
     Yields:
         What the passes cost; with a `cache` nothing is counted.
@@ -123,7 +132,7 @@ def apply_key_plan(
     before, work = model.config._attn_implementation, Work()
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, eager_mask)
-    _running.append(_State(plan, read, work, cache))
+    _running.append(_State(plan, read, work, cache, watch))
     try:
         model.set_attn_implementation(_NAME)
         yield work
@@ -171,18 +180,20 @@ def _scores(state: _State, layer: int, query: Tensor, key: Tensor, scaling: floa
     plan, read = state.plan, state.read
     read = torch.ones(batch, tokens, dtype=torch.bool, device=query.device) if read is None else read
     value, position = plan.values[layer], torch.arange(tokens, device=query.device)
+    if state.watch is not None:
+        state.watch(layer, key)
     scores = _products(query, key, scaling)
     if plan.method in ("key_delta", "key_bits"):
-        exact_from = _exact_from(plan, read)
+        near = exact_from(plan, read)
         if plan.method == "key_delta" and value:
             kept, moved = kept_keys(key, value)
-            _count(state, read, moved, exact_from)
+            _count(state, read, moved, near)
         else:
             _count_all(state, read, key)
             if not value or value >= 16:
                 return scores
-            kept, exact_from = rounded(key, int(value)), exact_from // BITS_GROUP * BITS_GROUP  # of whole groups
-        far = position < exact_from[:, None, :, None]  # [batch, 1, queries, keys]
+            kept, near = rounded(key, int(value)), near // BITS_GROUP * BITS_GROUP  # of whole groups
+        far = position < near[:, None, :, None]  # [batch, 1, queries, keys]
         return torch.where(far, _products(query, kept, scaling), scores)
     if plan.method == "sink_window":
         looks = (position < SINKS) | (position[:, None] - position < value)
@@ -203,16 +214,16 @@ def _cached_scores(state: _State, layer: int, query: Tensor, key: Tensor, scalin
     queries, keys = query.shape[2], key.shape[2]
     kept = delta_scores(query, _for_heads(key, query)) * scaling
     if queries == keys:
-        exact_from = _exact_from(state.plan, torch.ones(len(query), keys, dtype=torch.bool, device=query.device))
-        far = torch.arange(keys, device=query.device) < exact_from[:, None, :, None]
+        near = exact_from(state.plan, torch.ones(len(query), keys, dtype=torch.bool, device=query.device))
+        far = torch.arange(keys, device=query.device) < near[:, None, :, None]
         return torch.where(far, kept, _products(query, held.fresh, scaling))
     if queries > 1:
         raise SearchError("with a cache of differences a prompt is read in one piece, then a token at a time")
-    near = _products(query, held.recent, scaling)
-    return torch.cat([kept[..., : keys - near.shape[3]], near], -1)
+    last = _products(query, held.recent, scaling)
+    return torch.cat([kept[..., : keys - last.shape[3]], last], -1)
 
 
-def _exact_from(plan: KeyPlan, read: Tensor) -> Tensor:
+def exact_from(plan: KeyPlan, read: Tensor) -> Tensor:
     """`[batch, queries]`: the first key that each query sees as it was."""
     position = torch.arange(read.shape[1], device=read.device)
     squares = torch.tensor([plan.square(count) for count in read.sum(1).tolist()], device=read.device)[:, None]
@@ -253,13 +264,13 @@ def chosen_blocks(query: Tensor, key: Tensor, share: float) -> Tensor:
     return best.repeat_interleave(BLOCK, 3)[..., :tokens]
 
 
-def _count(state: _State, read: Tensor, moved: Tensor, exact_from: Tensor) -> None:
-    """`moved` is `[batch, key heads, L, D]`."""
+def _count(state: _State, read: Tensor, moved: Tensor, near: Tensor) -> None:
+    """`moved` is `[batch, key heads, L, D]`, `near` as of `exact_from`."""
     position = torch.arange(read.shape[1], device=read.device)
     for stage, rows in _stages(read):
         computed, everything = [], []
         for number, mask in enumerate(rows):
-            own, all_ = multiply_adds(moved[number], position[mask], exact_from[number, mask])
+            own, all_ = multiply_adds(moved[number], position[mask], near[number, mask])
             computed.append(own.sum())
             everything.append(own.new_tensor(all_ * moved.shape[1]))
         state.work.add(stage, torch.stack(computed), torch.stack(everything))

@@ -1,0 +1,167 @@
+"""Decoding over chosen blocks with transformers on a CPU: F layers choose, S layers reuse, D layers see everything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from indexcache_kernels.block_attention import BlockBackend, block_attention
+from indexcache_search.errors import SearchError
+from indexcache_search.hf.pages import check_layers
+from sglang_indexcache.pattern import DENSE, FULL, SHARED
+
+_NAME = "indexcache_blocks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """How blocks are chosen.
+
+    Attributes:
+        roles: a letter a layer: `F` chooses for itself, `S` takes what the nearest `F` before it chose, `D` sees all.
+        share: of the blocks of what is in the cache.
+        tokens: of a block, counted from position 0.
+        sinks: first blocks that are always chosen.
+        recent: last blocks that are, the newest token's included.
+
+    Raises:
+        SearchError: if that can't be.
+    """
+
+    roles: str
+    share: float
+    tokens: int = 64
+    sinks: int = 1
+    recent: int = 2
+
+    def __post_init__(self) -> None:
+        before = self.roles.partition(SHARED)[0]
+        if not self.roles or set(self.roles) - {DENSE, FULL, SHARED} or (before != self.roles and FULL not in before):
+            raise SearchError(f"roles are {self.roles!r}, expected D, F and S, with an F before the first S")
+        if not 0 < self.share <= 1 or self.tokens < 1 or self.sinks < 0 or self.recent < 1:
+            raise SearchError(f"{self} can't be chosen; expected a share up to 1, and a recent block")
+
+    def count(self, blocks: int) -> int:
+        """How many of so many are chosen."""
+        return min(blocks, max(math.ceil(blocks * self.share), self.sinks + self.recent))
+
+
+@dataclass
+class _State:
+    """What decoding carries along.
+
+    Attributes:
+        sums: by layer that chooses, `[batch, blocks, G * D]`: of the keys of each block.
+        counted: by layer, tokens that are in those.
+        chosen: what was chosen last, `[batch, N]`, int32.
+    """
+
+    blocks: Blocks
+    cache: StaticCache
+    backend: BlockBackend
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    counted: dict[int, int] = field(default_factory=dict)
+    chosen: Tensor | None = None
+
+
+_running: list[_State] = []
+
+
+@contextmanager
+def apply_block_decoding(
+    model: Any, blocks: Blocks, cache: StaticCache, backend: BlockBackend = "auto"
+) -> Iterator[None]:
+    """Decode with `model` over chosen blocks inside the `with` block; prompts are read as ever.
+
+    A block's score is the product of the query, summed over its heads, and the block's mean key; all heads have one
+    choice. With share 1 the outputs are those of attention to everything up to rounding.
+
+    Args:
+        model: one of the family `dense_gqa`, on a CPU.
+        blocks: how they are chosen.
+        cache: what the model is given as `past_key_values`; sequences of one length, without padding.
+        backend: see `indexcache_kernels.block_attention`.
+
+    Raises:
+        SearchError: if the roles or the model's layers don't fit.
+        RuntimeError: if blocks are already applied.
+    """
+    layers = model.config.num_hidden_layers
+    if len(blocks.roles) != layers:
+        raise SearchError(f"there are {len(blocks.roles)} roles, the model has {layers} layers")
+    check_layers(model)
+    if _running:
+        raise RuntimeError("blocks are already applied; leave the first `with` block before")
+    before = model.config._attn_implementation
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    _running.append(_State(blocks, cache, backend))
+    try:
+        model.set_attn_implementation(_NAME)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        _running.clear()
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    [state] = _running
+    layer: Any = module.layer_idx
+    if query.shape[2] > 1 or state.blocks.roles[layer] == DENSE:
+        output: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return output
+    length = int(state.cache.layers[layer].get_seq_length())
+    if state.blocks.roles[layer] == FULL:
+        state.chosen = _choose(state, layer, query, key, length)
+    assert state.chosen is not None
+    lengths = torch.full((len(query),), length, dtype=torch.int32)
+    attended = block_attention(
+        query[:, :, 0],
+        key,
+        value,
+        state.chosen,
+        scale=scaling,
+        block_tokens=state.blocks.tokens,
+        lengths=lengths,
+        backend=state.backend,
+    )
+    return attended[:, None], None
+
+
+def _choose(state: _State, layer: int, query: Tensor, key: Tensor, length: int) -> Tensor:
+    """`[batch, N]`, int32: blocks that the newest token attends to."""
+    blocks, (batch, kv_heads, _, dim) = state.blocks, key.shape
+    size, number = blocks.tokens, -(-length // blocks.tokens)
+    if state.counted.get(layer) != length - 1:
+        seen = key[:, :, :length].float().transpose(1, 2).flatten(2)  # [batch, tokens, G * D]
+        room = -(-key.shape[2] // size)
+        padded = F.pad(seen, (0, 0, 0, room * size - length))
+        state.sums[layer] = padded.view(batch, room, size, -1).sum(2)
+    else:
+        state.sums[layer][:, number - 1] += key[:, :, length - 1].float().flatten(1)
+    state.counted[layer] = length
+    grouped = query[:, :, 0].float().view(batch, kv_heads, -1, dim).sum(2).flatten(1)  # [batch, G * D]
+    scores = (state.sums[layer][:, :number] @ grouped[:, :, None])[:, :, 0]
+    scores[:, : blocks.sinks] = torch.inf
+    scores[:, max(0, number - blocks.recent) :] = torch.inf
+    return scores.topk(blocks.count(number), dim=1, sorted=False).indices.int()

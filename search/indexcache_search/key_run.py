@@ -1,0 +1,200 @@
+"""A whole search for thresholds: from a model's name and data sources to thresholds.json and a comparison."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from indexcache_search import estimates, tables
+from indexcache_search.compare import keys, result
+from indexcache_search.compare.held_out import HeldOut
+from indexcache_search.data.packing import TokenReader, build_token_sets
+from indexcache_search.data.tokens import TokenSet
+from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.errors import SearchError
+from indexcache_search.estimates import Estimate
+from indexcache_search.evaluator import Evaluator
+from indexcache_search.hf.loading import check_seq_len, load_tokenizer, read_config, set_quiet
+from indexcache_search.identity import identity, today
+from indexcache_search.journal import Journal
+from indexcache_search.key_file import KeyFile
+from indexcache_search.key_plan import KeyPlan, Stage
+from indexcache_search.key_search import KeySearch, Thresholds
+from indexcache_search.line import NAMED, Line
+from indexcache_search.results import ComparisonResult
+from indexcache_search.run import Data, Files, Runtime
+from sglang_indexcache.command_line import doing
+from sglang_indexcache.files import write_atomically
+from sglang_indexcache.pattern_file import ModelSection
+
+
+@dataclass(frozen=True)
+class KeyResult:
+    """What a search for thresholds found.
+
+    Attributes:
+        comparison: held-out, with windows, blocks and few bits beside it.
+        gains: by share, how much less KL than one threshold for all layers; paired.
+        files: where the thresholds are.
+    """
+
+    comparison: ComparisonResult
+    gains: Mapping[float, Estimate]
+    files: tuple[Path, ...]
+
+
+def shares_of(text: str) -> tuple[float, ...]:
+    """Shares with commas between them.
+
+    Raises:
+        SearchError: if one is not a number between 0 and 1.
+    """
+    try:
+        shares = tuple(dict.fromkeys(float(word) for word in text.split(",")))
+    except ValueError:
+        shares = ()
+    if not shares or not all(0 < share < 1 for share in shares):
+        raise SearchError(f"--skip is {text[:60]!r}, expected shares between 0 and 1")
+    return shares
+
+
+def run(
+    model: str,
+    data: Data,
+    runtime: Runtime,
+    shares: tuple[float, ...],
+    near: Mapping[str, Any],
+    seed: int,
+    files: Files,
+    console: Console,
+) -> KeyResult:
+    """Search thresholds of `model` and write them with a comparison on held-out data.
+
+    Args:
+        model: folder or hub id of a dense model.
+        data: sources and sizes; `seq_len` None means 512.
+        runtime: how the engine runs.
+        shares: of the products of queries with keys to leave out.
+        near: `window`, `max_window` and `recent` of a `KeyPlan`, in the place of its own.
+        seed: order of the calibration documents.
+        files: where results go.
+        console: for people.
+
+    Raises:
+        IndexCacheError: if something asked for can't be done.
+        NonFiniteLossError: if a loss is NaN or infinite.
+    """
+    set_quiet()
+    if runtime.engine != "transformers":
+        raise SearchError("--method key_delta runs on transformers alone, expected no --engine")
+    seq_len = data.seq_len or 512
+    description, config = keys.dense_model(model, seq_len), read_config(model)
+    check_seq_len(seq_len, config)
+    nothing = KeyPlan(method="key_delta", values=(0.0,) * description.num_layers, **near)
+    with doing("reading the data"):
+        calibration, held_out = build_token_sets(
+            TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len, replies=True),
+            description,
+            data.calibration,
+            data.evaluation,
+            seq_len=seq_len,
+            num_calibration=data.num_sequences,
+            num_evaluation=data.num_eval_sequences,
+            seed=seed,
+        )
+    with doing("loading the model"):
+        engine = keys.load_engine(
+            model, description, runtime.device, runtime.dtype or "float32", runtime.batch_size, runtime.prefix_cache_gb
+        )
+    with Journal(files.work_dir, identity(engine, calibration, held_out, "kl"), today(), files.restart) as journal:
+        with doing("search"):
+            found = _search(engine, calibration, journal, nothing, shares, console)
+        for item in found:
+            console.print(f"{item.asked:g}: {item.plan.name}; one threshold: {item.uniform.values[0]:g}", markup=False)
+        with doing("held-out comparison"):
+            lines = []
+            for item in found:
+                lines.append(Line(NAMED, f"searched, {item.asked:g}", None, item.plan))
+                lines.append(Line(NAMED, f"one threshold, {item.asked:g}", None, item.uniform))
+            comparison = keys.compare(
+                engine, HeldOut(held_out, {}), journal, lines, [line.pattern for line in lines[::2]]
+            )
+            gains = {item.asked: _gain(engine, held_out, journal, item) for item in found}
+        paths = tuple(_save(item, engine, calibration, journal, files.folder) for item in found)
+    write_atomically(files.folder / "eval.json", json.dumps(comparison.as_json(), indent=1) + "\n")
+    write_atomically(files.folder / "eval.html", result.render(comparison))
+    return KeyResult(comparison, gains, paths)
+
+
+def _search(
+    engine: TransformersEngine,
+    calibration: TokenSet,
+    journal: Journal,
+    nothing: KeyPlan,
+    shares: tuple[float, ...],
+    console: Console,
+) -> list[Thresholds]:
+    stage, costs = _counted(engine, calibration, journal)
+    done = 0
+
+    def on_evaluation(_: object) -> None:
+        nonlocal done
+        done += 1
+        status.update(f"{done} plans evaluated")
+
+    with console.status("0 plans evaluated") as status:
+        evaluator = Evaluator(engine, calibration, "kl", journal, "calibration", on_evaluation)
+        search = KeySearch(
+            engine.torch_model, evaluator, costs, stage, nothing, lambda line: console.print(line, markup=False)
+        )
+        return search.find(shares)
+
+
+def _counted(engine: TransformersEngine, calibration: TokenSet, journal: Journal) -> tuple[Stage, keys.Costs]:
+    """The stage with more tokens, and what counts there."""
+    stage = keys.main_stage(calibration)
+    return stage, keys.Costs(engine, calibration, journal, stage, "calibration, ")
+
+
+def _gain(engine: TransformersEngine, held_out: TokenSet, journal: Journal, found: Thresholds) -> Estimate:
+    evaluator = Evaluator(engine, held_out, "kl", journal, "kl")
+    plan, uniform = evaluator.evaluations([found.plan, found.uniform])
+    return estimates.increase(uniform, plan, held_out)
+
+
+def _save(found: Thresholds, engine: TransformersEngine, calibration: TokenSet, journal: Journal, folder: Path) -> Path:
+    evaluator = Evaluator(engine, calibration, "kl", journal, "calibration")
+    _, costs = _counted(engine, calibration, journal)
+    path = folder / f"thresholds-{found.asked:g}.json"
+    KeyFile(
+        schema="indexcache-keys/v1",
+        model=ModelSection.of(engine.model),
+        method="key_delta",
+        thresholds=list(found.plan.values),
+        window=found.plan.window,
+        max_window=found.plan.max_window,
+        recent=found.plan.recent,
+        skipped=found.asked,
+        measured=costs.skipped(found.plan).mean,
+        kl=estimates.loss(evaluator.evaluations([found.plan])[0], calibration).mean,
+        uniform=[
+            found.uniform.values[0],
+            estimates.loss(evaluator.evaluations([found.uniform])[0], calibration).mean,
+        ],
+        calibration_sha256=calibration.sha256,
+    ).save(path)
+    return path
+
+
+def show(found: KeyResult, out: Console) -> None:
+    """Print the comparison, what the search gains, and where the files are."""
+    out.print(tables.terminal_table(found.comparison.held_out))
+    for share, gain in found.gains.items():
+        error = "" if gain.stderr is None else f" ±{gain.stderr:.4f}"
+        out.print(f"{share:g}: one threshold for all layers has {gain.mean:+.4f}{error} KL more than the searched ones")
+    out.print(f"Wrote {', '.join(map(str, found.files))}, eval.json, eval.html", soft_wrap=True, markup=False)
