@@ -21,9 +21,17 @@ pytestmark = pytest.mark.sglang
 PATTERNS = (Pattern("FSSFSS"), Pattern("FSFSSS"))
 
 
+KV_TYPES = {"glm-dense": "auto", "deepseek-v4": "fp8_e4m3"}  # as SGLang compares them
+
+
+@pytest.fixture(scope="module", params=KV_TYPES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.build("glm-dense", tmp_path_factory.mktemp("glm"))
+def model(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.build(kind, tmp_path_factory.mktemp(kind))
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +122,7 @@ def decode(model: Path, port: int) -> str:
 
 
 def test_prefill_and_decode_servers_with_different_patterns_refuse_each_other(
-    model: Path, files: list[str], tmp_path: Path
+    kind: str, model: Path, files: list[str], tmp_path: Path
 ) -> None:
     port, stop = free_port(), tmp_path / "stop"
     ready = Path(f"{stop}.ready")
@@ -133,8 +141,11 @@ def test_prefill_and_decode_servers_with_different_patterns_refuse_each_other(
     finally:
         stop.write_text("")
         thread.join()
-    assert answer == [f"auto+indexcache-{PATTERNS[0].fingerprint[:16]}"]
+    assert answer == [f"{KV_TYPES[kind]}+indexcache-{PATTERNS[0].fingerprint[:16]}"]
     assert same == ""
-    for line, tag in ((other, f"auto+indexcache-{PATTERNS[1].fingerprint[:16]}"), (without, "auto")):
+    for line, tag in (
+        (other, f"{KV_TYPES[kind]}+indexcache-{PATTERNS[1].fingerprint[:16]}"),
+        (without, KV_TYPES[kind]),
+    ):
         assert line.startswith("KV cache dtype mismatch: prefill server has kv_cache_dtype=" + answer[0])
         assert f"decode server has kv_cache_dtype={tag}." in line
