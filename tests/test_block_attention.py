@@ -166,3 +166,15 @@ def test_the_compilers_own_words_are_passed_on(tmp_path: Path, capability: str) 
     command = [sys.executable, "-c", code, str(source), capability]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout.startswith("can't be compiled: ") and "error" in done.stdout, done.stderr
+
+
+def test_a_lock_that_a_killed_process_left_is_no_end(tmp_path: Path, capability: str) -> None:
+    code = (
+        "import os, sys; from indexcache_kernels.block_attention import cpu\n"
+        "lock = cpu._build_folder(sys.argv[1]) / 'lock'; lock.touch(); os.utime(lock, (0, 0))\n"
+        "print(cpu.compiled(sys.argv[1]))"
+    )
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", code, capability]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "None", done.stderr

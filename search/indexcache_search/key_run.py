@@ -150,7 +150,7 @@ def _search(
     with console.status("0 plans evaluated") as status:
         evaluator = Evaluator(engine, calibration, "kl", journal, "calibration", on_evaluation)
         search = KeySearch(
-            engine.torch_model, evaluator, costs, stage, nothing, lambda line: console.print(line, markup=False)
+            engine.key_runs, evaluator, costs, stage, nothing, lambda line: console.print(line, markup=False)
         )
         return search.find(shares)
 

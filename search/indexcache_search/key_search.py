@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,11 +19,10 @@ from scipy.interpolate import PchipInterpolator
 from indexcache_kernels.key_delta import kept_keys, multiply_adds
 from indexcache_search import estimates
 from indexcache_search.compare.keys import Costs
-from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.key_runs import read_tokens
+from indexcache_search.engines.key_runs import KeyRuns, read_tokens
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluator import Evaluator
-from indexcache_search.hf.keys import apply_key_plan, exact_from
+from indexcache_search.hf.keys import exact_from
 from indexcache_search.judge import Judge
 from indexcache_search.key_plan import KeyPlan, Stage
 
@@ -74,7 +73,7 @@ class KeySearch:
     """Looks for thresholds on calibration data.
 
     Args:
-        model: the dense model of transformers.
+        runs: of the dense model.
         evaluator: evaluates `kl` on the calibration set.
         costs: counts what is skipped there, in the stage that counts.
         stage: that stage.
@@ -83,9 +82,15 @@ class KeySearch:
     """
 
     def __init__(
-        self, model: Any, evaluator: Evaluator, costs: Costs, stage: Stage, near: KeyPlan, notice: Callable[[str], None]
+        self,
+        runs: KeyRuns,
+        evaluator: Evaluator,
+        costs: Costs,
+        stage: Stage,
+        near: KeyPlan,
+        notice: Callable[[str], None],
     ) -> None:
-        self._model, self._evaluator, self._costs, self._stage = model, evaluator, costs, stage
+        self._runs, self._evaluator, self._costs, self._stage = runs, evaluator, costs, stage
         self._nothing, self._notice = near, notice
         self._judge = Judge.racing(evaluator)
         self._layers = len(near.values)
@@ -110,38 +115,30 @@ class KeySearch:
     def _curves(self) -> Curves:
         """On the sequences of the first share, of the model as it is."""
         data = self._evaluator.data.taken(self._judge.shares[0])
-        computed, everything = np.zeros((self._layers, len(FACTORS))), np.zeros(self._layers)
-        steps = np.zeros((self._layers, 2))
         read = torch.from_numpy(read_tokens(data))
         counted = read if self._stage == "reading" else ~read
-        position = torch.arange(data.seq_len)
+        rows = [row for row in range(data.num_sequences) if bool(counted[row].any())]
+        steps = np.zeros(self._layers)  # of each layer, from a key to the next
+        computed, everything = np.zeros((self._layers, len(FACTORS))), np.zeros(self._layers)
 
-        def mean_step(layer: int, key: torch.Tensor) -> None:
-            steps[layer] += key.diff(dim=2).abs().double().mean().item(), 1
+        def measure(layer: int, key: torch.Tensor) -> None:
+            steps[layer] += key.diff(dim=2).abs().double().mean().item() / len(rows)
 
-        def count(layer: int, key: torch.Tensor) -> None:
-            near = exact_from(self._nothing, mask.to(key.device))[0]
+        def count(row: int, layer: int, key: torch.Tensor) -> None:
+            position = counted[row].nonzero()[:, 0].to(key.device)
+            near = exact_from(self._nothing, read[[row]].to(key.device))[0, position]
             for number, factor in enumerate(FACTORS):
-                _, moved = kept_keys(key[0], factor * steps[layer, 0] / steps[layer, 1])
-                own, all_ = multiply_adds(moved, position[own_rows].to(key.device), near[own_rows])
+                own, all_ = multiply_adds(kept_keys(key[0], factor * steps[layer])[1], position, near)
                 computed[layer, number] += int(own.sum())
             everything[layer] += all_ * key.shape[1]
 
-        for watch in (mean_step, count):
-            for row in range(data.num_sequences):
-                mask, own_rows = read[[row]], counted[row]
-                if bool(own_rows.any()):
-                    self._run(data, row, mask, watch)
+        for row in rows:
+            self._runs.watch(self._nothing, row, data, measure)
+        for row in rows:
+            self._runs.watch(self._nothing, row, data, partial(count, row))
         skipped = np.maximum.accumulate(1 - computed / everything[:, None], axis=1)
-        scales = (steps[:, 0] / steps[:, 1])[:, None] * np.asarray(FACTORS)
         zeros = np.zeros((self._layers, 1))
-        return Curves(np.hstack([zeros, scales]), np.hstack([zeros, skipped]))
-
-    @torch.inference_mode()
-    def _run(self, data: TokenSet, row: int, mask: torch.Tensor, watch: Callable[[int, torch.Tensor], None]) -> None:
-        tokens = torch.from_numpy(data.tokens[[row]].astype(np.int64)).to(self._model.device)
-        with apply_key_plan(self._model, self._nothing, mask.to(tokens.device), watch=watch):
-            self._model.model(input_ids=tokens, use_cache=False)
+        return Curves(np.hstack([zeros, steps[:, None] * np.asarray(FACTORS)]), np.hstack([zeros, skipped]))
 
     def _prices(self, curves: Curves, reach: list[list[float]]) -> Floats:
         """`[layers, steps]`: what a layer costs alone at each multiple of STEP; infinite where it skips no more."""

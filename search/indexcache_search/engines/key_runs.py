@@ -14,12 +14,10 @@ from torch import Tensor
 
 from indexcache_kernels.patching import replaced
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.hf.keys import apply_key_plan
+from indexcache_search.hf.keys import Watcher, apply_key_plan
 from indexcache_search.key_plan import KeyPlan, Stage
 from indexcache_search.plans import Plan
 from sglang_indexcache import Pattern
-
-HELD = 64  # runs whose hidden states are kept: loss, divergence and cost are asked for one after the other
 
 
 class KeyRuns:
@@ -28,7 +26,8 @@ class KeyRuns:
     Args:
         model: a dense model of transformers.
         limit: bytes of host memory for what layers of the untouched model give, so that a plan runs from the first
-            layer that it changes; without room for one batch it runs in full.
+            layer that it changes (without room for one batch it runs in full); and as many for the last runs' hidden
+            states, since loss and divergence are asked for one after the other.
     """
 
     def __init__(self, model: Any, limit: float = 0.0) -> None:
@@ -60,7 +59,7 @@ class KeyRuns:
                 pairs = zip((computed + left).tolist(), (work.everything[stage] + left).tolist(), strict=True)
                 for row, pair in zip(rows, pairs, strict=True):
                     self._work[plan, data.sha256, row, stage] = pair
-            while len(self._hidden) > HELD:
+            while len(self._hidden) > 1 and sum(item.nbytes for item in self._hidden.values()) > self._limit:
                 self._hidden.popitem(last=False)
         return self._hidden[key]
 
@@ -85,6 +84,13 @@ class KeyRuns:
             self._exact[batch] = outputs
         self._exact.move_to_end(batch)
         return self._exact[batch]
+
+    @torch.inference_mode()
+    def watch(self, plan: KeyPlan, row: int, data: TokenSet, watch: Watcher) -> None:
+        """Run a sequence under `plan`, and show `watch` the keys of each layer, `[1, G, L, D]`."""
+        tokens = torch.from_numpy(data.tokens[[row]].astype(np.int64)).to(self._model.device)
+        with apply_key_plan(self._model, plan, watch=watch):
+            self._model.model(input_ids=tokens, use_cache=False)
 
     def work(self, plan: Plan, row: int, data: TokenSet, stage: Stage) -> tuple[int, int]:
         """Products of queries with keys of a sequence: computed, and those of attention to everything.

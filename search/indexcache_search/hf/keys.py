@@ -22,6 +22,7 @@ from indexcache_search.key_plan import BITS_GROUP, BLOCK, SINKS, KeyPlan, Stage
 _NAME = "indexcache_keys"
 
 Watcher = Callable[[int, Tensor], None]
+"""Called with a layer and its keys, `[batch, G, L, D]`, as they are."""
 
 
 @dataclass
@@ -114,7 +115,7 @@ def apply_key_plan(
         plan: has a value for each layer.
         read: `[batch, queries]`, bool: tokens of prompts, which are read at once; all by default.
         cache: what the model is given as `past_key_values`, for decoding for real.
-        watch: called with each layer and its keys `[batch, G, L, D]`, as they are.
+        watch: see `Watcher`.
 
     Yields:
         What the passes cost; with a `cache` nothing is counted.
