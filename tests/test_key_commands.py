@@ -210,10 +210,22 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path, dense_folder: Path, 
     assert done.exit_code == 0, done.output
     path = tmp_path / "thresholds-0.3.json"
     content = json.loads(path.read_text())
-    content["model"]["config_sha256"] = "0" * 64
+    digest, content["model"]["config_sha256"] = content["model"]["config_sha256"], "0" * 64
     path.write_text(json.dumps(content))
     done = evaluate("--model", dense_folder, *KEYS, "--threshold", path, "--evaluation", texts, "--seq-len", 160)
     assert done.exit_code == 2 and "the thresholds are of" in done.stderr
+    done = evaluate("--model", dense_folder, *KEYS, "--threshold", 0.5, "--evaluation", texts, "--seq-len", 160,
+                    "--num-sequences", 40, "--no-rivals", "--output", tmp_path / "e")  # fmt: skip
+    assert done.exit_code == 0 and "left out" not in done.stderr
+    content["model"]["config_sha256"] = digest
+    path.write_text(json.dumps(content))
+    done = evaluate("--model", dense_folder, *KEYS, "--threshold", path, "--evaluation", texts, "--seq-len", 160,
+                    "--num-sequences", 36, "--no-rivals", "--output", tmp_path / "f")  # fmt: skip
+    assert done.exit_code == 0 and "left out 4 documents that a plan was calibrated on" in done.stderr
+    content["sketch"] = "nothing"
+    path.write_text(json.dumps(content))
+    with pytest.raises(SearchError, match="sketch can't be read"):
+        KeyFile.load(path)
     content["thresholds"] = [-1.0]
     path.write_text(json.dumps(content))
     with pytest.raises(SearchError, match="a value is -1"):

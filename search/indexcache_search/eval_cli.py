@@ -174,7 +174,7 @@ def evaluate(
                 raise SearchError("--attention key_delta needs the --model of a dense model, and no --endpoint")
             near = {"window": window, "max_window": max_window, "recent": recent_keys}
             asked = keys.KeyCandidates(
-                plans=keys.plans_of(
+                asked=keys.asked_for(
                     threshold or "0.2,0.6,1.0", {name: item for name, item in near.items() if item is not None}
                 ),
                 patterns=tuple(pattern or ()),

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from indexcache_search.data.sketch import Sketch
 from indexcache_search.errors import SearchError
 from indexcache_search.key_plan import KeyPlan
 from sglang_indexcache import SparseModel
@@ -27,6 +28,7 @@ class KeyFile(BaseModel):
         kl: divergence from the model as it is.
         uniform: the one threshold for all layers that leaves out as much, and its divergence.
         calibration_sha256: of the tokens.
+        sketch: tells later comparisons that a text was calibrated on.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
@@ -43,6 +45,7 @@ class KeyFile(BaseModel):
     kl: Finite
     uniform: list[Finite]
     calibration_sha256: str
+    sketch: str
 
     @property
     def plan(self) -> KeyPlan:
@@ -69,6 +72,17 @@ class KeyFile(BaseModel):
             raise SearchError(f"the thresholds are of {self.model.name}, expected those of {model.name}")
         return self.plan
 
+    def calibrated_on(self) -> Sketch:
+        """What the thresholds were found on.
+
+        Raises:
+            SearchError: if that can't be read.
+        """
+        try:
+            return Sketch.decode(self.sketch)
+        except ValueError:
+            raise SearchError("sketch can't be read, expected what the search wrote") from None
+
     @classmethod
     def load(cls, path: Path) -> KeyFile:
         """Read a file.
@@ -78,7 +92,7 @@ class KeyFile(BaseModel):
         """
         try:
             file = cls.model_validate_json(json.dumps(read_json_object(path, LIMIT)))
-            file.plan  # noqa: B018 (raises what is wrong with it)
+            file.plan, file.calibrated_on()
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"])) or "the file"

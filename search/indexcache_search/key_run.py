@@ -14,6 +14,7 @@ from indexcache_search import estimates, tables
 from indexcache_search.compare import keys, result
 from indexcache_search.compare.held_out import HeldOut
 from indexcache_search.data.packing import TokenReader, build_token_sets
+from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
@@ -187,6 +188,7 @@ def _save(found: Thresholds, engine: TransformersEngine, calibration: TokenSet, 
             estimates.loss(evaluator.evaluations([found.uniform])[0], calibration).mean,
         ],
         calibration_sha256=calibration.sha256,
+        sketch=Sketch.of(calibration.tokens).encode(),
     ).save(path)
     return path
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from indexcache_search import estimates
 from indexcache_search.compare import held_out, result
 from indexcache_search.compare.held_out import HeldOut
 from indexcache_search.compare.measure import patterns
-from indexcache_search.compare.run import Data, Runtime
+from indexcache_search.compare.run import Data, Runtime, calibrated_on
 from indexcache_search.data.packing import TokenReader
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
@@ -43,48 +42,59 @@ from sglang_indexcache.spec import PatternSpec, split_name
 BITS = (8, 4)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A threshold for all layers, or those of a file; it waits for a model.
+
+    Attributes:
+        thresholds: either.
+        near: `window`, `max_window` and `recent` of a `KeyPlan`, in the place of its own or of the file's.
+    """
+
+    thresholds: float | KeyFile
+    near: Mapping[str, Any]
+
+    def plan(self, model: SparseModel) -> KeyPlan:
+        """For `model`.
+
+        Raises:
+            SearchError: if the file is of another one, or a value is not a threshold.
+        """
+        if isinstance(self.thresholds, KeyFile):
+            return replace(self.thresholds.for_model(model), **self.near)
+        return KeyPlan(method="key_delta", values=(self.thresholds,) * model.num_layers, **self.near)
+
+
 @dataclass(frozen=True, kw_only=True)
 class KeyCandidates:
     """What is compared.
 
     Attributes:
-        plans: of `key_delta`, see `plans_of`.
+        asked: plans of `key_delta`, see `asked_for`.
         patterns: of the dense model, as `spec.PatternSpec`, with `NAME=` before it if it is to have one.
         rivals: whether sinks and a window, blocks, and keys of 8 and 4 bits stand beside them, at equal savings.
     """
 
-    plans: tuple[Callable[[SparseModel], KeyPlan], ...]
+    asked: tuple[Asked, ...]
     patterns: tuple[str, ...] = ()
     rivals: bool = True
 
 
-def plans_of(thresholds: str, near: Mapping[str, Any]) -> tuple[Callable[[SparseModel], KeyPlan], ...]:
-    """Plans by numbers, each for all layers, and by files; they wait for a model.
-
-    Args:
-        thresholds: with commas between them.
-        near: `window`, `max_window` and `recent` of a `KeyPlan`, in the place of its own or of a file's.
+def asked_for(thresholds: str, near: Mapping[str, Any]) -> tuple[Asked, ...]:
+    """Numbers and files with commas between them; `near` as of `Asked`.
 
     Raises:
         SearchError: if one is neither a number nor a file.
     """
-    plans: list[Callable[[SparseModel], KeyPlan]] = []
+    asked = []
     for word in (item.strip() for item in thresholds.split(",")):
         try:
-            plans.append(partial(_uniform, value=float(word), near=dict(near)))
+            asked.append(Asked(float(word), near))
         except ValueError:
             if not Path(word).exists():
                 raise SearchError(f"--threshold: {word[:60]!r} is neither a number nor a file") from None
-            plans.append(partial(_from_file, file=KeyFile.load(Path(word)), near=dict(near)))
-    return tuple(plans)
-
-
-def _uniform(model: SparseModel, value: float, near: dict[str, Any]) -> KeyPlan:
-    return KeyPlan(method="key_delta", values=(value,) * model.num_layers, **near)
-
-
-def _from_file(model: SparseModel, file: KeyFile, near: dict[str, Any]) -> KeyPlan:
-    return replace(file.for_model(model), **near)
+            asked.append(Asked(KeyFile.load(Path(word)), near))
+    return tuple(asked)
 
 
 def run(
@@ -102,7 +112,7 @@ def run(
     seq_len = data.seq_len or 512
     description, config = dense_model(model, seq_len), read_config(model)
     check_seq_len(seq_len, config)
-    plans = [make(description) for make in candidates.plans]
+    plans = [item.plan(description) for item in candidates.asked]
     specs = [
         (name, PatternSpec.read(text, description.native.selection))
         for name, text in map(split_name, candidates.patterns)
@@ -118,7 +128,13 @@ def run(
         sequences=data.sequences,
         samples=data.samples,
         chat=data.chat,
+        calibrated=[
+            *(item.thresholds.calibrated_on() for item in candidates.asked if isinstance(item.thresholds, KeyFile)),
+            *(sketch for _, spec in specs for sketch in calibrated_on(spec)),
+        ],
     )
+    if built.left_out:
+        console.print(f"left out {built.left_out} documents that a plan was calibrated on", style="yellow")
     lines = [Line(NAMED, plan.name, None, plan) for plan in plans]
     for name, spec in specs:
         lines += [
