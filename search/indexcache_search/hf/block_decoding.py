@@ -11,16 +11,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, StaticCache
+from transformers import StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import sdpa_mask
 
 from indexcache_kernels.block_attention import BlockBackend, block_attention
 from indexcache_search.errors import SearchError
+from indexcache_search.hf.attending import attending
 from indexcache_search.hf.pages import check_layers
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
-
-_NAME = "indexcache_blocks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,18 +99,8 @@ def apply_block_decoding(
     if len(blocks.roles) != layers:
         raise SearchError(f"there are {len(blocks.roles)} roles, the model has {layers} layers")
     check_layers(model)
-    if _running:
-        raise RuntimeError("blocks are already applied; leave the first `with` block before")
-    before = model.config._attn_implementation
-    AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, sdpa_mask)
-    _running.append(_State(blocks, cache, backend))
-    try:
-        model.set_attn_implementation(_NAME)
+    with attending(model, "indexcache_blocks", _attention, sdpa_mask, _running, _State(blocks, cache, backend)):
         yield
-    finally:
-        model.set_attn_implementation(before)
-        _running.clear()
 
 
 def _attention(

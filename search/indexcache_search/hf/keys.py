@@ -10,16 +10,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, Cache
+from transformers import Cache
 from transformers.cache_utils import DynamicLayer
-from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.masking_utils import eager_mask
 
 from indexcache_kernels.key_delta import delta_scores, differences, kept_keys, multiply_adds
 from indexcache_search.errors import SearchError
+from indexcache_search.hf.attending import attending
 from indexcache_search.hf.pages import check_layers
 from indexcache_search.key_plan import BITS_GROUP, BLOCK, SINKS, KeyPlan, Stage
-
-_NAME = "indexcache_keys"
 
 Watcher = Callable[[int, Tensor], None]
 """Called with a layer and its keys, `[batch, G, L, D]`, as they are."""
@@ -128,18 +127,9 @@ def apply_key_plan(
     if len(plan.values) != layers:
         raise SearchError(f"the plan has values for {len(plan.values)} layers, the model has {layers}")
     check_layers(model)
-    if _running:
-        raise RuntimeError("a plan for keys is already applied; leave the first `with` block before")
-    before, work = model.config._attn_implementation, Work()
-    AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, eager_mask)
-    _running.append(_State(plan, read, work, cache, watch))
-    try:
-        model.set_attn_implementation(_NAME)
-        yield work
-    finally:
-        model.set_attn_implementation(before)
-        _running.clear()
+    state = _State(plan, read, Work(), cache, watch)
+    with attending(model, "indexcache_keys", _attention, eager_mask, _running, state):
+        yield state.work
 
 
 def _attention(

@@ -16,17 +16,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.masking_utils import eager_mask
 
 from indexcache_kernels import sparse_attention
 from indexcache_search.errors import SearchError
+from indexcache_search.hf.attending import attending
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dense_gqa import sliding_window
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
 from sglang_indexcache.selection import Selection
 
-_NAME = "indexcache_pages"
 ROWS = 256  # queries of a block
 
 Watcher = Callable[[int, int, Tensor], None]
@@ -109,20 +108,11 @@ def apply_page_roles(
     """
     pattern.check_fits(model.config.num_hidden_layers)
     check_layers(model)
-    if _running:
-        raise RuntimeError("page roles are already applied; leave the first `with` block before")
-    before = model.config._attn_implementation
-    AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, eager_mask)
     if starts is not None and _in_blocks:
         raise SearchError("padding on the left is not known to attention in blocks, expected --attention naive")
-    _running.append(_State(pattern, prompt, starts, observe, watch, carried, bool(_in_blocks)))
-    try:
-        model.set_attn_implementation(_NAME)
+    state = _State(pattern, prompt, starts, observe, watch, carried, bool(_in_blocks))
+    with attending(model, "indexcache_pages", _attention, eager_mask, _running, state):
         yield
-    finally:
-        model.set_attn_implementation(before)
-        _running.clear()
 
 
 def check_layers(model: Any) -> None:
