@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from indexcache_search import estimates, tables
 from indexcache_search.compare import keys, result
@@ -25,7 +26,7 @@ from indexcache_search.identity import identity, today
 from indexcache_search.journal import Journal
 from indexcache_search.key_file import KeyFile
 from indexcache_search.key_plan import KeyPlan, Stage
-from indexcache_search.key_search import KeySearch, Thresholds
+from indexcache_search.key_search import KeyListeners, KeySearch, Thresholds
 from indexcache_search.line import NAMED, Line
 from indexcache_search.results import ComparisonResult
 from indexcache_search.run import Data, Files, Runtime
@@ -115,18 +116,19 @@ def run(
     with Journal(files.work_dir, identity(engine, calibration, held_out, "kl"), today(), files.restart) as journal:
         with doing("search"):
             found = _search(engine, calibration, journal, nothing, shares, console)
-        for item in found:
+        paths = tuple(_save(item, engine, calibration, journal, files.folder) for item in found)
+        for item, path in zip(found, paths, strict=True):
             console.print(f"{item.asked:g}: {item.plan.name}; one threshold: {item.uniform.values[0]:g}", markup=False)
-        with doing("held-out comparison"):
+            console.print(f"Wrote {path}", markup=False, soft_wrap=True)
+        with doing("held-out comparison"), _progress(console) as progress:
+            bar = progress.add_task("held-out comparison", total=1 + 4 * len(found) + len(keys.BITS))
             lines = []
             for item in found:
                 lines.append(Line(NAMED, f"searched, {item.asked:g}", None, item.plan))
                 lines.append(Line(NAMED, f"one threshold, {item.asked:g}", None, item.uniform))
-            comparison = keys.compare(
-                engine, HeldOut(held_out, {}), journal, lines, [line.pattern for line in lines[::2]]
-            )
+            rivalled, built = [line.pattern for line in lines[::2]], HeldOut(held_out, {})
+            comparison = keys.compare(engine, built, journal, lines, rivalled, lambda: progress.advance(bar))
             gains = {item.asked: _gain(engine, held_out, journal, item) for item in found}
-        paths = tuple(_save(item, engine, calibration, journal, files.folder) for item in found)
     write_atomically(files.folder / "eval.json", json.dumps(comparison.as_json(), indent=1) + "\n")
     write_atomically(files.folder / "eval.html", result.render(comparison))
     return KeyResult(comparison, gains, paths)
@@ -141,19 +143,20 @@ def _search(
     console: Console,
 ) -> list[Thresholds]:
     stage, costs = _counted(engine, calibration, journal)
-    done = 0
-
-    def on_evaluation(_: object) -> None:
-        nonlocal done
-        done += 1
-        status.update(f"{done} plans evaluated")
-
-    with console.status("0 plans evaluated") as status:
-        evaluator = Evaluator(engine, calibration, "kl", journal, "calibration", on_evaluation)
-        search = KeySearch(
-            engine.key_runs, evaluator, costs, stage, nothing, lambda line: console.print(line, markup=False)
+    with _progress(console) as progress:
+        bar = progress.add_task("thresholds of single layers", total=None)
+        listeners = KeyListeners(
+            planned=lambda plans: progress.update(bar, total=plans),
+            notice=lambda line: console.print(line, markup=False),
         )
-        return search.find(shares)
+        evaluator = Evaluator(engine, calibration, "kl", journal, "calibration", lambda _: progress.advance(bar))
+        return KeySearch(engine.key_runs, evaluator, costs, stage, nothing, listeners).find(shares)
+
+
+def _progress(console: Console) -> Progress:
+    """Bars with what is done and how long the rest takes."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
 def _counted(engine: TransformersEngine, calibration: TokenSet, journal: Journal) -> tuple[Stage, keys.Costs]:
@@ -199,4 +202,5 @@ def show(found: KeyResult, out: Console) -> None:
     for share, gain in found.gains.items():
         error = "" if gain.stderr is None else f" ±{gain.stderr:.4f}"
         out.print(f"{share:g}: one threshold for all layers has {gain.mean:+.4f}{error} KL more than the searched ones")
-    out.print(f"Wrote {', '.join(map(str, found.files))}, eval.json, eval.html", soft_wrap=True, markup=False)
+    folder = found.files[0].parent
+    out.print(f"Wrote {folder / 'eval.json'}, {folder / 'eval.html'}", soft_wrap=True, markup=False)

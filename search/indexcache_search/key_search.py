@@ -69,6 +69,19 @@ class Thresholds:
     uniform: KeyPlan
 
 
+@dataclass(frozen=True)
+class KeyListeners:
+    """Who hears of a search while it runs.
+
+    Attributes:
+        planned: how many plans of single layers will be evaluated; mixes of them follow.
+        notice: what else is worth a line.
+    """
+
+    planned: Callable[[int], None] = lambda plans: None
+    notice: Callable[[str], None] = lambda line: None
+
+
 class KeySearch:
     """Looks for thresholds on calibration data.
 
@@ -78,7 +91,7 @@ class KeySearch:
         costs: counts what is skipped there, in the stage that counts.
         stage: that stage.
         near: the plan with threshold 0 everywhere; says what stays exact.
-        notice: told what happens.
+        listeners: hear of what happens.
     """
 
     def __init__(
@@ -88,10 +101,10 @@ class KeySearch:
         costs: Costs,
         stage: Stage,
         near: KeyPlan,
-        notice: Callable[[str], None],
+        listeners: KeyListeners,
     ) -> None:
         self._runs, self._evaluator, self._costs, self._stage = runs, evaluator, costs, stage
-        self._nothing, self._notice = near, notice
+        self._nothing, self._listeners = near, listeners
         self._judge = Judge.racing(evaluator)
         self._layers = len(near.values)
 
@@ -147,6 +160,7 @@ class KeySearch:
             for layer in range(self._layers)
             for share in reach[layer]
         ]
+        self._listeners.planned(len(plans))
         losses = iter(self._losses(plans, self._judge.shares[0]))
         steps = np.arange(0, 1 + STEP / 2, STEP)
         prices = np.full((self._layers, len(steps)), np.inf)
@@ -154,7 +168,7 @@ class KeySearch:
             costs = np.maximum.accumulate([0.0, *(max(0.0, next(losses)) for _ in shares)])
             known = steps <= (shares[-1] if shares else 0.0)
             prices[layer, known] = PchipInterpolator([0.0, *shares], costs)(steps[known]) if shares else 0.0
-        self._notice(f"measured {len(plans)} thresholds of single layers")
+        self._listeners.notice(f"measured {len(plans)} thresholds of single layers")
         return prices
 
     def _losses(self, plans: Sequence[KeyPlan], rows: Sequence[int]) -> list[float]:
@@ -195,7 +209,7 @@ class KeySearch:
             if best < 0 or choice.increases[choice.best] >= -self._judge.noise(plans[best], plan):
                 break
             plan, shares = plans[best], options[best]
-            self._notice(f"trade {number + 1}: KL {choice.loss:.4f}")
+            self._listeners.notice(f"trade {number + 1}: KL {choice.loss:.4f}")
         return plan
 
     def _trades(self, shares: list[float], prices: Floats) -> list[list[float]]:
