@@ -119,6 +119,20 @@ def test_scores_of_any_size_give_numbers(capability: str) -> None:
         torch.testing.assert_close(compiled, naive, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_a_number_is_not_hidden(capability: str, where: str, value: float) -> None:
+    for lengths in ([40], [3000]):  # one part, and several
+        given = case(lengths, seed=5)
+        given[where][(0, 1, 7)[: given[where].ndim - 1]] = value
+        blocks = all_blocks(lengths, 64)
+        compiled, naive = (
+            block_attention(**given, blocks=blocks, block_tokens=64, backend=name) for name in ("cpu", "naive")
+        )
+        assert not naive.isfinite().all()
+        assert torch.equal(compiled.isfinite(), naive.isfinite())
+
+
 @pytest.mark.usefixtures("capability")
 @pytest.mark.parametrize("backend", ["naive", "cpu"])
 @pytest.mark.parametrize(
@@ -170,8 +184,8 @@ def test_the_compilers_own_words_are_passed_on(tmp_path: Path, capability: str) 
 
 def test_a_lock_that_a_killed_process_left_is_no_end(tmp_path: Path, capability: str) -> None:
     code = (
-        "import os, sys; from indexcache_kernels.block_attention import cpu\n"
-        "lock = cpu._build_folder(sys.argv[1]) / 'lock'; lock.touch(); os.utime(lock, (0, 0))\n"
+        "import sys; from indexcache_kernels.block_attention import cpu\n"
+        "with cpu._build_folder(sys.argv[1]) as folder: (folder / 'lock').touch()\n"
         "print(cpu.compiled(sys.argv[1]))"
     )
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}

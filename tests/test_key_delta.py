@@ -67,6 +67,13 @@ def test_scores_are_a_running_sum_over_differences() -> None:
     assert torch.equal(torch.cat([differences(first), differences(second, first[:, -1])], 1), delta)
 
 
+def test_what_is_not_a_number_is_kept() -> None:
+    k = drifting(30)
+    k[1, 20, 3] = torch.nan
+    kept, moved = kept_keys(k, 5.0)
+    assert kept[1, 20, 3].isnan() and moved[1, 20:22, 3].all() and kept.isnan().sum() == 1
+
+
 def test_a_threshold_for_each_number() -> None:
     k, thresholds = drifting(30), torch.linspace(0, 2, 8)
     kept, _ = kept_keys(k, thresholds)

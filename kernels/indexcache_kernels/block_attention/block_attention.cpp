@@ -220,15 +220,19 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at
   for (int64_t pair = 0; pair < pairs; pair++) {
     for (int64_t head = 0; head < group; head++) {
       float top = kNone, sum = 0.0f;
-      for (int64_t part = 0; part < parts; part++) top = std::max(top, highest[(pair * parts + part) * group + head]);
+      bool any = false;  // also where a score is no number, which the result then is not, either
+      for (int64_t part = 0; part < parts; part++) {
+        top = std::max(top, highest[(pair * parts + part) * group + head]);
+        any |= total[(pair * parts + part) * group + head] != 0.0f;
+      }
       std::vector<float> mean(v_dim, 0.0f);
-      for (int64_t part = 0; part < parts && top != kNone; part++) {
+      for (int64_t part = 0; part < parts && any; part++) {
         const int64_t at = (pair * parts + part) * group + head;
         const float weight = std::exp(highest[at] - top);
         sum += weight * total[at];
         for (int64_t d = 0; d < v_dim; d++) mean[d] += weight * outs[at * v_dim + d];
       }
-      const float scaled = sum > 0.0f ? 1.0f / sum : 0.0f;
+      const float scaled = any ? 1.0f / sum : 0.0f;
       const int64_t offset = ((pair / kv_heads) * heads + (pair % kv_heads) * group + head) * v_dim;
       for (int64_t d = 0; d < v_dim; d++) target[offset + d] = static_cast<T>(mean[d] * scaled);
     }

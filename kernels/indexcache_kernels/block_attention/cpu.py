@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
-import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +20,6 @@ FLAGS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"),
     "AVX2": ("-mavx2", "-mfma"),
 }
-STALE = 300.0  # seconds after which nobody is compiling any more: it takes 7
 DIMENSIONS = (32, 64, 80, 96, 128, 256)  # of heads, that it is compiled for
 
 
@@ -60,31 +60,35 @@ def compiled(capability: str) -> str | None:
     from torch.utils import cpp_extension
 
     try:
-        folder = _build_folder(capability)
-        cpp_extension.load(
-            _name(capability),
-            [str(SOURCE)],
-            extra_cflags=["-O3", "-fopenmp", "-fno-math-errno", f"-DLIBRARY={_name(capability)}", *flags],
-            extra_ldflags=["-fopenmp"],
-            build_directory=str(folder),
-            is_python_module=False,
-        )
+        with _build_folder(capability) as folder:
+            cpp_extension.load(
+                _name(capability),
+                [str(SOURCE)],
+                extra_cflags=["-O3", "-fopenmp", "-fno-math-errno", f"-DLIBRARY={_name(capability)}", *flags],
+                extra_ldflags=["-fopenmp"],
+                build_directory=str(folder),
+                is_python_module=False,
+            )
     except (RuntimeError, OSError) as error:
         lines = str(error).splitlines()
         return f"can't be compiled: {next((line for line in lines if 'error' in line), lines[0]).strip()[:200]}"
     return None
 
 
-def _build_folder(capability: str) -> Path:
-    """Where the compiled kernel is kept, apart for each PyTorch; without a lock that a killed process left there."""
+@contextmanager
+def _build_folder(capability: str) -> Iterator[Path]:
+    """Where the compiled kernel is kept, apart for each PyTorch, and nobody else's inside the `with` block.
+
+    PyTorch's own lock is a file, for which it waits without end if a killed process left it there; ours goes with the
+    process.
+    """
     home = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
     folder = Path(home) / f"{_name(capability)}-{torch.__version__}"
     folder.mkdir(parents=True, exist_ok=True)
-    lock = folder / "lock"  # PyTorch waits for it without end
-    with suppress(FileNotFoundError):
-        if time.time() - lock.stat().st_mtime > STALE:
-            lock.unlink()
-    return folder
+    with open(folder / "in-use", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        yield folder
 
 
 def _name(capability: str) -> str:

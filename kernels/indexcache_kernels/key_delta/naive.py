@@ -33,7 +33,9 @@ def kept_keys(k: Tensor, threshold: float | Tensor, before: Tensor | None = None
         raise KernelInputError(f"threshold is {threshold}, expected at least 0")
     kept, moved = torch.empty_like(k), torch.empty(k.shape, dtype=torch.bool, device=k.device)
     for token, key in enumerate(k.unbind(-2)):
-        moves = torch.ones_like(key, dtype=torch.bool) if before is None else (key - before).abs() > limit
+        moves = (
+            torch.ones_like(key, dtype=torch.bool) if before is None else ~((key - before).abs() <= limit)
+        )  # NaN, too
         before = key if before is None else torch.where(moves, key, before)
         kept[..., token, :], moved[..., token, :] = before, moves
     return kept, moved
