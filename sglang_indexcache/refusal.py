@@ -18,17 +18,18 @@ ADMIN_KEY_VARIABLE = "SGLANG_INDEXCACHE_ADMIN_API_KEY"  # of calibration; a flag
 EXIT_CODE = 2
 
 
-def refuse(reason: str, cause: BaseException | None = None) -> NoReturn:
+def refuse(reason: str, cause: BaseException | None = None, at_once: bool = False) -> NoReturn:
     """End this process with one line, after the traceback of `cause` if there is one.
 
     SGLang's plugin loader and hook registry log every `Exception` and go on; `SystemExit` is what they let through. In
-    another thread than the main one that would end the thread alone, so the process ends at once there.
+    another thread than the main one that would end the thread alone, so the process ends at once there; and with
+    `at_once`, where what the interpreter does at its end could wait for somebody who does not come.
     """
     if cause is not None:
         traceback.print_exception(cause, file=sys.stderr)
     sys.stderr.write(f"indexcache: {reason}\n")
     sys.stderr.flush()
-    if threading.current_thread() is threading.main_thread():
+    if threading.current_thread() is threading.main_thread() and not at_once:
         raise SystemExit(EXIT_CODE)
     os._exit(EXIT_CODE)
 

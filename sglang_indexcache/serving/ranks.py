@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_indexcache.errors import ProofError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.refusal import PATTERN_VARIABLE
+from sglang_indexcache.refusal import PATTERN_VARIABLE, refuse
 
 MEET_VARIABLE = "SGLANG_INDEXCACHE_MEET_SECONDS"
 
@@ -51,8 +51,11 @@ def read_back(reports: list[RankReport]) -> str:
 def meet_all_ranks() -> None:
     """Wait for every rank to get here: a node that was started without the pattern never does.
 
+    Then the process ends at once, with what torch says of the ranks that did not come: its process group would wait for
+    them again while the interpreter ends.
+
     Raises:
-        ProofError: with what torch says of the ranks that did not come.
+        ProofError: if the time to wait is no number.
     """
     import torch.distributed
     from sglang.srt.distributed.parallel_state import get_world_group
@@ -65,9 +68,10 @@ def meet_all_ranks() -> None:
         torch.distributed.monitored_barrier(group.cpu_group, timedelta(seconds=seconds), wait_all_ranks=True)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:120]
-        raise ProofError(
-            f"not every rank serves a pattern after {seconds} s ({reason}); expected {PATTERN_VARIABLE} on every node"
-        ) from None
+        refuse(
+            f"not every rank serves a pattern after {seconds} s ({reason}); expected {PATTERN_VARIABLE} on every node",
+            at_once=True,
+        )
 
 
 def _meet_seconds() -> int:
