@@ -6,9 +6,8 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -188,9 +187,8 @@ def search(
             raise SearchError(f"no such option: {context.args[0]}; see indexcache-search --help")
         if endpoint and engine != "sglang":
             raise SearchError("--endpoint needs --engine sglang")
-        asked = {"window": window, "max_window": max_window, "recent": recent_keys}
-        near = {name: item for name, item in asked.items() if item is not None}
-        if method != "key_delta" and (near or skip):
+        near = near_of(window, max_window, recent_keys)
+        if method != "key_delta" and (near or skip is not None):
             raise SearchError("--skip, --window, --max-window and --recent-keys need --method key_delta")
         if model is None and calibration is None:
             calibration, evaluation = list(demo.CALIBRATION), evaluation or list(demo.EVALUATION)
@@ -226,7 +224,7 @@ def search(
                 raise SearchError("--method key_delta needs a --model, and no --objective or --json")
             found = key_run.run(
                 model,
-                replace(data, seq_len=seq_len),
+                data,
                 runtime,
                 key_run.shares_of(skip or "0.4,0.6"),
                 near,
@@ -261,6 +259,12 @@ def selection_of(
         sink_pages=DEFAULT.sink_pages if sink_pages is None else sink_pages,
         score=DEFAULT.score,
     )
+
+
+def near_of(window: float | None, max_window: int | None, recent_keys: int | None) -> dict[str, Any]:
+    """What the flags say of a `KeyPlan`."""
+    flags = {"window": window, "max_window": max_window, "recent": recent_keys}
+    return {name: value for name, value in flags.items() if value is not None}
 
 
 def _short_name(model: str | None) -> str:

@@ -18,6 +18,7 @@ from indexcache_search.cli import (
     RECENT_PAGES,
     SINK_PAGES,
     errors_in_one_line,
+    near_of,
     selection_of,
 )
 from indexcache_search.errors import SearchError
@@ -143,8 +144,8 @@ def evaluate(
         from indexcache_search.compare.run import Candidates, Data, Runtime, run, show
 
         is_demo = model is None
-        of_keys = (threshold, window, max_window, recent_keys)
-        if attention != "key_delta" and any(item is not None for item in of_keys):
+        near = near_of(window, max_window, recent_keys)
+        if attention != "key_delta" and (near or threshold is not None):
             raise SearchError("--threshold, --window, --max-window and --recent-keys need --attention key_delta")
         if max_increase is not None and not math.isfinite(max_increase):
             raise SearchError(f"--max-increase is {max_increase}, expected a number")
@@ -172,11 +173,8 @@ def evaluate(
 
             if is_demo or endpoint:
                 raise SearchError("--attention key_delta needs the --model of a dense model, and no --endpoint")
-            near = {"window": window, "max_window": max_window, "recent": recent_keys}
             asked = keys.KeyCandidates(
-                asked=keys.asked_for(
-                    threshold or "0.2,0.6,1.0", {name: item for name, item in near.items() if item is not None}
-                ),
+                asked=keys.asked_for(threshold or "0.2,0.6,1.0", near),
                 patterns=tuple(pattern or ()),
                 rivals=rivals,
             )

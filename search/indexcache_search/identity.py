@@ -34,6 +34,11 @@ def engine_identity(engine: Engine) -> dict[str, Any]:
     }
 
 
+def engine_words(engine: Engine) -> str:
+    """The same for people, in one line."""
+    return f"{engine.name}, {', '.join(f'{key} {value}' for key, value in engine.settings.items())}"
+
+
 def today() -> dict[str, str]:
     """Facts a journal remembers from the first run."""
     return {"created": time.strftime("%Y-%m-%d")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +24,12 @@ from indexcache_search.hf.loading import check_seq_len, load_tokenizer, read_con
 from indexcache_search.identity import identity, today
 from indexcache_search.journal import Journal
 from indexcache_search.key_file import KeyFile
-from indexcache_search.key_plan import KeyPlan, Stage
+from indexcache_search.key_plan import KeyPlan
 from indexcache_search.key_search import KeyListeners, KeySearch, Thresholds
 from indexcache_search.line import NAMED, Line
 from indexcache_search.results import ComparisonResult
 from indexcache_search.run import Data, Files, Runtime
 from sglang_indexcache.command_line import doing
-from sglang_indexcache.files import write_atomically
 from sglang_indexcache.pattern_file import ModelSection
 
 
@@ -129,8 +127,7 @@ def run(
             rivalled, built = [line.pattern for line in lines[::2]], HeldOut(held_out, {})
             comparison = keys.compare(engine, built, journal, lines, rivalled, lambda: progress.advance(bar))
             gains = {item.asked: _gain(engine, held_out, journal, item) for item in found}
-    write_atomically(files.folder / "eval.json", json.dumps(comparison.as_json(), indent=1) + "\n")
-    write_atomically(files.folder / "eval.html", result.render(comparison))
+    result.write(comparison, files.folder)
     return KeyResult(comparison, gains, paths)
 
 
@@ -142,7 +139,7 @@ def _search(
     shares: tuple[float, ...],
     console: Console,
 ) -> list[Thresholds]:
-    stage, costs = _counted(engine, calibration, journal)
+    costs = _counted(engine, calibration, journal)
     with _progress(console) as progress:
         bar = progress.add_task("thresholds of single layers", total=None)
         listeners = KeyListeners(
@@ -150,7 +147,7 @@ def _search(
             notice=lambda line: console.print(line, markup=False),
         )
         evaluator = Evaluator(engine, calibration, "kl", journal, "calibration", lambda _: progress.advance(bar))
-        return KeySearch(engine.key_runs, evaluator, costs, stage, nothing, listeners).find(shares)
+        return KeySearch(engine.key_runs, evaluator, costs, nothing, listeners).find(shares)
 
 
 def _progress(console: Console) -> Progress:
@@ -159,10 +156,9 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
-def _counted(engine: TransformersEngine, calibration: TokenSet, journal: Journal) -> tuple[Stage, keys.Costs]:
-    """The stage with more tokens, and what counts there."""
-    stage = keys.main_stage(calibration)
-    return stage, keys.Costs(engine, calibration, journal, stage, "calibration, ")
+def _counted(engine: TransformersEngine, calibration: TokenSet, journal: Journal) -> keys.Costs:
+    """What counts in the stage with more tokens."""
+    return keys.Costs(engine, calibration, journal, keys.main_stage(calibration), "calibration, ")
 
 
 def _gain(engine: TransformersEngine, held_out: TokenSet, journal: Journal, found: Thresholds) -> Estimate:
@@ -173,7 +169,7 @@ def _gain(engine: TransformersEngine, held_out: TokenSet, journal: Journal, foun
 
 def _save(found: Thresholds, engine: TransformersEngine, calibration: TokenSet, journal: Journal, folder: Path) -> Path:
     evaluator = Evaluator(engine, calibration, "kl", journal, "calibration")
-    _, costs = _counted(engine, calibration, journal)
+    costs = _counted(engine, calibration, journal)
     path = folder / f"thresholds-{found.asked:g}.json"
     KeyFile(
         schema="indexcache-keys/v1",

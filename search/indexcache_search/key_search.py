@@ -24,7 +24,7 @@ from indexcache_search.errors import SearchError
 from indexcache_search.evaluator import Evaluator
 from indexcache_search.hf.keys import exact_from
 from indexcache_search.judge import Judge
-from indexcache_search.key_plan import KeyPlan, Stage
+from indexcache_search.key_plan import KeyPlan
 
 Floats = NDArray[np.float64]
 
@@ -89,7 +89,6 @@ class KeySearch:
         runs: of the dense model.
         evaluator: evaluates `kl` on the calibration set.
         costs: counts what is skipped there, in the stage that counts.
-        stage: that stage.
         near: the plan with threshold 0 everywhere; says what stays exact.
         listeners: hear of what happens.
     """
@@ -99,11 +98,10 @@ class KeySearch:
         runs: KeyRuns,
         evaluator: Evaluator,
         costs: Costs,
-        stage: Stage,
         near: KeyPlan,
         listeners: KeyListeners,
     ) -> None:
-        self._runs, self._evaluator, self._costs, self._stage = runs, evaluator, costs, stage
+        self._runs, self._evaluator, self._costs = runs, evaluator, costs
         self._nothing, self._listeners = near, listeners
         self._judge = Judge.racing(evaluator)
         self._layers = len(near.values)
@@ -129,7 +127,7 @@ class KeySearch:
         """On the sequences of the first share, of the model as it is."""
         data = self._evaluator.data.taken(self._judge.shares[0])
         read = torch.from_numpy(read_tokens(data))
-        counted = read if self._stage == "reading" else ~read
+        counted = torch.from_numpy(self._costs.counted[self._judge.shares[0]])
         rows = [row for row in range(data.num_sequences) if bool(counted[row].any())]
         steps = np.zeros(self._layers)  # of each layer, from a key to the next
         computed, everything = np.zeros((self._layers, len(FACTORS))), np.zeros(self._layers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,20 +13,19 @@ from rich.console import Console
 from rich.progress import Progress
 
 from indexcache_search import estimates
-from indexcache_search.compare import held_out, result
+from indexcache_search.compare import result
 from indexcache_search.compare.held_out import HeldOut
 from indexcache_search.compare.measure import patterns
-from indexcache_search.compare.run import Data, Runtime, calibrated_on
-from indexcache_search.data.packing import TokenReader
+from indexcache_search.compare.run import Data, Runtime, built_of, calibrated_on
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
-from indexcache_search.engines.key_runs import read_tokens
+from indexcache_search.engines.key_runs import in_stage, read_tokens
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.estimates import Estimate
 from indexcache_search.evaluator import Evaluator
-from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
-from indexcache_search.identity import engine_identity, today
+from indexcache_search.hf.loading import check_seq_len, describe_model, read_config, set_quiet
+from indexcache_search.identity import engine_identity, engine_words, today
 from indexcache_search.journal import Journal
 from indexcache_search.key_file import KeyFile
 from indexcache_search.key_plan import BLOCK, SINKS, STAGES, KeyMethod, KeyPlan, Stage
@@ -36,7 +34,6 @@ from indexcache_search.objectives import Objective
 from indexcache_search.plans import Plan
 from indexcache_search.results import ComparisonResult, Row
 from sglang_indexcache import SparseModel
-from sglang_indexcache.files import write_atomically
 from sglang_indexcache.spec import PatternSpec, split_name
 
 BITS = (8, 4)
@@ -117,24 +114,9 @@ def run(
         (name, PatternSpec.read(text, description.native.selection))
         for name, text in map(split_name, candidates.patterns)
     ]
-    built = held_out.build(
-        TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len, replies=True),
-        lambda: load_tokenizer(model),
-        description,
-        data.sources,
-        data.tasks,
-        data.haystack,
-        seq_len=seq_len,
-        sequences=data.sequences,
-        samples=data.samples,
-        chat=data.chat,
-        calibrated=[
-            *(item.thresholds.calibrated_on() for item in candidates.asked if isinstance(item.thresholds, KeyFile)),
-            *(sketch for _, spec in specs for sketch in calibrated_on(spec)),
-        ],
-    )
-    if built.left_out:
-        console.print(f"left out {built.left_out} documents that a plan was calibrated on", style="yellow")
+    files = [item.thresholds for item in candidates.asked if isinstance(item.thresholds, KeyFile)]
+    calibrated = [*(file.calibrated_on() for file in files), *calibrated_on(specs)]
+    built = built_of(model, description, config.vocab_size, data, seq_len, calibrated, "plan", console)
     lines = [Line(NAMED, plan.name, None, plan) for plan in plans]
     for name, spec in specs:
         lines += [
@@ -149,8 +131,7 @@ def run(
         bar = progress.add_task("plans", total=None)
         rivalled = [line.pattern for line in lines] if candidates.rivals else []
         comparison = compare(engine, built, journal, lines, rivalled, lambda: progress.advance(bar))
-    write_atomically(output / "eval.json", json.dumps(comparison.as_json(), indent=1) + "\n")
-    write_atomically(output / "eval.html", result.render(comparison))
+    result.write(comparison, output)
     return comparison
 
 
@@ -199,7 +180,7 @@ def compare(
         built,
         engine.model.first_choice,
         model=engine.model.name,
-        engine=f"{engine.name}, {', '.join(f'{key} {value}' for key, value in engine.settings.items())}",
+        engine=engine_words(engine),
         seq_len=data.seq_len,
     )
     rows = [
@@ -224,15 +205,16 @@ class Costs:
     `part` goes before the stage in the journal.
 
     Attributes:
+        stage: which of the two.
+        counted: `[sequences, tokens]`, the tokens in it.
         rows: the sequences that have such tokens.
     """
 
     def __init__(
         self, engine: TransformersEngine, data: TokenSet, journal: Journal, stage: Stage, part: str = ""
     ) -> None:
-        counted = read_tokens(data) if stage == "reading" else ~read_tokens(data)
-        self.rows = [int(row) for row in np.flatnonzero(counted.any(axis=1))]
-        self.counted, self._data = counted, data
+        self.stage, self.counted, self._data = stage, in_stage(read_tokens(data), stage), data
+        self.rows = [int(row) for row in np.flatnonzero(self.counted.any(axis=1))]
         self._evaluator = Evaluator(_Counting(engine, stage), data, "nll", journal, f"{part}{stage}")  # type: ignore[arg-type]
 
     def skipped(self, plan: Plan) -> Estimate:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -20,6 +22,7 @@ from indexcache_search.line import BASELINE, BEST, MEAN, NAMED, PHASE
 from indexcache_search.report.figures import changes_figure, skips_figure
 from indexcache_search.results import ComparisonResult, Measured, Row
 from indexcache_search.results import HeldOut as HeldOutResult
+from sglang_indexcache.files import write_atomically
 
 SCHEMA = "indexcache-eval/v1"
 ERRORS = 2.0  # standard errors that make a change a finding
@@ -122,6 +125,12 @@ def task_table(result: ComparisonResult) -> Table | None:
             cells.append(f"{value.mean:.3f}" + ("" if row.kind == BASELINE else f" ({change.mean:+.3f}{error})"))
         shown.add_row(*cells)
     return shown
+
+
+def write(result: ComparisonResult, folder: Path) -> None:
+    """eval.json and eval.html."""
+    write_atomically(folder / "eval.json", json.dumps(result.as_json(), indent=1) + "\n")
+    write_atomically(folder / "eval.html", render(result))
 
 
 def render(result: ComparisonResult) -> str:

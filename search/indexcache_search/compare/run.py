@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -20,12 +19,11 @@ from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluator import Evaluator
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
-from indexcache_search.identity import engine_identity, today
+from indexcache_search.identity import engine_identity, engine_words, today
 from indexcache_search.journal import Journal
 from indexcache_search.line import NAMED, Line, pages_suffix, uniform_lines
 from indexcache_search.results import ComparisonResult
 from sglang_indexcache import Pattern, SparseModel
-from sglang_indexcache.files import write_atomically
 from sglang_indexcache.pattern import full_layer_count
 from sglang_indexcache.selection import DEFAULT, Selection
 from sglang_indexcache.spec import PatternSpec, split_name
@@ -119,23 +117,7 @@ def run(
     lines = named_lines(specs, candidates, description)
     seq_len = data.seq_len or 4 * description.first_choice
     check_seq_len(seq_len, config)
-    built = held_out.build(
-        TokenReader(
-            lambda: load_tokenizer(model), config.vocab_size, seq_len, description.native.selection is not None
-        ),
-        lambda: load_tokenizer(model),
-        description,
-        data.sources,
-        data.tasks,
-        data.haystack,
-        seq_len=seq_len,
-        sequences=data.sequences,
-        samples=data.samples,
-        chat=data.chat,
-        calibrated=[sketch for _, spec in specs for sketch in calibrated_on(spec)],
-    )
-    if built.left_out:
-        console.print(f"left out {built.left_out} documents that a pattern was calibrated on", style="yellow")
+    built = built_of(model, description, config.vocab_size, data, seq_len, calibrated_on(specs), "pattern", console)
     number = built.data.num_sequences
     with Progress(console=console, disable=not console.is_terminal) as progress:
         if candidates.endpoints:
@@ -151,9 +133,37 @@ def run(
     comparison = result.collect(
         compared, built, description.first_choice, model=description.name, engine=engine, seq_len=seq_len
     )
-    write_atomically(output / "eval.json", json.dumps(comparison.as_json(), indent=1) + "\n")
-    write_atomically(output / "eval.html", result.render(comparison))
+    result.write(comparison, output)
     return comparison
+
+
+def built_of(
+    model: str,
+    description: SparseModel,
+    vocab_size: int,
+    data: Data,
+    seq_len: int,
+    calibrated: Sequence[Sketch],
+    what: str,
+    console: Console,
+) -> HeldOut:
+    """What is compared on, without what a `what` was calibrated on; see `held_out.build`."""
+    built = held_out.build(
+        TokenReader(lambda: load_tokenizer(model), vocab_size, seq_len, description.native.selection is not None),
+        lambda: load_tokenizer(model),
+        description,
+        data.sources,
+        data.tasks,
+        data.haystack,
+        seq_len=seq_len,
+        sequences=data.sequences,
+        samples=data.samples,
+        chat=data.chat,
+        calibrated=calibrated,
+    )
+    if built.left_out:
+        console.print(f"left out {built.left_out} documents that a {what} was calibrated on", style="yellow")
+    return built
 
 
 def named_lines(
@@ -179,18 +189,23 @@ def named_lines(
     return lines
 
 
-def calibrated_on(spec: PatternSpec) -> list[Sketch]:
-    """What a file says that it was calibrated on; files of earlier versions say nothing.
+def calibrated_on(specs: Sequence[tuple[str | None, PatternSpec]]) -> list[Sketch]:
+    """What files say that they were calibrated on; those of earlier versions say nothing.
 
     Raises:
         SearchError: if that can't be read.
     """
-    if spec.file is None or spec.file.calibration is None or spec.file.calibration.sketch is None:
-        return []
-    try:
-        return [Sketch.decode(spec.file.calibration.sketch)]
-    except ValueError:
-        raise SearchError(f"{spec.text}: calibration.sketch can't be read, expected what the search wrote") from None
+    sketches = []
+    for _, spec in specs:
+        if spec.file is None or spec.file.calibration is None or spec.file.calibration.sketch is None:
+            continue
+        try:
+            sketches.append(Sketch.decode(spec.file.calibration.sketch))
+        except ValueError:
+            raise SearchError(
+                f"{spec.text}: calibration.sketch can't be read, expected what the search wrote"
+            ) from None
+    return sketches
 
 
 def _run_patterns(
@@ -217,7 +232,7 @@ def _run_patterns(
         losses = Evaluator(engine, built.data, "nll", journal, "nll", lambda item: done(len(item.rows)))
         divergences = Evaluator(engine, built.data, "kl", journal, "kl", losses.on_evaluation)
         compared = measure.patterns(losses, divergences, lines, built)
-    return compared, f"{engine.name}, {', '.join(f'{key} {value}' for key, value in engine.settings.items())}"
+    return compared, engine_words(engine)
 
 
 def show(comparison: ComparisonResult, output: Path, out: Console) -> None:

@@ -48,8 +48,9 @@ class KeyRuns:
             below = below if plan.method == "key_delta" else 0
             outputs = self._outputs(plan, key[1:], tokens, read) if below else []
             layers = self._model.model.layers[: below if outputs else 0]
+            given = outputs[below - 1].to(device) if outputs else None  # by all of them; the last one's is used
             with (
-                replaced(*((layer, "forward", lambda *_, **__: outputs[below - 1].to(device)) for layer in layers)),
+                replaced(*((layer, "forward", lambda *_, **__: given) for layer in layers)),
                 apply_key_plan(self._model, plan, read) as work,
             ):
                 self._hidden[key] = self._model.model(input_ids=tokens, use_cache=False).last_hidden_state
@@ -112,6 +113,11 @@ def read_tokens(data: TokenSet) -> NDArray[np.bool_]:
     return np.asarray(data.prompt | ~data.prompt.any(axis=1, keepdims=True))
 
 
+def in_stage(read: NDArray[np.bool_], stage: Stage) -> NDArray[np.bool_]:
+    """Of `read_tokens`, those that `stage` is about."""
+    return read if stage == "reading" else ~read
+
+
 def pairs_of(pattern: Pattern, read: NDArray[np.bool_], stage: Stage) -> tuple[int, int]:
     """Pairs of a query and a key in all layers: those that a pattern of a dense model leaves, and all.
 
@@ -119,7 +125,7 @@ def pairs_of(pattern: Pattern, read: NDArray[np.bool_], stage: Stage) -> tuple[i
     """
     selection = pattern.selection
     assert selection is not None
-    position = np.flatnonzero(read if stage == "reading" else ~read)
+    position = np.flatnonzero(in_stage(read, stage))
     everything = int((position + 1).sum())
     chosen = (selection.pages - 1) * selection.page_tokens + position % selection.page_tokens + 1
     few = everything if stage == "reading" else int(np.minimum(position + 1, chosen).sum())
