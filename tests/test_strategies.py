@@ -20,7 +20,7 @@ from indexcache_search.strategies.dynamic_program import cheapest_patterns
 from indexcache_search.strategies.exhaustive import count_patterns, every_pattern, layers_to_run
 from indexcache_search.strategies.greedy import greedy
 from indexcache_search.strategies.lazy import lazy_greedy
-from indexcache_search.strategies.segments import SegmentCosts
+from indexcache_search.strategies.segments import PART, ROUNDS, SegmentCosts
 from indexcache_search.strategies.swaps import improve
 from scripts.simulated import SimulatedEngine, Structure
 from sglang_indexcache import Pattern
@@ -310,6 +310,31 @@ def test_the_last_check_finds_a_swap_that_segments_hide() -> None:
     assert costs.cheapest(5)[0].pattern == Pattern("FSFFFSF")
     assert costs.last_check(5)[0].pattern == Pattern("FFSFFSF")
     assert costs.cheapest(5)[0].pattern == Pattern("FFSFFSF")  # and it is not forgotten
+
+
+def test_the_last_check_tries_every_swap_where_there_are_few() -> None:
+    """Layers 2 and 4 suit each other as sources, which no segment shows, nor either of them beside layer 5."""
+    together = {(0, 2, 4): 0.1, (0, 2, 5): 0.5, (0, 4, 5): 0.8, (0, 2, 4, 5): 0.5}
+
+    def loss(pattern: Pattern, row: int) -> float:
+        costs = {1: 0.1, 2: 0.3, 3: 0.1, 4: 0.2, 5: 0.4, 6: 0.1}
+        alone = len(pattern.shared_layers) == 1
+        return together.get(pattern.full_layers, sum(costs[layer] for layer in pattern.shared_layers) + 0.5 * alone)
+
+    engine = TableEngine(loss)
+    costs = SegmentCosts(Pattern.full(7), judge_of(engine, token_set(32), race=True))
+    assert costs.cheapest(3)[0].pattern == Pattern("FSFSSFS")
+    assert costs.last_check(3)[0].pattern == Pattern("FSFSFSS")
+
+
+def test_where_there_are_many_swaps_the_last_check_races_a_few() -> None:
+    engine = TableEngine(lambda pattern, row: float(sum(pattern.shared_layers)))
+    costs = SegmentCosts(Pattern.full(20), judge_of(engine, token_set(32), race=True))
+    [best, *_] = costs.cheapest(10)
+    before = {roles for roles, _ in engine.asked}
+    costs.last_check(10)
+    assert len({roles for roles, _ in engine.asked} - before) <= 90 // PART * ROUNDS < 90
+    assert best.pattern == Pattern("F" + "S" * 10 + "F" * 9)
 
 
 @pytest.mark.parametrize("full", range(1, 6))

@@ -28,8 +28,10 @@ Segment = tuple[int, int]
 
 MOST_CHECKED = 8  # patterns that run on all sequences for each retention
 PROPOSALS = 64  # cheapest patterns by their segments, among which the next one to run is chosen
-SWAPS = 4  # swaps of an F and an S layer that a round of the last check races
 ROUNDS = 3  # of the last check, at most
+SWAPS = 4  # of an F and an S layer that a round races, at least
+PART = 8  # and one in so many of all
+FEW = 2  # swaps for each layer, up to which all of them are tried
 ROUNDING = 1e-9
 LEAST_OF_COST = 0.5  # of what was measured on few sequences, however uncertain
 
@@ -63,8 +65,10 @@ class SegmentCosts:
     measured and run in turn, until none is expected to cost less than the best that ran.
 
     The last check needs no expectation: of the patterns that differ from the best one by a swap of an `F` and an `S`
-    layer, those whose segments cost least race, and the winner runs on all sequences; again, while that finds a better
-    one. (The best pattern itself does not race: what beats it on all sequences may look worse on a few.)
+    layer, those race whose segments cost least, and the winner runs on all sequences; again, while that finds a better
+    one. (The best pattern itself does not race: what beats it on all sequences may look worse on a few.) Where few
+    layers stay `F`, segments are long and their sum says little, but swaps are few: there all of them run on the first
+    share of the sequences, and those race as well that cost least on it.
 
     Args:
         native: the checkpoint's own pattern.
@@ -116,11 +120,18 @@ class SegmentCosts:
         return checked
 
     def _swapped(self, checked: list[Checked]) -> list[Proposal]:
-        """Those a swap away from the first of `checked` whose segments cost least, without what is among `checked`."""
+        """The swaps of the first of `checked` that promise most, without what is among `checked`."""
         best, done, costs = checked[0].pattern, {item.pattern for item in checked}, self.estimates()
         patterns = best.neighbours(self._native.shared_layers)
         proposals = [Proposal(pattern, _total(costs, pattern)) for pattern in patterns if pattern not in done]
-        return sorted(proposals, key=lambda item: (item.predicted, item.pattern.roles))[:SWAPS]
+        proposals.sort(key=lambda item: (item.predicted, item.pattern.roles))
+        count = max(SWAPS, len(proposals) // PART)
+        chosen = proposals[:count]
+        if len(proposals) <= FEW * len(self._native):
+            tried = self._judge.scout([item.pattern for item in proposals], self._native)
+            order = sorted(range(len(proposals)), key=lambda at: (tried[at].mean, at))
+            chosen += [proposals[at] for at in order[:count] if at >= count]
+        return chosen
 
     def _run(self, proposal: Proposal) -> Checked:
         [cost] = self._judge.scout([proposal.pattern], self._native, self._everything)
