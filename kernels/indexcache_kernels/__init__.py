@@ -19,6 +19,7 @@ tensor is its shape.
 """
 
 from indexcache_kernels.block_attention import block_attention
+from indexcache_kernels.block_swap import BlockBuffer, copy_blocks, swap_blocks
 from indexcache_kernels.errors import KernelInputError
 from indexcache_kernels.indexer_kl import indexer_kl
 from indexcache_kernels.indexer_topk import causal_ranges, indexer_topk
@@ -26,13 +27,16 @@ from indexcache_kernels.page_selection import PageBudget, page_scores, select_pa
 from indexcache_kernels.sparse_attention import sparse_attention
 
 __all__ = [
+    "BlockBuffer",
     "KernelInputError",
     "PageBudget",
     "block_attention",
     "causal_ranges",
+    "copy_blocks",
     "indexer_kl",
     "indexer_topk",
     "page_scores",
     "select_pages",
     "sparse_attention",
+    "swap_blocks",
 ]

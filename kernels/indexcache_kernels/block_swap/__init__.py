@@ -1,0 +1,129 @@
+"""Which blocks of a cache in host memory a decode step has to bring to the device, and bringing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from indexcache_kernels.backends import Backend, runs_triton
+from indexcache_kernels.block_swap import naive
+from indexcache_kernels.errors import KernelInputError, expect
+
+WORD = 8  # bytes that a copy moves at once
+
+
+@dataclass(frozen=True)
+class BlockBuffer:
+    """What is on the device of the blocks of each request, of one layer.
+
+    Attributes:
+        blocks: `[B, N]`, int32: the block in each slot, -1 for none.
+        order: `[B, N]`, int32: the slots of a request, the least recently used one first.
+    """
+
+    blocks: Tensor
+    order: Tensor
+
+    @classmethod
+    def empty(cls, requests: int, slots: int, device: torch.device | str = "cpu") -> BlockBuffer:
+        """A buffer that holds nothing yet."""
+        order = torch.arange(slots, dtype=torch.int32, device=device).repeat(requests, 1)
+        return cls(torch.full_like(order, -1), order)
+
+
+def swap_blocks(
+    wanted: Tensor,
+    born: Tensor,
+    buffer: BlockBuffer,
+    *,
+    slots: Tensor | None = None,
+    loads: Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Give every wanted block a slot of the buffer, those that are not there yet in place of the least recently used.
+
+    The order of SGLang's HiSparse (0.5.23): behind what was not wanted comes what was missing, in the order of
+    `wanted`, then what was there, in the order before. `buffer` is changed in place; shapes are static, so that a CUDA
+    graph can capture the call.
+
+    Args:
+        wanted: `[B, K]`, int32: different blocks, -1 for none.
+        born: `[B]`, int32: the block that the newest token goes to, which is written on the device; -1 for none. It
+            gets a slot as others do, but is not loaded.
+        buffer: `[B, N]`, N at least K.
+        slots: `[B, K]`, int32; allocated if not given.
+        loads: `[B, K]`, bool; allocated if not given.
+        backend: `naive` is PyTorch, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes that on CUDA.
+
+    Returns:
+        `slots`, where each wanted block is, -1 for none; and `loads`, whether it has to be copied there.
+
+    Raises:
+        KernelInputError: if shapes or dtypes don't fit together.
+    """
+    if wanted.ndim != 2 or wanted.dtype != torch.int32 or wanted.stride(1) != 1:
+        raise KernelInputError(
+            f"wanted is {list(wanted.shape)} of {wanted.dtype}, expected [B, K] of torch.int32, in rows"
+        )
+    batch, count = wanted.shape
+    if buffer.blocks.ndim != 2 or buffer.blocks.shape[1] < count:
+        raise KernelInputError(f"buffer is {list(buffer.blocks.shape)}, expected [{batch}, {count} or more slots]")
+    for name, tensor in (("buffer.blocks", buffer.blocks), ("buffer.order", buffer.order)):
+        expect(name, tensor, (batch, buffer.blocks.shape[1]), torch.int32)
+        if not tensor.is_contiguous():
+            raise KernelInputError(f"{name} is not contiguous")
+    expect("born", born, (batch,), torch.int32)
+    slots = torch.empty_like(wanted) if slots is None else slots
+    loads = torch.empty_like(wanted, dtype=torch.bool) if loads is None else loads
+    expect("slots", slots, (batch, count), torch.int32)
+    expect("loads", loads, (batch, count), torch.bool)
+    swap: Callable[..., None] = naive.swap_blocks
+    if runs_triton(backend, wanted):
+        from indexcache_kernels.block_swap import triton
+
+        swap = triton.swap_blocks
+    swap(wanted, born, blocks=buffer.blocks, order=buffer.order, slots=slots, loads=loads)
+    return slots, loads
+
+
+def copy_blocks(
+    host: Tensor, buffer: Tensor, wanted: Tensor, slots: Tensor, loads: Tensor, *, backend: Backend = "auto"
+) -> None:
+    """Copy the blocks that `swap_blocks` says from host memory to their slots, on the current stream.
+
+    Args:
+        host: `[B, U, ...]`: the blocks of each request, what belongs to one in one piece. On CUDA in pinned memory,
+            which the kernel reads without a copy of its own.
+        buffer: `[B, N, ...]`, likewise, in the same dtype.
+        wanted: `[B, K]`, int32.
+        slots: `[B, K]`, int32.
+        loads: `[B, K]`, bool.
+        backend: as for `swap_blocks`, by the device of `buffer`.
+
+    Raises:
+        KernelInputError: if shapes, dtypes or memory don't fit.
+    """
+    if host.ndim < 3 or host.shape[2:] != buffer.shape[2:] or host.shape[0] != buffer.shape[0]:
+        raise KernelInputError(
+            f"host is {list(host.shape)} and buffer {list(buffer.shape)}, expected [B, U, ...] and [B, N, ...] that"
+            " differ in the second axis alone"
+        )
+    if host.dtype != buffer.dtype or not host[0, 0].is_contiguous() or not buffer[0, 0].is_contiguous():
+        raise KernelInputError(f"host is {host.dtype} and buffer {buffer.dtype}, expected one dtype, and blocks in one piece")
+    size = host[0, 0].numel() * host.element_size()
+    if size % WORD:
+        raise KernelInputError(f"blocks are {size} bytes, expected a multiple of {WORD}")
+    expect("wanted", wanted, (len(host), wanted.shape[-1]), torch.int32)
+    expect("slots", slots, tuple(wanted.shape), torch.int32)
+    expect("loads", loads, tuple(wanted.shape), torch.bool)
+    if not runs_triton(backend, buffer):
+        naive.copy_blocks(host, buffer, wanted, slots, loads)
+        return
+    if buffer.is_cuda and not host.is_cuda and not host.is_pinned():
+        raise KernelInputError("host is in memory that the device can't read, expected pinned memory")
+    from indexcache_kernels.block_swap import triton
+
+    triton.copy_blocks(host, buffer, wanted, slots, loads)

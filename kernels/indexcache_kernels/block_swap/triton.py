@@ -1,0 +1,82 @@
+"""One program a request finds hits and misses; programs of the copy read host memory where it is."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_CHUNK = 1024  # words of a program's turn
+_PROGRAMS = 8  # of one block
+
+
+@triton.jit
+def _swap_kernel(
+    wanted_ptr, born_ptr, blocks_ptr, order_ptr, slots_ptr, loads_ptr,
+    wanted_stride, slots_stride, loads_stride, SLOTS, COUNT, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    place, number = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    live = place < SLOTS
+    slot = tl.load(order_ptr + row * SLOTS + place, mask=live, other=0)  # [BLOCK_N], by use
+    block = tl.load(blocks_ptr + row * SLOTS + slot, mask=live, other=-1)
+    wanted = tl.load(wanted_ptr + row * wanted_stride + number, mask=number < COUNT, other=-1)  # [BLOCK_K]
+    same = (block[:, None] == wanted[None, :]) & (wanted >= 0)[None, :] & live[:, None]
+    hit = tl.sum(same.to(tl.int32), axis=1) > 0
+    missing = (wanted >= 0) & (tl.sum(same.to(tl.int32), axis=0) == 0)
+    stale = live & (hit == 0)
+    misses, stales = tl.sum(missing.to(tl.int32)), tl.sum(stale.to(tl.int32))
+    rank = tl.cumsum(stale.to(tl.int32), axis=0) - 1  # among those that can go
+    turn = tl.cumsum(missing.to(tl.int32), axis=0) - 1
+    given = stale[:, None] & missing[None, :] & (rank[:, None] == turn[None, :])
+    own = tl.sum(tl.where(same | given, slot[:, None], 0), axis=0)  # [BLOCK_K]
+    after_hits = stales + tl.cumsum(hit.to(tl.int32), axis=0) - 1
+    after = tl.where(hit, after_hits, tl.where(rank < misses, stales - misses + rank, rank - misses))
+    tl.debug_barrier()  # all is read before anything is written
+    tl.store(order_ptr + row * SLOTS + after, slot, mask=live)
+    tl.store(blocks_ptr + row * SLOTS + own, wanted, mask=missing)
+    known = number < COUNT
+    tl.store(slots_ptr + row * slots_stride + number, tl.where(wanted >= 0, own, -1), mask=known)
+    load = missing & (wanted != tl.load(born_ptr + row))
+    tl.store(loads_ptr + row * loads_stride + number, load.to(tl.int8), mask=known)
+
+
+@triton.jit
+def _copy_kernel(
+    host_ptr, buffer_ptr, wanted_ptr, slots_ptr, loads_ptr,
+    host_row, host_block, buffer_row, buffer_slot, wanted_stride, slots_stride, loads_stride, WORDS,
+    CHUNK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    row, number, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    if tl.load(loads_ptr + row * loads_stride + number) == 0:
+        return
+    block = tl.load(wanted_ptr + row * wanted_stride + number).to(tl.int64)
+    slot = tl.load(slots_ptr + row * slots_stride + number).to(tl.int64)
+    source = host_ptr + row * host_row + block * host_block
+    target = buffer_ptr + row * buffer_row + slot * buffer_slot
+    for start in range(part * CHUNK, WORDS, PROGRAMS * CHUNK):
+        word = start + tl.arange(0, CHUNK)
+        tl.store(target + word, tl.load(source + word, mask=word < WORDS), mask=word < WORDS)
+
+
+def swap_blocks(wanted: Tensor, born: Tensor, *, blocks: Tensor, order: Tensor, slots: Tensor, loads: Tensor) -> None:
+    """As the definition."""
+    block_n, block_k = (triton.next_power_of_2(item.shape[1]) for item in (blocks, wanted))
+    _swap_kernel[(len(wanted),)](
+        wanted_ptr=wanted, born_ptr=born, blocks_ptr=blocks, order_ptr=order, slots_ptr=slots,
+        loads_ptr=loads.view(torch.int8), wanted_stride=wanted.stride(0), slots_stride=slots.stride(0),
+        loads_stride=loads.stride(0), SLOTS=blocks.shape[1], COUNT=wanted.shape[1], BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=8 if block_n * block_k <= 16384 else 16,
+    )  # fmt: skip
+
+
+def copy_blocks(host: Tensor, buffer: Tensor, wanted: Tensor, slots: Tensor, loads: Tensor) -> None:
+    """As the definition; blocks are a multiple of 8 bytes."""
+    source, target = (item.flatten(2).view(torch.int64) for item in (host, buffer))
+    _copy_kernel[(*wanted.shape, _PROGRAMS)](
+        host_ptr=source, buffer_ptr=target, wanted_ptr=wanted, slots_ptr=slots, loads_ptr=loads.view(torch.int8),
+        host_row=source.stride(0), host_block=source.stride(1), buffer_row=target.stride(0),
+        buffer_slot=target.stride(1), wanted_stride=wanted.stride(0), slots_stride=slots.stride(0),
+        loads_stride=loads.stride(0), WORDS=source.shape[2], CHUNK=_CHUNK, PROGRAMS=_PROGRAMS, num_warps=4,
+    )  # fmt: skip

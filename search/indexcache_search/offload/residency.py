@@ -1,0 +1,83 @@
+"""What a buffer on the device misses, counted without a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexcache_search.errors import SearchError
+
+Items = NDArray[np.int32]
+
+
+class Residency:
+    """Which items (blocks, or tokens) of one request and layer are on the device.
+
+    What is missing takes the place of what was not used for longest. Behind what was not wanted comes in the order of
+    use what was missing, in the order in which it was wanted, then what was there: as SGLang's HiSparse (0.5.23,
+    `hisparse.cuh`) and `indexcache_kernels.swap_blocks` have it, so that counts are theirs, exactly.
+
+    Args:
+        size: items that the buffer holds.
+        held: those it holds at first, the least recently used one first.
+
+    Raises:
+        SearchError: if it holds more than its size, or one twice.
+    """
+
+    def __init__(self, size: int, held: Sequence[int] = ()) -> None:
+        if size < 1 or len(held) > size or len(set(held)) < len(held):
+            raise SearchError(f"a buffer of {size} items can't hold {len(held)} different ones at first")
+        self._order = np.full(size, -1, np.int32)
+        self._order[size - len(held) :] = held
+
+    @property
+    def order(self) -> Items:
+        """What the buffer holds, `[size]`, the least recently used item first; -1 for none."""
+        return self._order.copy()
+
+    def use(self, wanted: Items, born: int = -1) -> Items:
+        """The items of `wanted` that have to be brought to the device; from then on they are there.
+
+        Args:
+            wanted: different items, `[K]`; below 0 for none.
+            born: an item that is made on the device: it takes a place, but is not brought.
+
+        Raises:
+            SearchError: if they don't all fit into the buffer, or one stands there twice.
+        """
+        wanted = wanted[wanted >= 0]
+        if len(wanted) > len(self._order) or len(np.unique(wanted)) < len(wanted):
+            raise SearchError(f"a buffer of {len(self._order)} items can't hold {len(wanted)} different ones at once")
+        there = np.isin(self._order, wanted)
+        missing = wanted[~np.isin(wanted, self._order[there])]
+        self._order = np.concatenate([self._order[~there][len(missing) :], missing, self._order[there]])
+        return missing[missing != born]
+
+
+def hisparse_misses(steps: Iterable[tuple[Items, int]], size: int, prompt_tokens: int) -> list[int]:
+    """How many tokens SGLang's HiSparse (0.5.23) brings to the device in each decode step, of one request and layer.
+
+    Up to `size` tokens all are on the device. From then on it holds the first `size` of them until others are wanted;
+    the newest token has a place of its own, which the next one takes: wanted again, it is brought back.
+
+    Args:
+        steps: what each step selects, and the tokens in the cache, the newest one included.
+        size: `device_buffer_size`.
+        prompt_tokens: tokens in the cache before the first step.
+
+    Raises:
+        SearchError: if a step selects more than the buffer holds, or the lengths don't rise by one.
+    """
+    buffer, misses, expected = Residency(size, range(size)), [], prompt_tokens + 1
+    for selected, length in steps:
+        if length != expected:
+            raise SearchError(f"step {len(misses)}: {length} tokens, expected {expected}")
+        expected += 1
+        if length <= size:
+            misses.append(0)
+            continue
+        misses.append(len(buffer.use(selected[selected != length - 1])))
+    return misses

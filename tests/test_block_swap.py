@@ -1,0 +1,159 @@
+"""Blocks that come to the device and go: kernels and the simulator against definitions and a brute-force buffer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+INTERPRETED = not torch.cuda.is_available()
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
+from indexcache_kernels import BlockBuffer, KernelInputError, copy_blocks, swap_blocks
+from indexcache_kernels.block_swap import triton as block_swap_triton
+from indexcache_search.errors import SearchError
+from indexcache_search.offload.residency import Residency, hisparse_misses
+
+if INTERPRETED:
+    del os.environ["TRITON_INTERPRET"]
+assert block_swap_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors hold NaN or the highest integer
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class BruteForce:
+    """Times of use, and nothing clever: of one time, what was missing went before what was there."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.used, self.now = size, dict[int, tuple[int, int, int]](), 0
+
+    def use(self, wanted: list[int]) -> list[int]:
+        self.now += 1
+        missing = [item for item in wanted if item not in self.used]
+        there = sorted((item for item in wanted if item in self.used), key=lambda item: self.used[item])
+        for item in sorted(set(self.used) - set(wanted), key=lambda item: self.used[item]):
+            if len(self.used) + len(missing) > self.size:
+                del self.used[item]
+        for kind, items in enumerate((missing, there)):
+            for number, item in enumerate(items):
+                self.used[item] = (self.now, kind, number)
+        return missing
+
+
+def trace(seed: int) -> tuple[int, list[list[int]]]:
+    """A buffer's size, and what steps want: some of it again and again."""
+    rng = np.random.default_rng(seed)
+    size, blocks = int(rng.integers(1, 24)), int(rng.integers(24, 60))
+    popular = rng.permutation(blocks)
+    steps = []
+    for _ in range(int(rng.integers(1, 30))):
+        count = int(rng.integers(0, size + 1))
+        shares = np.exp(-rng.random() * 0.3 * np.arange(blocks))
+        steps.append(rng.choice(popular, count, replace=False, p=shares / shares.sum()).tolist())
+    return size, steps
+
+
+def test_the_simulator_is_a_buffer_with_times_of_use() -> None:
+    for seed in range(1000):
+        size, steps = trace(seed)
+        buffer, brute = Residency(size), BruteForce(size)
+        for wanted in steps:
+            assert buffer.use(np.asarray(wanted, np.int32)).tolist() == brute.use(wanted)
+            assert set(buffer.order.tolist()) - {-1} == set(brute.used)
+
+
+@pytest.mark.parametrize("backend", ["naive", "triton"])
+def test_what_the_kernel_loads_is_what_the_simulator_counts(backend: Any) -> None:
+    """Three requests side by side, each with an item that is born; the order of use included."""
+    for seed in range(12 if backend == "triton" else 60):
+        rng = np.random.default_rng(seed)
+        traces = [trace(3 * seed + number) for number in range(3)]
+        size, count = max(size for size, _ in traces), max(len(wanted) for _, steps in traces for wanted in steps)
+        if not count:
+            continue
+        buffer, simulated = BlockBuffer.empty(3, size, DEVICE), [Residency(size) for _ in range(3)]
+        for step in range(min(len(steps) for _, steps in traces)):
+            rows = [steps[step] for _, steps in traces]
+            born = [int(rng.choice(row)) if row and rng.random() < 0.5 else -1 for row in rows]
+            padded = [rng.permutation([*row, *[-1] * (count - len(row))]).tolist() for row in rows]
+            wanted = torch.tensor(padded, dtype=torch.int32, device=DEVICE)
+            slots, loads = swap_blocks(
+                wanted, torch.tensor(born, dtype=torch.int32, device=DEVICE), buffer, backend=backend
+            )
+            for row, own in enumerate(simulated):
+                expected = own.use(np.asarray(padded[row], np.int32), born[row])
+                assert wanted[row][loads[row]].tolist() == expected.tolist()
+                held = buffer.blocks[row][buffer.order[row].long()]
+                assert held.tolist() == own.order.tolist()
+                assert sorted(buffer.order[row].tolist()) == list(range(size))
+                live = wanted[row] >= 0
+                assert torch.equal(buffer.blocks[row][slots[row][live].long()], wanted[row][live])
+                assert (slots[row][~live] == -1).all()
+
+
+@pytest.mark.parametrize("backend", ["naive", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_blocks_are_where_the_swap_says(backend: Any, dtype: torch.dtype) -> None:
+    """What is attended to is what is in host memory, whatever came and went before."""
+    rng, blocks, size = np.random.default_rng(0), 20, 6
+    host = torch.randint(0, 200, (2, blocks, 2, 4, 3, 8)).to(dtype)
+    host = host.pin_memory() if DEVICE == "cuda" else host
+    memory = torch.zeros(2, size, 2, 4, 3, 8, dtype=dtype, device=DEVICE)
+    buffer = BlockBuffer.empty(2, size, DEVICE)
+    none = torch.full((2,), -1, dtype=torch.int32, device=DEVICE)
+    for _ in range(10):
+        wanted = np.stack([rng.choice(blocks, 5, replace=False) for _ in range(2)]).astype(np.int32)
+        wanted[0, rng.integers(5)] = -1
+        given = torch.from_numpy(wanted).to(DEVICE)
+        slots, loads = swap_blocks(given, none, buffer, backend=backend)
+        copy_blocks(host, memory, given, slots, loads, backend=backend)
+        for row in range(2):
+            for block, slot in zip(wanted[row].tolist(), slots[row].tolist(), strict=True):
+                assert block < 0 or torch.equal(memory[row, slot].cpu(), host[row, block])
+
+
+def test_hisparse_loads_the_token_before_the_newest_again() -> None:
+    """Its place is the newest token's; until the buffer is full nothing is loaded."""
+    steps = [(np.asarray([0, length - 2, length - 1], np.int32), length) for length in range(7, 13)]
+    assert hisparse_misses(steps, 8, 6) == [0, 0, 0, 1, 1, 1]  # token 7 has a place in the buffer, 8 had the newest's
+    far = [(np.asarray([1, 12 + step], np.int32), 20 + step) for step in range(3)]
+    assert hisparse_misses(far, 4, 19) == [1, 1, 1]
+
+
+def test_misuse_is_refused() -> None:
+    with pytest.raises(SearchError, match="buffer of 2 items can't hold 3 different ones"):
+        Residency(2).use(np.asarray([1, 2, 3], np.int32))
+    with pytest.raises(SearchError, match="different ones at once"):
+        Residency(4).use(np.asarray([1, 1], np.int32))
+    with pytest.raises(SearchError, match="can't hold 2 different ones at first"):
+        Residency(4, [1, 1])
+    with pytest.raises(SearchError, match="step 0: 9 tokens, expected 8"):
+        hisparse_misses([(np.asarray([1], np.int32), 9)], 4, 7)
+    born, wanted = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32)
+    with pytest.raises(KernelInputError, match="buffer is .1, 2., expected .1, 3 or more slots"):
+        swap_blocks(wanted, born, BlockBuffer.empty(1, 2))
+    with pytest.raises(KernelInputError, match="wanted is .* expected .B, K. of torch.int32"):
+        swap_blocks(wanted.long(), born, BlockBuffer.empty(1, 4))
+    with pytest.raises(KernelInputError, match="born is"):
+        swap_blocks(wanted, born.long(), BlockBuffer.empty(1, 4))
+    slots, loads = swap_blocks(wanted[:, :1], born, BlockBuffer.empty(1, 4))
+    host = torch.zeros(1, 4, 3)
+    with pytest.raises(KernelInputError, match="blocks are 12 bytes, expected a multiple of 8"):
+        copy_blocks(host, host.clone(), wanted[:, :1], slots, loads)
+    with pytest.raises(KernelInputError, match="expected .B, U, .... and .B, N, ...."):
+        copy_blocks(host, torch.zeros(1, 4, 4), wanted[:, :1], slots, loads)
+    with pytest.raises(KernelInputError, match="expected one dtype"):
+        copy_blocks(host, host.half(), wanted[:, :1], slots, loads)
