@@ -143,9 +143,9 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(SearchError, match="step 0: 9 tokens, expected 8"):
         hisparse_misses([(np.asarray([1], np.int32), 9)], 4, 7)
     born, wanted = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32)
-    with pytest.raises(KernelInputError, match="buffer is .1, 2., expected .1, 3 or more slots"):
+    with pytest.raises(KernelInputError, match=r"buffer is .1, 2., expected .1, 3 or more slots"):
         swap_blocks(wanted, born, BlockBuffer.empty(1, 2))
-    with pytest.raises(KernelInputError, match="wanted is .* expected .B, K. of torch.int32"):
+    with pytest.raises(KernelInputError, match=r"wanted is .* expected .B, K. of torch.int32"):
         swap_blocks(wanted.long(), born, BlockBuffer.empty(1, 4))
     with pytest.raises(KernelInputError, match="born is"):
         swap_blocks(wanted, born.long(), BlockBuffer.empty(1, 4))
@@ -153,7 +153,7 @@ def test_misuse_is_refused() -> None:
     host = torch.zeros(1, 4, 3)
     with pytest.raises(KernelInputError, match="blocks are 12 bytes, expected a multiple of 8"):
         copy_blocks(host, host.clone(), wanted[:, :1], slots, loads)
-    with pytest.raises(KernelInputError, match="expected .B, U, .... and .B, N, ...."):
+    with pytest.raises(KernelInputError, match=r"expected .B, U, .... and .B, N, ...."):
         copy_blocks(host, torch.zeros(1, 4, 4), wanted[:, :1], slots, loads)
     with pytest.raises(KernelInputError, match="expected one dtype"):
         copy_blocks(host, host.half(), wanted[:, :1], slots, loads)

@@ -19,6 +19,11 @@ def distill() -> None:
     _run("indexcache-distill", "indexcache_search.distill_cli", "distill")
 
 
+def offload() -> None:
+    """Run indexcache-offload."""
+    _run("indexcache-offload", "indexcache_search.offload.cli", "search")
+
+
 def _run(command: str, module: str, extra: str) -> None:
     try:
         app = importlib.import_module(module).app

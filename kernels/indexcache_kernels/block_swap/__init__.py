@@ -112,7 +112,9 @@ def copy_blocks(
             " differ in the second axis alone"
         )
     if host.dtype != buffer.dtype or not host[0, 0].is_contiguous() or not buffer[0, 0].is_contiguous():
-        raise KernelInputError(f"host is {host.dtype} and buffer {buffer.dtype}, expected one dtype, and blocks in one piece")
+        raise KernelInputError(
+            f"host is {host.dtype} and buffer {buffer.dtype}, expected one dtype, and blocks in one piece"
+        )
     size = host[0, 0].numel() * host.element_size()
     if size % WORD:
         raise KernelInputError(f"blocks are {size} bytes, expected a multiple of {WORD}")

@@ -39,6 +39,7 @@ from indexcache_search.plans import Plan, order
 from sglang_indexcache import Pattern, SparseModel
 from sglang_indexcache.checkpoint import weights_digest
 from sglang_indexcache.families import family_of
+from sglang_indexcache.pattern import FULL
 from sglang_indexcache.selection import Selection
 
 
@@ -200,6 +201,21 @@ class TransformersEngine:
             return
         with self._beginnings.read(f"{data.sha256} {[row]} {start}", tokens[:, :start]) as (past, _):
             yield tokens[:, start:], past, 1
+
+    def selections(self, pattern: Pattern, data: TokenSet, row: int, steps: int) -> dict[int, NDArray[np.int32]]:
+        """What the last `steps` queries of a sequence select, `[steps, k]`, by the layer that chooses; -1 for none.
+
+        Every query chooses from what stands before it, so these are what decoding those tokens selects.
+        """
+        found: dict[int, NDArray[np.int32]] = {}
+
+        def keep(letter: int, indices: Tensor) -> None:
+            if pattern[letter] == FULL:
+                found[letter] = indices[0, -steps:].int().cpu().numpy()
+
+        with self._attention(), torch.inference_mode(), apply_roles(self.torch_model, pattern, keep):
+            self.torch_model(input_ids=self._batches(data.taken([row]), 1)[0], use_cache=False, logits_to_keep=1)
+        return found
 
     def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
         """See `Engine.output_similarity`; of dense models nobody asks for it."""

@@ -36,7 +36,8 @@ class Residency:
     @property
     def order(self) -> Items:
         """What the buffer holds, `[size]`, the least recently used item first; -1 for none."""
-        return self._order.copy()
+        order: Items = self._order.copy()
+        return order
 
     def use(self, wanted: Items, born: int = -1) -> Items:
         """The items of `wanted` that have to be brought to the device; from then on they are there.
@@ -54,7 +55,8 @@ class Residency:
         there = np.isin(self._order, wanted)
         missing = wanted[~np.isin(wanted, self._order[there])]
         self._order = np.concatenate([self._order[~there][len(missing) :], missing, self._order[there]])
-        return missing[missing != born]
+        brought: Items = missing[missing != born]
+        return brought
 
 
 def hisparse_misses(steps: Iterable[tuple[Items, int]], size: int, prompt_tokens: int) -> list[int]:
@@ -71,7 +73,8 @@ def hisparse_misses(steps: Iterable[tuple[Items, int]], size: int, prompt_tokens
     Raises:
         SearchError: if a step selects more than the buffer holds, or the lengths don't rise by one.
     """
-    buffer, misses, expected = Residency(size, range(size)), [], prompt_tokens + 1
+    buffer, expected = Residency(size, range(size)), prompt_tokens + 1
+    misses: list[int] = []
     for selected, length in steps:
         if length != expected:
             raise SearchError(f"step {len(misses)}: {length} tokens, expected {expected}")

@@ -6,6 +6,7 @@ import io
 import itertools
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import numpy as np
 from markupsafe import Markup
@@ -20,6 +21,9 @@ from indexcache_search.line import BASELINE, NAMED, PHASE
 from indexcache_search.results import HeldOut, Measured, SearchResult
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import full_layer_count
+
+if TYPE_CHECKING:
+    from indexcache_search.offload.result import PlanTraffic
 
 _BLUE, _RED, _GREY = "#2563a8", "#c8352b", "#7a7f87"
 
@@ -195,3 +199,22 @@ def _shown(measured: Sequence[Measured], has_answers: bool) -> str:
     if measured and all(item.generated_change is not None for item in measured):
         return "generated_change"
     return "accuracy_change" if has_answers else "increase"
+
+
+def misses_figure(plans: Sequence[PlanTraffic]) -> Markup:
+    """Tokens that a decode step of a request misses, by the size of its buffer: all of them, and those exposed."""
+    figure, axes = _axes(8, 3.6)
+    for number, plan in enumerate(plans):
+        times = [buffer.times for buffer in plan.buffers]
+        exposed = [buffer.exposed.mean for buffer in plan.buffers]
+        everything = [buffer.exposed.mean + buffer.hidden.mean for buffer in plan.buffers]
+        colour = f"C{number}"
+        axes.plot(times, everything, color=colour, marker="o", markersize=4, linewidth=1.2, label=_plain(plan.name))
+        axes.plot(times, exposed, color=colour, marker="o", markersize=3, linewidth=1.0, linestyle="--")
+    axes.plot([], [], color=_GREY, linestyle="--", label="of these, exposed")
+    axes.set_yscale("symlog", linthresh=1.0)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("buffer, in units of what a query selects")
+    axes.set_ylabel("tokens a step, all layers")
+    axes.legend(frameon=False, fontsize=8)
+    return _svg(figure)

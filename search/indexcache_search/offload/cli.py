@@ -1,0 +1,139 @@
+"""The command line: indexcache-offload."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from indexcache_search import demo
+from indexcache_search.cli import FIRST_CHOICE, errors_in_one_line
+from indexcache_search.errors import SearchError
+from sglang_indexcache.spec import GRAMMAR
+
+EPILOG = """
+Examples:
+
+\b
+  indexcache-offload
+      The demo model and the pattern that indexcache-search found for it.
+
+\b
+  indexcache-offload --model zai-org/GLM-5 --pattern deploy/glm5.yaml@1/4 --evaluation traffic.jsonl --seq-len 32768 \\
+        --device cuda --dtype bfloat16 --step-ms 31 --batch 16 --memory-gb 80 --context 131072
+      What a server's step and memory become with SGLang's HiSparse, on text like your traffic.
+
+\b
+Exit codes: 0 done, 2 bad input, 70 a bug of ours, 130 interrupted.
+"""
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+def offload(
+    model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. Default: the demo model.")] = None,
+    pattern: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pattern",  # typer 0.27 takes a metavar that is the name for the flag
+            help=f"{GRAMMAR}, with NAME= before it for the table; repeatable. The checkpoint's own is always there.",
+            metavar="PATTERN",
+        ),
+    ] = None,
+    evaluation: Annotated[
+        list[str] | None, typer.Option(help="Text like your traffic; repeatable.", metavar="SOURCE")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", min=1)
+    ] = None,
+    num_sequences: Annotated[int, typer.Option(help="Sequences, of all sources together.", min=1)] = 24,
+    steps: Annotated[
+        int, typer.Option(help="Last tokens of each sequence, which count as decoded behind the others.", min=2)
+    ] = 128,
+    buffers: Annotated[
+        str, typer.Option(help="Sizes of device buffers, in units of what a query selects; at least 1.")
+    ] = "1,1.5,2,3,4",
+    kv_dtype: Annotated[str, typer.Option(help="Of the served cache: bfloat16 or fp8_e4m3.")] = "fp8_e4m3",
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(help="GB/s from host memory to the device. Default: measured, with --device cuda.", min=1e-3),
+    ] = None,
+    step_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="What a decode step of --batch requests takes with all of the cache on the device.", min=1e-6
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Requests of a decode step.", min=1)] = 1,
+    memory_gb: Annotated[float | None, typer.Option(help="Device memory for caches.", min=1e-6)] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of a served request. Default: those of a sequence.", min=1)
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for offload.json and offload.html.")] = Path(
+        "indexcache-offload"
+    ),
+    restart: Annotated[bool, typer.Option("--restart", help="Discard the journal and start afresh.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    attention: Annotated[str, typer.Option(help="auto, naive or kernels, see indexcache-search --help.")] = "auto",
+    json_: Annotated[bool, typer.Option("--json", help="Print offload.json to stdout, nothing else.")] = False,
+) -> None:
+    """Count what decoding brings from host memory when most of a DSA model's cache is there (SGLang's HiSparse).
+
+    Which tokens each decode step selects is taken from the model on your text; a buffer of each size keeps what was
+    used last. Layers that share a choice have their tokens on the way while others compute.
+    """
+    console = Console(stderr=True, highlight=False)
+    with errors_in_one_line(console, "indexcache-offload"):
+        from indexcache_search.compare.run import Runtime
+        from indexcache_search.offload import result
+        from indexcache_search.offload.run import Asked, Served, run
+
+        is_demo = model is None
+        if not is_demo and not evaluation:
+            raise SearchError("--evaluation is missing, expected a file, folder or hub id with text like your traffic")
+        if kv_dtype not in ("bfloat16", "fp8_e4m3"):
+            raise SearchError(f"--kv-dtype is {kv_dtype}, expected bfloat16 or fp8_e4m3")
+        asked = Asked(
+            patterns=tuple(pattern or ([f"{demo.PATTERNS[0]}@1/4"] if is_demo else [])),
+            sources=tuple(evaluation or demo.EVALUATION),
+            seq_len=seq_len or (512 if is_demo else None),
+            sequences=num_sequences,
+            steps=steps,
+            buffers=_sizes(buffers),
+            kv_dtype=kv_dtype,  # type: ignore[arg-type]  # one of these two
+        )
+        served = Served(bandwidth_gbs=bandwidth, step_ms=step_ms, batch=batch, memory_gb=memory_gb, context=context)
+        runtime = Runtime(device=device, dtype=dtype, batch_size=1, prefix_cache_gb=0.0, attention=attention)
+        found = run(model or str(demo.MODEL), asked, served, runtime, output, restart, console)
+    if json_:
+        sys.stdout.write(json.dumps(found.as_json(), indent=1) + "\n")
+        return
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    for plan in found.plans:
+        out.print(result.terminal_table(plan))
+    out.print(f"Wrote {output / 'offload.json'}, {output / 'offload.html'}", soft_wrap=True, markup=False)
+
+
+def _sizes(text: str) -> tuple[float, ...]:
+    """Numbers of at least 1, ascending.
+
+    Raises:
+        SearchError: if one is something else.
+    """
+    sizes = []
+    for word in text.split(","):
+        try:
+            size = float(word)
+        except ValueError:
+            size = math.nan
+        if not 1 <= size <= 1e6:
+            raise SearchError(f"--buffers: {word.strip()[:60]!r} is no number of at least 1")
+        sizes.append(size)
+    return tuple(sorted(set(sizes)))

@@ -1,0 +1,61 @@
+"""How many tokens decode steps bring to the device, on the reference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexcache_search.data.tokens import TokenSet
+from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.journal import Journal
+from indexcache_search.offload.residency import hisparse_misses
+from sglang_indexcache import Pattern
+
+
+def count_misses(
+    engine: TransformersEngine,
+    data: TokenSet,
+    journal: Journal,
+    pattern: Pattern,
+    *,
+    sizes: Sequence[int],
+    steps: int,
+    done: Callable[[], None] = lambda: None,
+) -> NDArray[np.int64]:
+    """Misses of the last `steps` tokens of each sequence, as if they were decoded behind the others.
+
+    Args:
+        engine: runs the model.
+        data: sequences, longer than what a query selects by more than `steps`.
+        journal: remembers what was counted; its identity names sizes and steps.
+        pattern: who chooses.
+        sizes: of buffers, in tokens a layer and request.
+        steps: decode steps.
+        done: told of every sequence.
+
+    Returns:
+        `[sequences, sizes, chooses]`: of the layers that choose, in order. A layer that shares misses what its source
+        does.
+    """
+    counted = []
+    for row in range(data.num_sequences):
+        name = f"misses {pattern.key} {row}"
+        known = journal.matrix(name)
+        if known is None:
+            selected = engine.selections(pattern, data, row, steps)
+            known = [
+                [float(_misses(selected[layer], size, data.seq_len)) for layer in sorted(selected)] for size in sizes
+            ]
+            journal.add_matrix(name, known)
+        counted.append(known)
+        done()
+    return np.asarray(counted).astype(np.int64)
+
+
+def _misses(selected: NDArray[np.int32], size: int, tokens: int) -> int:
+    """Of one layer, `[steps, k]`; `tokens` are in the cache at last."""
+    first = tokens - len(selected)
+    steps = ((row, first + number + 1) for number, row in enumerate(selected))
+    return sum(hisparse_misses(steps, size, first))

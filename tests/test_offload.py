@@ -1,0 +1,187 @@
+"""indexcache-offload: what decode steps select, what they bring to the device, and what that is taken to cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.errors import SearchError
+from indexcache_search.identity import today
+from indexcache_search.journal import Journal
+from indexcache_search.offload import cli
+from indexcache_search.offload.advice import PAGE, CacheBytes, Machine, hisparse_config, stall_ms
+from indexcache_search.offload.counting import count_misses
+from sglang_indexcache import Pattern
+from tests.conftest import LAYERS, TOPK, random_tokens, tiny_config, tiny_engine
+
+STEPS = 12
+
+
+def offload(*options: object) -> Any:
+    return CliRunner().invoke(cli.app, [str(option) for option in options])
+
+
+def test_what_is_selected_is_what_decoding_selects(config: dict[str, Any]) -> None:
+    """Each step alone, on the tokens before it: the same tokens, by the layers that choose."""
+    engine, data, pattern = tiny_engine(config), random_tokens(2, 30), Pattern("FSFFSS")
+    selected = engine.selections(pattern, data, 1, STEPS)
+    assert sorted(selected) == [0, 2, 3] and {rows.shape for rows in selected.values()} == {(STEPS, TOPK)}
+    for step in range(STEPS):
+        shorter = type(data)(data.tokens[:, : 19 + step], data.scored[:, : 19 + step], data.source_of, data.sources)
+        alone = engine.selections(pattern, shorter, 1, 1)
+        for layer, rows in selected.items():
+            assert set(rows[step].tolist()) == set(alone[layer][0].tolist())
+
+
+def test_a_buffer_of_exactly_the_selection_misses_what_changes(tmp_path: Path) -> None:
+    """And the token before the newest, whose place is taken; a buffer for all misses nothing."""
+    engine, data = tiny_engine(tiny_config()), random_tokens(2, 40)
+    pattern, sizes = Pattern("FSFSSF"), (TOPK, 40)
+    with Journal(tmp_path, {"a": 1}, today()) as journal:
+        misses = count_misses(engine, data, journal, pattern, sizes=sizes, steps=STEPS)
+        assert misses.shape == (2, 2, 3) and not misses[:, 1].any()
+        for row in range(2):
+            for number, selected in enumerate(engine.selections(pattern, data, row, STEPS).values()):
+                held, expected = set(range(TOPK)), 0
+                for step, wanted in enumerate(selected):
+                    newest = 40 - STEPS + step
+                    own = set(wanted.tolist()) - {newest}
+                    expected += len(own - held)
+                    if own >= held or len(own) == TOPK:
+                        held = own
+                    else:  # one place is left to what was used last before
+                        break
+                else:
+                    assert misses[row, 0, number] == expected
+
+
+def test_what_was_counted_is_not_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, data, told = tiny_engine(tiny_config()), random_tokens(3, 30), []
+
+    def run() -> Any:
+        with Journal(tmp_path, {"a": 1}, today()) as journal:
+            return count_misses(
+                engine, data, journal, Pattern("FSFSSF"), sizes=(8, 16), steps=4, done=lambda: told.append(1)
+            )
+
+    first = run()
+    lines = (tmp_path / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "journal.jsonl").write_bytes(b"".join(lines[:-1]))  # a kill before the last sequence
+    asked: list[int] = []
+    real = engine.selections
+    monkeypatch.setattr(
+        engine, "selections", lambda pattern, data, row, steps: asked.append(row) or real(pattern, data, row, steps)
+    )
+    assert np.array_equal(run(), first) and asked == [2] and len(told) == 6
+
+
+def test_bytes_are_those_of_sglangs_layout() -> None:
+    """GLM-5 and DeepSeek-V3.2: 656 bytes a token in fp8, 1,152 in bfloat16, and 132 for an index key."""
+    config = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)
+    assert CacheBytes.of(config, "fp8_e4m3") == CacheBytes(656, 132)
+    size = CacheBytes.of(config, "bfloat16")
+    assert size == CacheBytes(1152, 132)
+    pattern = Pattern("FSSF")
+    assert size.on_host(pattern, 1000) == 4 * 1000 * 1152
+    assert size.on_device(pattern, 100, 1000) == 4 * (100 + PAGE) * 1152 + 2 * 1000 * 132
+    assert size.on_device(pattern, 1000, 1000) == 4 * 1000 * 1152 + 2 * 1000 * 132
+    with pytest.raises(SearchError, match="no kv_lora_rank"):
+        CacheBytes.of(SimpleNamespace(kv_lora_rank=None, qk_rope_head_dim=64, index_head_dim=128), "bfloat16")
+
+
+def test_a_layer_that_chooses_waits_and_those_that_share_wait_for_the_rest() -> None:
+    """By hand: layers of 1 ms; a layer's tokens travel 0.5 ms, then 3 ms."""
+
+    def stall(letters: str, misses: list[float], batch: int = 1) -> float | None:
+        machine = Machine(bandwidth=1e6, step_ms=float(len(letters)), batch=batch, memory=None, context=100)
+        return stall_ms(Pattern(letters), misses, 100, machine)
+
+    assert stall("FFFF", [5, 5, 5, 5]) == pytest.approx(2.0)
+    assert stall("FSSS", [5]) == pytest.approx(0.5)  # 0.5 ms each, behind 1 ms of computation
+    assert stall("FSSS", [30]) == pytest.approx(3 + 2 + 2 + 2)  # each waits 2 ms more than it computes
+    assert stall("FSFS", [30, 0]) == pytest.approx(3 + 2)
+    assert stall("FSSS", [15], batch=2) == stall("FSSS", [30])
+    assert stall("FSSS", [0]) == 0
+    unknown = Machine(bandwidth=None, step_ms=1.0, batch=1, memory=None, context=100)
+    assert stall_ms(Pattern("FS"), [1.0], 100, unknown) is None
+
+
+def test_the_line_for_sglang_has_host_memory_for_the_context() -> None:
+    assert json.loads(hisparse_config(2048, 4096, 131072)) == {
+        "top_k": 2048, "device_buffer_size": 4096, "host_to_device_ratio": 32
+    }  # fmt: skip
+    assert json.loads(hisparse_config(2048, 4096, 4096))["host_to_device_ratio"] == 2
+
+
+def test_the_command_counts_predicts_and_resumes(
+    model_folder: Path, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--model", model_folder, "--evaluation", token_file, "--seq-len", 32, "--num-sequences", 3, "--steps", 8,
+               "--pattern", "uniform@1/3", "--pattern", f"mine=F{'S' * (LAYERS - 1)}", "--buffers", "2,1",
+               "--kv-dtype", "bfloat16", "--bandwidth", 0.001, "--step-ms", 6, "--batch", 4, "--memory-gb", 0.001,
+               "--context", 64, "--output", tmp_path / "out", "--device", "cpu"]  # fmt: skip
+    done = offload(*options)
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "out" / "offload.json").read_text())
+    assert [plan["name"] for plan in result["plans"]] == ["baseline", "uniform 1/3", "mine"]
+    assert result["kv_bytes"] == 48 and result["bandwidth_from"] == "given" and result["selected"] == TOPK
+    for plan in result["plans"]:
+        once, twice = plan["buffers"]
+        assert (once["size"], twice["size"]) == (TOPK, 2 * TOPK)
+        assert once["exposed"]["mean"] > twice["exposed"]["mean"] > 0
+        assert once["stall_ms"] > twice["stall_ms"] > 0 and once["step_ms"] == pytest.approx(6 + once["stall_ms"])
+        assert once["requests"] == int(1e6 // once["device_bytes"])
+        sharing = LAYERS - plan["pattern"].count("F")
+        assert (once["hidden"]["mean"] > 0) == (sharing > 0)
+        total = once["exposed"]["mean"] + once["hidden"]["mean"]
+        assert once["bytes_a_step"] == pytest.approx(48 * total)
+    one = result["plans"][2]["buffers"][0]
+    assert one["hidden"]["mean"] == pytest.approx(one["exposed"]["mean"] * (LAYERS - 1))
+    page = (tmp_path / "out" / "offload.html").read_text()
+    assert "<svg" in page and "host_to_device_ratio" in page and "mine" in page
+
+    def never(*_: object) -> None:
+        raise AssertionError("counted before")
+
+    monkeypatch.setattr(TransformersEngine, "selections", never)
+    again = offload(*options, "--json")
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout[again.stdout.index("{") :]) == result
+    other = offload(*options, "--steps", 9)
+    assert other.exit_code == 2 and "belongs to a search with steps 8, now it is 9" in other.output
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--buffers", "1,x"], "--buffers: 'x' is no number of at least 1"),
+        (["--buffers", "0.5"], "--buffers: '0.5' is no number of at least 1"),
+        (["--buffers", "nan"], "--buffers: 'nan' is no number of at least 1"),
+        (["--kv-dtype", "int4"], "--kv-dtype is int4, expected bfloat16 or fp8_e4m3"),
+        (["--steps", "30"], "--steps is 30, expected at most 24"),
+        (["--seq-len", "9"], "--steps is 8, expected at most 1"),
+        (["--pattern", "FS"], "pattern has 2 letters, model has 6"),
+        (["--pattern", "DSSSSS"], "D, which needs a selection"),
+    ],
+)
+def test_bad_input_gets_one_line(
+    options: list[str], expected: str, model_folder: Path, token_file: Path, tmp_path: Path
+) -> None:
+    given = ["--model", model_folder, "--evaluation", token_file, "--seq-len", 32, "--steps", 8, "--output", tmp_path]
+    done = offload(*given, *options)
+    assert done.exit_code == 2, done.output
+    assert expected in " ".join(done.output.split()), done.output
+
+
+def test_models_whose_cache_is_kept_otherwise_are_refused(dense_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    done = offload("--model", dense_folder, "--evaluation", token_file, "--output", tmp_path)
+    assert done.exit_code == 2 and "expected a DSA model" in done.output
+    done = offload("--model", dense_folder, "--output", tmp_path)
+    assert done.exit_code == 2 and "--evaluation is missing" in done.output
