@@ -20,6 +20,7 @@ from sglang_indexcache.probes import SglangError, SglangSource
 from sglang_indexcache.selection import Selection
 from sglang_indexcache.servers import differences
 from sglang_indexcache.spec import GRAMMAR, PatternSpec
+from sglang_indexcache.steps import NO_MEMORY
 
 DESCRIPTION = """\
 Check a pattern file, without starting a server.
@@ -144,10 +145,12 @@ def as_text(report: Report) -> str:
 
 
 def _selection(selection: Selection) -> str:
-    """`64 pages of 16 tokens (8 recent), by token_max`."""
+    """`64 pages of 16 tokens (8 recent), by token_max, steps ema:0.9, 96 pages on the device`."""
     sinks = f", {selection.sink_pages} sinks" if selection.sink_pages else ""
     pages = f"{selection.pages} pages of {selection.page_tokens} tokens"
-    return f"{pages} ({selection.recent_pages} recent{sinks}), by {selection.score}"
+    steps = "" if selection.steps == NO_MEMORY else f", steps {selection.steps}"
+    buffer = "" if selection.buffer_pages is None else f", {selection.buffer_pages} pages on the device"
+    return f"{pages} ({selection.recent_pages} recent{sinks}), by {selection.score}{steps}{buffer}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -94,7 +94,7 @@ class PatternFile(_Section):
     schema_: Literal["indexcache/v1"] = Field(alias="schema")
     model: ModelSection
     selection: Selection | None = Field(
-        default=None, description="of dense models: the pages that S layers attend to; then letters are D and S"
+        default=None, description="of dense models: the pages that F and S layers attend to; letters are D, F and S"
     )
     pattern: str = Field(
         description="one letter per layer; F runs its indexer, or with a selection D attends to everything; S reuses"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sglang_indexcache.errors import IndexCacheError, ProofError
@@ -60,7 +60,7 @@ class Proof:
         """Plain types, for `/server_info`; `source` is the file that was asked for."""
         selection = self.pattern.selection
         return {
-            **({} if selection is None else {"selection": asdict(selection)}),
+            **({} if selection is None else {"selection": selection.as_dict()}),
             "pattern": self.pattern.roles,
             "fingerprint": self.pattern.fingerprint,
             "retention": self.pattern.retention,

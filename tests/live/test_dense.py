@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from indexcache_search.hf.pages import chosen_pages
+from indexcache_search.hf.choosing import Chooser, token_max_scores
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.deepseek_v4 import DeepseekV4
@@ -106,7 +106,10 @@ class ByRank:
             products = products.masked_fill(~seen, -torch.inf)
         weights = products.softmax(-1)
         if self._pattern[layer] != "S":
-            self._kept = [chosen_pages(own, selection, read) for own in weights.chunk(self._ranks, 1)]
+            self._kept = [
+                Chooser(selection).choose(token_max_scores(own, selection), 0, read)
+                for own in weights.chunk(self._ranks, 1)
+            ]
         return (weights @ v).transpose(1, 2), None
 
 

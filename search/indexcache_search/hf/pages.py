@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,11 @@ from transformers.masking_utils import eager_mask
 from indexcache_kernels import sparse_attention
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.attending import attending
+from indexcache_search.hf.choosing import Chooser, compressed_scores, importance, page_of, token_max_scores
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dense_gqa import sliding_window
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
-from sglang_indexcache.selection import Selection
+from sglang_indexcache.selection import COMPRESSED_KEYS, Selection
 
 ROWS = 256  # queries of a block
 
@@ -45,6 +46,7 @@ class _State:
         watch: sees the attention of layers that are not shared.
         kept: what was chosen last, `[batch, queries, pages]`.
         in_blocks: see `attention_in_blocks`.
+        choosers: by layer, with what they remember of the passes before.
     """
 
     pattern: Pattern
@@ -54,6 +56,20 @@ class _State:
     watch: Watcher | None
     kept: Tensor | None
     in_blocks: bool
+    choosers: dict[int, Chooser] = field(default_factory=dict)
+
+    @property
+    def selection(self) -> Selection:
+        assert self.pattern.selection is not None
+        return self.pattern.selection
+
+    def choose(self, layer: int, scores: Tensor, first: int, offset: int, value: Tensor) -> Tensor:
+        """See `Chooser.choose`; `first` is a query of this pass, which `offset` tokens stand before."""
+        if layer not in self.choosers or self.choosers[layer].next != offset + first:
+            self.choosers[layer] = Chooser(self.selection, self.starts)
+        prompt = None if self.prompt is None else self.prompt[:, first : first + scores.shape[1]]
+        settled = importance(value, self.selection, self.starts) if self.selection.steps.policy == "nosa" else None
+        return self.choosers[layer].choose(scores, offset + first, prompt, settled)
 
 
 _running: list[_State] = []
@@ -139,43 +155,69 @@ def _attention(
     """transformers' eager attention, over fewer keys in S layers; `query` is `[batch, heads, queries, dim]`."""
     [state] = _running
     layer: Any = module.layer_idx
-    pattern, eager = state.pattern, sys.modules[type(module).__module__].eager_attention_forward
-    assert pattern.selection is not None and attention_mask is not None
+    role, eager = state.pattern[layer], sys.modules[type(module).__module__].eager_attention_forward
+    assert attention_mask is not None
     attend = partial(eager, module, scaling=scaling, **kwargs)
-    blocks = _blocks(attend, query, key, value, attention_mask, ROWS if state.in_blocks else query.shape[2])
-    output = None if pattern[layer] == SHARED else _dense(state, layer, blocks, key.shape[2])
+    rows = ROWS if state.in_blocks else query.shape[2]
+    blocks = _blocks(attend, query, key, value, attention_mask, rows)
+    following = state.pattern.roles[layer + 1 : layer + 2]
+    chooses = role != SHARED and (role == FULL or following == SHARED or state.observe is not None)
+    by_keys = state.selection.score == COMPRESSED_KEYS
+    output = None
+    if role == DENSE or (chooses and not by_keys):
+        output = _dense(state, layer, blocks, chooses and not by_keys, value, query.shape[2])
+    if chooses and by_keys:
+        state.kept = _by_keys(state, layer, query, key, value, scaling, rows)
     if state.observe is not None:
         state.observe(layer, state.kept)  # type: ignore[arg-type]  # chosen here, or below
-    if output is not None and pattern[layer] == DENSE:
+    if output is not None and role == DENSE:
         return output, None
     assert state.kept is not None
     if state.in_blocks:
         prompts = state.prompt is not None and bool(state.prompt.any())  # which see everything
         output = torch.cat([found for _, found, _ in blocks], 1) if prompts and output is None else output
         return _over_pages(state, query, key, value, scaling, output), None
-    allowed = _tokens_of(state.kept, key.shape[2], pattern.selection, state.starts)
+    allowed = _tokens_of(state.kept, key.shape[2], state.selection, state.starts)
     masked = attention_mask.masked_fill(~allowed[:, None], torch.finfo(attention_mask.dtype).min)
     return attend(query, key, value, masked)[0], None
 
 
-def _dense(state: _State, layer: int, blocks: Iterator[tuple[int, Tensor, Tensor]], keys: int) -> Tensor:
-    """`[batch, queries, heads, dim]`: attention to everything; what it chooses is kept where somebody wants it."""
-    selection, following = state.pattern.selection, state.pattern.roles[layer + 1 : layer + 2]
-    assert selection is not None
-    needed = state.pattern[layer] == FULL or following == SHARED or state.observe is not None
-    outputs, chosen = [], []
+def _dense(
+    state: _State,
+    layer: int,
+    blocks: Iterator[tuple[int, Tensor, Tensor]],
+    chooses: bool,
+    value: Tensor,
+    queries: int,
+) -> Tensor:
+    """`[batch, queries, heads, dim]`: attention to everything; what it chooses is kept, if it `chooses` by that."""
+    keys, outputs, chosen = value.shape[2], [], []
     for first, output, weights in blocks:
         outputs.append(output)
         if state.watch is not None:
             state.watch(layer, first, weights)
-        if needed:
-            prompt = None if state.prompt is None else state.prompt[:, first : first + weights.shape[2]]
-            pages = chosen_pages(weights, selection, prompt, state.starts)
-            whole = -(-keys // selection.page_tokens) if state.in_blocks else pages.shape[2]
-            chosen.append(F.pad(pages, (0, whole - pages.shape[2])))
-    if needed:
+        if chooses:
+            scores = token_max_scores(weights, state.selection, state.starts)
+            chosen.append(_whole(state, state.choose(layer, scores, first, keys - queries, value), keys))
+    if chooses:
         state.kept = torch.cat(chosen, 1)
     return torch.cat(outputs, 1)
+
+
+def _by_keys(state: _State, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, rows: int) -> Tensor:
+    """`[batch, queries, pages]`: what a layer chooses by compressed keys."""
+    queries, keys, chosen = query.shape[2], key.shape[2], []
+    for first in range(0, queries, rows):
+        asked, end = query[:, :, first : first + rows], min(keys, keys - queries + first + rows)
+        scores = compressed_scores(asked, key[:, :, :end], scaling, state.selection, state.starts)
+        chosen.append(_whole(state, state.choose(layer, scores, first, keys - queries, value), keys))
+    return torch.cat(chosen, 1)
+
+
+def _whole(state: _State, pages: Tensor, keys: int) -> Tensor:
+    """Chosen pages of a block's queries, with room for all pages where there are other blocks."""
+    whole = -(-keys // state.selection.page_tokens) if state.in_blocks else pages.shape[2]
+    return F.pad(pages, (0, whole - pages.shape[2]))
 
 
 def _blocks(
@@ -192,14 +234,14 @@ def _over_pages(
     state: _State, query: Tensor, key: Tensor, value: Tensor, scaling: float, dense: Tensor | None
 ) -> Tensor:
     """`[batch, queries, heads, dim]`: attention to chosen pages over gathered keys; of prompts what `dense` has."""
-    assert state.kept is not None and state.pattern.selection is not None
+    assert state.kept is not None
     output = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3]) if dense is None else dense
     offset = key.shape[2] - query.shape[2]
     for number, kept in enumerate(state.kept):
         rows = torch.arange(len(kept), device=kept.device)
         if state.prompt is not None:
             rows = rows[~state.prompt[number]]
-        indices = _indices(kept[rows], rows + offset, state.pattern.selection)
+        indices = _indices(kept[rows], rows + offset, state.selection)
         q, k, v = (item[number].transpose(0, 1) for item in (query, key, value))
         output[number, rows] = sparse_attention(q[rows], k, v, indices, scaling)[0]
     return output
@@ -215,51 +257,9 @@ def _indices(kept: Tensor, position: Tensor, selection: Selection) -> Tensor:
     return token.masked_fill(token > position[:, None, None], -1).flatten(1).int()
 
 
-def chosen_pages(
-    weights: Tensor, selection: Selection, prompt: Tensor | None = None, starts: Tensor | None = None
-) -> Tensor:
-    """Which pages each query gives to the layers above, by the rule `token_max`.
-
-    Args:
-        weights: `[batch, heads, queries, keys]`, a causal layer's attention; the queries are of the last tokens.
-        selection: how many pages.
-        prompt: as for `apply_page_roles`.
-        starts: likewise.
-
-    Returns:
-        `[batch, queries, pages]`, bool. Tokens behind a query may be among them: causality is the mask's.
-    """
-    queries, keys = weights.shape[2:]
-    shares = weights.float().amax(1)  # [batch, queries, keys]
-    page = _page_of(keys, selection, starts, weights)
-    if starts is None:
-        whole = F.pad(shares, (0, -keys % selection.page_tokens))
-        scores = whole.view(*shares.shape[:2], -1, selection.page_tokens).sum(3)
-    else:
-        scores = torch.zeros(*shares.shape[:2], int(page.max()) + 1, device=weights.device)
-        scores.scatter_add_(2, page[:, None].expand_as(shares), shares)
-    number, live = torch.arange(scores.shape[2], device=weights.device), page[:, -queries:, None] + 1
-    recent = (number >= live - selection.recent_pages) & (number < live)
-    sinks = number < selection.sink_pages
-    open_ = (number < live - selection.recent_pages) & ~sinks
-    ranked = scores.masked_fill_(~open_, -1.0).sort(dim=2, descending=True, stable=True).indices  # ties: the lower page
-    wanted = selection.pages - selection.recent_pages - selection.sink_pages
-    best = torch.zeros_like(open_).scatter_(2, ranked[:, :, :wanted], True) & open_
-    kept = recent | sinks | best | (live <= selection.pages)
-    return kept if prompt is None else kept | prompt[:, :, None]
-
-
-def _page_of(keys: int, selection: Selection, starts: Tensor | None, like: Tensor) -> Tensor:
-    """`[batch, keys]`, int64: the page of each token, counted from where its sequence begins."""
-    position = torch.arange(keys, device=like.device).expand(len(like), -1)
-    if starts is not None:
-        position = (position - starts[:, None]).clamp_min(0)
-    return position // selection.page_tokens
-
-
 def _tokens_of(kept: Tensor, keys: int, selection: Selection, starts: Tensor | None) -> Tensor:
     """`[batch, queries, keys]`, bool: the tokens of pages `[batch, queries, pages]`."""
     if starts is None:
         return kept.repeat_interleave(selection.page_tokens, dim=2)[:, :, :keys]
-    page = _page_of(keys, selection, starts, kept)
+    page = page_of(keys, selection, starts, kept)
     return kept.gather(2, page[:, None].expand(-1, kept.shape[1], -1))

@@ -21,7 +21,8 @@ from sglang_indexcache.model import SparseModel, config_digest, layer_count, pos
 from sglang_indexcache.overrides import FLAG
 from sglang_indexcache.pattern import FULL, Pattern
 from sglang_indexcache.probes import LOAD_BACKENDS, Feature, Need
-from sglang_indexcache.selection import DEFAULT, Selection
+from sglang_indexcache.selection import DEFAULT, TOKEN_MAX, Selection
+from sglang_indexcache.steps import NO_MEMORY
 
 _QUERIES = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:q_proj|qkv_proj)\.weight$")
 _SHAPE_KEYS = ("num_hidden_layers", "layer_types", "sliding_window", "use_sliding_window")
@@ -135,6 +136,11 @@ class DenseGqa(Family):
                 )
         if FULL in pattern.roles:
             raise SpellingError(f"letter {pattern.roles.index(FULL)} is F, which is not served yet; expected D or S")
+        chosen = pattern.selection
+        if chosen is not None and (chosen.score != TOKEN_MAX or chosen.steps != NO_MEMORY or chosen.buffer_pages):
+            raise SpellingError(
+                f"selection {chosen} is not served yet; expected score {TOKEN_MAX} without steps and buffer_pages"
+            )
         return dict(overrides)
 
     def loaded(self, runner: Any, pattern: Pattern) -> None:
