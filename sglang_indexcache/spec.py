@@ -34,21 +34,22 @@ class PatternSpec:
     letters: Pattern | None = None
 
     @classmethod
-    def read(cls, text: str, selection: Selection | None = None) -> PatternSpec:
+    def read(cls, text: str, selection: Selection | None = None, fallback: Selection | None = None) -> PatternSpec:
         """Take `text` apart, and read the file if it names one; a file whose name is all letters is `./FFSS`.
 
         Args:
             text: what somebody wrote.
-            selection: goes with letters that have a `D` among them.
+            selection: goes with letters.
+            fallback: where there is none, goes with letters that have a `D` among them.
 
         Raises:
             IndexCacheError: one line.
         """
-        if text and not set(text) - {FULL, SHARED}:
-            return cls(text, letters=Pattern(text))
         if text and not set(text) - {DENSE, FULL, SHARED}:
-            if selection is None:
-                raise PatternError(f"{text} has a D, which needs a selection; expected a pattern file")
+            if DENSE in text:
+                selection = selection or fallback
+                if selection is None:
+                    raise PatternError(f"{text} has a D, which needs a selection; expected a pattern file")
             return cls(text, letters=Pattern(text, selection))
         if text.startswith(_UNIFORM):
             return cls(text, retention=parse_retention(text.removeprefix(_UNIFORM)))

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
+from indexcache_search.hf.pages import apply_page_roles
 from indexcache_search.identity import today
 from indexcache_search.journal import Journal
 from indexcache_search.offload import cli
-from indexcache_search.offload.advice import PAGE, CacheBytes, Machine, hisparse_config, stall_ms
+from indexcache_search.offload.advice import PAGE, CacheBytes, Machine, choosing, hisparse_config, stall_ms
 from indexcache_search.offload.counting import count_misses
+from indexcache_search.offload.residency import page_misses
 from sglang_indexcache import Pattern
-from tests.conftest import LAYERS, TOPK, random_tokens, tiny_config, tiny_engine
+from sglang_indexcache.steps import Steps
+from tests.conftest import (
+    LAYERS,
+    PAGES,
+    TOPK,
+    random_tokens,
+    tiny_config,
+    tiny_dense_config,
+    tiny_engine,
+    tiny_v4_config,
+)
 
 STEPS = 12
 
@@ -85,15 +99,15 @@ def test_what_was_counted_is_not_counted_again(tmp_path: Path, monkeypatch: pyte
 def test_bytes_are_those_of_sglangs_layout() -> None:
     """GLM-5 and DeepSeek-V3.2: 656 bytes a token in fp8, 1,152 in bfloat16, and 132 for an index key."""
     config = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)
-    assert CacheBytes.of(config, "fp8_e4m3") == CacheBytes(656, 132)
-    size = CacheBytes.of(config, "bfloat16")
-    assert size == CacheBytes(1152, 132)
+    assert CacheBytes.of_dsa(config, "fp8_e4m3") == CacheBytes(kv=656, index=132, item=1, beside=64)
+    size = CacheBytes.of_dsa(config, "bfloat16")
+    assert size == CacheBytes(kv=1152, index=132, item=1, beside=64)
     pattern = Pattern("FSSF")
     assert size.on_host(pattern, 1000) == 4 * 1000 * 1152
     assert size.on_device(pattern, 100, 1000) == 4 * (100 + PAGE) * 1152 + 2 * 1000 * 132
     assert size.on_device(pattern, 1000, 1000) == 4 * 1000 * 1152 + 2 * 1000 * 132
     with pytest.raises(SearchError, match="no kv_lora_rank"):
-        CacheBytes.of(SimpleNamespace(kv_lora_rank=None, qk_rope_head_dim=64, index_head_dim=128), "bfloat16")
+        CacheBytes.of_dsa(SimpleNamespace(kv_lora_rank=None, qk_rope_head_dim=64, index_head_dim=128), "bfloat16")
 
 
 def test_a_layer_that_chooses_waits_and_those_that_share_wait_for_the_rest() -> None:
@@ -101,7 +115,8 @@ def test_a_layer_that_chooses_waits_and_those_that_share_wait_for_the_rest() -> 
 
     def stall(letters: str, misses: list[float], batch: int = 1) -> float | None:
         machine = Machine(bandwidth=1e6, step_ms=float(len(letters)), batch=batch, memory=None, context=100)
-        return stall_ms(Pattern(letters), misses, 100, machine)
+        pattern = Pattern(letters, PAGES if "D" in letters else None)
+        return stall_ms(pattern, dict(zip(choosing(pattern), misses, strict=True)), 100, machine)
 
     assert stall("FFFF", [5, 5, 5, 5]) == pytest.approx(2.0)
     assert stall("FSSS", [5]) == pytest.approx(0.5)  # 0.5 ms each, behind 1 ms of computation
@@ -110,7 +125,10 @@ def test_a_layer_that_chooses_waits_and_those_that_share_wait_for_the_rest() -> 
     assert stall("FSSS", [15], batch=2) == stall("FSSS", [30])
     assert stall("FSSS", [0]) == 0
     unknown = Machine(bandwidth=None, step_ms=1.0, batch=1, memory=None, context=100)
-    assert stall_ms(Pattern("FS"), [1.0], 100, unknown) is None
+    assert stall_ms(Pattern("FS"), {0: 1.0}, 100, unknown) is None
+    assert stall("DSSF", [30, 5]) == pytest.approx(3 + 2 + 0.5)  # what D chose travels from its end on
+    assert stall("DSSF", [5, 5]) == pytest.approx(0.5 + 0.5)  # the second of them comes while the first computes
+    assert stall("DDDD", []) == 0
 
 
 def test_the_line_for_sglang_has_host_memory_for_the_context() -> None:
@@ -123,15 +141,18 @@ def test_the_line_for_sglang_has_host_memory_for_the_context() -> None:
 def test_the_command_counts_predicts_and_resumes(
     model_folder: Path, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ["--model", model_folder, "--evaluation", token_file, "--seq-len", 32, "--num-sequences", 3, "--steps", 8,
-               "--pattern", "uniform@1/3", "--pattern", f"mine=F{'S' * (LAYERS - 1)}", "--buffers", "2,1",
-               "--kv-dtype", "bfloat16", "--bandwidth", 0.001, "--step-ms", 6, "--batch", 4, "--memory-gb", 0.001,
-               "--context", 64, "--output", tmp_path / "out", "--device", "cpu"]  # fmt: skip
+    options = ["--model", model_folder, "--evaluation", token_file, "--seq-len", 32, "--num-sequences", 3,
+               "--decode-steps", 8, "--pattern", "uniform@1/3", "--pattern", f"mine=F{'S' * (LAYERS - 1)}",
+               "--buffers", "2,1", "--kv-dtype", "bfloat16", "--bandwidth", 0.001, "--step-ms", 6,
+               "--batch", 4, "--memory-gb", 0.001, "--context", 64, "--device", "cpu",
+               "--output", tmp_path / "out"]  # fmt: skip
     done = offload(*options)
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "out" / "offload.json").read_text())
     assert [plan["name"] for plan in result["plans"]] == ["baseline", "uniform 1/3", "mine"]
-    assert result["kv_bytes"] == 48 and result["bandwidth_from"] == "given" and result["selected"] == TOPK
+    assert result["bandwidth_from"] == "given"
+    assert {(plan["kv_bytes"], plan["selected"], plan["item"]) for plan in result["plans"]} == {(48, TOPK, 1)}
+    assert result["plans"][0]["kl"] == {"mean": 0.0, "stderr": 0.0} != result["plans"][1]["kl"]
     for plan in result["plans"]:
         once, twice = plan["buffers"]
         assert (once["size"], twice["size"]) == (TOPK, 2 * TOPK)
@@ -154,7 +175,7 @@ def test_the_command_counts_predicts_and_resumes(
     again = offload(*options, "--json")
     assert again.exit_code == 0, again.output
     assert json.loads(again.stdout[again.stdout.index("{") :]) == result
-    other = offload(*options, "--steps", 9)
+    other = offload(*options, "--decode-steps", 9)
     assert other.exit_code == 2 and "belongs to a search with steps 8, now it is 9" in other.output
 
 
@@ -165,23 +186,125 @@ def test_the_command_counts_predicts_and_resumes(
         (["--buffers", "0.5"], "--buffers: '0.5' is no number of at least 1"),
         (["--buffers", "nan"], "--buffers: 'nan' is no number of at least 1"),
         (["--kv-dtype", "int4"], "--kv-dtype is int4, expected bfloat16 or fp8_e4m3"),
-        (["--steps", "30"], "--steps is 30, expected at most 24"),
-        (["--seq-len", "9"], "--steps is 8, expected at most 1"),
+        (["--decode-steps", "30"], "--decode-steps is 30, expected at most 24"),
+        (["--seq-len", "9"], "--decode-steps is 8, expected at most 1"),
         (["--pattern", "FS"], "pattern has 2 letters, model has 6"),
-        (["--pattern", "DSSSSS"], "D, which needs a selection"),
+        (["--pattern", "DSSSSS"], "the model's own indexers choose; expected F and S alone"),
     ],
 )
 def test_bad_input_gets_one_line(
     options: list[str], expected: str, model_folder: Path, token_file: Path, tmp_path: Path
 ) -> None:
-    given = ["--model", model_folder, "--evaluation", token_file, "--seq-len", 32, "--steps", 8, "--output", tmp_path]
-    done = offload(*given, *options)
+    given = ["--model", model_folder, "--evaluation", token_file, "--seq-len", 32, "--decode-steps", 8]
+    done = offload(*given, "--output", tmp_path, *options)
     assert done.exit_code == 2, done.output
     assert expected in " ".join(done.output.split()), done.output
 
 
-def test_models_whose_cache_is_kept_otherwise_are_refused(dense_folder: Path, token_file: Path, tmp_path: Path) -> None:
-    done = offload("--model", dense_folder, "--evaluation", token_file, "--output", tmp_path)
-    assert done.exit_code == 2 and "expected a DSA model" in done.output
+def test_models_whose_cache_is_kept_otherwise_are_refused(token_file: Path, tmp_path: Path, dense_folder: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_v4_config()))
+    done = offload("--model", tmp_path, "--evaluation", token_file, "--output", tmp_path)
+    assert done.exit_code == 2 and "of the family deepseek_v4; expected one of dsa, dense_gqa" in done.output
     done = offload("--model", dense_folder, "--output", tmp_path)
     assert done.exit_code == 2 and "--evaluation is missing" in done.output
+
+
+# -- dense models
+
+FEW = ["--page-tokens", 4, "--pages", 3, "--recent-pages", 1]
+
+
+def test_pages_that_decoding_chooses_are_numbered() -> None:
+    """Those of each step alone, in their order; what is empty stands behind."""
+    engine, data = tiny_engine(tiny_dense_config()), random_tokens(2, 40)
+    selection = replace(PAGES, pages=3, recent_pages=1, steps=Steps.parse("ema:0.9"))
+    prompt = np.broadcast_to(np.arange(40) < 40 - STEPS, (2, 40))
+    given, pattern = replace(data, prompt=prompt), Pattern("DFSDSF", selection)
+    found = engine.selections(pattern, given, 1, STEPS)
+    assert {layer: rows.shape for layer, rows in found.items() if layer in choosing(pattern)} == dict.fromkeys(
+        (1, 3, 5), (STEPS, 3)
+    )
+    seen: dict[int, Any] = {}
+    tokens = torch.from_numpy(data.tokens[[1]].astype(np.int64))
+    with apply_page_roles(engine.torch_model, pattern, torch.from_numpy(prompt[[1]].copy()), observe=seen.__setitem__):
+        engine.torch_model(tokens)
+    for layer in choosing(pattern):
+        for step, row in enumerate(found[layer]):
+            at = 40 - STEPS + step
+            expected = seen[layer][0, at, : at // 4 + 1].nonzero()[:, 0].tolist()
+            assert row.tolist() == expected and len(expected) == 3
+
+
+def test_pages_are_counted_by_hand() -> None:
+    """A page is brought when it is chosen and not there; the newest one begins on the device."""
+    steps = np.array([[0, 2, 5], [0, 3, 5], [0, 2, 6], [0, 5, 6], [2, 3, 6]], np.int32)
+    newest = [5, 5, 6, 6, 6]
+    assert page_misses(steps, 3, newest) == 1 + 1 + 1 + 2
+    assert page_misses(steps, 4, newest) == 1 + 0 + 0 + 1  # 2 was still there, then 5, then 2 again
+    assert page_misses(steps, 8, newest) == 0  # all of the prompt was still there
+    with pytest.raises(SearchError, match="a buffer of 2 items can't hold 3"):
+        page_misses(steps, 2, newest)
+
+
+def test_bytes_of_dense_models() -> None:
+    """SmolLM2: 3 key heads of 64 dimensions."""
+    config = SimpleNamespace(num_attention_heads=9, num_key_value_heads=3, hidden_size=576)
+    size = CacheBytes.of_dense(config, "bfloat16", replace(PAGES, page_tokens=64, score="compressed_keys"))
+    assert size == CacheBytes(kv=768, index=24, item=64, beside=0)
+    pattern = Pattern("DDFSS", PAGES)
+    assert size.on_host(pattern, 1000) == 3 * 1000 * 768
+    assert size.on_device(pattern, 128, 1000) == (2 * 1000 + 3 * 128) * 768 + 1000 * 24
+    assert size.on_device(pattern, 1024, 1000) == 5 * 1000 * 768 + 1000 * 24
+    assert CacheBytes.of_dense(config, "fp8_e4m3", PAGES) == CacheBytes(kv=384, index=0, item=4, beside=0)
+
+
+def test_plans_of_a_dense_model(
+    dense_folder: Path, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--model", dense_folder, "--evaluation", token_file, "--seq-len", 32, "--num-sequences", 3,
+               "--decode-steps", 8, "--pattern", "FFFFFF", "--pattern", "mine=DFSSDS", *FEW, "--buffers", "1,2,3",
+               "--steps", "none,refresh:8", "--bandwidth", 0.001, "--step-ms", 6, "--output", tmp_path / "out",
+               "--device", "cpu"]  # fmt: skip
+    done = offload(*options)
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "out" / "offload.json").read_text())
+    names = [plan["name"] for plan in result["plans"]]
+    assert names == ["baseline", "letters, none", "letters, refresh:8", "mine, none", "mine, refresh:8"]
+    baseline, *plans = result["plans"]
+    assert baseline["buffers"] == [] and baseline["kl"]["mean"] == 0 and baseline["host_bytes"] == 0
+    for plan in plans:
+        assert plan["kl"]["mean"] > 0 and plan["item"] == 4 and plan["selected"] == 12
+        assert [buffer["size"] for buffer in plan["buffers"]] == [12, 24, 36]
+        missed = [buffer["exposed"]["mean"] + buffer["hidden"]["mean"] for buffer in plan["buffers"]]
+        assert missed == sorted(missed, reverse=True) and missed[2] == 0  # room for all
+        assert {buffer["hisparse_config"] for buffer in plan["buffers"]} == {None}
+    every, held, mine = plans[0]["buffers"][0], plans[1]["buffers"][0], plans[2]["buffers"][0]
+    assert every["hidden"]["mean"] == 0 and held["exposed"]["mean"] < every["exposed"]["mean"]
+    assert mine["hidden"]["mean"] > 0 and set(mine["by_layer"]) == {"1", "4"}
+    assert mine["hidden"]["mean"] == pytest.approx(2 * mine["by_layer"]["1"] + mine["by_layer"]["4"])
+    assert mine["exposed"]["mean"] == pytest.approx(mine["by_layer"]["1"])
+    page = (tmp_path / "out" / "offload.html").read_text()
+    assert "4|3|1|0|token_max|refresh:8|" in page and "hisparse" not in page.partition("<h2>")[2]
+    monkeypatch.setattr(TransformersEngine, "selections", lambda *_: 1 / 0)
+    monkeypatch.setattr(TransformersEngine, "evaluate", lambda *_, **__: 1 / 0)
+    again = offload(*options, "--json")
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout[again.stdout.index("{") :]) == result
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], "pattern is of F and S without a selection, the model is dense"),
+        ([*FEW, "--decode-steps", 30], "--decode-steps is 30, expected at most 20: up to 12 tokens"),
+        ([*FEW, "--steps", "ema"], "steps are 'ema', expected none, ema:BETA"),
+        ([*FEW, "--score", "best"], "--score is best, expected token_max or compressed_keys"),
+    ],
+)
+def test_bad_plans_of_dense_models(
+    options: list[Any], expected: str, dense_folder: Path, token_file: Path, tmp_path: Path
+) -> None:
+    given = ["--model", dense_folder, "--evaluation", token_file, "--seq-len", 32, "--pattern", "FSSSSS"]
+    done = offload(*given, "--output", tmp_path, *options)
+    assert done.exit_code == 2, done.output
+    assert expected in " ".join(done.output.split()), done.output

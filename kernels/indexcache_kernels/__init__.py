@@ -19,6 +19,7 @@ tensor is its shape.
 """
 
 from indexcache_kernels.block_attention import block_attention
+from indexcache_kernels.block_scores import block_scores, compress_keys
 from indexcache_kernels.block_swap import BlockBuffer, copy_blocks, swap_blocks
 from indexcache_kernels.errors import KernelInputError
 from indexcache_kernels.indexer_kl import indexer_kl
@@ -31,7 +32,9 @@ __all__ = [
     "KernelInputError",
     "PageBudget",
     "block_attention",
+    "block_scores",
     "causal_ranges",
+    "compress_keys",
     "copy_blocks",
     "indexer_kl",
     "indexer_topk",

@@ -13,18 +13,14 @@ import typer
 from rich.console import Console
 
 from indexcache_search import demo
+from indexcache_search import selection_flags as flags
 from indexcache_search.errors import NonFiniteLossError, SearchError
 from indexcache_search.objectives import Objective
 from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
 from sglang_indexcache.command_line import ending
 from sglang_indexcache.pattern import parse_retention
-from sglang_indexcache.selection import DEFAULT, Selection
 
 FIRST_CHOICE = "index_topk (DeepSeek-V4: 4 times that; dense models: pages x page tokens)"  # below, all is seen
-RECENT_SHARE = DEFAULT.pages // DEFAULT.recent_pages
-PAGE_TOKENS = f"Dense models: tokens of a page. Default: {DEFAULT.page_tokens}."
-RECENT_PAGES = f"Dense models: newest pages, always attended to. Default: one in {RECENT_SHARE}."
-SINK_PAGES = f"Dense models: first pages, always attended to. Default: {DEFAULT.sink_pages}."
 
 # Calibration sequences, held-out sequences, tokens a sequence (None: 4 times `FIRST_CHOICE`).
 SIZES = (32, 32, None)
@@ -164,12 +160,12 @@ def search(
             " auto: kernels on a CUDA device."
         ),
     ] = "auto",
-    page_tokens: Annotated[int | None, typer.Option(help=PAGE_TOKENS)] = None,
-    pages: Annotated[
-        int | None, typer.Option(help="Dense models: pages that an S layer attends to. Default: 64, as DELTA's.")
-    ] = None,
-    recent_pages: Annotated[int | None, typer.Option(help=RECENT_PAGES)] = None,
-    sink_pages: Annotated[int | None, typer.Option(help=SINK_PAGES)] = None,
+    page_tokens: Annotated[int | None, typer.Option(help=flags.PAGE_TOKENS)] = None,
+    pages: Annotated[str, typer.Option(help=f"{flags.PAGES}. Default: 64.")] = "",
+    recent_pages: Annotated[int | None, typer.Option(help=flags.RECENT_PAGES)] = None,
+    sink_pages: Annotated[int | None, typer.Option(help=flags.SINK_PAGES)] = None,
+    score: Annotated[str | None, typer.Option(help=flags.SCORE)] = None,
+    steps: Annotated[str, typer.Option(help=f"{flags.STEPS}.")] = "",
     seed: Annotated[int, typer.Option(help="Order of the calibration documents.")] = 0,
     report: Annotated[bool, typer.Option(help="Write report.html.")] = True,
     json_: Annotated[bool, typer.Option("--json", help="Print metrics.json to stdout, nothing else.")] = False,
@@ -215,7 +211,16 @@ def search(
             attention,
             tuple(endpoint or ()),
             tuple(context.args),
-            selection_of(page_tokens, pages, recent_pages, sink_pages),
+            flags.only(
+                flags.selections_of(
+                    pages=pages,
+                    page_tokens=page_tokens,
+                    recent_pages=recent_pages,
+                    sink_pages=sink_pages,
+                    score=score,
+                    steps=steps,
+                )
+            ),
         )
         if method == "key_delta":
             from indexcache_search import key_run
@@ -239,26 +244,6 @@ def search(
         sys.stdout.write(json.dumps(result.as_json(), indent=1) + "\n")
         return
     show(result, files)
-
-
-def selection_of(
-    page_tokens: int | None, pages: int | None, recent_pages: int | None, sink_pages: int | None
-) -> Selection | None:
-    """What the flags say; `None` if there is none of them.
-
-    Raises:
-        PatternError: if they don't go together.
-    """
-    if page_tokens is None and pages is None and recent_pages is None and sink_pages is None:
-        return None
-    pages = DEFAULT.pages if pages is None else pages
-    return Selection(
-        page_tokens=DEFAULT.page_tokens if page_tokens is None else page_tokens,
-        pages=pages,
-        recent_pages=max(1, pages // RECENT_SHARE) if recent_pages is None else recent_pages,
-        sink_pages=DEFAULT.sink_pages if sink_pages is None else sink_pages,
-        score=DEFAULT.score,
-    )
 
 
 def near_of(window: float | None, max_window: int | None, recent_keys: int | None) -> dict[str, Any]:

@@ -12,18 +12,10 @@ import typer
 from rich.console import Console
 
 from indexcache_search import demo
-from indexcache_search.cli import (
-    FIRST_CHOICE,
-    PAGE_TOKENS,
-    RECENT_PAGES,
-    SINK_PAGES,
-    errors_in_one_line,
-    near_of,
-    selection_of,
-)
+from indexcache_search import selection_flags as flags
+from indexcache_search.cli import FIRST_CHOICE, errors_in_one_line, near_of
 from indexcache_search.errors import SearchError
 from sglang_indexcache.pattern import parse_retention
-from sglang_indexcache.selection import Selection
 from sglang_indexcache.spec import GRAMMAR
 
 EPILOG = """
@@ -82,11 +74,13 @@ def evaluate(
     ] = "",
     pages: Annotated[
         str,
-        typer.Option(help="Dense models: pages that S layers attend to, in the place of the file's; 16,64,256: each."),
+        typer.Option(help=f"{flags.PAGES}, in the place of the file's; 16,64,256: each."),
     ] = "",
-    page_tokens: Annotated[int | None, typer.Option(help=PAGE_TOKENS)] = None,
-    recent_pages: Annotated[int | None, typer.Option(help=RECENT_PAGES)] = None,
-    sink_pages: Annotated[int | None, typer.Option(help=SINK_PAGES)] = None,
+    page_tokens: Annotated[int | None, typer.Option(help=flags.PAGE_TOKENS)] = None,
+    recent_pages: Annotated[int | None, typer.Option(help=flags.RECENT_PAGES)] = None,
+    sink_pages: Annotated[int | None, typer.Option(help=flags.SINK_PAGES)] = None,
+    score: Annotated[str | None, typer.Option(help=flags.SCORE)] = None,
+    steps: Annotated[str, typer.Option(help=f"{flags.STEPS}; none,ema:0.9: each.")] = "",
     samples: Annotated[int, typer.Option(help="Samples of each task.", min=2)] = 16,
     haystack: Annotated[str, typer.Option(help="Source of the text around a task's needles.")] = "demo:text",
     chat: Annotated[bool, typer.Option("--chat", help="Ask tasks through the chat template.")] = False,
@@ -154,7 +148,14 @@ def evaluate(
             retentions=tuple(parse_retention(item) for item in retain.split(",")),
             uniform=uniform,
             endpoints=tuple(endpoint or ()),
-            selections=_selections(pages, page_tokens, recent_pages, sink_pages),
+            selections=flags.selections_of(
+                pages=pages,
+                page_tokens=page_tokens,
+                recent_pages=recent_pages,
+                sink_pages=sink_pages,
+                score=score,
+                steps=steps,
+            ),
         )
         data = Data(
             sources=tuple(evaluation or (demo.EVALUATION if is_demo and not tasks else ())),
@@ -187,14 +188,3 @@ def evaluate(
         show(result, output, Console(highlight=False, width=None if sys.stdout.isatty() else 200))
     if max_increase is not None and rises(result.held_out.rows) > max_increase:
         raise typer.Exit(1)
-
-
-def _selections(
-    pages: str, page_tokens: int | None, recent_pages: int | None, sink_pages: int | None
-) -> tuple[Selection, ...]:
-    """A selection for each number in `pages`; none without any of the flags."""
-    numbers = [word.strip() for word in pages.split(",")] if pages else [""]
-    if any(word and not (word.isascii() and word.isdecimal() and len(word) < 9) for word in numbers):
-        raise SearchError(f"--pages is {pages}, expected numbers like 16,64,256")
-    selections = (selection_of(page_tokens, int(word) if word else None, recent_pages, sink_pages) for word in numbers)
-    return tuple(dict.fromkeys(item for item in selections if item is not None))

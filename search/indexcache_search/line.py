@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -11,7 +10,6 @@ from indexcache_search.plans import Plan
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.pattern import uniform_pattern
-from sglang_indexcache.selection import Selection
 
 Kind = Literal["baseline", "named", "phase", "mean", "best"]
 """`named`: what somebody asked for or a search found. `phase`: uniform at one phase; `mean`, `best`: over phases."""
@@ -45,11 +43,6 @@ class Line:
     @classmethod
     def baseline(cls, pattern: Pattern | None) -> Line:
         return cls(BASELINE, "baseline", None if pattern is None else Fraction(1), pattern)
-
-
-def pages_suffix(selection: Selection | None, among: Iterable[Selection | None]) -> str:
-    """What goes behind a line's name where the lines beside it attend to other numbers of pages."""
-    return "" if selection is None or len(set(among)) < 2 else f", {selection.pages} pages"
 
 
 def uniform_lines(native: Pattern, retention: Fraction, more: str = "") -> list[Line]:

@@ -15,10 +15,11 @@ from indexcache_search import estimates
 from indexcache_search.comparison import Row
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine, Evaluation
-from indexcache_search.line import BASELINE, BEST, MEAN, PHASE, Line, pages_suffix
+from indexcache_search.line import BASELINE, BEST, MEAN, PHASE, Line
 from indexcache_search.results import CostResult, HeldOut, Measured, SearchResult, StepResult
 from indexcache_search.results import Row as TableRow
 from indexcache_search.search import Found
+from indexcache_search.selection_flags import suffix
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.selection import Selection
 
@@ -85,7 +86,7 @@ def held_out(rows: Sequence[Row], data: TokenSet, first_choice: int) -> HeldOut:
     for group in dict.fromkeys(map(_group, uniform)):
         phases = [row for row in uniform if _group(row) == group]
         if len(phases) > 1:
-            table += _phase_summaries(phases, baseline, data, pages_suffix(group[1], selections))
+            table += _phase_summaries(phases, baseline, data, suffix(group[1], selections))
     return HeldOut(
         sources=list(data.sources),
         answer_sources=_answer_sources(data, first_choice),

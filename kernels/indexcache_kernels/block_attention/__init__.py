@@ -1,4 +1,4 @@
-"""Attention of one decode step over chosen blocks of the cache."""
+"""Attention over chosen blocks of the cache: of decode steps, and with gradients of whole sequences."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from indexcache_kernels.backends import runs_triton
 from indexcache_kernels.block_attention import naive
 from indexcache_kernels.errors import KernelInputError, expect
 
 DTYPES = (torch.float32, torch.bfloat16)
-BlockBackend = Literal["auto", "naive", "cpu"]
+BlockBackend = Literal["auto", "naive", "cpu", "triton"]
 
 
 def block_attention(
@@ -23,44 +24,76 @@ def block_attention(
     scale: float,
     block_tokens: int,
     lengths: Tensor,
+    bias: Tensor | None = None,
     backend: BlockBackend = "auto",
 ) -> Tensor:
-    """Softmax attention of the newest token over the tokens of chosen blocks; all heads have one choice.
+    """Softmax attention of queries over the tokens of their blocks; all heads of a query have one choice.
+
+    Gradients of `k`, `v` and `bias` are sums in no fixed order on a CUDA device.
 
     Args:
-        q: `[B, H, D]`: float32 or bfloat16.
+        q: `[B, H, D]`, the newest token of each request, or `[B, T, H, D]`: float32 or bfloat16.
         k: `[B, G, L, D]`, in the dtype of `q`; head h uses key head h // (H / G). May be a part of a longer buffer.
         v: `[B, G, L, V]`, likewise.
-        blocks: `[B, N]`, int32: block u has the tokens u x block_tokens and on, up to the request's length; -1 for
-            none. A block that stands there twice counts twice.
+        blocks: `[B, N]` or `[B, T, N]`, int32: block u has the tokens u x block_tokens and on, up to what the query
+            sees; -1 for none. A block that stands there twice counts twice.
         scale: what products of `q` and `k` are multiplied by.
         block_tokens: tokens of a block.
-        lengths: `[B]`, int32: tokens in the cache, the newest one included.
+        lengths: `[B]` or `[B, T]`, int32: tokens that a query sees, the first ones of the cache.
+        bias: `[B, G, L]`, float32: what is added to the scaled products of each token, before the softmax.
         backend: `naive` is PyTorch; `cpu` is C++ (AVX2 or AVX-512, PyTorch's threads), compiled when it is first
-            called; `auto` takes that where tensors are on the CPU and it can be compiled.
+            called, of `[B, H, D]` without bias and gradients; `triton` needs a CUDA device or TRITON_INTERPRET=1.
+            `auto` takes the last on CUDA, `cpu` where that can be had, and `naive`.
 
     Returns:
-        `[B, H, V]`, in the dtype of `q`; zeros for a request without a block. Sums are in float32.
+        As `q`, with V dimensions; zeros for a query without a block. Sums are in float32.
 
     Raises:
-        KernelInputError: if shapes, dtypes or devices don't fit together, a block lies behind a request's tokens, or
-            `cpu` can't be compiled or run.
+        KernelInputError: if shapes, dtypes or devices don't fit together, or the backend can't run them; of tensors on
+            a CPU also if a block lies behind what its query sees.
     """
-    _check(q, k, v, blocks, block_tokens, lengths)
-    if backend == "naive":
-        return naive.block_attention(q, k, v, blocks, scale=scale, block_tokens=block_tokens, lengths=lengths)
+    _check(q, k, v, blocks, block_tokens, lengths, bias)
+    single = q.ndim == 3
+    if single:
+        q, blocks, lengths = (item.unsqueeze(1) for item in (q, blocks, lengths))
+    if backend in ("auto", "cpu"):
+        reason = _missing_cpu(q, k, v, bias)
+        if reason is None:
+            from indexcache_kernels.block_attention import cpu
+
+            return cpu.block_attention(
+                q[:, 0], k, v, blocks[:, 0], scale=scale, block_tokens=block_tokens, lengths=lengths[:, 0]
+            ).view(*(q.shape[:1] if single else q.shape[:2]), q.shape[2], v.shape[3])
+        if backend == "cpu":
+            raise KernelInputError(f"backend cpu {reason}; expected naive")
+    if backend != "cpu" and runs_triton(backend, q):
+        from indexcache_kernels.block_attention.triton import BlockAttention
+
+        contiguous = (item.contiguous() for item in (blocks, lengths))
+        given = None if bias is None else bias.contiguous()
+        out: Tensor = BlockAttention.apply(q.contiguous(), k, v, given, *contiguous, scale, block_tokens)  # type: ignore[no-untyped-call]
+    else:
+        out = naive.block_attention(q, k, v, blocks, scale=scale, block_tokens=block_tokens, lengths=lengths, bias=bias)
+    return out[:, 0] if single else out
+
+
+def _missing_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str | None:
+    """Why the compiled kernel can't run on these, as the end of a sentence; `None` if it can."""
     from indexcache_kernels.block_attention import cpu
 
-    reason = cpu.missing(q, v)
-    if reason is None:
-        return cpu.block_attention(q, k, v, blocks, scale=scale, block_tokens=block_tokens, lengths=lengths)
-    if backend == "cpu":
-        raise KernelInputError(f"backend cpu {reason}; expected naive")
-    return naive.block_attention(q, k, v, blocks, scale=scale, block_tokens=block_tokens, lengths=lengths)
+    if q.shape[1] > 1:
+        return f"takes one query a request, found {q.shape[1]}"
+    if bias is not None:
+        return "has no bias"
+    if torch.is_grad_enabled() and any(item.requires_grad for item in (q, k, v)):
+        return "has no gradients"
+    return cpu.missing(q, v)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, block_tokens: int, lengths: Tensor) -> None:
-    if q.ndim != 3 or k.ndim != 4 or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[2] or q.shape[1] % k.shape[1]:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, block_tokens: int, lengths: Tensor, bias: Tensor | None
+) -> None:
+    if q.ndim not in (3, 4) or k.ndim != 4 or len(k) != len(q) or k.shape[3] != q.shape[-1] or q.shape[-2] % k.shape[1]:
         raise KernelInputError(f"q is {list(q.shape)} and k {list(k.shape)}, expected [B, H, D] and [B, G, L, D]")
     if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
         raise KernelInputError(f"v is {list(v.shape)}, expected {list(k.shape[:3])} and the dimensions of a value")
@@ -68,12 +101,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, block_tokens: int, l
         raise KernelInputError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}, expected the same one of {DTYPES}")
     if k.stride(3) != 1 or v.stride(3) != 1:
         raise KernelInputError("k and v have dimensions that do not lie side by side")
-    if blocks.ndim != 2 or blocks.shape[0] != len(q) or blocks.dtype != torch.int32:
-        raise KernelInputError(
-            f"blocks is {list(blocks.shape)} of {blocks.dtype}, expected [{len(q)}, N] of torch.int32"
-        )
+    axes = tuple(q.shape[:-2])
+    if blocks.ndim != len(axes) + 1 or tuple(blocks.shape[:-1]) != axes or blocks.dtype != torch.int32:
+        expected = f"[{', '.join(map(str, axes))}, N] of torch.int32"
+        raise KernelInputError(f"blocks is {list(blocks.shape)} of {blocks.dtype}, expected {expected}")
     if block_tokens < 1:
         raise KernelInputError(f"block_tokens is {block_tokens}, expected at least 1")
-    expect("lengths", lengths, (len(q),), torch.int32)
-    if not len({item.device for item in (q, k, v, blocks, lengths)}) == 1:
+    expect("lengths", lengths, axes, torch.int32)
+    if bias is not None:
+        expect("bias", bias, tuple(k.shape[:3]), torch.float32)
+    if not len({item.device for item in (q, k, v, blocks, lengths, *([] if bias is None else [bias]))}) == 1:
         raise KernelInputError("tensors are on different devices")

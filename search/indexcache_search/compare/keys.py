@@ -111,7 +111,7 @@ def run(
     check_seq_len(seq_len, config)
     plans = [item.plan(description) for item in candidates.asked]
     specs = [
-        (name, PatternSpec.read(text, description.native.selection))
+        (name, PatternSpec.read(text, fallback=description.native.selection))
         for name, text in map(split_name, candidates.patterns)
     ]
     files = [item.thresholds for item in candidates.asked if isinstance(item.thresholds, KeyFile)]

@@ -21,8 +21,9 @@ from indexcache_search.evaluator import Evaluator
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.identity import engine_identity, engine_words, today
 from indexcache_search.journal import Journal
-from indexcache_search.line import NAMED, Line, pages_suffix, uniform_lines
+from indexcache_search.line import NAMED, Line, uniform_lines
 from indexcache_search.results import ComparisonResult
+from indexcache_search.selection_flags import suffix
 from sglang_indexcache import Pattern, SparseModel
 from sglang_indexcache.pattern import full_layer_count
 from sglang_indexcache.selection import DEFAULT, Selection
@@ -103,8 +104,8 @@ def run(
     """
     candidates.check()
     set_quiet()
-    letters = candidates.selections[0] if candidates.selections else DEFAULT
-    specs = [(name, PatternSpec.read(text, letters)) for name, text in map(split_name, candidates.patterns)]
+    given = candidates.selections[0] if candidates.selections else None
+    specs = [(name, PatternSpec.read(text, given, DEFAULT)) for name, text in map(split_name, candidates.patterns)]
     selections = candidates.selections or tuple(
         spec.file.selection for _, spec in specs if spec.file is not None and spec.file.selection is not None
     )
@@ -178,14 +179,14 @@ def named_lines(
     for name, spec in specs:
         for kept, pattern in spec.by_retention(model, candidates.retentions):
             for selection in candidates.selections or (pattern.selection,):
-                label = (name or spec.label) + pages_suffix(selection, candidates.selections)
+                label = (name or spec.label) + suffix(selection, candidates.selections)
                 lines.append(Line(NAMED, label, kept, replace(pattern, selection=selection)))
     if candidates.uniform:
         asked = [(line.retention, line.pattern.selection) for line in lines if isinstance(line.pattern, Pattern)]
         for share, selection in dict.fromkeys(asked):
             if share is not None and full_layer_count(model.num_layers, share) < model.num_layers:
-                suffix = pages_suffix(selection, [other for _, other in asked])
-                lines += uniform_lines(replace(model.native, selection=selection), share, suffix)
+                more = suffix(selection, [other for _, other in asked])
+                lines += uniform_lines(replace(model.native, selection=selection), share, more)
     return lines
 
 

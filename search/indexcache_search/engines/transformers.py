@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,7 +40,7 @@ from indexcache_search.plans import Plan, order
 from sglang_indexcache import Pattern, SparseModel
 from sglang_indexcache.checkpoint import weights_digest
 from sglang_indexcache.families import family_of
-from sglang_indexcache.pattern import FULL
+from sglang_indexcache.pattern import SHARED
 from sglang_indexcache.selection import Selection
 
 
@@ -205,16 +206,27 @@ class TransformersEngine:
     def selections(self, pattern: Pattern, data: TokenSet, row: int, steps: int) -> dict[int, NDArray[np.int32]]:
         """What the last `steps` queries of a sequence select, `[steps, k]`, by the layer that chooses; -1 for none.
 
-        Every query chooses from what stands before it, so these are what decoding those tokens selects.
+        Tokens of a DSA model, in the order of their scores; pages of a dense one, ascending. Every query chooses from
+        what stands before it, so these are what decoding those tokens selects.
         """
         found: dict[int, NDArray[np.int32]] = {}
 
-        def keep(letter: int, indices: Tensor) -> None:
-            if pattern[letter] == FULL:
-                found[letter] = indices[0, -steps:].int().cpu().numpy()
+        def keep(letter: int, chosen: Tensor) -> None:
+            if pattern[letter] == SHARED:
+                return
+            last = chosen[0, -steps:]
+            if pattern.selection is not None:
+                position = torch.arange(data.seq_len - steps, data.seq_len, device=last.device)
+                last = _ascending(last, position // pattern.selection.page_tokens)
+            found[letter] = last.int().cpu().numpy()
 
-        with self._attention(), torch.inference_mode(), apply_roles(self.torch_model, pattern, keep):
-            self.torch_model(input_ids=self._batches(data.taken([row]), 1)[0], use_cache=False, logits_to_keep=1)
+        with (
+            self._attention(),
+            torch.inference_mode(),
+            self._from_choice(pattern, [row], data) as end,
+            apply_roles(self.torch_model, pattern, keep, prompt=end.prompt),
+        ):
+            self.torch_model(end.tokens, past_key_values=end.past, use_cache=end.past is not None, logits_to_keep=1)
         return found
 
     def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
@@ -235,26 +247,33 @@ class TransformersEngine:
         """Post-norm hidden states `[rows, tokens, hidden]` of the last tokens, and the layer-tokens of each row."""
         if isinstance(pattern, KeyPlan):
             return self.key_runs.hidden(pattern, rows, data), len(pattern.values) * data.seq_len
+        batch = f"{data.sha256} {rows} {pattern.selection}"
+        with self._attention(), self._from_choice(pattern, rows, data) as end:
+            if cache is not None:
+                hidden, layers = run_from_cache(
+                    self.torch_model, self.model.layers, end.tokens, pattern, cache, batch, end.prompt, end.past
+                )
+            else:
+                with apply_roles(self.torch_model, pattern, prompt=end.prompt):
+                    hidden = self.torch_model.model(
+                        input_ids=end.tokens, past_key_values=end.past, use_cache=end.past is not None
+                    ).last_hidden_state
+                layers = len(pattern)
+        return hidden, layers * end.tokens.shape[1] + end.read * len(pattern)
+
+    @contextmanager
+    def _from_choice(self, pattern: Pattern, rows: Sequence[int], data: TokenSet) -> Iterator[_End]:
+        """Sequences from where `pattern` has a choice, behind a cache of what stands before."""
         device = self.torch_model.device
         tokens = torch.from_numpy(data.tokens[list(rows)].astype(np.int64)).to(device)
         prompt = None if data.prompt is None else torch.from_numpy(data.prompt[list(rows)]).to(device)
-        start, batch = self._begins(pattern, rows, data), f"{data.sha256} {rows} {pattern.selection}"
-        begun: AbstractContextManager[tuple[Any, bool]] = nullcontext((None, False))
-        if start:
-            begun = self._beginnings.read(f"{data.sha256} {rows} {start}", tokens[:, :start])
-            tokens, prompt = tokens[:, start:], None if prompt is None else prompt[:, start:]
-        with self._attention(), begun as (past, was_read):
-            if cache is not None:
-                hidden, layers = run_from_cache(
-                    self.torch_model, self.model.layers, tokens, pattern, cache, batch, prompt, past
-                )
-            else:
-                with apply_roles(self.torch_model, pattern, prompt=prompt):
-                    hidden = self.torch_model.model(
-                        input_ids=tokens, past_key_values=past, use_cache=past is not None
-                    ).last_hidden_state
-                layers = len(pattern)
-        return hidden, layers * tokens.shape[1] + was_read * start * len(pattern)
+        start = self._begins(pattern, rows, data)
+        if not start:
+            yield _End(tokens, prompt, None, 0)
+            return
+        with self._beginnings.read(f"{data.sha256} {rows} {start}", tokens[:, :start]) as (past, was_read):
+            rest = None if prompt is None else prompt[:, start:]
+            yield _End(tokens[:, start:], rest, past, was_read * start)
 
     @torch.inference_mode()
     def _score(self, hidden: Tensor, index: int, data: TokenSet, objective: Objective) -> tuple[float, int, int]:
@@ -286,3 +305,31 @@ class TransformersEngine:
             targets = torch.from_numpy(np.flatnonzero(data.scored[row]))
             self._baselines[data.sha256, row] = states.cpu()[targets - 1 - (data.seq_len - len(states))]
         return layer_tokens
+
+
+@dataclass(frozen=True)
+class _End:
+    """The tokens of sequences that have to run.
+
+    Attributes:
+        tokens: `[sequences, tokens]`.
+        prompt: likewise; see `TokenSet`.
+        past: keys and values of what stands before them, if anything does.
+        read: how many tokens that cache was filled with for this, of each sequence.
+    """
+
+    tokens: Tensor
+    prompt: Tensor | None
+    past: Any
+    read: int
+
+
+def _ascending(chosen: Tensor, newest: Tensor) -> Tensor:
+    """`[queries, most]`, int64: the numbers of pages that are chosen in `[queries, pages]`, ascending; -1 behind them.
+
+    `newest` is the page of each query, `[queries]`: what lies behind it does not count.
+    """
+    number = torch.arange(chosen.shape[1], device=chosen.device).expand(chosen.shape)
+    seen = chosen & (number <= newest[:, None])
+    ranked = torch.where(seen, number, chosen.shape[1]).sort(dim=1).values[:, : int(seen.sum(1).max())]
+    return torch.where(ranked < chosen.shape[1], ranked, -1)

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
+from sglang_indexcache.pattern import DENSE, FULL, SHARED
+from sglang_indexcache.selection import COMPRESSED_KEYS, STRIDE, Selection
 
 PAGE = 64  # slots that HiSparse keeps beside a buffer, for the newest token
 QUANTISED = 128  # values that share a scale of 4 bytes
 KvDtype = Literal["bfloat16", "fp8_e4m3"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CacheBytes:
-    """Bytes of a token in one layer's cache, as SGLang 0.5.23 lays it out (`calculate_mla_kv_cache_dim`).
+    """Bytes of a token in one layer's cache.
 
     Attributes:
-        kv: what is offloaded.
-        index: keys of an indexer, which stay on the device; layers that share have none.
+        kv: of keys and values, which are offloaded.
+        index: of what a layer that chooses needs of every token, on the device.
+        item: tokens that travel together.
+        beside: tokens of room beside a buffer.
     """
 
     kv: int
     index: int
+    item: int
+    beside: int
 
     @classmethod
-    def of(cls, config: Any, kv_dtype: KvDtype) -> CacheBytes:
-        """Of a DSA model's configuration.
+    def of_dsa(cls, config: Any, kv_dtype: KvDtype) -> CacheBytes:
+        """As SGLang 0.5.23 lays out a DSA model's cache (`calculate_mla_kv_cache_dim`); tokens travel one by one.
 
         Raises:
-            SearchError: if a size is missing.
+            SearchError: if a size is missing in the configuration.
         """
         rank, rope, width = (
             getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim")
@@ -42,16 +47,34 @@ class CacheBytes:
         if not rank or not rope or not width:
             raise SearchError("config.json has no kv_lora_rank, qk_rope_head_dim or index_head_dim")
         kv = 2 * (rank + rope) if kv_dtype == "bfloat16" else rank + rank // QUANTISED * 4 + 2 * rope
-        return cls(kv, width + math.ceil(width / QUANTISED) * 4)
+        return cls(kv=kv, index=width + math.ceil(width / QUANTISED) * 4, item=1, beside=PAGE)
+
+    @classmethod
+    def of_dense(cls, config: Any, kv_dtype: KvDtype, selection: Selection) -> CacheBytes:
+        """Of a dense model: pages travel; compressed keys, where they choose, stay there in bfloat16."""
+        heads = config.num_attention_heads
+        groups = getattr(config, "num_key_value_heads", None) or heads
+        width = groups * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        index = 2 * width // STRIDE if selection.score == COMPRESSED_KEYS else 0
+        kv = 2 * width * (2 if kv_dtype == "bfloat16" else 1)
+        return cls(kv=kv, index=index, item=selection.page_tokens, beside=0)
 
     def on_device(self, pattern: Pattern, size: int, context: int) -> int:
-        """Of one request with `size` tokens of each layer there; all of them where `size` covers the context."""
-        held = context if size >= context else size + PAGE
-        return len(pattern) * held * self.kv + len(pattern.full_layers) * context * self.index
+        """Of one request: `D` layers hold all, others `size` tokens, or all where that covers the context."""
+        offloaded = len(pattern) - pattern.roles.count(DENSE)
+        held = context if size >= context else size + self.beside
+        tokens = (len(pattern) - offloaded) * context + offloaded * held
+        return tokens * self.kv + len(choosing(pattern)) * context * self.index
 
     def on_host(self, pattern: Pattern, context: int) -> int:
-        """Of one request, all of its tokens."""
-        return len(pattern) * context * self.kv
+        """Of one request, all tokens of the layers that are offloaded."""
+        return (len(pattern) - pattern.roles.count(DENSE)) * context * self.kv
+
+
+def choosing(pattern: Pattern) -> tuple[int, ...]:
+    """The layers that choose what they or others attend to, ascending."""
+    shared = {pattern.source_layers[layer] for layer in pattern.shared_layers}
+    return tuple(layer for layer, role in enumerate(pattern.roles) if role == FULL or layer in shared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,30 +96,33 @@ class Machine:
     context: int
 
 
-def stall_ms(pattern: Pattern, misses: Sequence[float], kv_bytes: int, machine: Machine) -> float | None:
+def stall_ms(pattern: Pattern, misses: Mapping[int, float], item_bytes: int, machine: Machine) -> float | None:
     """What a decode step takes longer than without offloading.
 
-    A layer that chooses waits for its own tokens. Then those of the layers that share its choice travel one layer after
-    the other, beside the computation, and each of these waits for what has not come yet. Layers take equally long.
+    An `F` layer waits for what it chose. Then what it chose travels for the layers that share it, one after the other,
+    beside the computation, and each of these waits for what has not come yet; so it does behind a `D` layer that chose.
+    Layers take equally long.
 
     Args:
         pattern: who chooses.
-        misses: tokens of a step and request, by layer that chooses.
-        kv_bytes: of a token.
+        misses: items of a step and request, by layer that chooses.
+        item_bytes: of an item.
         machine: bandwidth and time of a step; `None` if one is not known.
     """
     if machine.bandwidth is None or machine.step_ms is None:
         return None
-    layer, now = machine.step_ms / len(pattern), 0.0
-    ends = [*pattern.full_layers, len(pattern)]
-    for missed, (first, end) in zip(misses, itertools.pairwise(ends), strict=True):
-        travel = machine.batch * missed * kv_bytes / machine.bandwidth * 1e3
-        now += travel
-        arrives = now
-        now += layer
-        for _ in range(first + 1, end):
+    layer_ms, now, arrives = machine.step_ms / len(pattern), 0.0, 0.0
+    for role, source in zip(pattern.roles, pattern.source_layers, strict=True):
+        travel = machine.batch * misses.get(source, 0.0) * item_bytes / machine.bandwidth * 1e3
+        if role == SHARED:
             arrives += travel
-            now = max(now, arrives) + layer
+            now = max(now, arrives) + layer_ms
+        elif role == DENSE:
+            now += layer_ms
+            arrives = now
+        else:
+            arrives = now = now + travel
+            now += layer_ms
     return now - machine.step_ms
 
 

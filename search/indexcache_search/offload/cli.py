@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from indexcache_search import demo
+from indexcache_search import selection_flags as flags
 from indexcache_search.cli import FIRST_CHOICE, errors_in_one_line
 from indexcache_search.errors import SearchError
 from sglang_indexcache.spec import GRAMMAR
@@ -27,6 +28,11 @@ Examples:
   indexcache-offload --model zai-org/GLM-5 --pattern deploy/glm5.yaml@1/4 --evaluation traffic.jsonl --seq-len 32768 \\
         --device cuda --dtype bfloat16 --step-ms 31 --batch 16 --memory-gb 80 --context 131072
       What a server's step and memory become with SGLang's HiSparse, on text like your traffic.
+
+\b
+  indexcache-offload --model Qwen/Qwen3-8B --pattern DDFSSSFSSSSS... --evaluation traffic.jsonl --seq-len 16384 \\
+        --score compressed_keys --pages 32 --steps none,ema:0.9,bounded:2 --device cuda --dtype bfloat16
+      A dense model: what policies lose, and what they bring.
 
 \b
 Exit codes: 0 done, 2 bad input, 70 a bug of ours, 130 interrupted.
@@ -53,9 +59,15 @@ def offload(
         int | None, typer.Option(help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", min=1)
     ] = None,
     num_sequences: Annotated[int, typer.Option(help="Sequences, of all sources together.", min=1)] = 24,
-    steps: Annotated[
+    decode_steps: Annotated[
         int, typer.Option(help="Last tokens of each sequence, which count as decoded behind the others.", min=2)
     ] = 128,
+    pages: Annotated[str, typer.Option(help=f"{flags.PAGES}, in the place of the file's; 16,64,256: each.")] = "",
+    page_tokens: Annotated[int | None, typer.Option(help=flags.PAGE_TOKENS)] = None,
+    recent_pages: Annotated[int | None, typer.Option(help=flags.RECENT_PAGES)] = None,
+    sink_pages: Annotated[int | None, typer.Option(help=flags.SINK_PAGES)] = None,
+    score: Annotated[str | None, typer.Option(help=flags.SCORE)] = None,
+    steps: Annotated[str, typer.Option(help=f"{flags.STEPS}; none,ema:0.9: each.")] = "",
     buffers: Annotated[
         str, typer.Option(help="Sizes of device buffers, in units of what a query selects; at least 1.")
     ] = "1,1.5,2,3,4",
@@ -82,12 +94,16 @@ def offload(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     attention: Annotated[str, typer.Option(help="auto, naive or kernels, see indexcache-search --help.")] = "auto",
+    prefix_cache_gb: Annotated[
+        float,
+        typer.Option(help="Host memory for layer outputs; of dense models as much again for keys of prompts.", min=0),
+    ] = 1.0,
     json_: Annotated[bool, typer.Option("--json", help="Print offload.json to stdout, nothing else.")] = False,
 ) -> None:
-    """Count what decoding brings from host memory when most of a DSA model's cache is there (SGLang's HiSparse).
+    """Count what decoding brings from host memory when most of a model's cache is there (as with SGLang's HiSparse).
 
-    Which tokens each decode step selects is taken from the model on your text; a buffer of each size keeps what was
-    used last. Layers that share a choice have their tokens on the way while others compute.
+    Which tokens or pages each decode step selects is taken from the model on your text; a buffer of each size keeps
+    what was used last. Layers that share a choice have theirs on the way while others compute.
     """
     console = Console(stderr=True, highlight=False)
     with errors_in_one_line(console, "indexcache-offload"):
@@ -102,15 +118,25 @@ def offload(
             raise SearchError(f"--kv-dtype is {kv_dtype}, expected bfloat16 or fp8_e4m3")
         asked = Asked(
             patterns=tuple(pattern or ([f"{demo.PATTERNS[0]}@1/4"] if is_demo else [])),
+            selections=flags.selections_of(
+                pages=pages,
+                page_tokens=page_tokens,
+                recent_pages=recent_pages,
+                sink_pages=sink_pages,
+                score=score,
+                steps=steps,
+            ),
             sources=tuple(evaluation or demo.EVALUATION),
             seq_len=seq_len or (512 if is_demo else None),
             sequences=num_sequences,
-            steps=steps,
+            steps=decode_steps,
             buffers=_sizes(buffers),
             kv_dtype=kv_dtype,  # type: ignore[arg-type]  # one of these two
         )
         served = Served(bandwidth_gbs=bandwidth, step_ms=step_ms, batch=batch, memory_gb=memory_gb, context=context)
-        runtime = Runtime(device=device, dtype=dtype, batch_size=1, prefix_cache_gb=0.0, attention=attention)
+        runtime = Runtime(
+            device=device, dtype=dtype, batch_size=1, prefix_cache_gb=prefix_cache_gb, attention=attention
+        )
         found = run(model or str(demo.MODEL), asked, served, runtime, output, restart, console)
     if json_:
         sys.stdout.write(json.dumps(found.as_json(), indent=1) + "\n")

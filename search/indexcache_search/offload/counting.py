@@ -1,4 +1,4 @@
-"""How many tokens decode steps bring to the device, on the reference engine."""
+"""How many tokens or pages decode steps bring to the device, on the reference engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.journal import Journal
-from indexcache_search.offload.residency import hisparse_misses
+from indexcache_search.offload.advice import choosing
+from indexcache_search.offload.residency import hisparse_misses, page_misses
 from sglang_indexcache import Pattern
+from sglang_indexcache.selection import Selection
 
 
 def count_misses(
@@ -28,25 +30,28 @@ def count_misses(
 
     Args:
         engine: runs the model.
-        data: sequences, longer than what a query selects by more than `steps`.
-        journal: remembers what was counted; its identity names sizes and steps.
+        data: sequences, longer than what a query selects by more than `steps`; of dense models the rest is a prompt.
+        journal: remembers what was counted; its identity names the steps.
         pattern: who chooses.
-        sizes: of buffers, in tokens a layer and request.
+        sizes: of buffers, in tokens a layer and request, or of dense models in pages.
         steps: decode steps.
         done: told of every sequence.
 
     Returns:
-        `[sequences, sizes, chooses]`: of the layers that choose, in order. A layer that shares misses what its source
-        does.
+        `[sequences, sizes, chooses]`: tokens, or of dense models pages, of the layers that choose, in order. A layer
+        that shares misses what its source does.
     """
-    counted = []
+    layers, counted = choosing(pattern), []
+    if not layers:
+        return np.zeros((data.num_sequences, len(sizes), 0), np.int64)
     for row in range(data.num_sequences):
-        name = f"misses {pattern.key} {row}"
+        name = f"misses {pattern.key} {list(sizes)} {row}"
         known = journal.matrix(name)
         if known is None:
             selected = engine.selections(pattern, data, row, steps)
             known = [
-                [float(_misses(selected[layer], size, data.seq_len)) for layer in sorted(selected)] for size in sizes
+                [float(_misses(selected[layer], size, data.seq_len, pattern.selection)) for layer in layers]
+                for size in sizes
             ]
             journal.add_matrix(name, known)
         counted.append(known)
@@ -54,8 +59,9 @@ def count_misses(
     return np.asarray(counted).astype(np.int64)
 
 
-def _misses(selected: NDArray[np.int32], size: int, tokens: int) -> int:
+def _misses(selected: NDArray[np.int32], size: int, tokens: int, selection: Selection | None) -> int:
     """Of one layer, `[steps, k]`; `tokens` are in the cache at last."""
     first = tokens - len(selected)
-    steps = ((row, first + number + 1) for number, row in enumerate(selected))
-    return sum(hisparse_misses(steps, size, first))
+    if selection is not None:
+        return page_misses(selected, size, [at // selection.page_tokens for at in range(first, tokens)])
+    return sum(hisparse_misses(((row, first + number + 1) for number, row in enumerate(selected)), size, first))

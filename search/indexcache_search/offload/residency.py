@@ -59,6 +59,28 @@ class Residency:
         return brought
 
 
+def page_misses(steps: NDArray[np.int32], size: int, newest: Sequence[int]) -> int:
+    """How many pages decode steps bring to the device, of one request and layer.
+
+    The buffer begins with the last pages of the prompt, and what the first step chose is brought with it. A page begins
+    on the device: written, not brought.
+
+    Args:
+        steps: what each step chose, `[steps, pages]`; below 0 for none.
+        size: pages that the buffer holds.
+        newest: the page of each step's token.
+
+    Raises:
+        SearchError: if a step chose more than the buffer holds.
+    """
+    before, misses = newest[0], 0
+    buffer = Residency(size, range(max(0, before + 1 - size), before + 1))
+    for step, (chosen, page) in enumerate(zip(steps, newest, strict=True)):
+        brought = buffer.use(chosen, page if page != before else -1)
+        misses, before = misses + (len(brought) if step else 0), page
+    return misses
+
+
 def hisparse_misses(steps: Iterable[tuple[Items, int]], size: int, prompt_tokens: int) -> list[int]:
     """How many tokens SGLang's HiSparse (0.5.23) brings to the device in each decode step, of one request and layer.
 

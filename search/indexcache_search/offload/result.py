@@ -16,7 +16,7 @@ from indexcache_search.estimates import Estimate
 from indexcache_search.report.figures import misses_figure
 from sglang_indexcache.files import write_atomically
 
-SCHEMA = "indexcache-offload/v1"
+SCHEMA = "indexcache-offload/v2"
 
 
 class _Section(BaseModel):
@@ -29,36 +29,56 @@ class Buffer(_Section):
     Attributes:
         size: tokens a layer.
         times: the same in units of what a query selects.
-        exposed: tokens of the layers that choose, all together.
-        hidden: tokens of the layers that share.
-        by_layer: tokens of each layer that chooses.
+        exposed: items (tokens, of dense models pages) of the layers that wait for what they choose, all together.
+        hidden: items of the layers that share.
+        by_layer: items of each layer that chooses.
         bytes_a_step: of both.
         device_bytes: of a request's caches.
         stall_ms: what a step takes longer; `None` where bandwidth or step time are not known.
         step_ms: what it takes then.
         requests: that fit into the memory; `None` where that is not known.
-        hisparse_config: for SGLang.
+        hisparse_config: for SGLang, whose HiSparse runs no dense models.
     """
 
     size: int
     times: float
     exposed: Estimate
     hidden: Estimate
-    by_layer: list[float]
+    by_layer: dict[int, float]
     bytes_a_step: float
     device_bytes: int
     stall_ms: float | None
     step_ms: float | None
     requests: int | None
-    hisparse_config: str
+    hisparse_config: str | None
 
 
 class PlanTraffic(_Section):
-    """One pattern with buffers of several sizes; `everything` are the bytes of a request whose cache is all there."""
+    """One pattern with buffers of several sizes.
+
+    Attributes:
+        selection: of dense models, all of it in one word.
+        selected: tokens that a query selects.
+        item: tokens that travel together.
+        kv_bytes: of a token and layer.
+        loss: more than the baseline's on the decoded tokens, in nats.
+        kl: of the baseline to this, likewise.
+        everything: bytes of a request whose cache is all on the device.
+        host_bytes: of a request in host memory.
+        requests: that fit without offloading.
+        buffers: none where every layer attends to everything.
+    """
 
     name: str
     pattern: str
+    selection: str | None
+    selected: int
+    item: int
+    kv_bytes: int
+    loss: Estimate
+    kl: Estimate
     everything: int
+    host_bytes: int
     requests: int | None
     buffers: list[Buffer]
 
@@ -67,10 +87,7 @@ class OffloadResult(_Section):
     """Everything that was counted and predicted.
 
     Attributes:
-        selected: tokens that a query selects.
         steps: decode steps of each sequence.
-        kv_bytes: of a token and layer.
-        host_bytes: of a request in host memory.
         bandwidth_gbs: from host memory to the device, and how it is known.
     """
 
@@ -80,11 +97,8 @@ class OffloadResult(_Section):
     sequences: int
     seq_len: int
     steps: int
-    selected: int
     context: int
     batch: int
-    kv_bytes: int
-    host_bytes: int
     bandwidth_gbs: float | None
     bandwidth_from: str | None
     step_ms: float | None
@@ -112,10 +126,16 @@ def cells(buffer: Buffer) -> list[str]:
     ]
 
 
+def heading(plan: PlanTraffic) -> str:
+    """What a pattern is without offloading."""
+    fits = "" if plan.requests is None else f"; {plan.requests} requests fit without offloading"
+    loss = f"loss {_with_error(plan.loss, '+.4f')}, KL {_with_error(plan.kl, '.4f')}"
+    return f"{plan.name}: {loss}; {plan.everything / 1e9:.3f} GB a request{fits}"
+
+
 def terminal_table(plan: PlanTraffic) -> Table:
     """One pattern for a terminal."""
-    fits = "" if plan.requests is None else f"; {plan.requests} requests fit without offloading"
-    table = Table(title=Text(f"{plan.name}: {plan.everything / 1e9:.3f} GB a request{fits}"))
+    table = Table(title=Text(heading(plan)), title_justify="left")
     for column in COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     for buffer in plan.buffers:
@@ -123,8 +143,9 @@ def terminal_table(plan: PlanTraffic) -> Table:
     return table
 
 
-def _with_error(estimate: Estimate) -> str:
-    return f"{estimate.mean:.1f}" + ("" if estimate.stderr is None else f" ±{estimate.stderr:.1f}")
+def _with_error(estimate: Estimate, form: str = ".1f") -> str:
+    error = "" if estimate.stderr is None else f" ±{format(estimate.stderr, form.lstrip('+'))}"
+    return format(estimate.mean, form) + error
 
 
 def write(result: OffloadResult, folder: Path) -> None:
@@ -132,6 +153,6 @@ def write(result: OffloadResult, folder: Path) -> None:
     write_atomically(folder / "offload.json", json.dumps(result.as_json(), indent=1) + "\n")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    plans = [(plan, [cells(buffer) for buffer in plan.buffers]) for plan in result.plans]
+    plans = [(plan, heading(plan), [cells(buffer) for buffer in plan.buffers]) for plan in result.plans]
     page = template.render(result=result, plans=plans, columns=COLUMNS, figure=misses_figure(result.plans))
     write_atomically(folder / "offload.html", page)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,17 +21,23 @@ from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.estimates import Estimate
+from indexcache_search.evaluator import Evaluator
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.identity import engine_identity, engine_words, today
 from indexcache_search.journal import Journal
 from indexcache_search.offload import result
-from indexcache_search.offload.advice import CacheBytes, KvDtype, Machine, hisparse_config, stall_ms
+from indexcache_search.offload.advice import CacheBytes, KvDtype, Machine, choosing, hisparse_config, stall_ms
 from indexcache_search.offload.bandwidth import measured_bandwidth
 from indexcache_search.offload.counting import count_misses
 from indexcache_search.offload.result import Buffer, OffloadResult, PlanTraffic
-from sglang_indexcache import Pattern
+from indexcache_search.selection_flags import suffix
+from sglang_indexcache import Pattern, SparseModel
 from sglang_indexcache.families import family_of
+from sglang_indexcache.pattern import DENSE, FULL
+from sglang_indexcache.selection import DEFAULT, Selection
 from sglang_indexcache.spec import PatternSpec, split_name
+
+FAMILIES = ("dsa", "dense_gqa")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +47,7 @@ class Asked:
     Attributes:
         patterns: as `spec.PatternSpec`, with `NAME=` before it if it is to have one; the checkpoint's own is always
             among them.
+        selections: of dense models, what each pattern selects, in the place of what its file says.
         sources: text.
         seq_len: tokens a sequence; `None` means 4 x `first_choice`.
         sequences: how many.
@@ -48,6 +57,7 @@ class Asked:
     """
 
     patterns: tuple[str, ...]
+    selections: tuple[Selection, ...]
     sources: tuple[str, ...]
     seq_len: int | None
     sequences: int
@@ -74,31 +84,38 @@ def run(
 
     Raises:
         IndexCacheError: if something asked for can't be done.
+        NonFiniteLossError: if a loss is NaN or infinite.
     """
     set_quiet()
-    description, config = describe_model(model), read_config(model)
+    given = asked.selections[0] if asked.selections else None
+    specs = [(name, PatternSpec.read(text, given, DEFAULT)) for name, text in map(split_name, asked.patterns)]
+    fewest = min(asked.selections, key=lambda item: item.tokens, default=None)
+    description, config = describe_model(model, fewest), read_config(model)
     family = family_of(description.architecture).name
-    if family != "dsa":
-        raise SearchError(
-            f"{model} is of the family {family}; expected a DSA model, whose cache HiSparse keeps by token"
-        )
-    seq_len = asked.seq_len or 4 * description.first_choice
+    if family not in FAMILIES:
+        raise SearchError(f"{model} is of the family {family}; expected one of {', '.join(FAMILIES)}")
+    named = [("baseline", description.native), *_named(specs, asked.selections, description)]
+    smallest = min((pattern.selection.tokens for _, pattern in named if pattern.selection), default=None)
+    first_choice = min(description.first_choice, smallest or description.first_choice)
+    seq_len = asked.seq_len or 4 * first_choice
     check_seq_len(seq_len, config)
-    if asked.steps > seq_len - description.first_choice:
+    if asked.steps > seq_len - first_choice:
         raise SearchError(
-            f"--steps is {asked.steps}, expected at most {seq_len - description.first_choice}: up to"
-            f" {description.first_choice} tokens a query selects all"
+            f"--decode-steps is {asked.steps}, expected at most {seq_len - first_choice}: up to {first_choice} tokens a"
+            " query selects all"
         )
-    specs = [(name, PatternSpec.read(text)) for name, text in map(split_name, asked.patterns)]
-    patterns = [("baseline", description.native)]
-    for name, spec in specs:
-        kept = "" if spec.retention is None else f" {spec.retention}"
-        patterns.append((name or spec.label + kept, spec.pattern(description)))
-    sizes = [round(times * description.index_topk) for times in asked.buffers]
-    bytes_of = CacheBytes.of(config, asked.kv_dtype)
     reader = TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len)
-    data, _ = held_out_set(reader, description, asked.sources, seq_len=seq_len, count=asked.sequences)
-    engine = TransformersEngine.load(model, runtime.device, runtime.dtype, 1, 0.0, runtime.attention)
+    data, _ = held_out_set(
+        reader,
+        replace(description, first_choice=first_choice),
+        asked.sources,
+        seq_len=seq_len,
+        count=asked.sequences,
+    )
+    data = _decoded(data, asked.steps, description.native.selection is not None)
+    engine = TransformersEngine.load(
+        model, runtime.device, runtime.dtype, 1, runtime.prefix_cache_gb, runtime.attention, fewest
+    )
     bandwidth, known_from = _bandwidth(served, engine)
     machine = Machine(
         bandwidth=None if bandwidth is None else bandwidth * 1e9,
@@ -107,19 +124,17 @@ def run(
         memory=None if served.memory_gb is None else served.memory_gb * 1e9,
         context=served.context or seq_len,
     )
-    identity = {**engine_identity(engine), "data": data.sha256, "steps": asked.steps, "sizes": sizes}
+    identity = {**engine_identity(engine), "steps": asked.steps, "data": data.sha256}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     plans = []
     with (
         Journal(output / "work", identity, today(), restart) as journal,
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
     ):
-        bar = progress.add_task("sequences", total=len(patterns) * data.num_sequences)
-        for name, pattern in patterns:
-            misses = count_misses(
-                engine, data, journal, pattern, sizes=sizes, steps=asked.steps, done=lambda: progress.advance(bar)
-            )
-            plans.append(_plan(name, pattern, misses, data, asked, sizes, bytes_of, machine, description.index_topk))
+        bar = progress.add_task("sequences", total=len(named) * data.num_sequences)
+        work = _Work(engine, data, journal, asked, machine, config)
+        for name, pattern in named:
+            plans.append(work.plan(name, pattern, partial(progress.advance, bar)))
     found = OffloadResult(
         schema=result.SCHEMA,
         model=description.name,
@@ -127,11 +142,8 @@ def run(
         sequences=data.num_sequences,
         seq_len=seq_len,
         steps=asked.steps,
-        selected=description.index_topk,
         context=machine.context,
         batch=machine.batch,
-        kv_bytes=bytes_of.kv,
-        host_bytes=bytes_of.on_host(description.native, machine.context),
         bandwidth_gbs=bandwidth,
         bandwidth_from=known_from,
         step_ms=machine.step_ms,
@@ -139,6 +151,29 @@ def run(
     )
     result.write(found, output)
     return found
+
+
+def _named(
+    specs: Sequence[tuple[str | None, PatternSpec]], selections: Sequence[Selection], model: SparseModel
+) -> list[tuple[str, Pattern]]:
+    """The patterns that were asked for, each with all selections.
+
+    Raises:
+        IndexCacheError: if one was made for another model, or does not fit this one.
+    """
+    named = []
+    for name, spec in specs:
+        kept, pattern = "" if spec.retention is None else f" {spec.retention}", spec.pattern(model)
+        for selection in selections or (pattern.selection,):
+            label = (name or spec.label + kept) + suffix(selection, selections)
+            named.append((label, replace(pattern, selection=selection)))
+    return named
+
+
+def _decoded(data: TokenSet, steps: int, dense: bool) -> TokenSet:
+    """Only the last `steps` tokens count; of dense models the others are a prompt."""
+    last = np.broadcast_to(np.arange(data.seq_len) >= data.seq_len - steps, data.tokens.shape)
+    return replace(data, scored=last.copy(), prompt=~last if dense else None)
 
 
 def _bandwidth(served: Served, engine: TransformersEngine) -> tuple[float | None, str | None]:
@@ -149,49 +184,92 @@ def _bandwidth(served: Served, engine: TransformersEngine) -> tuple[float | None
     return (measured_bandwidth(device), "measured") if device.type == "cuda" else (None, None)
 
 
-def _plan(
-    name: str,
-    pattern: Pattern,
-    misses: NDArray[np.int64],
-    data: TokenSet,
-    asked: Asked,
-    sizes: Sequence[int],
-    bytes_of: CacheBytes,
-    machine: Machine,
-    top_k: int,
-) -> PlanTraffic:
-    ends = [*pattern.full_layers, len(pattern)]
-    followers = np.diff(ends) - 1  # layers that share the choice of each
-    everything = bytes_of.on_device(pattern, machine.context, machine.context)
-    buffers = []
-    for number, (times, size) in enumerate(zip(asked.buffers, sizes, strict=True)):
-        own = misses[:, number]  # [sequences, chooses]
-        exposed = _a_step(own.sum(axis=1), pattern, data, asked.steps)
-        hidden = _a_step((own * followers).sum(axis=1), pattern, data, asked.steps)
-        by_layer = [_a_step(own[:, layer], pattern, data, asked.steps).mean for layer in range(own.shape[1])]
-        stall = stall_ms(pattern, by_layer, bytes_of.kv, machine)
-        held = bytes_of.on_device(pattern, size, machine.context)
-        buffers.append(
-            Buffer(
-                size=size,
-                times=times,
-                exposed=exposed,
-                hidden=hidden,
-                by_layer=by_layer,
-                bytes_a_step=(exposed.mean + hidden.mean) * bytes_of.kv,
-                device_bytes=held,
-                stall_ms=stall,
-                step_ms=None if stall is None or machine.step_ms is None else machine.step_ms + stall,
-                requests=None if machine.memory is None else int(machine.memory // held),
-                hisparse_config=hisparse_config(top_k, size, machine.context),
-            )
+class _Work:
+    """Counts and predicts plan after plan."""
+
+    def __init__(
+        self,
+        engine: TransformersEngine,
+        data: TokenSet,
+        journal: Journal,
+        asked: Asked,
+        machine: Machine,
+        config: Any,
+    ) -> None:
+        self._engine, self._data, self._journal = engine, data, journal
+        self._asked, self._machine, self._config = asked, machine, config
+        self._losses = Evaluator(engine, data, "nll", journal, "nll")
+        self._divergences = Evaluator(engine, data, "kl", journal, "kl")
+
+    def plan(self, name: str, pattern: Pattern, done: Any) -> PlanTraffic:
+        """What `pattern` loses and brings, by the size of the buffer."""
+        data, selection, native = self._data, pattern.selection, self._engine.model.native
+        selected = self._engine.model.index_topk if selection is None else selection.pages
+        sizes = [round(times * selected) for times in self._asked.buffers]
+        baseline, own = self._losses.evaluations([native, pattern])
+        divergence = self._divergences.evaluations([pattern])[0]
+        misses = count_misses(
+            self._engine, data, self._journal, pattern, sizes=sizes, steps=self._asked.steps, done=done
         )
-    fit = None if machine.memory is None else int(machine.memory // everything)
-    return PlanTraffic(name=name, pattern=pattern.roles, everything=everything, requests=fit, buffers=buffers)
+        size_of, machine = self._bytes(selection), self._machine
+        everything = size_of.on_device(pattern, machine.context, machine.context)
+        times_and_sizes = list(zip(self._asked.buffers, sizes, strict=True)) if choosing(pattern) else []
+        return PlanTraffic(
+            name=name,
+            pattern=pattern.roles,
+            selection=None if selection is None else str(selection),
+            selected=selected * size_of.item,
+            item=size_of.item,
+            kv_bytes=size_of.kv,
+            loss=estimates.increase(own, baseline, data),
+            kl=estimates.loss(divergence, data),
+            everything=everything,
+            host_bytes=size_of.on_host(pattern, machine.context),
+            requests=None if machine.memory is None else int(machine.memory // everything),
+            buffers=[
+                self._buffer(pattern, times, size, misses[:, number], size_of)
+                for number, (times, size) in enumerate(times_and_sizes)
+            ],
+        )
 
+    def _bytes(self, selection: Selection | None) -> CacheBytes:
+        if selection is None:
+            return CacheBytes.of_dsa(self._config, self._asked.kv_dtype)
+        return CacheBytes.of_dense(self._config, self._asked.kv_dtype, selection)
 
-def _a_step(counts: NDArray[np.int64], pattern: Pattern, data: TokenSet, steps: int) -> Estimate:
-    """Mean over sources and steps of `[sequences]` counts."""
-    rows, none = tuple(range(len(counts))), (0,) * len(counts)
-    sums = Evaluation(pattern, rows, tuple(map(float, counts)), none, (steps,) * len(counts), none, 0.0)
-    return estimates.loss(sums, data)
+    def _buffer(
+        self, pattern: Pattern, times: float, size: int, misses: NDArray[np.int64], size_of: CacheBytes
+    ) -> Buffer:
+        """One size; `misses` is `[sequences, chooses]`."""
+        layers, machine = choosing(pattern), self._machine
+        own = np.array([pattern[layer] == FULL for layer in layers], np.int64)
+        followers = np.array([pattern.source_layers.count(layer) - 1 for layer in layers], np.int64)
+        exposed, hidden = self._a_step(pattern, misses @ own), self._a_step(pattern, misses @ followers)
+        by_layer = {layer: self._a_step(pattern, misses[:, at]).mean for at, layer in enumerate(layers)}
+        stall = stall_ms(pattern, by_layer, size_of.item * size_of.kv, machine)
+        held = size_of.on_device(pattern, size * size_of.item, machine.context)
+        hisparse = (
+            None
+            if DENSE in pattern.roles or pattern.selection
+            else hisparse_config(self._engine.model.index_topk, size, machine.context)
+        )
+        return Buffer(
+            size=size * size_of.item,
+            times=times,
+            exposed=exposed,
+            hidden=hidden,
+            by_layer=by_layer,
+            bytes_a_step=(exposed.mean + hidden.mean) * size_of.item * size_of.kv,
+            device_bytes=held,
+            stall_ms=stall,
+            step_ms=None if stall is None or machine.step_ms is None else machine.step_ms + stall,
+            requests=None if machine.memory is None else int(machine.memory // held),
+            hisparse_config=hisparse,
+        )
+
+    def _a_step(self, pattern: Pattern, counts: NDArray[np.int64]) -> Estimate:
+        """Mean over sources and steps of `[sequences]` counts; a page's first step brings nothing."""
+        rows, none = tuple(range(len(counts))), (0,) * len(counts)
+        steps = self._asked.steps - (pattern.selection is not None)
+        sums = Evaluation(pattern, rows, tuple(map(float, counts)), none, (steps,) * len(counts), none, 0.0)
+        return estimates.loss(sums, self._data)

@@ -202,12 +202,12 @@ def _shown(measured: Sequence[Measured], has_answers: bool) -> str:
 
 
 def misses_figure(plans: Sequence[PlanTraffic]) -> Markup:
-    """Tokens that a decode step of a request misses, by the size of its buffer: all of them, and those exposed."""
+    """Tokens that a decode step of a request brings, by the size of its buffer: all of them, and those exposed."""
     figure, axes = _axes(8, 3.6)
-    for number, plan in enumerate(plans):
+    for number, plan in enumerate(plan for plan in plans if plan.buffers):
         times = [buffer.times for buffer in plan.buffers]
-        exposed = [buffer.exposed.mean for buffer in plan.buffers]
-        everything = [buffer.exposed.mean + buffer.hidden.mean for buffer in plan.buffers]
+        exposed = [plan.item * buffer.exposed.mean for buffer in plan.buffers]
+        everything = [plan.item * (buffer.exposed.mean + buffer.hidden.mean) for buffer in plan.buffers]
         colour = f"C{number}"
         axes.plot(times, everything, color=colour, marker="o", markersize=4, linewidth=1.2, label=_plain(plan.name))
         axes.plot(times, exposed, color=colour, marker="o", markersize=3, linewidth=1.0, linestyle="--")

@@ -1,0 +1,90 @@
+"""What blocks of the cache are worth to the newest token, by compressed keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from indexcache_kernels.backends import runs_triton
+from indexcache_kernels.block_scores import naive
+from indexcache_kernels.block_scores.naive import CHUNK, STRIDE
+from indexcache_kernels.errors import KernelInputError, expect
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def compress_keys(k: Tensor) -> Tensor:
+    """Means of 32 keys, 16 tokens apart (InfLLM-V2; NOSA, arXiv 2510.13602).
+
+    Args:
+        k: `[B, G, L, D]`, with their positions in them.
+
+    Returns:
+        `[B, G, C, D]`, in the dtype of `k`: of those that end within L.
+
+    Raises:
+        KernelInputError: if it has another shape.
+    """
+    if k.ndim != 4:
+        raise KernelInputError(f"k is {list(k.shape)}, expected [B, G, L, D]")
+    return naive.compress_keys(k)
+
+
+def block_scores(
+    q: Tensor,
+    compressed: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    block_tokens: int,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Shares of compressed keys: summed over the heads of a key head, the largest that touches a block, summed over G.
+
+    A compressed key that a request does not see to its end has no share. All shapes are static, and repeat bit for bit.
+
+    Args:
+        q: `[B, H, D]`, the newest token of each request: float32, bfloat16 or float16.
+        compressed: `[B, G, C, D]`, see `compress_keys`, in the dtype of `q`; head h uses key head h // (H / G). May be
+            a part of a longer buffer.
+        lengths: `[B]`, int32: tokens in the cache, the newest one included.
+        scale: what products are multiplied by.
+        block_tokens: tokens of a block, 16 times a power of two.
+        out: `[B, N]`, float32, to write into; N is the number of blocks that C compressed keys can be of.
+        backend: `naive` is PyTorch, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes it on CUDA.
+
+    Returns:
+        `out`; zeros behind a request's last block.
+
+    Raises:
+        KernelInputError: if shapes, dtypes or devices don't fit together.
+    """
+    if q.ndim != 3 or compressed.ndim != 4 or len(compressed) != len(q) or compressed.shape[3] != q.shape[2]:
+        raise KernelInputError(
+            f"q is {list(q.shape)} and compressed {list(compressed.shape)}, expected [B, H, D] and [B, G, C, D]"
+        )
+    if q.shape[1] % compressed.shape[1]:
+        raise KernelInputError(f"q has {q.shape[1]} heads, expected a multiple of the {compressed.shape[1]} of keys")
+    if q.dtype != compressed.dtype or q.dtype not in DTYPES:
+        raise KernelInputError(f"q is {q.dtype} and compressed {compressed.dtype}, expected the same one of {DTYPES}")
+    inside = block_tokens // STRIDE
+    if block_tokens < STRIDE or block_tokens % STRIDE or inside & (inside - 1):
+        raise KernelInputError(f"block_tokens is {block_tokens}, expected {STRIDE} times a power of two")
+    expect("lengths", lengths, (len(q),), torch.int32)
+    blocks = -(-(compressed.shape[2] * STRIDE + CHUNK - 1) // block_tokens)
+    if out is None:
+        out = torch.zeros((len(q), blocks), dtype=torch.float32, device=q.device)
+    expect("out", out, (len(q), blocks), torch.float32)
+    if not len({item.device for item in (q, compressed, lengths, out)}) == 1:
+        raise KernelInputError("tensors are on different devices")
+    if runs_triton(backend, q):
+        from indexcache_kernels.block_scores.triton import block_scores as by_triton
+
+        if compressed.stride(3) != 1:
+            compressed = compressed.contiguous()
+        by_triton(q.contiguous(), compressed, lengths, scale=scale, block_tokens=block_tokens, out=out)
+    else:
+        out.zero_()
+        naive.block_scores(q, compressed, lengths, scale=scale, block_tokens=block_tokens, out=out)
+    return out

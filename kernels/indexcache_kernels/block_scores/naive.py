@@ -1,0 +1,29 @@
+"""The definitions."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+CHUNK, STRIDE = 32, 16  # tokens of a compressed key, and from one to the next
+
+
+def compress_keys(k: Tensor) -> Tensor:
+    """See `indexcache_kernels.compress_keys`."""
+    if k.shape[2] < CHUNK:
+        return k.new_empty(*k.shape[:2], 0, k.shape[3])
+    return k.float().unfold(2, CHUNK, STRIDE).mean(-1).to(k.dtype)
+
+
+def block_scores(
+    q: Tensor, compressed: Tensor, lengths: Tensor, *, scale: float, block_tokens: int, out: Tensor
+) -> None:
+    """Write into `out`, `[B, N]`, one request after the other; see `indexcache_kernels.block_scores`."""
+    for row, length in enumerate(lengths.tolist()):
+        chunks = max(0, (length - CHUNK) // STRIDE + 1)
+        keys = compressed[row, :, :chunks].float()  # [G, C, D]
+        heads = q[row].float().view(len(keys), -1, q.shape[2])  # [G, H / G, D]
+        shares = (heads @ keys.mT * scale).softmax(-1).sum(1)  # [G, C]
+        for block in range(-(-length // block_tokens)):
+            first, end = block * block_tokens // STRIDE - 1, (block + 1) * block_tokens // STRIDE
+            touching = shares[:, max(0, first) : end]
+            out[row, block] = touching.amax(1).sum() if touching.shape[1] else 0.0
