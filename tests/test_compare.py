@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from indexcache_search import demo
 from indexcache_search.compare import measure, tasks
 from indexcache_search.compare.result import rises
-from indexcache_search.compare.run import Candidates, named_lines
+from indexcache_search.compare.run import named_lines
 from indexcache_search.errors import DataError
 from indexcache_search.estimates import Estimate
 from indexcache_search.eval_cli import app
@@ -246,8 +246,7 @@ def test_a_server_without_logprobs_is_refused(stubs: list[Stub], tmp_path: Path)
 def test_the_shipped_patterns_are_for_the_demo_model() -> None:
     model = describe_model(str(demo.MODEL))
     kept = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 8)]
-    candidates = Candidates(patterns=demo.PATTERNS, retentions=tuple(kept), uniform=False, endpoints=())
-    lines = named_lines([(None, PatternSpec.read(path)) for path in demo.PATTERNS], candidates, model)
+    lines = named_lines([(None, PatternSpec.read(path)) for path in demo.PATTERNS], kept, (), model)
     names = [(line.name, str(line.retention)) for line in lines]
     assert names == [(name, share) for name in ("segments", "similarity") for share in ("1/2", "1/4", "1/8")]
 

@@ -18,6 +18,7 @@ from indexcache_search.hf.keys import chosen_blocks
 from indexcache_search.key_file import KeyFile
 from indexcache_search.key_search import STEP, Curves, allocate
 from sglang_indexcache import Pattern
+from sglang_indexcache.selection import Selection
 from tests.conftest import LAYERS, PAGES, VOCAB
 
 KEYS = ["--attention", "key_delta"]
@@ -52,13 +53,21 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_comparison_at_equal_savings(dense_folder: Path, texts: Path, replies: Path, tmp_path: Path) -> None:
     options = ["--model", dense_folder, *KEYS, "--threshold", "0.3,0.9", "--window", "0.1", "--evaluation", texts,
                "--evaluation", replies, "--seq-len", 160, "--num-sequences", 8, "--output", tmp_path / "out",
-               "--pattern", f"delta=D{'S' * (LAYERS - 1)}"]  # fmt: skip
+               "--pattern", f"delta=D{'S' * (LAYERS - 1)}", "--pattern", f"own={'F' * LAYERS}", "--pages", "4",
+               "--score", "compressed_keys", "--page-tokens", "32", "--recent-pages", "2", "--sink-pages", "0",
+               "--steps", "none,nosa:1"]  # fmt: skip
     done = evaluate(*options)
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "out" / "eval.json").read_text())
     rows = {row["name"]: row for row in result["held_out"]["rows"]}
-    assert list(rows)[:4] == ["baseline", "differences above 0.3", "differences above 0.9", "delta"]
-    assert {"keys of 8 bits", "keys of 4 bits"} < set(rows) and len(rows) == 10
+    named = ["delta, none", "delta, nosa:1", "own, none", "own, nosa:1"]
+    assert list(rows)[:7] == ["baseline", "differences above 0.3", "differences above 0.9", *named]
+    assert {"keys of 8 bits", "keys of 4 bits"} < set(rows) and len(rows) == 13
+    for name in named:
+        assert rows[name]["kl"]["mean"] > 0 and rows[name]["skipped"]["reading"]["mean"] > 0
+        assert rows[name]["skipped"]["decoding"]["mean"] > 0
+    assert rows["own, none"]["skipped"] == rows["own, nosa:1"]["skipped"]
+    assert rows["own, none"]["kl"]["mean"] != rows["own, nosa:1"]["kl"]["mean"]
     for row in rows.values():
         assert set(row["skipped"]) == {"reading", "decoding"}
     few, many = (rows[f"differences above {value}"] for value in (0.3, 0.9))
@@ -68,7 +77,6 @@ def test_a_comparison_at_equal_savings(dense_folder: Path, texts: Path, replies:
     for plan, own in zip((few, many), (rivals[:2], rivals[2:]), strict=True):
         for rival in own:
             assert rival["skipped"]["reading"]["mean"] == pytest.approx(plan["skipped"]["reading"]["mean"], abs=0.03)
-    assert rows["delta"]["skipped"]["reading"]["mean"] == 0
     assert rows["keys of 4 bits"]["skipped"] == rows["baseline"]["skipped"]
     page = (tmp_path / "out" / "eval.html").read_text()
     assert "What is left out" in page and page.count("<svg") == 2
@@ -169,7 +177,25 @@ def test_pairs_of_a_pattern_are_those_of_brute_force() -> None:
                 own = position % PAGES.page_tokens + 1
                 computed += (PAGES.pages - 1) * PAGES.page_tokens + own if few else position + 1
                 everything += position + 1
-        assert pairs_of(pattern, read, stage) == (computed, everything)  # type: ignore[arg-type]
+        assert pairs_of(pattern, read, read, stage) == (computed, everything)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("score", ["token_max", "compressed_keys"])
+def test_pairs_of_layers_that_choose_for_themselves(score: str) -> None:
+    """Of a text, in which every token chooses: by all keys, or by means of 32 of them."""
+    selection = Selection(page_tokens=16, pages=3, recent_pages=1, sink_pages=0, score=score)  # type: ignore[arg-type]
+    computed = everything = 0
+    for position in range(100):
+        for letter in "DFS":
+            chosen = min(position + 1, 32 + position % 16 + 1)
+            means = len([begin for begin in range(0, 100, 16) if begin + 32 <= position + 1])
+            own = position + 1 if score == "token_max" else chosen + (means if chosen <= position else 0)
+            computed += {"D": position + 1, "F": own, "S": chosen}[letter]
+            everything += position + 1
+    read = np.ones(100, bool)
+    assert pairs_of(Pattern("DFS", selection), read, None, "reading") == (computed, everything)
+    assert pairs_of(Pattern("DFS", selection), read, ~read, "reading") == (computed, everything)
+    assert pairs_of(Pattern("DFS", selection), read, read, "reading") == (everything, everything)
 
 
 def test_what_cannot_be_done_is_one_line(dense_folder: Path, model_folder: Path, texts: Path, tmp_path: Path) -> None:

@@ -143,19 +143,20 @@ def evaluate(
             raise SearchError("--threshold, --window, --max-window and --recent-keys need --attention key_delta")
         if max_increase is not None and not math.isfinite(max_increase):
             raise SearchError(f"--max-increase is {max_increase}, expected a number")
+        selections = flags.selections_of(
+            pages=pages,
+            page_tokens=page_tokens,
+            recent_pages=recent_pages,
+            sink_pages=sink_pages,
+            score=score,
+            steps=steps,
+        )
         candidates = Candidates(
             patterns=tuple(pattern or (demo.PATTERNS if is_demo and not endpoint else ())),
             retentions=tuple(parse_retention(item) for item in retain.split(",")),
             uniform=uniform,
             endpoints=tuple(endpoint or ()),
-            selections=flags.selections_of(
-                pages=pages,
-                page_tokens=page_tokens,
-                recent_pages=recent_pages,
-                sink_pages=sink_pages,
-                score=score,
-                steps=steps,
-            ),
+            selections=selections,
         )
         data = Data(
             sources=tuple(evaluation or (demo.EVALUATION if is_demo and not tasks else ())),
@@ -177,6 +178,7 @@ def evaluate(
             asked = keys.KeyCandidates(
                 asked=keys.asked_for(threshold or "0.2,0.6,1.0", near),
                 patterns=tuple(pattern or ()),
+                selections=selections,
                 rivals=rivals,
             )
             result = keys.run(str(model), asked, data, runtime, output, restart, console)

@@ -16,7 +16,7 @@ from indexcache_search import estimates
 from indexcache_search.compare import result
 from indexcache_search.compare.held_out import HeldOut
 from indexcache_search.compare.measure import patterns
-from indexcache_search.compare.run import Data, Runtime, built_of, calibrated_on
+from indexcache_search.compare.run import Data, Runtime, built_of, calibrated_on, named_lines
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.key_runs import in_stage, read_tokens
@@ -34,6 +34,7 @@ from indexcache_search.objectives import Objective
 from indexcache_search.plans import Plan
 from indexcache_search.results import ComparisonResult, Row
 from sglang_indexcache import SparseModel
+from sglang_indexcache.selection import Selection
 from sglang_indexcache.spec import PatternSpec, split_name
 
 BITS = (8, 4)
@@ -69,11 +70,13 @@ class KeyCandidates:
     Attributes:
         asked: plans of `key_delta`, see `asked_for`.
         patterns: of the dense model, as `spec.PatternSpec`, with `NAME=` before it if it is to have one.
+        selections: see `compare.run.Candidates`.
         rivals: whether sinks and a window, blocks, and keys of 8 and 4 bits stand beside them, at equal savings.
     """
 
     asked: tuple[Asked, ...]
     patterns: tuple[str, ...] = ()
+    selections: tuple[Selection, ...] = ()
     rivals: bool = True
 
 
@@ -110,18 +113,16 @@ def run(
     description, config = dense_model(model, seq_len), read_config(model)
     check_seq_len(seq_len, config)
     plans = [item.plan(description) for item in candidates.asked]
+    given = candidates.selections[0] if candidates.selections else None
     specs = [
-        (name, PatternSpec.read(text, fallback=description.native.selection))
+        (name, PatternSpec.read(text, given, description.native.selection))
         for name, text in map(split_name, candidates.patterns)
     ]
     files = [item.thresholds for item in candidates.asked if isinstance(item.thresholds, KeyFile)]
     calibrated = [*(file.calibrated_on() for file in files), *calibrated_on(specs)]
     built = built_of(model, description, config.vocab_size, data, seq_len, calibrated, "plan", console)
     lines = [Line(NAMED, plan.name, None, plan) for plan in plans]
-    for name, spec in specs:
-        lines += [
-            Line(NAMED, name or spec.label, kept, pattern) for kept, pattern in spec.by_retention(description, ())
-        ]
+    lines += named_lines(specs, (), candidates.selections, description)
     engine = load_engine(model, description, runtime.device, runtime.dtype, runtime.batch_size, runtime.prefix_cache_gb)
     identity = {**engine_identity(engine), "held-out": built.data.sha256}
     with (

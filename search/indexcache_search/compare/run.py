@@ -115,7 +115,9 @@ def run(
         raise SearchError(
             "--endpoint reads the logprobs of prompts, which servers of dense models read as ever; expected --pattern"
         )
-    lines = named_lines(specs, candidates, description)
+    lines = named_lines(specs, candidates.retentions, candidates.selections, description)
+    if candidates.uniform:
+        lines += _uniform(lines, description)
     seq_len = data.seq_len or 4 * description.first_choice
     check_seq_len(seq_len, config)
     built = built_of(model, description, config.vocab_size, data, seq_len, calibrated_on(specs), "pattern", console)
@@ -168,25 +170,32 @@ def built_of(
 
 
 def named_lines(
-    specs: Sequence[tuple[str | None, PatternSpec]], candidates: Candidates, model: SparseModel
+    specs: Sequence[tuple[str | None, PatternSpec]],
+    retentions: Sequence[Fraction],
+    selections: Sequence[Selection],
+    model: SparseModel,
 ) -> list[Line]:
-    """The lines that were asked for.
+    """The lines that were asked for; see `Candidates`.
 
     Raises:
         IndexCacheError: if a file was made for another model, or a pattern does not fit this one.
     """
+    return [
+        Line(NAMED, (name or spec.label) + suffix(selection, selections), kept, replace(pattern, selection=selection))
+        for name, spec in specs
+        for kept, pattern in spec.by_retention(model, retentions)
+        for selection in selections or (pattern.selection,)
+    ]
+
+
+def _uniform(named: Sequence[Line], model: SparseModel) -> list[Line]:
+    """Uniform patterns at all phases, of the retentions and selections of what was named."""
+    asked = [(line.retention, line.pattern.selection) for line in named if isinstance(line.pattern, Pattern)]
     lines = []
-    for name, spec in specs:
-        for kept, pattern in spec.by_retention(model, candidates.retentions):
-            for selection in candidates.selections or (pattern.selection,):
-                label = (name or spec.label) + suffix(selection, candidates.selections)
-                lines.append(Line(NAMED, label, kept, replace(pattern, selection=selection)))
-    if candidates.uniform:
-        asked = [(line.retention, line.pattern.selection) for line in lines if isinstance(line.pattern, Pattern)]
-        for share, selection in dict.fromkeys(asked):
-            if share is not None and full_layer_count(model.num_layers, share) < model.num_layers:
-                more = suffix(selection, [other for _, other in asked])
-                lines += uniform_lines(replace(model.native, selection=selection), share, more)
+    for share, selection in dict.fromkeys(asked):
+        if share is not None and full_layer_count(model.num_layers, share) < model.num_layers:
+            more = suffix(selection, [other for _, other in asked])
+            lines += uniform_lines(replace(model.native, selection=selection), share, more)
     return lines
 
 

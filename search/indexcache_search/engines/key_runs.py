@@ -18,6 +18,8 @@ from indexcache_search.hf.keys import Watcher, apply_key_plan
 from indexcache_search.key_plan import KeyPlan, Stage
 from indexcache_search.plans import Plan
 from sglang_indexcache import Pattern
+from sglang_indexcache.pattern import DENSE, FULL, SHARED
+from sglang_indexcache.selection import CHUNK, COMPRESSED_KEYS, STRIDE
 
 
 class KeyRuns:
@@ -99,7 +101,7 @@ class KeyRuns:
         Of plans for keys multiply-adds, counted in the run; of patterns pairs of a query and a key.
         """
         if isinstance(plan, Pattern):
-            return pairs_of(plan, read_tokens(data)[row], stage)
+            return pairs_of(plan, read_tokens(data)[row], None if data.prompt is None else data.prompt[row], stage)
         key = (plan, data.sha256, row, stage)
         if key not in self._work:
             self.hidden(plan, [row], data)
@@ -118,16 +120,21 @@ def in_stage(read: NDArray[np.bool_], stage: Stage) -> NDArray[np.bool_]:
     return read if stage == "reading" else ~read
 
 
-def pairs_of(pattern: Pattern, read: NDArray[np.bool_], stage: Stage) -> tuple[int, int]:
+def pairs_of(
+    pattern: Pattern, read: NDArray[np.bool_], prompt: NDArray[np.bool_] | None, stage: Stage
+) -> tuple[int, int]:
     """Pairs of a query and a key in all layers: those that a pattern of a dense model leaves, and all.
 
-    What is read attends to everything. `read` is `[tokens]`.
+    A prompt attends to everything, and so does an `F` layer that chooses by its attention; compressed keys count as
+    keys. `read` and `prompt` are `[tokens]`; without a prompt every token chooses, as if the text was written.
     """
     selection = pattern.selection
     assert selection is not None
     position = np.flatnonzero(in_stage(read, stage))
-    everything = int((position + 1).sum())
+    chooses = np.ones(len(position), bool) if prompt is None else ~prompt[position]
     chosen = (selection.pages - 1) * selection.page_tokens + position % selection.page_tokens + 1
-    few = everything if stage == "reading" else int(np.minimum(position + 1, chosen).sum())
-    dense = len(pattern.full_layers)
-    return dense * everything + (len(pattern) - dense) * few, len(pattern) * everything
+    few = np.where(chooses, np.minimum(position + 1, chosen), position + 1)
+    compressed = np.where(few <= position, np.maximum((position + 1 - CHUNK) // STRIDE + 1, 0), 0)
+    own = few + compressed if selection.score == COMPRESSED_KEYS else position + 1
+    pairs = {SHARED: few, FULL: own, DENSE: position + 1}
+    return sum(int(pairs[role].sum()) for role in pattern.roles), len(pattern) * int((position + 1).sum())
