@@ -22,7 +22,7 @@ from indexcache_search.offload import cli
 from indexcache_search.offload.advice import PAGE, CacheBytes, Machine, choosing, hisparse_config, stall_ms
 from indexcache_search.offload.counting import count_misses
 from indexcache_search.offload.residency import page_misses
-from sglang_indexcache import Pattern
+from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.steps import Steps
 from tests.conftest import (
     LAYERS,
@@ -176,7 +176,7 @@ def test_the_command_counts_predicts_and_resumes(
     assert again.exit_code == 0, again.output
     assert json.loads(again.stdout[again.stdout.index("{") :]) == result
     other = offload(*options, "--decode-steps", 9)
-    assert other.exit_code == 2 and "belongs to a search with steps 8, now it is 9" in other.output
+    assert other.exit_code == 2 and "belongs to a search with data" in other.output
 
 
 @pytest.mark.parametrize(
@@ -290,6 +290,36 @@ def test_plans_of_a_dense_model(
     again = offload(*options, "--json")
     assert again.exit_code == 0, again.output
     assert json.loads(again.stdout[again.stdout.index("{") :]) == result
+
+
+def test_the_best_plan_within_limits(dense_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    """Least KL first; then the smallest buffer that brings no more than allowed."""
+    options = ["--model", dense_folder, "--evaluation", token_file, "--seq-len", 32, "--num-sequences", 3,
+               "--decode-steps", 8, "--pattern", "FFFFFF", "--pattern", "DFSSDS", *FEW, "--buffers", "1,2,3",
+               "--steps", "none,refresh:8", "--output", tmp_path / "out", "--device", "cpu"]  # fmt: skip
+    every = offload(*options, "--json")
+    plans = json.loads(every.stdout[every.stdout.index("{") :])["plans"]
+    assert not (tmp_path / "out" / "pattern.yaml").exists()
+    pairs = [(plan, buffer) for plan in plans for buffer in plan["buffers"]]
+    pairs.sort(key=lambda pair: (pair[0]["kl"]["mean"], pair[1]["device_bytes"]))
+    for limit in sorted(buffer["bytes_a_step"] for _, buffer in pairs):
+        done = offload(*options, "--max-transfer", limit / 1e6 * (1 + 1e-12), "--json")
+        assert done.exit_code == 0, done.output
+        choice = json.loads(done.stdout[done.stdout.index("{") :])["choice"]
+        plan, buffer = next(pair for pair in pairs if pair[1]["bytes_a_step"] <= limit)
+        assert choice == {"name": plan["name"], "buffer": buffer}
+        file = PatternFile.load(tmp_path / "out" / "pattern.yaml")
+        assert file.pattern == plan["pattern"] and file.selection is not None
+        assert file.selection.buffer_pages == buffer["size"] // 4
+        assert str(replace(file.selection, buffer_pages=None)) == plan["selection"]
+    small = min(buffer["device_bytes"] for _, buffer in pairs)
+    done = offload(*options, "--max-device-gb", small / 1e9)
+    assert done.exit_code == 0 and "least KL within the limits: letters" in done.output
+    assert "pattern.yaml" in done.output and "Least KL within" in (tmp_path / "out" / "offload.html").read_text()
+    none = offload(*options, "--max-device-gb", small / 1.001e9)
+    assert none.exit_code == 1 and "nothing is within the limits; the least that a step brings is" in none.output
+    wrong = offload(*options, "--max-transfer", "nan")
+    assert wrong.exit_code == 2 and "--max-transfer is nan, expected a number of at least 0" in wrong.output
 
 
 @pytest.mark.parametrize(

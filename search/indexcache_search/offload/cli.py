@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,6 +16,9 @@ from indexcache_search import selection_flags as flags
 from indexcache_search.cli import FIRST_CHOICE, errors_in_one_line
 from indexcache_search.errors import SearchError
 from sglang_indexcache.spec import GRAMMAR
+
+if TYPE_CHECKING:
+    from indexcache_search.offload.result import Limits
 
 EPILOG = """
 Examples:
@@ -35,7 +38,8 @@ Examples:
       A dense model: what policies lose, and what they bring.
 
 \b
-Exit codes: 0 done, 2 bad input, 70 a bug of ours, 130 interrupted.
+Exit codes: 0 done, 1 nothing is within --max-transfer or --max-device-gb, 2 bad input, 70 a bug of ours,
+130 interrupted.
 """
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -87,7 +91,14 @@ def offload(
     context: Annotated[
         int | None, typer.Option(help="Tokens of a served request. Default: those of a sequence.", min=1)
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for offload.json and offload.html.")] = Path(
+    max_transfer: Annotated[
+        float | None,
+        typer.Option(help="MB that a step may bring for a request: writes the best of the plans as pattern.yaml."),
+    ] = None,
+    max_device_gb: Annotated[
+        float | None, typer.Option(help="GB that a request may hold on the device; likewise.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for offload.json, offload.html and pattern.yaml.")] = Path(
         "indexcache-offload"
     ),
     restart: Annotated[bool, typer.Option("--restart", help="Discard the journal and start afresh.")] = False,
@@ -132,6 +143,7 @@ def offload(
             steps=decode_steps,
             buffers=_sizes(buffers),
             kv_dtype=kv_dtype,  # type: ignore[arg-type]  # one of these two
+            limits=_limits(max_transfer, max_device_gb),
         )
         served = Served(bandwidth_gbs=bandwidth, step_ms=step_ms, batch=batch, memory_gb=memory_gb, context=context)
         runtime = Runtime(
@@ -140,11 +152,36 @@ def offload(
         found = run(model or str(demo.MODEL), asked, served, runtime, output, restart, console)
     if json_:
         sys.stdout.write(json.dumps(found.as_json(), indent=1) + "\n")
-        return
+        raise typer.Exit(int(found.limits is not None and found.choice is None))
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     for plan in found.plans:
         out.print(result.terminal_table(plan))
-    out.print(f"Wrote {output / 'offload.json'}, {output / 'offload.html'}", soft_wrap=True, markup=False)
+    names = ["offload.json", "offload.html", *(["pattern.yaml"] if found.choice else [])]
+    said = result.sentence(found)
+    if said is not None:
+        out.print(said, soft_wrap=True, markup=False)
+    out.print(f"Wrote {', '.join(str(output / name) for name in names)}", soft_wrap=True, markup=False)
+    if found.limits is not None and found.choice is None:
+        raise typer.Exit(1)
+
+
+def _limits(max_transfer: float | None, max_device_gb: float | None) -> Limits | None:
+    """What the flags say.
+
+    Raises:
+        SearchError: if a number is none.
+    """
+    from indexcache_search.offload.result import Limits
+
+    if max_transfer is None and max_device_gb is None:
+        return None
+    for name, value in (("--max-transfer", max_transfer), ("--max-device-gb", max_device_gb)):
+        if value is not None and not 0 <= value < math.inf:
+            raise SearchError(f"{name} is {value}, expected a number of at least 0")
+    return Limits(
+        bytes_a_step=None if max_transfer is None else max_transfer * 1e6,
+        device_bytes=None if max_device_gb is None else max_device_gb * 1e9,
+    )
 
 
 def _sizes(text: str) -> tuple[float, ...]:

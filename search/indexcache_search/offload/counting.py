@@ -31,7 +31,7 @@ def count_misses(
     Args:
         engine: runs the model.
         data: sequences, longer than what a query selects by more than `steps`; of dense models the rest is a prompt.
-        journal: remembers what was counted; its identity names the steps.
+        journal: remembers what was counted; its identity names the data, in which these alone are scored.
         pattern: who chooses.
         sizes: of buffers, in tokens a layer and request, or of dense models in pages.
         steps: decode steps.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -83,12 +84,28 @@ class PlanTraffic(_Section):
     buffers: list[Buffer]
 
 
+class Limits(_Section):
+    """What a plan may bring in a step, and hold on the device, in bytes; `None` for no limit."""
+
+    bytes_a_step: float | None
+    device_bytes: float | None
+
+
+class Choice(_Section):
+    """The plan of least KL within the limits, and the smallest of its buffers that is within them."""
+
+    name: str
+    buffer: Buffer
+
+
 class OffloadResult(_Section):
     """Everything that was counted and predicted.
 
     Attributes:
         steps: decode steps of each sequence.
         bandwidth_gbs: from host memory to the device, and how it is known.
+        limits: what was asked for, if anything was.
+        choice: what is best within them, if anything is.
     """
 
     schema_: str = Field(alias="schema")
@@ -103,9 +120,37 @@ class OffloadResult(_Section):
     bandwidth_from: str | None
     step_ms: float | None
     plans: list[PlanTraffic]
+    limits: Limits | None
+    choice: Choice | None
 
     def as_json(self) -> dict[str, Any]:
         return self.model_dump(by_alias=True, mode="json")
+
+
+def best(plans: Sequence[PlanTraffic], limits: Limits) -> Choice | None:
+    """Of the plans that are offloaded, the one of least KL that has a buffer within `limits`, and its smallest such."""
+    most, room = limits.bytes_a_step, limits.device_bytes
+    within = [
+        (plan.kl.mean, buffer.device_bytes, Choice(name=plan.name, buffer=buffer))
+        for plan in plans
+        for buffer in plan.buffers
+        if (most is None or buffer.bytes_a_step <= most) and (room is None or buffer.device_bytes <= room)
+    ]
+    return min(within, key=lambda item: item[:2])[2] if within else None
+
+
+def sentence(result: OffloadResult) -> str | None:
+    """What is best within the limits, for people; `None` where nobody asked."""
+    if result.limits is None:
+        return None
+    if result.choice is None:
+        least = min((b.bytes_a_step for plan in result.plans for b in plan.buffers), default=0.0)
+        return f"nothing is within the limits; the least that a step brings is {least / 1e6:.3f} MB"
+    name, buffer = result.choice.name, result.choice.buffer
+    return (
+        f"least KL within the limits: {name}, buffer {buffer.times:g}x: {buffer.bytes_a_step / 1e6:.3f} MB a step,"
+        f" {buffer.device_bytes / 1e9:.3f} GB a request"
+    )
 
 
 COLUMNS = ("buffer", "tokens", "exposed", "hidden", "MB a step", "GB a request", "stall ms", "step ms", "requests")
@@ -154,5 +199,7 @@ def write(result: OffloadResult, folder: Path) -> None:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     plans = [(plan, heading(plan), [cells(buffer) for buffer in plan.buffers]) for plan in result.plans]
-    page = template.render(result=result, plans=plans, columns=COLUMNS, figure=misses_figure(result.plans))
+    page = template.render(
+        result=result, plans=plans, columns=COLUMNS, sentence=sentence(result), figure=misses_figure(result.plans)
+    )
     write_atomically(folder / "offload.html", page)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+import sglang_indexcache
 from indexcache_search import estimates
 from indexcache_search.compare.run import Runtime
 from indexcache_search.data.packing import TokenReader, held_out_set
@@ -29,11 +30,12 @@ from indexcache_search.offload import result
 from indexcache_search.offload.advice import CacheBytes, KvDtype, Machine, choosing, hisparse_config, stall_ms
 from indexcache_search.offload.bandwidth import measured_bandwidth
 from indexcache_search.offload.counting import count_misses
-from indexcache_search.offload.result import Buffer, OffloadResult, PlanTraffic
+from indexcache_search.offload.result import Buffer, Choice, Limits, OffloadResult, PlanTraffic
 from indexcache_search.selection_flags import suffix
-from sglang_indexcache import Pattern, SparseModel
+from sglang_indexcache import Pattern, PatternFile, SparseModel
 from sglang_indexcache.families import family_of
 from sglang_indexcache.pattern import DENSE, FULL
+from sglang_indexcache.pattern_file import ModelSection
 from sglang_indexcache.selection import DEFAULT, Selection
 from sglang_indexcache.spec import PatternSpec, split_name
 
@@ -54,6 +56,7 @@ class Asked:
         steps: last tokens of each that count as decoded.
         buffers: sizes, in units of what a query selects.
         kv_dtype: of the cache that is served.
+        limits: what the plan that is written may cost; `None` writes none.
     """
 
     patterns: tuple[str, ...]
@@ -64,6 +67,7 @@ class Asked:
     steps: int
     buffers: tuple[float, ...]
     kv_dtype: KvDtype
+    limits: Limits | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +84,7 @@ class Served:
 def run(
     model: str, asked: Asked, served: Served, runtime: Runtime, output: Path, restart: bool, console: Console
 ) -> OffloadResult:
-    """Count what decoding would bring from host memory, and write offload.json and offload.html.
+    """Count what decoding would bring from host memory; write offload.json, offload.html and maybe pattern.yaml.
 
     Raises:
         IndexCacheError: if something asked for can't be done.
@@ -124,7 +128,7 @@ def run(
         memory=None if served.memory_gb is None else served.memory_gb * 1e9,
         context=served.context or seq_len,
     )
-    identity = {**engine_identity(engine), "steps": asked.steps, "data": data.sha256}
+    identity = {**engine_identity(engine), "data": data.sha256}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     plans = []
     with (
@@ -148,9 +152,29 @@ def run(
         bandwidth_from=known_from,
         step_ms=machine.step_ms,
         plans=plans,
+        limits=asked.limits,
+        choice=None if asked.limits is None else result.best(plans, asked.limits),
     )
     result.write(found, output)
+    if found.choice is not None:
+        _file(dict(named)[found.choice.name], found.choice, description, engine).save(output / "pattern.yaml")
     return found
+
+
+def _file(pattern: Pattern, choice: Choice, model: SparseModel, engine: TransformersEngine) -> PatternFile:
+    """The pattern file of what was chosen; of dense models with the size of its buffer."""
+    selection = pattern.selection
+    if selection is not None:
+        selection = replace(selection, buffer_pages=choice.buffer.size // selection.page_tokens)
+    return PatternFile(
+        schema="indexcache/v1",
+        model=ModelSection.of(model),
+        selection=selection,
+        pattern=pattern.roles,
+        retention=pattern.retention,
+        versions={"sglang_indexcache": sglang_indexcache.__version__, "engine": engine.name},
+        created=today()["created"],
+    )
 
 
 def _named(
