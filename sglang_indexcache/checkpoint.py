@@ -21,6 +21,7 @@ _INDEX_FILE = "model.safetensors.index.json"
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100 << 20
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
+_EVICTION_HEADS = "eviction_heads"  # a folder in that of a dense model, see indexcache-distill --train eviction
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
 _HASHED_WHOLE = 256 << 20
 _BLOCK, _SAMPLE = 1 << 20, 4 << 10
@@ -124,7 +125,9 @@ def weights_digest(model: str) -> str:
     if not folder.is_dir():
         commit = _from_hub(model, "config.json").parent.name
         return hashlib.sha256(f"{model}@{commit}".encode()).hexdigest()
-    files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHT_ENDINGS and path.is_file())
+    places = [folder, *(place for place in (folder / _EVICTION_HEADS,) if place.is_dir())]
+    found = (path for place in places for path in place.iterdir())
+    files = sorted(path for path in found if path.suffix in _WEIGHT_ENDINGS and path.is_file())
     digest = hashlib.sha256()
     try:
         everything = sum(path.stat().st_size for path in files) <= _HASHED_WHOLE

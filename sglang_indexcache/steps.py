@@ -12,9 +12,10 @@ from sglang_indexcache.errors import PatternError
 
 StepPolicy = Literal["none", "ema", "bounded", "refresh", "nosa"]
 POLICIES: tuple[StepPolicy, ...] = get_args(StepPolicy)
+Importance = Literal["heads"]
 _NUMBERS = {"ema": "beta", "bounded": "swaps", "refresh": "every", "nosa": "query_pages"}
 _MOST = 65536
-GRAMMAR = "none, ema:BETA, bounded:SWAPS, refresh:EVERY or nosa:QUERY_PAGES"
+GRAMMAR = "none, ema:BETA, bounded:SWAPS, refresh:EVERY, nosa:QUERY_PAGES or nosa:QUERY_PAGES:heads"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +30,10 @@ class Steps:
     | `ema` | `beta` | the best by scores averaged over steps: beta x the average + (1 - beta) x the step's own |
     | `bounded` | `swaps` | what was chosen before, of which at most so many are traded for better ones |
     | `refresh` | `every` | what was chosen before, until after so many steps all are chosen anew |
-    | `nosa` | `query_pages` | so many by the step's own scores, the rest by what no query changes: the norm of values |
+    | `nosa` | `query_pages` | so many by the step's own scores, the rest by an importance that no query changes |
 
     The last is the split of NOSA (arXiv 2510.13602, equation 7): of k chosen pages at least k - `query_pages` are those
-    of the step before (its Theorem 2).
+    of the step before (its Theorem 2). `importance` is the norm of values, or what trained eviction heads say.
 
     Raises:
         PatternError: if a policy is not one of these, or has another number than its own.
@@ -45,6 +46,9 @@ class Steps:
     swaps: Annotated[int | None, Field(strict=True, ge=1, le=_MOST, description="of bounded, pages a step")] = None
     every: Annotated[int | None, Field(strict=True, ge=2, le=_MOST, description="of refresh, steps")] = None
     query_pages: Annotated[int | None, Field(strict=True, ge=1, le=_MOST, description="of nosa, pages a step")] = None
+    importance: Annotated[
+        Importance | None, Field(description="of nosa: trained eviction heads instead of norms of values")
+    ] = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -55,6 +59,10 @@ class Steps:
             if (value is None) == (name == own):
                 expected = "a number" if name == own else "none"
                 raise PatternError(f"steps: {name} of policy {self.policy} is {value!r}, expected {expected}")
+        if self.importance is not None and (self.importance != "heads" or self.policy != "nosa"):
+            raise PatternError(
+                f"steps: importance of {self.policy} is {self.importance!r}, expected heads, of nosa, or none"
+            )
         if self.policy == "ema":
             if type(self.beta) is not float or not 0 < self.beta < 1 or not math.isfinite(self.beta):
                 raise PatternError(f"steps: beta is {self.beta!r}, expected a decimal between 0 and 1")
@@ -65,7 +73,10 @@ class Steps:
 
     def __str__(self) -> str:
         """All of it in one word, as on a command line: `ema:0.9`."""
-        return self.policy if self.policy == "none" else f"{self.policy}:{getattr(self, _NUMBERS[self.policy])!r}"
+        if self.policy == "none":
+            return self.policy
+        heads = "" if self.importance is None else f":{self.importance}"
+        return f"{self.policy}:{getattr(self, _NUMBERS[self.policy])!r}{heads}"
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -74,7 +85,8 @@ class Steps:
         Raises:
             PatternError: if it is something else.
         """
-        policy, _, number = text.partition(":")
+        policy, _, rest = text.partition(":")
+        number, _, importance = rest.partition(":")
         wrong = PatternError(f"steps are {text[:40]!r}, expected {GRAMMAR}")
         if policy not in POLICIES:
             raise wrong
@@ -83,7 +95,7 @@ class Steps:
             numbers = {} if name is None else {name: float(number) if name == "beta" else int(number)}
         except ValueError:
             raise wrong from None
-        steps = cls(policy=policy, **numbers)  # type: ignore[arg-type]
+        steps = cls(policy=policy, importance=importance or None, **numbers)  # type: ignore[arg-type]
         if str(steps) != text:
             raise wrong
         return steps

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache
 
-from indexcache_search.hf.choosing import Chooser, compressed_scores, importance, token_max_scores
+from indexcache_search.hf.choosing import Chooser, compressed_scores, importance, token_max_scores, value_norm
 from indexcache_search.hf.pages import apply_page_roles, attention_in_blocks
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.errors import PatternError, PatternFileError, SpellingError
@@ -177,11 +177,11 @@ def test_scores_of_compressed_keys_are_the_definition(page_tokens: int) -> None:
 def test_importance_is_of_whole_pages() -> None:
     value = torch.randn(1, 2, 150, 8, generator=torch.Generator().manual_seed(4))
     norm = value.transpose(1, 2).flatten(2).norm(dim=-1)[0]
-    found = importance(value, replace(KEYS, page_tokens=64))[0]
+    found = importance(value_norm(value), replace(KEYS, page_tokens=64))[0]
     expected = [max(float(norm[page * 64 + at : page * 64 + at + 32].mean()) for at in (0, 16, 32)) for page in (0, 1)]
     torch.testing.assert_close(found, torch.tensor([*expected, 0.0]))
-    padded = importance(value, replace(KEYS, page_tokens=64), torch.tensor([22]))
-    assert torch.equal(padded, importance(value[:, :, 22:], replace(KEYS, page_tokens=64)))
+    padded = importance(value_norm(value), replace(KEYS, page_tokens=64), torch.tensor([22]))
+    assert torch.equal(padded, importance(value_norm(value[:, :, 22:]), replace(KEYS, page_tokens=64)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

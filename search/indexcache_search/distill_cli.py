@@ -5,21 +5,28 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
 from indexcache_search import demo
+from indexcache_search import selection_flags as flags
 from indexcache_search.cli import FIRST_CHOICE, errors_in_one_line
 from indexcache_search.distill.settings import Loss, Schedule
 from indexcache_search.errors import SearchError
+from sglang_indexcache.pattern import FULL
 from sglang_indexcache.spec import GRAMMAR, PatternSpec
+from sglang_indexcache.steps import Steps
 
+BiasUse = Literal["always", "training"]
 SharedIndexers = Literal["auto", "drop", "keep"]
+Trained = Literal["indexers", "eviction"]
+NOT_FOR_HEADS = ("loss", "warmup_steps", "warmup_lr", "indexer_lr", "memory_check", "shared_indexers")
+FOR_HEADS = ("heads_lr", "body", "bias", "query_pages", "pages", "page_tokens", "recent_pages", "sink_pages")
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,7 @@ class Defaults:
 
 
 DEMO = Defaults(20, 40, 1e-3, 2e-4, 4, 512, 64, 24)
+HEADS = Defaults(0, 200, num_sequences=1600, batch_size=8)
 
 EPILOG = """
 Examples:
@@ -54,6 +62,10 @@ Examples:
       Eight GPUs: weights, gradients and optimizer are sharded with FSDP2.
 
 \b
+  indexcache-distill --train eviction --model Qwen/Qwen3-0.6B --training sft.jsonl --seq-len 8192 --pages 32
+      A dense model: NOSA's eviction heads, which say what a cache may leave in host memory (docs/offload.md).
+
+\b
   python -m sglang_indexcache.launch_server --model-path OUTPUT/model --indexcache-pattern OUTPUT/pattern.yaml
       Serve what came out.
 
@@ -68,11 +80,15 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 def distill(
-    model: Annotated[str | None, typer.Option(help="Folder or hub id of a DSA model. Default: the demo model.")] = None,
+    context: typer.Context,
+    train: Annotated[
+        Trained, typer.Option(help="indexers: of DSA models. eviction: NOSA's eviction heads, of dense models.")
+    ] = "indexers",
+    model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. Default: the demo model.")] = None,
     pattern: Annotated[
-        str,  # the flag is spelt out since typer 0.27 takes a metavar that is the name for it
-        typer.Option("--pattern", help=f"{GRAMMAR}.", metavar="PATTERN"),
-    ] = "uniform@1/4",
+        str | None,  # the flag is spelt out since typer 0.27 takes a metavar that is the name for it
+        typer.Option("--pattern", help=f"{GRAMMAR}. Default: uniform@1/4; of eviction heads all F.", metavar="PATTERN"),
+    ] = None,
     training: Annotated[
         list[str] | None, typer.Option(help="Training source: file, folder, hub id; repeatable.", metavar="SOURCE")
     ] = None,
@@ -108,6 +124,30 @@ def distill(
     lr: Annotated[
         float | None, typer.Option(help="Peak learning rate of the body in the sparse stage. Default: 7.3e-6.", min=0)
     ] = None,
+    heads_lr: Annotated[float, typer.Option(help="eviction: peak learning rate of the heads.", min=0)] = 1e-2,
+    body: Annotated[
+        bool,
+        typer.Option(
+            "--body/--no-body",
+            help="eviction: train the model, too, by its own loss; else heads alone, by the divergence from it.",
+        ),
+    ] = False,
+    bias: Annotated[
+        BiasUse,
+        typer.Option(
+            help="eviction: always: added to the products wherever pages are chosen (ED-DMA). training: for the heads'"
+            " gradients alone (S-DMA)."
+        ),
+    ] = "always",
+    query_pages: Annotated[
+        int, typer.Option(help="eviction: pages that a query chooses; the heads choose the others.", min=1)
+    ] = 8,
+    pages: Annotated[int | None, typer.Option(help=f"eviction: {flags.PAGES}. Default: 64.", min=2)] = None,
+    page_tokens: Annotated[int | None, typer.Option(help="eviction: tokens of a page. Default: 64.")] = None,
+    recent_pages: Annotated[
+        int | None, typer.Option(help="eviction: newest pages, always attended to. Default: one in 4.")
+    ] = None,
+    sink_pages: Annotated[int | None, typer.Option(help="eviction: first pages, likewise. Default: 1.")] = None,
     schedule: Annotated[
         Schedule, typer.Option(help="cosine: to a tenth. wsd: stays, and falls to 0 over the last fifth.")
     ] = "cosine",
@@ -151,7 +191,7 @@ def distill(
     """Train a DSA model for a pattern, so that each remaining indexer serves all the layers that reuse it.
 
     Training-aware IndexCache (paper, Section 3.2). Writes model/, pattern.yaml, log.jsonl, curves.svg and
-    metrics.json.
+    metrics.json. --train eviction trains NOSA's eviction heads of a dense model instead (arXiv 2510.13602).
     """
     console = Console(stderr=True, highlight=False, quiet=os.environ.get("RANK", "0") != "0")
     is_demo = model is None
@@ -159,35 +199,45 @@ def distill(
         for package in ("psutil", "torch", "transformers"):
             if find_spec(package) is None:
                 raise SearchError(f"{package} is not installed; expected: pip install 'sglang-indexcache[distill]'")
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        given = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+        foreign = [name for name in (FOR_HEADS if train == "indexers" else NOT_FOR_HEADS) if name in given]
+        if foreign:
+            raise SearchError(f"--{foreign[0].replace('_', '-')} does not go with --train {train}")
         from indexcache_search.distill.result import terminal_table
         from indexcache_search.distill.run import run
         from indexcache_search.distill.settings import Data, Runtime, Settings
         from indexcache_search.hf.loading import describe_model
         from indexcache_search.training.settings import Folders, Intervals
 
+        if is_demo and train == "eviction":
+            raise SearchError("--train eviction needs the --model of a dense model")
         if is_demo and training is None:
             training, evaluation = list(demo.CALIBRATION), evaluation or list(demo.EVALUATION)
         if not training:
             raise SearchError("--training is missing, expected a file, folder or hub id with text")
         name = model or str(demo.MODEL)
+        selection = None
+        if train == "eviction":
+            [plain] = flags.selections_of(
+                pages="" if pages is None else str(pages),
+                page_tokens=page_tokens,
+                recent_pages=recent_pages,
+                sink_pages=sink_pages,
+                score="compressed_keys",
+            )
+            nosa = Steps(policy="nosa", query_pages=query_pages, importance="heads")
+            selection = replace(plain, steps=nosa)
         description = describe_model(name)
-        defaults = DEMO if is_demo else Defaults()
-        settings = Settings(
-            pattern=PatternSpec.read(pattern).pattern(description),
-            loss=loss,
-            warmup_steps=defaults.warmup_steps if warmup_steps is None else warmup_steps,
-            sparse_steps=defaults.steps if steps is None else steps,
-            warmup_lr=warmup_lr,
-            indexer_lr=defaults.indexer_lr if indexer_lr is None else indexer_lr,
-            lr=defaults.lr if lr is None else lr,
-            schedule=schedule,
-            ramp_steps=ramp_steps,
-            batch_size=batch_size or defaults.batch_size,
-            micro_batch_size=micro_batch_size,
-            weight_decay=weight_decay,
-            max_norm=max_norm,
-            seed=seed,
-        )
+        if selection is not None and description.native.selection is None:
+            raise SearchError(f"--train eviction is for dense models; {description.name} has indexers that choose")
+        description = describe_model(name, selection)
+        defaults = HEADS if train == "eviction" else DEMO if is_demo else Defaults()
+        if selection is None:
+            chosen = PatternSpec.read(pattern or "uniform@1/4").pattern(description)
+        else:
+            letters = pattern or FULL * description.num_layers
+            chosen = replace(PatternSpec.read(letters, selection).pattern(description), selection=selection)
         data = Data(
             training=tuple(training),
             evaluation=tuple(evaluation or training),
@@ -206,13 +256,44 @@ def distill(
             tensorboard=tensorboard,
         )
         folder = output or Path(f"indexcache-distilled-{'demo' if is_demo else Path(name).name}")
-        result = run(name, data, settings, runtime, Folders(folder, restart), console)
+        common: dict[str, Any] = {
+            "pattern": chosen,
+            "lr": defaults.lr if lr is None else lr,
+            "schedule": schedule,
+            "ramp_steps": ramp_steps,
+            "batch_size": batch_size or defaults.batch_size,
+            "micro_batch_size": micro_batch_size,
+            "weight_decay": weight_decay,
+            "max_norm": max_norm,
+            "seed": seed,
+        }
+        number = defaults.steps if steps is None else steps
+        folders = Folders(folder, restart)
+        if train == "eviction":
+            from indexcache_search.eviction import run as eviction
+            from indexcache_search.eviction.settings import EvictionSettings
+
+            heads = EvictionSettings(use=bias, body=body, steps=number, heads_lr=heads_lr, **common)
+            result = eviction.run(name, data, heads, runtime, folders, console)
+            table = eviction.terminal_table
+        else:
+            settings = Settings(
+                loss=loss,
+                warmup_steps=defaults.warmup_steps if warmup_steps is None else warmup_steps,
+                sparse_steps=number,
+                warmup_lr=warmup_lr,
+                indexer_lr=defaults.indexer_lr if indexer_lr is None else indexer_lr,
+                **common,
+            )
+            result = run(name, data, settings, runtime, folders, console)
+            table = terminal_table
     if not result:
         return  # another process speaks
     if json_:
         sys.stdout.write(json.dumps(result, indent=1) + "\n")
         return
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    out.print(terminal_table(result))
-    names = [folder / name for name in ("model", "pattern.yaml", "curves.svg", "metrics.json", "log.jsonl")]
-    out.print(f"Wrote {', '.join(map(str, names))}", soft_wrap=True)
+    out.print(table(result))
+    names = ("model", "pattern.yaml", "curves.svg", "metrics.json", "log.jsonl")
+    written = [str(folder / name) for name in names if (folder / name).exists()]
+    out.print(f"Wrote {', '.join(written)}", soft_wrap=True)

@@ -10,7 +10,7 @@ from rich.console import Console
 from indexcache_search.progress import bar
 from indexcache_search.training.loop import Watch
 
-_NAMES = {"warmup": "dense warm-up", "sparse": "sparse training"}
+_NAMES = {"warmup": "dense warm-up", "sparse": "sparse training", "eviction": "eviction heads"}
 
 
 class TrainingProgress:
@@ -52,6 +52,7 @@ class TrainingProgress:
         else:
             text = f"step {record['step']:>5}/{self._steps} {_NAMES[record['stage']]}: "
             text += f"loss {record['loss']:.4f}, " if "loss" in record else ""
-            text += f"KL {record['kl']:.4f}, {record['seconds']:.1f} s"
+            text += f"KL {record['kl']:.4f}, " if "kl" in record else ""
+            text += f"{record['seconds']:.1f} s"
             text += f", {record['peak_gb']:.1f} GB" if "peak_gb" in record else ""
         self._progress.console.print(text)

@@ -18,6 +18,16 @@ COSINE_FLOOR = 0.1  # of the peak, at the end
 WSD_DECAY = 0.2  # of a stage's steps
 
 
+def rate(schedule: Schedule, ramp_steps: int, done: int, total: int) -> float:
+    """What peak learning rates are multiplied with when `done` of `total` steps are done."""
+    ramp = min(1.0, (done + 1) / max(1, min(ramp_steps, total)))
+    if schedule == "constant":
+        return ramp
+    if schedule == "wsd":
+        return ramp * min(1.0, (total - done) / max(1.0, total * WSD_DECAY))
+    return ramp * (COSINE_FLOOR + (1 - COSINE_FLOOR) * 0.5 * (1 + math.cos(math.pi * done / total)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What the trained weights depend on, beside model and data.
@@ -84,13 +94,7 @@ class Settings:
     def rate(self, step: int) -> float:
         """What the peak learning rates are multiplied with at a step, counted from 0; each stage has its own curve."""
         first, end = self.range(self.stage(step))
-        done, total = step - first, end - first
-        ramp = min(1.0, (done + 1) / max(1, min(self.ramp_steps, total)))
-        if self.schedule == "constant":
-            return ramp
-        if self.schedule == "wsd":
-            return ramp * min(1.0, (total - done) / max(1.0, total * WSD_DECAY))
-        return ramp * (COSINE_FLOOR + (1 - COSINE_FLOOR) * 0.5 * (1 + math.cos(math.pi * done / total)))
+        return rate(self.schedule, self.ramp_steps, step - first, end - first)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "pattern": self.pattern.roles}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from indexcache_search.hf.device import (
     resolve_attention,
     target_device,
 )
+from indexcache_search.hf.eviction import attach_saved
 from indexcache_search.hf.loading import describe_model, load_model
 from indexcache_search.hf.roles import apply_roles
 from indexcache_search.key_plan import KeyPlan
@@ -125,6 +127,7 @@ class TransformersEngine:
                 )
             resolved = "naive"
         loaded = load_model(model, description, DTYPES[dtype]).eval().to(target)
+        attach_saved(loaded, Path(model))
         if target.type == "cpu":  # where sdpa has no fused kernel for these heads, and takes a sixth longer
             loaded.set_attn_implementation("eager")
         return cls(loaded, description, batch_size, prefix_cache_gb, resolved, weights_digest(model))

@@ -9,8 +9,6 @@ from torch import Tensor
 from sglang_indexcache.selection import CHUNK, STRIDE, Selection
 from sglang_indexcache.steps import NO_MEMORY
 
-_NEVER = -1.0  # scores are sums of shares, or norms
-
 
 def token_max_scores(weights: Tensor, selection: Selection, starts: Tensor | None = None) -> Tensor:
     """`[batch, queries, pages]`: the sum over a page's tokens of the largest share that a head gives each.
@@ -70,19 +68,22 @@ def compressed_scores(
     return padded.unfold(3, inside + 1, inside).amax(-1).sum(1)
 
 
-def importance(value: Tensor, selection: Selection, starts: Tensor | None = None) -> Tensor:
-    """`[batch, pages]`: what no query changes: the largest mean norm of the values of 32 tokens inside a page.
+def value_norm(value: Tensor) -> Tensor:
+    """`[batch, keys]`: how long each token's values `[batch, key_heads, keys, dim]` are, all heads as one vector."""
+    return value.float().square().sum((1, 3)).sqrt()
 
-    0 for a page that is not whole. `value` is `[batch, key_heads, keys, dim]`; all heads are one long value. `starts`
-    as for `token_max_scores`.
+
+def importance(tokens: Tensor, selection: Selection, starts: Tensor | None = None) -> Tensor:
+    """`[batch, pages]`: what no query changes: the largest mean of 32 tokens inside a page (NOSA, equations 5 and 6).
+
+    0 for a page that is not whole. `tokens` is `[batch, keys]`; `starts` as for `token_max_scores`.
     """
     if starts is not None:
-        rows = [importance(value[[row], :, start:], selection) for row, start in enumerate(starts.tolist())]
+        rows = [importance(tokens[[row], start:], selection) for row, start in enumerate(starts.tolist())]
         most = max(found.shape[1] for found in rows)
         return torch.cat([F.pad(found, (0, most - found.shape[1])) for found in rows])
-    norm = value.float().square().sum((1, 3)).sqrt()  # [batch, keys]
-    pages, whole = -(-norm.shape[1] // selection.page_tokens), norm.shape[1] // selection.page_tokens
-    inside = norm[:, : whole * selection.page_tokens].view(len(norm), whole, selection.page_tokens)
+    pages, whole = -(-tokens.shape[1] // selection.page_tokens), tokens.shape[1] // selection.page_tokens
+    inside = tokens[:, : whole * selection.page_tokens].view(len(tokens), whole, selection.page_tokens)
     found = inside.unfold(2, CHUNK, STRIDE).mean(-1).amax(-1)
     return F.pad(found, (0, pages - whole))
 
@@ -129,12 +130,18 @@ class Chooser:
         always = (number >= live - selection.recent_pages) & (number < live) | (number < selection.sink_pages)
         open_ = (number < live - selection.recent_pages) & (number >= selection.sink_pages)
         everything = (live <= selection.pages) if prompt is None else (live <= selection.pages) | prompt[..., None]
-        if selection.steps == NO_MEMORY:
+        steps = selection.steps
+        if steps == NO_MEMORY:
             return always | _best(scores, open_, self._wanted) | everything
+        if steps.policy == "nosa":
+            assert importance is not None and steps.query_pages is not None
+            asked = _best(scores, open_, steps.query_pages)
+            settled = importance[:, None, : scores.shape[2]].expand(scores.shape)
+            return always | asked | _best(settled, open_ & ~asked, self._wanted - steps.query_pages) | everything
         open_ = open_.expand(scores.shape)
         always, everything = always.expand(scores.shape), everything.expand(*scores.shape[:2], 1)
         rows = [
-            self._remembering(scores[:, row], open_[:, row], always[:, row], everything[:, row, 0], importance)
+            self._remembering(scores[:, row], open_[:, row], always[:, row], everything[:, row, 0])
             for row in range(scores.shape[1])
         ]
         return torch.stack(rows, 1)
@@ -143,9 +150,7 @@ class Chooser:
     def _wanted(self) -> int:
         return self._selection.pages - self._selection.recent_pages - self._selection.sink_pages
 
-    def _remembering(
-        self, scores: Tensor, open_: Tensor, always: Tensor, everything: Tensor, importance: Tensor | None
-    ) -> Tensor:
+    def _remembering(self, scores: Tensor, open_: Tensor, always: Tensor, everything: Tensor) -> Tensor:
         """One step: `[batch, pages]`; `everything` is `[batch]`."""
         if bool(everything.all()):
             self._steps = None
@@ -159,11 +164,6 @@ class Chooser:
             seen = torch.where(open_ | always, scores, 0.0)
             self._average = torch.where(fresh, seen, policy.beta * self._average + (1 - policy.beta) * seen)
             best = _best(self._average, open_, self._wanted)
-        elif policy.policy == "nosa":
-            assert importance is not None and policy.query_pages is not None
-            asked = _best(scores, open_, policy.query_pages)
-            settled = importance[:, : scores.shape[1]]
-            best = asked | _best(settled, open_ & ~asked, self._wanted - policy.query_pages)
         else:
             anew = _best(scores, open_, self._wanted)
             if policy.policy == "refresh":
@@ -203,7 +203,7 @@ class Chooser:
 def _best(scores: Tensor, open_: Tensor, wanted: int) -> Tensor:
     """The `wanted` best of the open pages, or all of them; of equals the lower page. Shapes `[..., pages]`."""
     open_ = open_.expand(scores.shape)
-    ranked = scores.masked_fill(~open_, _NEVER).sort(dim=-1, descending=True, stable=True).indices
+    ranked = scores.masked_fill(~open_, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
     return torch.zeros_like(open_).scatter_(-1, ranked[..., :wanted], True) & open_
 
 

@@ -21,7 +21,15 @@ from transformers.masking_utils import eager_mask
 from indexcache_kernels import sparse_attention
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.attending import attending
-from indexcache_search.hf.choosing import Chooser, compressed_scores, importance, page_of, token_max_scores
+from indexcache_search.hf.choosing import (
+    Chooser,
+    compressed_scores,
+    importance,
+    page_of,
+    token_max_scores,
+    value_norm,
+)
+from indexcache_search.hf.eviction import EvictionHeads, heads_of
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dense_gqa import sliding_window
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
@@ -47,6 +55,7 @@ class _State:
         kept: what was chosen last, `[batch, queries, pages]`.
         in_blocks: see `attention_in_blocks`.
         choosers: by layer, with what they remember of the passes before.
+        heads: the model's eviction heads, if the selection asks for them.
     """
 
     pattern: Pattern
@@ -56,6 +65,7 @@ class _State:
     watch: Watcher | None
     kept: Tensor | None
     in_blocks: bool
+    heads: EvictionHeads | None
     choosers: dict[int, Chooser] = field(default_factory=dict)
 
     @property
@@ -63,12 +73,16 @@ class _State:
         assert self.pattern.selection is not None
         return self.pattern.selection
 
+    @torch.no_grad()
     def choose(self, layer: int, scores: Tensor, first: int, offset: int, value: Tensor) -> Tensor:
         """See `Chooser.choose`; `first` is a query of this pass, which `offset` tokens stand before."""
         if layer not in self.choosers or self.choosers[layer].next != offset + first:
             self.choosers[layer] = Chooser(self.selection, self.starts)
         prompt = None if self.prompt is None else self.prompt[:, first : first + scores.shape[1]]
-        settled = importance(value, self.selection, self.starts) if self.selection.steps.policy == "nosa" else None
+        settled = None
+        if self.selection.steps.policy == "nosa":
+            tokens = value_norm(value) if self.heads is None else self.heads(layer, value).sum(1)
+            settled = importance(tokens, self.selection, self.starts)
         return self.choosers[layer].choose(scores, offset + first, prompt, settled)
 
 
@@ -119,14 +133,18 @@ def apply_page_roles(
 
     Raises:
         PatternError: if the pattern does not fit the model.
-        SearchError: if the model's layers can't take it, or there is padding where attention is in blocks.
+        SearchError: if the model's layers can't take it, it lacks the eviction heads that the selection asks for, or
+            there is padding where attention is in blocks.
         RuntimeError: if roles are already applied.
     """
     pattern.check_fits(model.config.num_hidden_layers)
     check_layers(model)
     if starts is not None and _in_blocks:
         raise SearchError("padding on the left is not known to attention in blocks, expected --attention naive")
-    state = _State(pattern, prompt, starts, observe, watch, carried, bool(_in_blocks))
+    heads = heads_of(model) if pattern.selection and pattern.selection.steps.importance == "heads" else None
+    if heads is not None and _in_blocks:
+        raise SearchError("eviction heads are not known to attention in blocks, expected --attention naive")
+    state = _State(pattern, prompt, starts, observe, watch, carried, bool(_in_blocks), heads)
     with attending(model, "indexcache_pages", _attention, eager_mask, _running, state):
         yield
 
@@ -179,7 +197,9 @@ def _attention(
         return _over_pages(state, query, key, value, scaling, output), None
     allowed = _tokens_of(state.kept, key.shape[2], state.selection, state.starts)
     masked = attention_mask.masked_fill(~allowed[:, None], torch.finfo(attention_mask.dtype).min)
-    return attend(query, key, value, masked)[0], None
+    if state.heads is None:
+        return attend(query, key, value, masked)[0], None
+    return state.heads.attend(layer, attend, query, key, value, masked), None
 
 
 def _dense(
@@ -209,7 +229,8 @@ def _by_keys(state: _State, layer: int, query: Tensor, key: Tensor, value: Tenso
     queries, keys, chosen = query.shape[2], key.shape[2], []
     for first in range(0, queries, rows):
         asked, end = query[:, :, first : first + rows], min(keys, keys - queries + first + rows)
-        scores = compressed_scores(asked, key[:, :, :end], scaling, state.selection, state.starts)
+        with torch.no_grad():
+            scores = compressed_scores(asked, key[:, :, :end], scaling, state.selection, state.starts)
         chosen.append(_whole(state, state.choose(layer, scores, first, keys - queries, value), keys))
     return torch.cat(chosen, 1)
 

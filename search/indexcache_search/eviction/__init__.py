@@ -1,0 +1,1 @@
+"""Training NOSA's eviction heads."""

@@ -1,0 +1,264 @@
+"""A whole training of eviction heads: from a dense model and data to a checkpoint that has them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from indexcache_search import estimates
+from indexcache_search.data.packing import TokenReader, build_training_sets
+from indexcache_search.data.stored import load_set, save_set
+from indexcache_search.data.tokens import TokenSet
+from indexcache_search.distill.export import local_folder
+from indexcache_search.distill.preflight import computes_in_bfloat16
+from indexcache_search.distill.progress import TrainingProgress
+from indexcache_search.distill.result import as_evaluation
+from indexcache_search.distill.settings import Data, Runtime
+from indexcache_search.errors import NonFiniteLossError, SearchError
+from indexcache_search.eviction.settings import EvictionSettings
+from indexcache_search.eviction.task import EvictionTask
+from indexcache_search.hf.device import memory_error_in_one_line
+from indexcache_search.hf.eviction import FILE, EvictionHeads, attach, heads_of
+from indexcache_search.hf.loading import (
+    check_seq_len,
+    describe_model,
+    load_model,
+    load_tokenizer,
+    read_config,
+    set_quiet,
+)
+from indexcache_search.identity import today
+from indexcache_search.training.checkpoints import Checkpoints
+from indexcache_search.training.log import TrainingLog
+from indexcache_search.training.loop import Loop
+from indexcache_search.training.processes import Processes, joined
+from indexcache_search.training.settings import Folders
+from indexcache_search.training.work import work_folder
+from sglang_indexcache import Pattern, PatternFile, SparseModel, __version__
+from sglang_indexcache.checkpoint import tokenizer_digest, weights_digest
+from sglang_indexcache.families import describe
+from sglang_indexcache.files import write_atomically
+from sglang_indexcache.pattern_file import ModelSection
+from sglang_indexcache.steps import NO_MEMORY
+
+
+def run(
+    model: str, data: Data, settings: EvictionSettings, runtime: Runtime, folders: Folders, console: Console
+) -> Mapping[str, Any]:
+    """Train eviction heads of `model`, and write model/, pattern.yaml, log.jsonl and metrics.json.
+
+    Raises:
+        IndexCacheError: if something asked for can't be done.
+        NonFiniteLossError: if a loss is NaN or infinite; the last good checkpoint stays.
+    """
+    set_quiet()
+    description, config = describe_model(model, settings.pattern.selection), read_config(model)
+    if runtime.attention == "kernels":
+        raise SearchError("--attention kernels does not train eviction heads, expected auto or naive")
+    if config.attention_dropout:
+        raise SearchError(f"{model}: attention_dropout is {config.attention_dropout}, expected 0")
+    settings.pattern.check_fits(description.num_layers)
+    check_seq_len(data.seq_len, config)
+    with joined(runtime.device == "cpu", computes_in_bfloat16(runtime)) as processes:
+        settings.check(processes.count)
+        return _run(model, description, config, data, settings, runtime, folders, console, processes)
+
+
+def _run(
+    model: str,
+    description: SparseModel,
+    config: Any,
+    data: Data,
+    settings: EvictionSettings,
+    runtime: Runtime,
+    folders: Folders,
+    console: Console,
+    processes: Processes,
+) -> Mapping[str, Any]:
+    identity = {
+        "model": description.name,
+        "config_sha256": description.config_sha256,
+        "weights_sha256": weights_digest(model),
+        "tokenizer_sha256": tokenizer_digest(model),
+        **settings.as_dict(),
+        **asdict(data),
+        "dtype": "bfloat16" if processes.bfloat16 else "float32",
+    }
+    with work_folder(folders, identity, processes):
+        train, held_out = _sets(model, description, config, data, settings, folders)
+        checkpoints = Checkpoints(folders.work / "checkpoints", processes)
+        done = checkpoints.latest()
+        events = folders.output / "tensorboard" if runtime.tensorboard else None
+        with (
+            TrainingLog(folders.output / "log.jsonl", done, events) as log,
+            TrainingProgress(console, done, settings.steps) as progress,
+            _last_good(checkpoints),
+            memory_error_in_one_line(
+                f"--seq-len {data.seq_len} and --micro-batch-size {settings.micro_batch_size}",
+                "--gradient-checkpointing, shorter sequences or a smaller micro batch",
+            ),
+        ):
+            progress.begin("eviction")
+            if done < settings.steps or not folders.model.is_dir():
+                task = EvictionTask(processes, _load(model, description, settings, runtime, processes), settings, train,
+                                    held_out)  # fmt: skip
+                loop = Loop(processes, checkpoints, log, progress.watch, runtime.intervals)
+                if not done:
+                    for name, pattern in _others(settings.pattern, description.native).items():
+                        loop.report({"step": 0, "stage": name, **task.evaluate(pattern)})
+                if done == settings.steps:
+                    checkpoints.load(done, task.model, task.optimizer)
+                loop.train(task, done)
+                _export(task.model, model, settings, folders.model)
+        return _results(log.records, held_out, description, settings, folders)
+
+
+def _others(pattern: Pattern, native: Pattern) -> dict[str, Pattern]:
+    """What the heads are compared with, of the same size: attention to everything, and plans without training."""
+    selection, steps = pattern.selection, pattern.selection.steps if pattern.selection else NO_MEMORY
+    assert selection is not None
+    return {
+        "original": native,
+        "best by query": replace(pattern, selection=replace(selection, steps=NO_MEMORY)),
+        "norms of values": replace(pattern, selection=replace(selection, steps=replace(steps, importance=None))),
+    }
+
+
+def _sets(
+    model: str, description: SparseModel, config: Any, data: Data, settings: EvictionSettings, folders: Folders
+) -> tuple[TokenSet, TokenSet]:
+    """Both sets, read once and kept as token ids, so that a resumed run trains on the same ones."""
+    places = [folders.work / "data" / name for name in ("training", "held-out")]
+    if any(load_set(folder) is None for folder in places):
+        sets = build_training_sets(
+            TokenReader(lambda: load_tokenizer(model), config.vocab_size, data.seq_len, replies=True),
+            description,
+            data.training,
+            data.evaluation,
+            seq_len=data.seq_len,
+            num_training=data.num_sequences,
+            num_evaluation=data.num_eval_sequences,
+            seed=settings.seed,
+        )
+        for tokens, folder in zip(sets, places, strict=True):
+            save_set(tokens, folder)
+    train, held_out = (load_set(folder) for folder in places)
+    assert train is not None and held_out is not None
+    return train, held_out
+
+
+def _load(
+    model: str, description: SparseModel, settings: EvictionSettings, runtime: Runtime, processes: Processes
+) -> Any:
+    """The model with new heads, on its device; float32 where that is computed in."""
+    loaded: Any = load_model(model, description, "auto").to(processes.device)
+    if not processes.bfloat16:
+        loaded = loaded.float()
+    if processes.device.type == "cpu":
+        loaded.set_attn_implementation("eager")
+    attach(loaded, EvictionHeads.like(loaded.config, settings.use, settings.seed))
+    if runtime.gradient_checkpointing:
+        loaded.gradient_checkpointing_enable({"use_reentrant": False})
+    return loaded
+
+
+def _export(model: Any, source: str, settings: EvictionSettings, folder: Path) -> None:
+    """The checkpoint that the model came from, with its heads, and if it trained its weights; whole or not at all."""
+    partial, origin = folder.with_name(f"{folder.name}.partial"), local_folder(source)
+    shutil.rmtree(partial, ignore_errors=True)
+    weights = shutil.ignore_patterns("*.safetensors*", "*.bin*", "*.pt", FILE.parent.name) if settings.body else None
+    shutil.copytree(origin, partial, ignore=weights)
+    if settings.body:
+        kept = {name: item for name, item in model.state_dict().items() if not name.startswith("eviction_heads.")}
+        dtype = getattr(torch, str(model.config.dtype).removeprefix("torch."))
+        model.save_pretrained(partial, state_dict={name: item.to(dtype) for name, item in kept.items()})
+        shutil.copy2(origin / "config.json", partial / "config.json")
+    heads_of(model).save(partial / FILE)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def _results(
+    records: list[dict[str, Any]],
+    held_out: TokenSet,
+    description: SparseModel,
+    settings: EvictionSettings,
+    folders: Folders,
+) -> dict[str, Any]:
+    """Write metrics.json and pattern.yaml; the held-out losses, paired, of what the heads are compared with."""
+    evaluations = [record for record in records if "losses" in record]
+    original = as_evaluation(evaluations[0]["losses"], evaluations[0]["tokens"], description.native)
+    rows = []
+    for record in evaluations:
+        loss, divergence = (
+            as_evaluation(record[name], record["tokens"], settings.pattern) for name in ("losses", "divergences")
+        )
+        rise, kl = estimates.increase(loss, original, held_out), estimates.loss(divergence, held_out)
+        rows.append(
+            {
+                "step": record["step"],
+                "plan": record["stage"],
+                "loss": estimates.loss(loss, held_out).mean,
+                "increase": rise.mean,
+                "increase_stderr": rise.stderr,
+                "kl": kl.mean,
+                "kl_stderr": kl.stderr,
+            }
+        )
+    versions = {
+        "sglang_indexcache": __version__,
+        **{name: version(name) for name in ("torch", "transformers")},
+    }
+    metrics = {
+        "model": description.name,
+        "settings": settings.as_dict(),
+        "held_out": {"sha256": held_out.sha256, "sequences": held_out.num_sequences, "sources": held_out.sources},
+        "rows": rows,
+        "seconds": sum(record.get("seconds", 0.0) for record in records),
+        "versions": versions,
+    }
+    write_atomically(folders.output / "metrics.json", json.dumps(metrics, indent=1) + "\n")
+    model = describe(json.loads((folders.model / "config.json").read_text()), f"{description.name}-eviction")
+    pattern = settings.pattern
+    PatternFile(
+        schema="indexcache/v1",
+        model=ModelSection.of(model),
+        selection=pattern.selection,
+        pattern=pattern.roles,
+        retention=pattern.retention,
+        versions=versions,
+        created=today()["created"],
+    ).save(folders.output / "pattern.yaml")
+    return metrics
+
+
+def terminal_table(metrics: Mapping[str, Any]) -> Table:
+    """Held-out losses for a terminal."""
+    table = Table(title=f"{metrics['model']}: {metrics['settings']['pattern']}")
+    for column in ("", "loss", "more than attending to everything", "KL"):
+        table.add_column(column, justify="left" if not column else "right")
+    for row in metrics["rows"]:
+        name = row["plan"] if row["plan"] != "eviction" else f"heads, step {row['step']}"
+        errors = ["" if row[key] is None else f" ±{row[key]:.4f}" for key in ("increase_stderr", "kl_stderr")]
+        table.add_row(name, f"{row['loss']:.4f}", f"{row['increase']:+.4f}{errors[0]}", f"{row['kl']:.4f}{errors[1]}")
+    return table
+
+
+@contextmanager
+def _last_good(checkpoints: Checkpoints) -> Iterator[None]:
+    try:
+        yield
+    except NonFiniteLossError as error:
+        step = checkpoints.latest()
+        kept = f"the last good checkpoint is {checkpoints.path(step)}" if step else "there is no checkpoint yet"
+        raise NonFiniteLossError(f"{error}; {kept}") from None

@@ -1,0 +1,149 @@
+"""NOSA's eviction heads on transformers' dense models: how important a token is, whoever asks (arXiv 2510.13602)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from indexcache_search.errors import SearchError
+
+FILE = Path("eviction_heads") / "heads.safetensors"  # apart from the model's own, which engines load by their ending
+BiasUse = Literal["always", "training"]
+USES: tuple[BiasUse, ...] = get_args(BiasUse)
+
+
+class EvictionHeads(nn.Module):
+    """A bias for each token and key head of each layer, made of the token's values.
+
+        b[g, t] = scale[g] softplus(weight[g] . v[t]),  v[t] the values of all key heads one after the other
+
+    It is added to the scaled products before the softmax (equation 8), which is how it learns. The scale begins at 0,
+    so that nothing changes at first.
+
+    Args:
+        layers: of the model.
+        groups: key heads.
+        dim: dimensions of a value.
+        use: `always` adds it wherever pages are chosen (the paper's ED-DMA); `training` takes its gradient alone, and
+            attends without it (S-DMA), as kernels that know no bias do.
+    """
+
+    def __init__(self, layers: int, groups: int, dim: int, use: BiasUse) -> None:
+        super().__init__()
+        self.use = use
+        width = groups * dim
+        self.weight = nn.Parameter(torch.randn(layers, groups, width) * width**-0.5)
+        self.scale = nn.Parameter(torch.zeros(layers, groups))
+
+    @classmethod
+    def like(cls, config: Any, use: BiasUse, seed: int) -> Self:
+        """For a model of this configuration; `seed` decides the weights."""
+        heads = config.num_attention_heads
+        groups = getattr(config, "num_key_value_heads", None) or heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return cls(config.num_hidden_layers, groups, dim, use)
+
+    def forward(self, layer: int, value: Tensor) -> Tensor:
+        """`[batch, key_heads, keys]`, float32, of values `[batch, key_heads, keys, dim]`; values get no gradient."""
+        with torch.autocast(value.device.type, enabled=False):
+            vectors = value.detach().float().transpose(1, 2).flatten(2)  # [batch, keys, key_heads * dim]
+            bias = F.softplus(vectors @ self.weight[layer].float().mT) * self.scale[layer].float()
+        return bias.transpose(1, 2)
+
+    def attend(
+        self, layer: int, attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, mask: Tensor
+    ) -> Tensor:
+        """Attention of a layer with its bias, as `use` has it.
+
+        Args:
+            layer: which one.
+            attend: attention with a mask that is added, and what transformers' eager attention gives.
+            query: `[batch, heads, queries, dim]`.
+            key: `[batch, key_heads, keys, dim]`.
+            value: likewise.
+            mask: `[batch, 1, queries, keys]`.
+
+        Returns:
+            `[batch, queries, heads, dim]`.
+        """
+        training = torch.is_grad_enabled() and self.scale.requires_grad
+        if self.use == "training" and not training:
+            plain: Tensor = attend(query, key, value, mask)[0]
+            return plain
+        bias = self(layer, value).repeat_interleave(query.shape[1] // key.shape[1], 1)[:, :, None]
+        # What is left out has the lowest number there is: with a bias below 0 it would be none any more.
+        biased: Tensor = attend(query, key, value, (mask + bias).clamp_min(torch.finfo(mask.dtype).min).to(mask.dtype))[
+            0
+        ]
+        if self.use == "always":
+            return biased
+        with torch.no_grad():
+            plain = attend(query, key, value, mask)[0]
+        return biased + (plain - biased).detach()
+
+    def save(self, path: Path) -> None:
+        """Write the weights, float32."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {name: item.detach().float().cpu().contiguous() for name, item in self.state_dict().items()}
+        save_file(tensors, path, metadata={"use": self.use})
+
+    @classmethod
+    def load(cls, path: Path, config: Any) -> Self:
+        """Read what `save` wrote, for a model of this configuration.
+
+        Raises:
+            SearchError: if it is something else.
+        """
+        heads = cls.like(config, "always", 0)
+        try:
+            with safe_open(path, "pt") as file:
+                use = (file.metadata() or {}).get("use")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        except (OSError, SafetensorError) as error:
+            raise SearchError(f"{path}: can't be read: {str(error).splitlines()[0][:200]}") from None
+        own = {name: list(item.shape) for name, item in heads.state_dict().items()}
+        found = {name: list(item.shape) for name, item in tensors.items()}
+        if use not in USES or found != own:
+            raise SearchError(f"{path}: holds {json.dumps(found)[:200]}, expected eviction heads {json.dumps(own)}")
+        if not all(bool(item.isfinite().all()) for item in tensors.values()):
+            raise SearchError(f"{path}: a weight is not finite")
+        heads.use = use
+        heads.load_state_dict(tensors)
+        return heads
+
+
+def attach(model: Any, heads: EvictionHeads) -> None:
+    """Let `model` have these eviction heads; they go with it to its device, not into its checkpoint."""
+    model.eviction_heads = heads.to(model.device)
+
+
+def attach_saved(model: Any, folder: Path) -> None:
+    """The same with those in its folder, where there are any.
+
+    Raises:
+        SearchError: if they are damaged, or another model's.
+    """
+    if (folder / FILE).is_file():
+        attach(model, EvictionHeads.load(folder / FILE, model.config))
+
+
+def heads_of(model: Any) -> EvictionHeads:
+    """The eviction heads of a model.
+
+    Raises:
+        SearchError: if it has none.
+    """
+    heads = getattr(model, "eviction_heads", None)
+    if not isinstance(heads, EvictionHeads):
+        raise SearchError("the plan asks for eviction heads; expected a model of indexcache-distill --train eviction")
+    return heads
