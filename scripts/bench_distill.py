@@ -28,9 +28,10 @@ from rich.console import Console
 from indexcache_search import demo, estimates
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.run import run
-from indexcache_search.distill.settings import Data, Loss, Runtime, Settings
+from indexcache_search.distill.settings import Loss, Runtime, Settings
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.loading import describe_model
+from indexcache_search.training.sets import Data
 from indexcache_search.training.settings import Folders, Intervals
 from scripts.demo_model.recall import ANSWER, TEXT, UNSCORED, RecallTasks
 from scripts.train_demo_model import MIXTURE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from indexcache_search.cli import app as search_app
 from indexcache_search.eval_cli import app as eval_app
 from sglang_indexcache import PatternFile
+from sglang_indexcache.steps import Steps
 from tests.conftest import LAYERS, PAGES
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -48,6 +50,16 @@ def test_a_search_writes_a_file_of_pages(found: Path) -> None:
     assert names == {("baseline", "1"), *wanted}
     assert len(content["shift"][0]) == len(content["recall"]) == LAYERS and "similarity" not in content
     assert "4 pages of 4 tokens" in (found / "report.html").read_text()
+
+
+def test_a_search_with_memory(dense_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    """The policy is in the file, and in what was evaluated."""
+    result = run(search_app, *options(dense_folder, token_file, tmp_path, "--steps", "refresh:4", "--no-report"))
+    assert result.exit_code == 0, result.output
+    file = PatternFile.load(tmp_path / "pattern.yaml")
+    assert file.selection == replace(PAGES, steps=Steps.parse("refresh:4"))
+    wrong = run(search_app, *options(dense_folder, token_file, tmp_path / "b", "--steps", "none,ema:0.9"))
+    assert wrong.exit_code == 2 and "--pages and --steps name several selections, expected one" in wrong.output
 
 
 @pytest.mark.parametrize("strategy", ["greedy", "lazy", "exhaustive", "uniform", "shift", "recall"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -80,3 +81,18 @@ def test_the_wheel_runs_the_demo_outside_the_checkout(tmp_path: Path) -> None:
     assert result.stdout.startswith(str(site))
     assert PatternFile.load(tmp_path / "out" / "pattern.yaml").model.num_layers == 16
     assert (tmp_path / "out" / "report.html").stat().st_size > 50_000
+
+
+def test_what_docs_import_is_there() -> None:
+    lines = []
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("kernels/**/*.md")):
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            lines += [
+                (page.name, line) for line in block.splitlines() if re.match(r"(from|import) \w*indexcache", line)
+            ]
+    assert len(lines) >= 3
+    for name, line in lines:
+        try:
+            exec(line, {})
+        except ImportError as error:
+            pytest.fail(f"{name}: {line}: {error}")

@@ -206,8 +206,9 @@ def distill(
             raise SearchError(f"--{foreign[0].replace('_', '-')} does not go with --train {train}")
         from indexcache_search.distill.result import terminal_table
         from indexcache_search.distill.run import run
-        from indexcache_search.distill.settings import Data, Runtime, Settings
+        from indexcache_search.distill.settings import Runtime, Settings
         from indexcache_search.hf.loading import describe_model
+        from indexcache_search.training.sets import Data
         from indexcache_search.training.settings import Folders, Intervals
 
         if is_demo and train == "eviction":

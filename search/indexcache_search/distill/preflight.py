@@ -8,10 +8,11 @@ import torch
 from transformers import PreTrainedConfig
 
 from indexcache_search.distill import memory
-from indexcache_search.distill.settings import Data, Runtime, Settings, Stage
+from indexcache_search.distill.settings import Runtime, Settings, Stage
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import check_seq_len
 from indexcache_search.training.processes import Processes
+from indexcache_search.training.sets import Data
 from sglang_indexcache import SparseModel
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.families import family_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -16,24 +16,22 @@ from rich.console import Console
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from indexcache_search.data.packing import TokenReader, build_training_sets
-from indexcache_search.data.stored import load_set, save_set
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.curves import draw
 from indexcache_search.distill.export import export, trained_pattern_file
 from indexcache_search.distill.preflight import check_memory, check_model, computes_in_bfloat16
 from indexcache_search.distill.progress import TrainingProgress
 from indexcache_search.distill.result import collect
-from indexcache_search.distill.settings import Data, Runtime, Settings, Stage
+from indexcache_search.distill.settings import Runtime, Settings, Stage
 from indexcache_search.distill.task import StageTask
-from indexcache_search.errors import NonFiniteLossError
-from indexcache_search.hf.device import memory_error_in_one_line, resolve_attention
-from indexcache_search.hf.loading import describe_model, load_model, load_tokenizer, read_config, set_quiet
+from indexcache_search.hf.device import checkpoint_gradients, memory_error_in_one_line, resolve_attention
+from indexcache_search.hf.loading import describe_model, load_model, read_config, set_quiet
 from indexcache_search.identity import today
 from indexcache_search.training.checkpoints import Checkpoints
 from indexcache_search.training.log import TrainingLog
 from indexcache_search.training.loop import Loop
 from indexcache_search.training.processes import Processes, joined
+from indexcache_search.training.sets import Data, training_sets
 from indexcache_search.training.settings import Folders
 from indexcache_search.training.work import work_folder
 from sglang_indexcache import Pattern, SparseModel, __version__
@@ -90,14 +88,14 @@ def _run(
         "processes": processes.count,
     }
     with work_folder(folders, identity, processes):
-        train, held_out = _load_data(model, description, config, data, settings, folders, processes)
+        train, held_out = training_sets(model, description, data, settings.seed, folders, processes)
         checkpoints = Checkpoints(folders.work / "checkpoints", processes)
         done, warmed_up = checkpoints.latest(), folders.work / "warmed-up"
         events = folders.output / "tensorboard" if runtime.tensorboard else None
         with (
             TrainingLog(folders.output / "log.jsonl", done, events) if processes.first else nullcontext() as log,
             TrainingProgress(console if processes.first else Console(quiet=True), done, settings.steps) as progress,
-            _last_good(checkpoints),
+            checkpoints.named(),
             memory_error_in_one_line(
                 f"--seq-len {data.seq_len} and --micro-batch-size {settings.micro_batch_size}",
                 "--gradient-checkpointing, or a run with more processes, shorter sequences or a smaller micro batch",
@@ -113,7 +111,7 @@ def _run(
                 source = str(warmed_up) if first else model
                 loaded, dtypes = _load(source, description, processes)
                 if runtime.gradient_checkpointing and stage == "sparse":
-                    _checkpoint_gradients(loaded)
+                    checkpoint_gradients(loaded)  # in the warm-up the frozen body keeps no activations anyway
                 task = StageTask(
                     processes,
                     loaded if processes.bfloat16 else loaded.float(),
@@ -153,36 +151,6 @@ def _write_results(
     return metrics
 
 
-def _load_data(
-    model: str,
-    description: SparseModel,
-    config: PreTrainedConfig,
-    data: Data,
-    settings: Settings,
-    folders: Folders,
-    processes: Processes,
-) -> tuple[TokenSet, TokenSet]:
-    """Both sets, read once and kept as token ids, so that a resumed run trains on the same ones."""
-    places = [folders.work / "data" / name for name in ("training", "held-out")]
-    with processes.first_before_others():
-        if any(load_set(folder) is None for folder in places):
-            sets = build_training_sets(
-                TokenReader(lambda: load_tokenizer(model), config.vocab_size, data.seq_len),
-                description,
-                data.training,
-                data.evaluation,
-                seq_len=data.seq_len,
-                num_training=data.num_sequences,
-                num_evaluation=data.num_eval_sequences,
-                seed=settings.seed,
-            )
-            for tokens, folder in zip(sets, places, strict=True):
-                save_set(tokens, folder)
-    train, held_out = (load_set(folder) for folder in places)
-    assert train is not None and held_out is not None
-    return train, held_out
-
-
 def _load(source: str, description: SparseModel, processes: Processes) -> tuple[Any, dict[str, torch.dtype]]:
     """The model, in the dtypes of its checkpoint, and these; only the first process reads the weights."""
     if processes.first:
@@ -195,12 +163,6 @@ def _load(source: str, description: SparseModel, processes: Processes) -> tuple[
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])
     return model, dtypes
-
-
-def _checkpoint_gradients(model: Any) -> None:
-    """Keep a layer's input alone; in the warm-up the frozen body keeps no activations anyway."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
 
 
 def _keeps_shared(runtime: Runtime, description: SparseModel) -> bool:
@@ -224,13 +186,3 @@ def _export(
         weights = {name: value.to(dtypes[name]) for name, value in weights.items()}
         export(model, weights, source, pattern, folder, keep_shared)
     processes.wait()
-
-
-@contextmanager
-def _last_good(checkpoints: Checkpoints) -> Iterator[None]:
-    try:
-        yield
-    except NonFiniteLossError as error:
-        step = checkpoints.latest()
-        kept = f"the last good checkpoint is {checkpoints.path(step)}" if step else "there is no checkpoint yet"
-        raise NonFiniteLossError(f"{error}; {kept}") from None

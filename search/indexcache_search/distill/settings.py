@@ -101,17 +101,6 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
-    """Sources and sizes of the training and the held-out set."""
-
-    training: tuple[str, ...]
-    evaluation: tuple[str, ...]
-    seq_len: int
-    num_sequences: int
-    num_eval_sequences: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Runtime:
     """How a run trains; see `indexcache-distill --help`.
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,32 +15,24 @@ from rich.console import Console
 from rich.table import Table
 
 from indexcache_search import estimates
-from indexcache_search.data.packing import TokenReader, build_training_sets
-from indexcache_search.data.stored import load_set, save_set
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.export import local_folder
 from indexcache_search.distill.preflight import computes_in_bfloat16
 from indexcache_search.distill.progress import TrainingProgress
 from indexcache_search.distill.result import as_evaluation
-from indexcache_search.distill.settings import Data, Runtime
-from indexcache_search.errors import NonFiniteLossError, SearchError
+from indexcache_search.distill.settings import Runtime
+from indexcache_search.errors import SearchError
 from indexcache_search.eviction.settings import EvictionSettings
 from indexcache_search.eviction.task import EvictionTask
-from indexcache_search.hf.device import memory_error_in_one_line
+from indexcache_search.hf.device import checkpoint_gradients, memory_error_in_one_line
 from indexcache_search.hf.eviction import FILE, EvictionHeads, attach, heads_of
-from indexcache_search.hf.loading import (
-    check_seq_len,
-    describe_model,
-    load_model,
-    load_tokenizer,
-    read_config,
-    set_quiet,
-)
+from indexcache_search.hf.loading import check_seq_len, describe_model, load_model, read_config, set_quiet
 from indexcache_search.identity import today
 from indexcache_search.training.checkpoints import Checkpoints
 from indexcache_search.training.log import TrainingLog
 from indexcache_search.training.loop import Loop
 from indexcache_search.training.processes import Processes, joined
+from indexcache_search.training.sets import Data, training_sets
 from indexcache_search.training.settings import Folders
 from indexcache_search.training.work import work_folder
 from sglang_indexcache import Pattern, PatternFile, SparseModel, __version__
@@ -71,13 +62,12 @@ def run(
     check_seq_len(data.seq_len, config)
     with joined(runtime.device == "cpu", computes_in_bfloat16(runtime)) as processes:
         settings.check(processes.count)
-        return _run(model, description, config, data, settings, runtime, folders, console, processes)
+        return _run(model, description, data, settings, runtime, folders, console, processes)
 
 
 def _run(
     model: str,
     description: SparseModel,
-    config: Any,
     data: Data,
     settings: EvictionSettings,
     runtime: Runtime,
@@ -95,14 +85,14 @@ def _run(
         "dtype": "bfloat16" if processes.bfloat16 else "float32",
     }
     with work_folder(folders, identity, processes):
-        train, held_out = _sets(model, description, config, data, settings, folders)
+        train, held_out = training_sets(model, description, data, settings.seed, folders, processes)
         checkpoints = Checkpoints(folders.work / "checkpoints", processes)
         done = checkpoints.latest()
         events = folders.output / "tensorboard" if runtime.tensorboard else None
         with (
             TrainingLog(folders.output / "log.jsonl", done, events) as log,
             TrainingProgress(console, done, settings.steps) as progress,
-            _last_good(checkpoints),
+            checkpoints.named(),
             memory_error_in_one_line(
                 f"--seq-len {data.seq_len} and --micro-batch-size {settings.micro_batch_size}",
                 "--gradient-checkpointing, shorter sequences or a smaller micro batch",
@@ -110,14 +100,12 @@ def _run(
         ):
             progress.begin("eviction")
             if done < settings.steps or not folders.model.is_dir():
-                task = EvictionTask(processes, _load(model, description, settings, runtime, processes), settings, train,
-                                    held_out)  # fmt: skip
+                loaded = _load(model, description, settings, runtime, processes)
+                task = EvictionTask(processes, loaded, settings, train, held_out)
                 loop = Loop(processes, checkpoints, log, progress.watch, runtime.intervals)
                 if not done:
                     for name, pattern in _others(settings.pattern, description.native).items():
                         loop.report({"step": 0, "stage": name, **task.evaluate(pattern)})
-                if done == settings.steps:
-                    checkpoints.load(done, task.model, task.optimizer)
                 loop.train(task, done)
                 _export(task.model, model, settings, folders.model)
         return _results(log.records, held_out, description, settings, folders)
@@ -134,29 +122,6 @@ def _others(pattern: Pattern, native: Pattern) -> dict[str, Pattern]:
     }
 
 
-def _sets(
-    model: str, description: SparseModel, config: Any, data: Data, settings: EvictionSettings, folders: Folders
-) -> tuple[TokenSet, TokenSet]:
-    """Both sets, read once and kept as token ids, so that a resumed run trains on the same ones."""
-    places = [folders.work / "data" / name for name in ("training", "held-out")]
-    if any(load_set(folder) is None for folder in places):
-        sets = build_training_sets(
-            TokenReader(lambda: load_tokenizer(model), config.vocab_size, data.seq_len, replies=True),
-            description,
-            data.training,
-            data.evaluation,
-            seq_len=data.seq_len,
-            num_training=data.num_sequences,
-            num_evaluation=data.num_eval_sequences,
-            seed=settings.seed,
-        )
-        for tokens, folder in zip(sets, places, strict=True):
-            save_set(tokens, folder)
-    train, held_out = (load_set(folder) for folder in places)
-    assert train is not None and held_out is not None
-    return train, held_out
-
-
 def _load(
     model: str, description: SparseModel, settings: EvictionSettings, runtime: Runtime, processes: Processes
 ) -> Any:
@@ -168,7 +133,7 @@ def _load(
         loaded.set_attn_implementation("eager")
     attach(loaded, EvictionHeads.like(loaded.config, settings.use, settings.seed))
     if runtime.gradient_checkpointing:
-        loaded.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_gradients(loaded)
     return loaded
 
 
@@ -252,13 +217,3 @@ def terminal_table(metrics: Mapping[str, Any]) -> Table:
         errors = ["" if row[key] is None else f" ±{row[key]:.4f}" for key in ("increase_stderr", "kl_stderr")]
         table.add_row(name, f"{row['loss']:.4f}", f"{row['increase']:+.4f}{errors[0]}", f"{row['kl']:.4f}{errors[1]}")
     return table
-
-
-@contextmanager
-def _last_good(checkpoints: Checkpoints) -> Iterator[None]:
-    try:
-        yield
-    except NonFiniteLossError as error:
-        step = checkpoints.latest()
-        kept = f"the last good checkpoint is {checkpoints.path(step)}" if step else "there is no checkpoint yet"
-        raise NonFiniteLossError(f"{error}; {kept}") from None

@@ -113,7 +113,7 @@ class Chooser:
         """Which pages queries attend to.
 
         Args:
-            scores: `[batch, queries, pages]`, at least 0; what lies behind a query does not matter.
+            scores: `[batch, queries, pages]`; what lies behind a query does not matter.
             first: position of the first query, padding included; they follow those asked before.
             prompt: `[batch, queries]`, bool: queries that attend to everything.
             importance: of pages, `[batch, pages]`; the policy `nosa` needs it.
@@ -140,10 +140,13 @@ class Chooser:
             return always | asked | _best(settled, open_ & ~asked, self._wanted - steps.query_pages) | everything
         open_ = open_.expand(scores.shape)
         always, everything = always.expand(scores.shape), everything.expand(*scores.shape[:2], 1)
-        rows = [
-            self._remembering(scores[:, row], open_[:, row], always[:, row], everything[:, row, 0])
-            for row in range(scores.shape[1])
-        ]
+        rows = []
+        for row, forgotten in enumerate(everything[..., 0].all(0).tolist()):
+            if forgotten:
+                self._steps = None
+                rows.append(torch.ones_like(always[:, row]))
+            else:
+                rows.append(self._remembering(scores[:, row], open_[:, row], always[:, row], everything[:, row]))
         return torch.stack(rows, 1)
 
     @property
@@ -151,10 +154,7 @@ class Chooser:
         return self._selection.pages - self._selection.recent_pages - self._selection.sink_pages
 
     def _remembering(self, scores: Tensor, open_: Tensor, always: Tensor, everything: Tensor) -> Tensor:
-        """One step: `[batch, pages]`; `everything` is `[batch]`."""
-        if bool(everything.all()):
-            self._steps = None
-            return always | everything[:, None]
+        """One step: `[batch, pages]`; `everything` is `[batch, 1]`."""
         self._grow(scores)
         assert self._steps is not None and self._kept is not None and self._best is not None
         fresh = (self._steps == 0)[:, None]
@@ -174,8 +174,8 @@ class Chooser:
                 anew_now, held = fresh, self._traded(scores, open_, policy.swaps)
             best = torch.where(anew_now, anew, held)
         self._best, self._kept = best, always | best
-        self._steps = torch.where(everything, 0, self._steps + 1)
-        return self._kept | everything[:, None]
+        self._steps = torch.where(everything[:, 0], 0, self._steps + 1)
+        return self._kept | everything
 
     def _traded(self, scores: Tensor, open_: Tensor, swaps: int) -> Tensor:
         """What was kept, the best of it, with its worst pages traded for better ones."""

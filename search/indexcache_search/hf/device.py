@@ -95,3 +95,9 @@ def on_kernels(model: Any) -> Iterator[None]:
             yield
     except KernelInputError as error:
         raise SearchError(f"the kernels can't run this model: {error}; expected --attention naive") from None
+
+
+def checkpoint_gradients(model: Any) -> None:
+    """Let layers of a model of transformers keep their inputs alone, and run again for the gradients."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})

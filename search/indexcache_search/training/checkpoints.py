@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from indexcache_search.errors import JournalError
+from indexcache_search.errors import JournalError, NonFiniteLossError
 from indexcache_search.training.processes import Processes
 from sglang_indexcache.errors import FileError
 from sglang_indexcache.files import read_regular, write_atomically
@@ -115,6 +116,16 @@ class Checkpoints:
             optim_state_dict=restored["optimizer"],
             options=_OPTIONS,
         )
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Let a loss that is no number say, inside the `with` block, which checkpoint is the last good one."""
+        try:
+            yield
+        except NonFiniteLossError as error:
+            step = self.latest()
+            kept = f"the last good checkpoint is {self.path(step)}" if step else "there is no checkpoint yet"
+            raise NonFiniteLossError(f"{error}; {kept}") from None
 
     def _share(self) -> str:
         return f"process-{self._processes.index}"

@@ -1,0 +1,61 @@
+"""What a run trains on and is judged by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from indexcache_search.data.packing import TokenReader, build_training_sets
+from indexcache_search.data.stored import load_set, save_set
+from indexcache_search.data.tokens import TokenSet
+from indexcache_search.hf.loading import load_tokenizer, read_config
+from indexcache_search.training.processes import Processes
+from indexcache_search.training.settings import Folders
+from sglang_indexcache import SparseModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Sources and sizes of the training and the held-out set."""
+
+    training: tuple[str, ...]
+    evaluation: tuple[str, ...]
+    seq_len: int
+    num_sequences: int
+    num_eval_sequences: int
+
+
+def training_sets(
+    model: str, description: SparseModel, data: Data, seed: int, folders: Folders, processes: Processes
+) -> tuple[TokenSet, TokenSet]:
+    """Both sets, read once and kept as token ids, so that a resumed run trains on the same ones.
+
+    Args:
+        model: folder or hub id, for its tokenizer.
+        description: what its config.json says; of dense models prompts and replies are told apart.
+        data: sources and sizes.
+        seed: order of the training documents.
+        folders: where they are kept.
+        processes: the first of them reads.
+
+    Raises:
+        IndexCacheError: if a source can't be read or holds too little, or what was kept is damaged.
+    """
+    places = [folders.work / "data" / name for name in ("training", "held-out")]
+    with processes.first_before_others():
+        if any(load_set(folder) is None for folder in places):
+            replies = description.native.selection is not None
+            sets = build_training_sets(
+                TokenReader(lambda: load_tokenizer(model), read_config(model).vocab_size, data.seq_len, replies),
+                description,
+                data.training,
+                data.evaluation,
+                seq_len=data.seq_len,
+                num_training=data.num_sequences,
+                num_evaluation=data.num_eval_sequences,
+                seed=seed,
+            )
+            for tokens, folder in zip(sets, places, strict=True):
+                save_set(tokens, folder)
+    train, held_out = (load_set(folder) for folder in places)
+    assert train is not None and held_out is not None
+    return train, held_out
