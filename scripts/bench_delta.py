@@ -42,6 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "7b": {"model_type": "qwen2", "sizes": (28, 3584, 18944, 28, 4), "vocab_size": 152064},
     "8b": {"model_type": "qwen3", "sizes": (36, 4096, 12288, 32, 8), "vocab_size": 151936},
     "llama-8b": {"model_type": "llama", "sizes": (32, 4096, 14336, 32, 8), "vocab_size": 128256},
+    "minicpm4-8b": {"model_type": "llama", "sizes": (32, 4096, 16384, 32, 2), "vocab_size": 73448},
     "tiny": {"model_type": "llama", "sizes": (8, 512, 1024, 8, 2), "vocab_size": 1024},
 }
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}

@@ -23,17 +23,24 @@ from tests.test_pages import dense_model
 
 PLAN = Selection(page_tokens=16, pages=5, recent_pages=2, sink_pages=1, score="compressed_keys", buffer_pages=7)
 LENGTHS, STEPS = (97, 128, 150), 40
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def decoder_of(pattern: Pattern, requests: int) -> tuple[Any, OffloadedDecoder]:
+    """A model, and its decoder; on a CUDA device with graphs."""
+    model = dense_model().to(DEVICE)
+    return model, OffloadedDecoder(model, pattern, requests, 224, graph=DEVICE == "cuda")
 
 
 def sequences() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 96, (length + STEPS,), generator=generator) for length in LENGTHS]
+    return [torch.randint(3, 96, (length + STEPS,), generator=generator).to(DEVICE) for length in LENGTHS]
 
 
 @torch.inference_mode()
 def expected(model: Any, pattern: Pattern, ids: Tensor, prompt: int, seen: dict[int, Tensor]) -> Tensor:
     """Logits of the reference engine in one pass, behind a prompt that is read densely."""
-    read = (torch.arange(len(ids)) < prompt)[None]
+    read = (torch.arange(len(ids), device=DEVICE) < prompt)[None]
     with apply_page_roles(model, pattern, prompt=read, observe=seen.__setitem__):
         found: Tensor = model(ids[None]).logits[0]
     return found
@@ -44,8 +51,8 @@ def expected(model: Any, pattern: Pattern, ids: Tensor, prompt: int, seen: dict[
 def test_it_decodes_what_the_reference_computes(roles: str, steps: str, buffer: int) -> None:
     """Requests of three lengths, over the ends of several blocks; it brings what the simulator counts, exactly."""
     selection = replace(PLAN, steps=Steps.parse(steps), buffer_pages=buffer)
-    model, pattern = dense_model(), Pattern(roles, selection)
-    decoder = OffloadedDecoder(model, pattern, len(LENGTHS), 224)
+    pattern = Pattern(roles, selection)
+    model, decoder = decoder_of(pattern, len(LENGTHS))
     ids = sequences()
     prompts = [item[:length] for item, length in zip(ids, LENGTHS, strict=True)]
     found = [torch.stack([decoder.read(request, prompt) for request, prompt in enumerate(prompts)])]
@@ -71,24 +78,23 @@ def brought(chosen: dict[int, Tensor], size: int) -> int:
     first = min(chosen) - 1  # the prompt's last token, whose block is the one that is written
     buffer, misses = Residency(size, range(max(0, first // 16 - size), first // 16)), 0
     for at, blocks in chosen.items():
-        misses += len(buffer.use(blocks.int().numpy(), at // 16 - 1 if at % 16 == 0 else -1))
+        misses += len(buffer.use(blocks.int().cpu().numpy(), at // 16 - 1 if at % 16 == 0 else -1))
     return misses
 
 
 def test_generated_tokens_are_those_of_a_buffer_for_everything() -> None:
-    model, prompts = dense_model(), [item[:length] for item, length in zip(sequences(), LENGTHS, strict=True)]
+    prompts = [item[:length] for item, length in zip(sequences(), LENGTHS, strict=True)]
     replies = []
     for buffer in (5, 40):
         pattern = Pattern("FSSFSF", replace(PLAN, buffer_pages=buffer))
-        replies.append(generate(OffloadedDecoder(model, pattern, 3, 224), prompts, 40))
+        replies.append(generate(decoder_of(pattern, 3)[1], prompts, 40))
     assert replies[0] == replies[1] and len(replies[0][0]) == 40
 
 
 def test_a_request_may_be_read_anew() -> None:
     """Another prompt in its place, while the others go on."""
-    model, ids = dense_model(), sequences()
-    pattern = Pattern("FSDFSF", replace(PLAN, steps=Steps.parse("ema:0.7")))
-    decoder = OffloadedDecoder(model, pattern, 2, 224)
+    ids, pattern = sequences(), Pattern("FSDFSF", replace(PLAN, steps=Steps.parse("ema:0.7")))
+    model, decoder = decoder_of(pattern, 2)
     decoder.read(0, ids[0][:97])
     decoder.read(1, ids[1][:128])
     for step in range(20):
@@ -116,7 +122,9 @@ def test_plans_that_are_not_decoded(changes: dict[str, Any], message: str) -> No
 
 
 def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = dense_model(), sequences()[0]
+    model, ids = dense_model(), sequences()[0].cpu()
+    with pytest.raises(SearchError, match="the model is on device cpu, expected a CUDA device for a graph"):
+        OffloadedDecoder(model, Pattern("FFFFFF", PLAN), 1, 224, graph=True)
     with pytest.raises(PatternError, match="pattern has 3 letters, model has 6 layers"):
         OffloadedDecoder(model, Pattern("FFF", PLAN), 1, 224)
     decoder = OffloadedDecoder(model, Pattern("FFFFFF", PLAN), 2, 112)

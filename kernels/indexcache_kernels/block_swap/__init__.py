@@ -90,42 +90,43 @@ def swap_blocks(
 
 
 def copy_blocks(
-    host: Tensor, buffer: Tensor, wanted: Tensor, slots: Tensor, loads: Tensor, *, backend: Backend = "auto"
+    source: Tensor, target: Tensor, wanted: Tensor, slots: Tensor, loads: Tensor, *, backend: Backend = "auto"
 ) -> None:
-    """Copy the blocks that `swap_blocks` says from host memory to their slots, on the current stream.
+    """Copy the blocks that `swap_blocks` says to their slots, on the current stream.
 
     Args:
-        host: `[B, U, ...]`: the blocks of each request, what belongs to one in one piece. On CUDA in pinned memory,
-            which the kernel reads without a copy of its own.
-        buffer: `[B, N, ...]`, likewise, in the same dtype.
+        source: `[B, U, ...]`: the blocks of each request, what belongs to one in one piece. On CUDA, either of source
+            and target may be pinned host memory, which the kernel reads and writes without a copy of its own.
+        target: `[B, N, ...]`, likewise, in the same dtype.
         wanted: `[B, K]`, int32.
         slots: `[B, K]`, int32.
         loads: `[B, K]`, bool.
-        backend: as for `swap_blocks`, by the device of `buffer`.
+        backend: as for `swap_blocks`; `auto` takes the kernel where either is on a CUDA device.
 
     Raises:
         KernelInputError: if shapes, dtypes or memory don't fit.
     """
-    if host.ndim < 3 or host.shape[2:] != buffer.shape[2:] or host.shape[0] != buffer.shape[0]:
+    if source.ndim < 3 or source.shape[2:] != target.shape[2:] or source.shape[0] != target.shape[0]:
         raise KernelInputError(
-            f"host is {list(host.shape)} and buffer {list(buffer.shape)}, expected [B, U, ...] and [B, N, ...] that"
+            f"source is {list(source.shape)} and target {list(target.shape)}, expected [B, U, ...] and [B, N, ...] that"
             " differ in the second axis alone"
         )
-    if host.dtype != buffer.dtype or not host[0, 0].is_contiguous() or not buffer[0, 0].is_contiguous():
+    if source.dtype != target.dtype or not source[0, 0].is_contiguous() or not target[0, 0].is_contiguous():
         raise KernelInputError(
-            f"host is {host.dtype} and buffer {buffer.dtype}, expected one dtype, and blocks in one piece"
+            f"source is {source.dtype} and target {target.dtype}, expected one dtype, and blocks in one piece"
         )
-    size = host[0, 0].numel() * host.element_size()
+    size = source[0, 0].numel() * source.element_size()
     if size % WORD:
         raise KernelInputError(f"blocks are {size} bytes, expected a multiple of {WORD}")
-    expect("wanted", wanted, (len(host), wanted.shape[-1]), torch.int32)
+    expect("wanted", wanted, (len(source), wanted.shape[-1]), torch.int32)
     expect("slots", slots, tuple(wanted.shape), torch.int32)
     expect("loads", loads, tuple(wanted.shape), torch.bool)
-    if not runs_triton(backend, buffer):
-        naive.copy_blocks(host, buffer, wanted, slots, loads)
+    if not runs_triton(backend, source if source.is_cuda else target):
+        naive.copy_blocks(source, target, wanted, slots, loads)
         return
-    if buffer.is_cuda and not host.is_cuda and not host.is_pinned():
-        raise KernelInputError("host is in memory that the device can't read, expected pinned memory")
+    for name, item in (("source", source), ("target", target)):
+        if wanted.is_cuda and not item.is_cuda and not item.is_pinned():
+            raise KernelInputError(f"{name} is in memory that the device can't reach, expected pinned memory")
     from indexcache_kernels.block_swap import triton
 
-    triton.copy_blocks(host, buffer, wanted, slots, loads)
+    triton.copy_blocks(source, target, wanted, slots, loads)

@@ -25,7 +25,7 @@ def swap_blocks(wanted: Tensor, born: Tensor, *, blocks: Tensor, order: Tensor, 
         loads[row] = torch.tensor(needed)
 
 
-def copy_blocks(host: Tensor, buffer: Tensor, wanted: Tensor, slots: Tensor, loads: Tensor) -> None:
+def copy_blocks(source: Tensor, target: Tensor, wanted: Tensor, slots: Tensor, loads: Tensor) -> None:
     """Copy every block that is to be loaded into its slot."""
     for row, number in loads.nonzero().tolist():
-        buffer[row, int(slots[row, number])] = host[row, int(wanted[row, number])].to(buffer.device)
+        target[row, int(slots[row, number])] = source[row, int(wanted[row, number])].to(target.device)

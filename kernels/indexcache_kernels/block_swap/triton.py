@@ -44,8 +44,8 @@ def _swap_kernel(
 
 @triton.jit
 def _copy_kernel(
-    host_ptr, buffer_ptr, wanted_ptr, slots_ptr, loads_ptr,
-    host_row, host_block, buffer_row, buffer_slot, wanted_stride, slots_stride, loads_stride, WORDS,
+    source_ptr, target_ptr, wanted_ptr, slots_ptr, loads_ptr,
+    source_row, source_block, target_row, target_slot, wanted_stride, slots_stride, loads_stride, WORDS,
     CHUNK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     row, number, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -53,11 +53,11 @@ def _copy_kernel(
         return
     block = tl.load(wanted_ptr + row * wanted_stride + number).to(tl.int64)
     slot = tl.load(slots_ptr + row * slots_stride + number).to(tl.int64)
-    source = host_ptr + row * host_row + block * host_block
-    target = buffer_ptr + row * buffer_row + slot * buffer_slot
+    read = source_ptr + row * source_row + block * source_block
+    write = target_ptr + row * target_row + slot * target_slot
     for start in range(part * CHUNK, WORDS, PROGRAMS * CHUNK):
         word = start + tl.arange(0, CHUNK)
-        tl.store(target + word, tl.load(source + word, mask=word < WORDS), mask=word < WORDS)
+        tl.store(write + word, tl.load(read + word, mask=word < WORDS), mask=word < WORDS)
 
 
 def swap_blocks(wanted: Tensor, born: Tensor, *, blocks: Tensor, order: Tensor, slots: Tensor, loads: Tensor) -> None:
@@ -71,12 +71,12 @@ def swap_blocks(wanted: Tensor, born: Tensor, *, blocks: Tensor, order: Tensor, 
     )  # fmt: skip
 
 
-def copy_blocks(host: Tensor, buffer: Tensor, wanted: Tensor, slots: Tensor, loads: Tensor) -> None:
+def copy_blocks(source: Tensor, target: Tensor, wanted: Tensor, slots: Tensor, loads: Tensor) -> None:
     """As the definition; blocks are a multiple of 8 bytes."""
-    source, target = (item.flatten(2).view(torch.int64) for item in (host, buffer))
+    source, target = (item.flatten(2).view(torch.int64) for item in (source, target))
     _copy_kernel[(*wanted.shape, _PROGRAMS)](
-        host_ptr=source, buffer_ptr=target, wanted_ptr=wanted, slots_ptr=slots, loads_ptr=loads.view(torch.int8),
-        host_row=source.stride(0), host_block=source.stride(1), buffer_row=target.stride(0),
-        buffer_slot=target.stride(1), wanted_stride=wanted.stride(0), slots_stride=slots.stride(0),
+        source_ptr=source, target_ptr=target, wanted_ptr=wanted, slots_ptr=slots, loads_ptr=loads.view(torch.int8),
+        source_row=source.stride(0), source_block=source.stride(1), target_row=target.stride(0),
+        target_slot=target.stride(1), wanted_stride=wanted.stride(0), slots_stride=slots.stride(0),
         loads_stride=loads.stride(0), WORDS=source.shape[2], CHUNK=_CHUNK, PROGRAMS=_PROGRAMS, num_warps=4,
     )  # fmt: skip

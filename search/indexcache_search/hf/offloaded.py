@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -28,17 +28,17 @@ POLICIES = ("none", "ema")
 
 @dataclass
 class _Layer:
-    """Keys and values of one layer, `[B, G, tokens, D]` each.
+    """Keys and values of one layer, `[2, B, G, tokens, D]`.
 
     Attributes:
         device: of a `D` layer all of them; else the slots of the buffer, and behind them the block that is written.
-        host: of the others `[B, G, blocks, block tokens, D]`, pinned where there is a CUDA device; every block that is
-            full.
+        host: of the others `[2, B, G, blocks, block tokens, D]`, pinned where there is a CUDA device; every block that
+            is full.
         ready: recorded behind what was copied beside the computation.
     """
 
-    device: tuple[Tensor, Tensor]
-    host: tuple[Tensor, Tensor] | None
+    device: Tensor
+    host: Tensor | None
     ready: torch.cuda.Event | None = None
 
 
@@ -47,13 +47,15 @@ class _Chooser:
     """What a layer that chooses remembers.
 
     Attributes:
-        compressed: `[B, G, C, D]`, means of 32 keys, 16 tokens apart.
+        number: among the layers that choose.
+        compressed: `[B, G, C + 1, D]`, means of 32 keys, 16 tokens apart; the last place is for what nobody reads.
         last: `[B, G, 32, D]`, the last keys, at their position modulo 32.
         average: `[B, blocks]`, of `ema`.
         begun: `[B]`, bool: which requests it is of.
         buffer: which blocks are on the device, in its layer and those that share its choice.
     """
 
+    number: int
     compressed: Tensor
     last: Tensor
     average: Tensor
@@ -61,21 +63,36 @@ class _Chooser:
     buffer: BlockBuffer
 
 
-@dataclass
-class _Step:
-    """One decode step.
+@dataclass(frozen=True)
+class _Choice:
+    """What a layer and those behind it read.
 
     Attributes:
-        positions: of the new tokens, by request; `lengths` are one more, `[B]`, int32, on the device.
-        full: requests whose written block was filled by the token before.
-        chosen: what the nearest layer that chose wants: blocks, slots and which of these are missing, `[B, K]` each.
+        slots: `[B, K]`, int32, of the buffer.
+        copies: wanted blocks, their slots, and whether they are missing, `[2 B G, K]` each.
+        born: the slot of the block that the token before filled, and whether it has one, `[2 B G, 1]` each.
     """
 
-    positions: list[int]
+    slots: Tensor
+    copies: tuple[Tensor, Tensor, Tensor]
+    born: tuple[Tensor, Tensor]
+
+
+@dataclass
+class _Step:
+    """One decode step; nothing in it waits for the device, so that a CUDA graph can hold it.
+
+    Attributes:
+        positions: of the new tokens, `[B]`, int64.
+        lengths: one more, int32.
+        full: `[B]`, bool: requests whose written block was filled by the token before.
+        choice: of the nearest layer that chose.
+    """
+
+    positions: Tensor
     lengths: Tensor
-    full: list[int]
-    chosen: tuple[Tensor, Tensor, Tensor] | None = None
-    misses: list[Tensor] = field(default_factory=list)
+    full: Tensor
+    choice: _Choice | None = None
 
 
 _running: list[OffloadedDecoder] = []
@@ -94,17 +111,17 @@ class OffloadedDecoder:
             pages stay on the device.
         requests: how many.
         room: tokens that a request may grow to.
+        graph: whether steps behind the first one are a CUDA graph.
 
     Attributes:
         lengths: tokens of each request, that of the last step included.
-        misses: blocks that were brought, by layer that chooses, summed over requests and steps.
 
     Raises:
         PatternError: if the pattern does not fit the model.
-        SearchError: if the plan can't be decoded so, or host memory does not suffice.
+        SearchError: if the plan can't be decoded so, host memory does not suffice, or there is no device for a graph.
     """
 
-    def __init__(self, model: Any, pattern: Pattern, requests: int, room: int) -> None:
+    def __init__(self, model: Any, pattern: Pattern, requests: int, room: int, *, graph: bool = False) -> None:
         selection, config = pattern.selection, model.config
         pattern.check_fits(config.num_hidden_layers)
         check_layers(model)
@@ -112,6 +129,8 @@ class OffloadedDecoder:
             raise SearchError(f"plan {pattern.key} can't be offloaded, expected {COMPRESSED_KEYS} and buffer_pages")
         if selection.steps.policy not in POLICIES:
             raise SearchError(f"steps are {selection.steps}, expected one of {', '.join(POLICIES)}")
+        if graph and model.device.type != "cuda":
+            raise SearchError(f"the model is on device {model.device}, expected a CUDA device for a graph")
         self._model, self._pattern, self._selection = model, pattern, selection
         self._groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -121,19 +140,32 @@ class OffloadedDecoder:
         self._layers = [self._layer(role) for role in pattern.roles]
         sources = {pattern.source_layers[layer] for layer in pattern.shared_layers}
         choose = [n for n, role in enumerate(pattern.roles) if role not in (DENSE, SHARED) or n in sources]
-        self._choosers = {layer: self._chooser() for layer in choose}
+        self._choosers = {layer: self._chooser(number) for number, layer in enumerate(choose)}
         self._copies: torch.cuda.Stream | None = None
         if model.device.type == "cuda":
             self._copies = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.lengths = [0] * requests
-        self.misses = dict.fromkeys(choose, 0)
+        self._tokens, self._positions = torch.zeros(2, requests, dtype=torch.long, device=model.device)
+        self._missed = torch.zeros(len(choose), dtype=torch.long, device=model.device)
+        self._rows = torch.arange(requests, device=model.device)
+        self._graph, self._warm = graph, False
+        self._captured: torch.cuda.CUDAGraph | None = None
+        self._logits = torch.empty(0)
         self._step: _Step | None = None
+
+    @property
+    def misses(self) -> dict[int, int]:
+        """Blocks that were brought, by layer that chooses, summed over requests and steps."""
+        return dict(zip(self._choosers, self._missed.tolist(), strict=True))
 
     def _check_memory(self) -> None:
         """Before anything is allocated."""
         offloaded = len(self._pattern) - self._pattern.roles.count(DENSE)
-        values = self._requests * self._groups * self._blocks * self._selection.page_tokens * self._dim
-        need = 2 * offloaded * values * self._model.dtype.itemsize
+        values = 2 * self._requests * self._groups * self._blocks * self._selection.page_tokens * self._dim
+        layer = values * self._model.dtype.itemsize
+        if self._model.device.type == "cuda":
+            layer = 1 << (layer - 1).bit_length()  # pinned memory comes in powers of two
+        need = offloaded * layer
         free = psutil.virtual_memory().available
         if need > free:
             raise SearchError(
@@ -147,19 +179,20 @@ class OffloadedDecoder:
     def _layer(self, role: str) -> _Layer:
         tokens = self._selection.page_tokens
         held = self._blocks if role == DENSE else self._slots + 1
-        keys, values = (self._new(self._requests, self._groups, held * tokens, self._dim) for _ in range(2))
-        if role == DENSE:
-            return _Layer((keys, values), None)
-        shape = (self._requests, self._groups, self._blocks, tokens, self._dim)
-        pinned = self._model.device.type == "cuda"
-        host_keys, host_values = (torch.empty(shape, dtype=self._model.dtype, pin_memory=pinned) for _ in range(2))
-        return _Layer((keys, values), (host_keys, host_values))
+        device = self._new(2, self._requests, self._groups, held * tokens, self._dim)
+        return _Layer(device, None if role == DENSE else self._in_host_memory())
 
-    def _chooser(self) -> _Chooser:
+    def _in_host_memory(self) -> Tensor:
+        """What `_Layer.host` is."""
+        shape = (2, self._requests, self._groups, self._blocks, self._selection.page_tokens, self._dim)
+        return torch.empty(shape, dtype=self._model.dtype, pin_memory=self._model.device.type == "cuda")
+
+    def _chooser(self, number: int) -> _Chooser:
         chunks = max(0, (self._blocks * self._selection.page_tokens - CHUNK) // STRIDE + 1)
         device = self._model.device
         return _Chooser(
-            self._new(self._requests, self._groups, chunks, self._dim),
+            number,
+            self._new(self._requests, self._groups, chunks + 1, self._dim),
             self._new(self._requests, self._groups, CHUNK, self._dim),
             torch.zeros(self._requests, self._blocks, device=device),
             torch.zeros(self._requests, dtype=torch.bool, device=device),
@@ -181,26 +214,26 @@ class OffloadedDecoder:
         for part in torch.split(tokens[None], READ_AT_ONCE, 1):
             logits: Tensor = self._model(part, past_key_values=past, use_cache=True, logits_to_keep=1).logits
         self.lengths[request] = length
+        self._positions[request] = length
         for number, layer in enumerate(self._layers):
-            keys, values = past.layers[number].keys[0], past.layers[number].values[0]  # [G, length, D]
-            self._put(request, layer, keys, values)
+            item = torch.cat([past.layers[number].keys, past.layers[number].values])  # [2, G, length, D]
+            self._put(request, layer, item)
             if number in self._choosers:
-                self._begin(request, self._choosers[number], keys)
+                self._begin(request, self._choosers[number], item[0])
         return logits[0, -1]
 
-    def _put(self, request: int, layer: _Layer, keys: Tensor, values: Tensor) -> None:
+    def _put(self, request: int, layer: _Layer, item: Tensor) -> None:
         """What was read, where it belongs: the buffer begins with the last blocks that are full."""
-        size, length = self._selection.page_tokens, keys.shape[1]
+        size, length, own = self._selection.page_tokens, item.shape[2], layer.device[:, request]
         full = (length - 1) // size  # the last block is the one that is written, be it full
         if layer.host is None:
-            for place, item in zip(layer.device, (keys, values), strict=True):
-                place[request, :, :length] = item
+            own[:, :, :length] = item
             return
         first = max(0, full - self._slots)
-        for place, host, item in zip(layer.device, layer.host, (keys, values), strict=True):
-            host[request, :, :full].copy_(item[:, : full * size].view(len(item), full, size, -1))
-            place[request, :, : (full - first) * size] = item[:, first * size : full * size]
-            place[request, :, self._slots * size : self._slots * size + length - full * size] = item[:, full * size :]
+        blocks = item[:, :, : full * size]
+        layer.host[:, request, :, :full].copy_(blocks.reshape(2, self._groups, full, size, self._dim))
+        own[:, :, : (full - first) * size] = item[:, :, first * size : full * size]
+        own[:, :, self._slots * size : self._slots * size + length - full * size] = item[:, :, full * size :]
 
     def _begin(self, request: int, chooser: _Chooser, keys: Tensor) -> None:
         size, length = self._selection.page_tokens, keys.shape[1]
@@ -226,21 +259,33 @@ class OffloadedDecoder:
         if min(self.lengths) == 0 or max(self.lengths) >= self._blocks * size:
             room = self._blocks * size
             raise SearchError(f"requests have {self.lengths} tokens, expected some, and fewer than {room}")
-        device = self._model.device
-        lengths = torch.tensor([length + 1 for length in self.lengths], dtype=torch.int32, device=device)
-        full = [request for request, length in enumerate(self.lengths) if length % size == 0]
-        self._step = _Step(list(self.lengths), lengths, full)
+        self._tokens.copy_(tokens)
+        if self._captured is not None:
+            self._captured.replay()
+        elif self._graph and self._warm:
+            self._captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._captured):
+                self._forward()
+            self._captured.replay()
+        else:
+            self._forward()  # compiles what a graph holds
+            self._warm = True
+        self.lengths = [length + 1 for length in self.lengths]
+        return self._logits.clone()
+
+    def _forward(self) -> None:
+        """A step over what lies at fixed places."""
+        lengths, size = (self._positions + 1).int(), self._selection.page_tokens
+        self._step = _Step(self._positions, lengths, self._positions % size == 0)
         with self._attached():
             logits: Tensor = self._model(
-                tokens[:, None],
-                position_ids=(lengths - 1).long()[:, None],
-                past_key_values=_PassedOn(len(self._layers)),
+                self._tokens[:, None],
+                position_ids=self._positions[:, None],
+                past_key_values=PassedOn(len(self._layers)),
                 use_cache=True,
             ).logits
-        for layer, missed in zip(self._choosers, self._step.misses, strict=False):
-            self.misses[layer] += int(missed)
-        self.lengths = [length + 1 for length in self.lengths]
-        return logits[:, -1]
+        self._logits = logits[:, -1]
+        self._positions += 1
 
     @contextmanager
     def _attached(self) -> Iterator[None]:
@@ -248,120 +293,120 @@ class OffloadedDecoder:
             yield
 
     def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention of the new tokens in one layer, `[B, H, D]`; `key` and `value` are theirs, `[B, G, 1, D]`."""
+        """Attention of the new tokens in one layer, `[B, H, D]`; `key` and `value` are theirs, `[B, G, D]`."""
         step, layer, size = self._step, self._layers[number], self._selection.page_tokens
         assert step is not None
-        positions = torch.tensor(step.positions, device=query.device)
-        rows, lengths = torch.arange(len(positions), device=query.device), step.lengths
-        chooses = number in self._choosers
+        item, chooses = torch.stack([key, value]), number in self._choosers
         if chooses:
-            self._remember(self._choosers[number], step, key[:, :, 0])
+            self._remember(self._choosers[number], step, key)
         if layer.host is None:
-            for place, item in zip(layer.device, (key, value), strict=True):
-                place[rows, :, positions] = item[:, :, 0]
-            count = -(-max(step.positions) // size) + 1
-            blocks = torch.arange(count, dtype=torch.int32, device=query.device).expand(len(rows), -1)
-            blocks = torch.where(blocks * size < lengths[:, None], blocks, -1)
+            layer.device[:, self._rows, :, step.positions] = item.transpose(0, 1)
+            block = torch.arange(self._blocks, dtype=torch.int32, device=query.device)
+            blocks, lengths = torch.where(block * size < step.lengths[:, None], block, -1), step.lengths
         else:
             if chooses:
-                step.chosen = self._choose(number, query, scale)
-            self._bring(layer, step, beside=False) if chooses else self._wait(layer)
-            assert step.chosen is not None
-            wanted, slots, _ = step.chosen
-            self._keep_full(layer, step, wanted, slots)
-            written = self._slots * size + positions % size
-            for place, item in zip(layer.device, (key, value), strict=True):
-                place[rows, :, written] = item[:, :, 0]
-            tail = torch.full_like(slots[:, :1], self._slots)
-            blocks, lengths = torch.cat([slots, tail], 1), (written + 1).int()
+                step.choice = self._choose(number, query, scale)
+                self._bring(layer, step.choice)
+            elif layer.ready is not None:
+                torch.cuda.current_stream().wait_event(layer.ready)
+            assert step.choice is not None
+            self._keep_full(layer, step, step.choice)
+            written = self._slots * size + step.positions % size
+            layer.device[:, self._rows, :, written] = item.transpose(0, 1)
+            tail = torch.full_like(step.choice.slots[:, :1], self._slots)
+            blocks, lengths = torch.cat([step.choice.slots, tail], 1), (written + 1).int()
         keys, values = layer.device
         out = block_attention(query, keys, values, blocks, scale=scale, block_tokens=size, lengths=lengths)
         if chooses:
             if layer.host is None:
-                step.chosen = self._choose(number, query, scale)
+                step.choice = self._choose(number, query, scale)
             self._bring_beside(number, step)
         return out
 
     def _remember(self, chooser: _Chooser, step: _Step, key: Tensor) -> None:
         """The new keys, `[B, G, D]`, and the compressed keys that they complete."""
-        for request, position in enumerate(step.positions):
-            chooser.last[request, :, position % CHUNK] = key[request]
-            if position + 1 >= CHUNK and (position + 1 - CHUNK) % STRIDE == 0:
-                mean = chooser.last[request].float().mean(1)
-                chooser.compressed[request, :, (position + 1 - CHUNK) // STRIDE] = mean.to(key.dtype)
+        chooser.last[self._rows, :, step.positions % CHUNK] = key
+        begins = step.positions + 1 - CHUNK
+        place = torch.where((begins >= 0) & (begins % STRIDE == 0), begins // STRIDE, chooser.compressed.shape[2] - 1)
+        chooser.compressed[self._rows, :, place] = chooser.last.float().mean(2).to(key.dtype)
 
-    def _choose(self, number: int, query: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Blocks beside the one that is written, their slots, and which of them are missing, `[B, K]` each."""
+    def _choose(self, number: int, query: Tensor, scale: float) -> _Choice:
+        """Find the blocks beside the one that is written, and give them places in the buffer."""
+        step, chooser = self._step, self._choosers[number]
+        assert step is not None
+        wanted = self._wanted(number, query, scale)
+        filled = (step.positions // self._selection.page_tokens - 1).int()
+        born = torch.where(step.full, filled, -1)
+        slots, loads = swap_blocks(wanted, born, chooser.buffer)
+        self._missed[chooser.number] += loads.sum()
+        own = (wanted == born[:, None]) & step.full[:, None]
+        rows = self._by_group
+        born_slot = (slots * own).sum(1, keepdim=True).int()
+        return _Choice(
+            slots, (rows(wanted), rows(slots), rows(loads)), (rows(born_slot), rows(own.any(1, keepdim=True)))
+        )
+
+    def _by_group(self, item: Tensor) -> Tensor:
+        """`[B, ...]` for keys and values of every key head, `[2 B G, ...]`."""
+        return item.repeat_interleave(self._groups, 0).repeat(2, 1)
+
+    def _wanted(self, number: int, query: Tensor, scale: float) -> Tensor:
+        """`[B, K]`, int32, ascending."""
         selection, chooser, step = self._selection, self._choosers[number], self._step
         assert step is not None
-        size, device = selection.page_tokens, query.device
+        size = selection.page_tokens
         scores = block_scores(query, chooser.compressed, step.lengths, scale=scale, block_tokens=size)
         scores = scores[:, : self._blocks]
         if selection.steps.policy == "ema":
             assert selection.steps.beta is not None
             averaged = selection.steps.beta * chooser.average + (1 - selection.steps.beta) * scores
-            chooser.average = torch.where(chooser.begun[:, None], averaged, scores)
+            chooser.average.copy_(torch.where(chooser.begun[:, None], averaged, scores))
             chooser.begun.fill_(True)
             scores = chooser.average.clone()
-        number_of = torch.arange(self._blocks, device=device)
-        newest = ((step.lengths - 1) // size)[:, None]
-        fixed = (number_of < selection.sink_pages) | (number_of > newest - selection.recent_pages)
-        scores.masked_fill_(fixed, torch.inf).masked_fill_(number_of >= newest, -torch.inf)
+        block = torch.arange(self._blocks, device=query.device)
+        newest = (step.positions // size)[:, None]
+        fixed = (block < selection.sink_pages) | (block > newest - selection.recent_pages)
+        scores.masked_fill_(fixed, torch.inf).masked_fill_(block >= newest, -torch.inf)
         # A compressed key that touches two blocks gives both one score: the lower one goes first, as in `Chooser`.
         ranked = scores.sort(dim=1, descending=True, stable=True).indices
-        wanted = ranked[:, : selection.pages - 1].sort(1).values.int()
-        born = torch.full((len(wanted),), -1, dtype=torch.int32, device=device)
-        if step.full:
-            rows = torch.tensor(step.full, device=device)
-            born[rows] = (newest[rows, 0] - 1).int()
-        slots, loads = swap_blocks(wanted, born, chooser.buffer)
-        step.misses.append(loads.sum())
-        return wanted, slots, loads
+        return ranked[:, : selection.pages - 1].sort(1).values.int()
 
-    def _bring(self, layer: _Layer, step: _Step, beside: bool) -> None:
+    def _bring(self, layer: _Layer, choice: _Choice) -> None:
         """Copy what a layer is missing."""
-        assert step.chosen is not None and layer.host is not None
-        size = self._selection.page_tokens
-        wanted, slots, loads = (item.repeat_interleave(self._groups, 0) for item in step.chosen)
-        for place, host in zip(layer.device, layer.host, strict=True):
-            copy_blocks(
-                host.flatten(0, 1), place.view(len(host) * self._groups, -1, size, self._dim), wanted, slots, loads
-            )
-        if beside:
-            layer.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            layer.ready.record()
+        assert layer.host is not None
+        copy_blocks(layer.host.flatten(0, 2), self._slots_of(layer), *choice.copies)
+
+    def _slots_of(self, layer: _Layer) -> Tensor:
+        """`[2 B G, slots + 1, block tokens, D]`."""
+        return layer.device.view(2 * self._requests * self._groups, -1, self._selection.page_tokens, self._dim)
 
     def _bring_beside(self, number: int, step: _Step) -> None:
         """Copy for the layers that share what was chosen, while others compute."""
+        assert step.choice is not None
         for layer in self._layers[number + 1 : self._end_of(number)]:
             if self._copies is None:
-                self._bring(layer, step, beside=False)
+                self._bring(layer, step.choice)
                 continue
             self._copies.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._copies):
-                self._bring(layer, step, beside=True)
+                self._bring(layer, step.choice)
+                layer.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                layer.ready.record()
 
     def _end_of(self, number: int) -> int:
         """The first layer behind those that share what layer `number` chose."""
         sources = self._pattern.source_layers
         return next((n for n in range(number + 1, len(sources)) if sources[n] != number), len(sources))
 
-    @staticmethod
-    def _wait(layer: _Layer) -> None:
-        if layer.ready is not None:
-            torch.cuda.current_stream().wait_event(layer.ready)
-
-    def _keep_full(self, layer: _Layer, step: _Step, wanted: Tensor, slots: Tensor) -> None:
+    def _keep_full(self, layer: _Layer, step: _Step, choice: _Choice) -> None:
         """Blocks that the token before filled: into host memory, and from where they were written to their slots."""
         assert layer.host is not None
-        size = self._selection.page_tokens
-        for request in step.full:
-            block = step.positions[request] // size - 1
-            slot = slots[request][wanted[request] == block]
-            for place, host in zip(layer.device, layer.host, strict=True):
-                own = place[request].view(self._groups, -1, size, self._dim)  # [G, slots + 1, size, D]
-                host[request, :, block].copy_(own[:, self._slots], non_blocking=True)
-                own[:, slot.long()] = own[:, [self._slots]]
+        held, (slot, has_one) = self._slots_of(layer), choice.born
+        written = torch.full_like(slot, self._slots)
+        block = (step.positions // self._selection.page_tokens - 1).int()
+        full = step.full[:, None]
+        copy_blocks(held, layer.host.flatten(0, 2), written, self._by_group(block[:, None]), self._by_group(full))
+        copy_blocks(held, held, written, slot, has_one)
 
 
 def _attention(
@@ -375,10 +420,11 @@ def _attention(
 ) -> tuple[Tensor, None]:
     [decoder] = _running
     layer: Any = module.layer_idx
-    return decoder.attend(layer, query[:, :, 0].contiguous(), key, value, scaling)[:, None], None
+    new = query[:, :, 0].contiguous(), key[:, :, 0], value[:, :, 0]
+    return decoder.attend(layer, *new, scaling)[:, None], None
 
 
-class _PassedOn(Cache):  # type: ignore[misc]  # transformers is not typed
+class PassedOn(Cache):  # type: ignore[misc]  # transformers is not typed
     """A cache that holds nothing: attention finds keys and values elsewhere."""
 
     def __init__(self, layers: int) -> None:
