@@ -189,6 +189,15 @@ def _complete(length: int, ratio: int, device: torch.device) -> Tensor:
     return entries[None] < (torch.arange(length, device=device)[:, None] + 1) // ratio
 
 
+def _bias(visible: Tensor) -> Tensor:
+    """What to add to logits: 0 where a key is visible, else so much that nothing is left of it.
+
+    Unlike with `masked_fill`, no mask is kept for the backward pass: of kernels that load such masks, PyTorch 2.11's
+    inductor made one that ends in "misaligned address" on a GPU.
+    """
+    return torch.where(visible, 0.0, _MASKED)
+
+
 def _windows(x: Tensor, window: int) -> Tensor:
     """Blocks of `window` tokens, each with the block before it: `[B, blocks, 2 W, D]`."""
     blocks = F.pad(x, (0, 0, 0, -x.shape[1] % window)).unflatten(1, (-1, window))
@@ -211,7 +220,7 @@ def _attention(
     query, key = torch.arange(window, device=device)[:, None], torch.arange(2 * window, device=device)
     seen = (key > query) & (key <= query + window)
     inside = seen & ((torch.arange(near.shape[1], device=device)[:, None, None] > 0) | (key >= window))
-    local = torch.matmul(padded, near[:, None].mT).float().masked_fill(~inside, _MASKED)
+    local = torch.matmul(padded, near[:, None].mT).float() + _bias(inside)
     logits = [local.flatten(2, 3)[:, :, :length]]
 
     entries, scores = None, None
@@ -226,7 +235,7 @@ def _attention(
             chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, indices, True)
             visible = visible & chosen[:, None]
             scores = scores.masked_fill(~visible[:, 0], _MASKED)
-        logits.append(torch.matmul(q, entries[:, None].mT).float().masked_fill(~visible, _MASKED))
+        logits.append(torch.matmul(q, entries[:, None].mT).float() + _bias(visible))
     everything = torch.cat(logits, -1) * attention.scaling
     total = torch.logaddexp(everything.logsumexp(-1, keepdim=True), attention.sinks.float().view(-1, 1, 1))
     weights = (everything - total).exp()
