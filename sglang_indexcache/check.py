@@ -104,7 +104,7 @@ def check(spec: PatternSpec, model: str, user_overrides: str = "{}", allow_confi
         if effective is not None and effective != pattern:
             problems.append(f"SGLang {installed.version} would run {effective} instead of {pattern}")
     return Report(
-        pattern.roles,
+        pattern.letters,
         pattern.fingerprint,
         pattern.retention,
         pattern.selection,
@@ -122,7 +122,7 @@ def check(spec: PatternSpec, model: str, user_overrides: str = "{}", allow_confi
 
 def as_text(report: Report) -> str:
     """The report for people: a line a fact, a table by layer, problems last."""
-    pattern = Pattern(report.pattern, report.selection)
+    pattern = Pattern.parse(report.pattern, report.selection)
     lines = [
         f"pattern   {report.pattern}",
         f"          {len(pattern.full_layers)} of {len(pattern)} layers {pattern.letter},"
@@ -201,7 +201,7 @@ def _pattern(options: argparse.Namespace) -> int:
         report = check(spec, options.model, options.json_model_override_args, options.allow_config_mismatch)
         result, text, problems = asdict(report), [as_text(report)], list(report.problems)
     if options.server:
-        pattern = spec.known() if report is None else Pattern(report.pattern, report.selection)
+        pattern = spec.known() if report is None else Pattern.parse(report.pattern, report.selection)
         server_problems = [line for url in options.server for line in differences(url, pattern)]
         result = {**result, "servers": options.server, "fingerprint": pattern.fingerprint}
         result["problems"] = problems = problems + server_problems

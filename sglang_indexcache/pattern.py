@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Self
 
 from sglang_indexcache.errors import PatternError
+from sglang_indexcache.indexers import CANDIDATES, Indexer
 from sglang_indexcache.selection import Selection
 
 FULL, SHARED = "F", "S"
@@ -28,19 +29,25 @@ class Pattern:
     the pages that it chooses itself, an `S` layer to those that the nearest `D` or `F` layer before it chose.
     Layers are numbered from 0, as engines do; the papers count from 1.
 
+    Between the two of DSA models: an `F` layer may select for a block of neighbouring prompt queries at a time, and a
+    `C` layer selects with its own indexer, but from the best candidates of the nearest `F` layer before it.
+
     Args:
-        roles: one letter a layer, for instance `"FSSSFSSS"`; the first one is not `S`.
-        selection: `None` for `F` and `S` alone.
+        roles: one letter a layer, for instance `"FSSSFSSS"`; the first one is `F`, or `D`.
+        selection: `None` for `F`, `S` and `C`.
+        indexers: how much less those layers score that don't score everything, by layer; each `C` has one.
 
     Raises:
-        PatternError: if `roles` is empty, holds another letter, or begins with `S`.
+        PatternError: if `roles` is empty, holds another letter, or begins with `S` or `C`, or an indexer does not fit
+            its letter.
     """
 
     roles: str
     selection: Selection | None = None
+    indexers: tuple[Indexer, ...] = ()
 
     def __post_init__(self) -> None:
-        letters = (FULL, SHARED) if self.selection is None else (DENSE, FULL, SHARED)
+        letters = (FULL, SHARED, *self._candidate_letters()) if self.selection is None else (DENSE, FULL, SHARED)
         expected = "F or S" if self.selection is None else "D, F or S"
         if not isinstance(self.roles, str):
             raise PatternError(f"pattern is {type(self.roles).__name__}, expected a string of {expected}")
@@ -50,10 +57,59 @@ class Pattern:
             if letter not in letters:
                 more = " (D needs a selection)" if letter == DENSE else ""
                 raise PatternError(f"pattern has {letter!r} for layer {layer}, expected {expected}{more}")
-        if self.roles[0] == SHARED:
+        if self.roles[0] in (SHARED, CANDIDATES):
             raise PatternError(
-                f"pattern begins with S, but layer 0 has no earlier layer to share from; expected {self.letter}"
+                f"pattern begins with {self.roles[0]}, but layer 0 has no earlier layer to share from; expected"
+                f" {self.letter}"
             )
+        self._check_indexers()
+
+    def _candidate_letters(self) -> tuple[str, ...]:
+        """`C`, where a pattern says what its `C` layers choose from."""
+        return (CANDIDATES,) if any(indexer.candidates for indexer in self.indexers) else ()
+
+    def _check_indexers(self) -> None:
+        """Check that every indexer stands at a letter of its kind, and the other way round."""
+        if self.indexers and self.selection is not None:
+            raise PatternError(f"pattern has a selection, so no indexer; found {self.indexers[0]}")
+        layers = [indexer.layer for indexer in self.indexers]
+        if layers != sorted(set(layers)):
+            raise PatternError(f"indexers are of layers {', '.join(map(str, layers))}, expected each once, ascending")
+        for indexer in self.indexers:
+            if indexer.layer >= len(self.roles):
+                raise PatternError(f"{indexer} is of layer {indexer.layer}, expected 0 to {len(self.roles) - 1}")
+            letter = CANDIDATES if indexer.candidates else FULL
+            if self.roles[indexer.layer] != letter:
+                found = self.roles[indexer.layer]
+                raise PatternError(f"{indexer} is of {letter} layers, but layer {indexer.layer} is {found}")
+            if indexer.candidates and self._queries_of(self.scorer(indexer.layer)):
+                raise PatternError(
+                    f"{indexer}: layer {self.scorer(indexer.layer)} selects in blocks, so it has no candidates to give"
+                )
+        lacking = [layer for layer, role in enumerate(self.roles) if role == CANDIDATES and layer not in layers]
+        if lacking:
+            raise PatternError(
+                f"layer {lacking[0]} is C, expected what it chooses from behind the letters: +{lacking[0]}c4"
+            )
+
+    def scorer(self, layer: int) -> int:
+        """The nearest `F` layer up to `layer`: it scored what a `C` layer chooses from."""
+        return self.roles.rindex(FULL, 0, layer + 1)
+
+    def _queries_of(self, layer: int) -> int:
+        return next((indexer.queries for indexer in self.indexers if indexer.layer == layer), 0)
+
+    @classmethod
+    def parse(cls, text: str, selection: Selection | None = None) -> Self:
+        """Read letters, and behind them what `letters` puts there: `FSSFSSCS+3q16+6c4`.
+
+        Raises:
+            PatternError: if it is something else.
+        """
+        if not isinstance(text, str):
+            return cls(text, selection)
+        roles, *indexers = text.split("+")
+        return cls(roles, selection, tuple(map(Indexer.parse, indexers)))
 
     @property
     def letter(self) -> str:
@@ -104,8 +160,8 @@ class Pattern:
         Raises:
             PatternError: if it is something else.
         """
-        roles, mark, selection = key.partition("|")
-        return cls(roles, Selection.parse(selection) if mark else None)
+        letters, mark, selection = key.partition("|")
+        return cls.parse(letters, Selection.parse(selection) if mark else None)
 
     def keeping(self, full_layers: Iterable[int]) -> Self:
         """This pattern with all layers shared but `full_layers`.
@@ -123,7 +179,7 @@ class Pattern:
                     yield self.share(full).unshare(shared)
 
     def __str__(self) -> str:
-        return self.roles
+        return self.letters
 
     def __len__(self) -> int:
         return len(self.roles)
@@ -155,9 +211,18 @@ class Pattern:
         return len(self.full_layers) / len(self.roles)
 
     @property
+    def letters(self) -> str:
+        """One letter a layer, and behind them each indexer that does not score everything, with a `+` before it."""
+        return "+".join([self.roles, *map(str, self.indexers)])
+
+    def beginning(self, layers: int) -> str:
+        """`letters` of the first `layers`: patterns that agree there compute the same up to there."""
+        return "+".join([self.roles[:layers], *(str(item) for item in self.indexers if item.layer < layers)])
+
+    @property
     def key(self) -> str:
         """All that the pattern says, in one word: its letters, and behind a `|` its selection."""
-        return self.roles if self.selection is None else f"{self.roles}|{self.selection}"
+        return self.letters if self.selection is None else f"{self.letters}|{self.selection}"
 
     @cached_property
     def fingerprint(self) -> str:
@@ -183,7 +248,28 @@ class Pattern:
     def _flipped(self, layer: int, before: str, after: str) -> Self:
         if not 0 <= layer < len(self) or self.roles[layer] != before:
             raise PatternError(f"layer {layer} of {self.roles} is not an {before} layer")
-        return replace(self, roles=self.roles[:layer] + after + self.roles[layer + 1 :])
+        kept = tuple(indexer for indexer in self.indexers if indexer.layer != layer)
+        return replace(self, roles=self.roles[:layer] + after + self.roles[layer + 1 :], indexers=kept)
+
+    def selecting_for(self, layer: int, queries: int) -> Self:
+        """This pattern with an `F` layer that selects for `queries` prompt queries at a time; 1 for each by itself.
+
+        Raises:
+            PatternError: if the layer is not `F`, or it can't be so many.
+        """
+        kept = [indexer for indexer in self.indexers if indexer.layer != layer]
+        changed = [*kept, Indexer(layer=layer, queries=queries)] if queries > 1 else kept
+        return replace(self, indexers=tuple(sorted(changed, key=lambda indexer: indexer.layer)))
+
+    def rescoring(self, layer: int, candidates: int) -> Self:
+        """This pattern with an `F` or `S` layer turned into a `C` that re-scores `candidates` x index_topk tokens.
+
+        Raises:
+            PatternError: if the layer is layer 0, or it can't be so many.
+        """
+        kept = [indexer for indexer in self.indexers if indexer.layer != layer]
+        changed = sorted([*kept, Indexer(layer=layer, candidates=candidates)], key=lambda indexer: indexer.layer)
+        return replace(self, roles=self.roles[:layer] + CANDIDATES + self.roles[layer + 1 :], indexers=tuple(changed))
 
     def check_fits(self, num_layers: int, locked: Collection[int] = ()) -> None:
         """Check the pattern against a model.
@@ -198,10 +284,13 @@ class Pattern:
         if len(self) != num_layers:
             kind = "DSA layers" if self.selection is None else "layers"
             raise PatternError(f"pattern has {len(self)} letters, model has {num_layers} {kind}")
-        wrong = [layer for layer in sorted(locked) if self.roles[layer] == FULL]
+        wrong = [layer for layer in sorted(locked) if self.roles[layer] in (FULL, CANDIDATES)]
         if wrong:
             names = ", ".join(map(str, wrong[:8])) + (", ..." if len(wrong) > 8 else "")
-            raise PatternError(f"pattern has F for layer {names}, but the checkpoint has no indexer there; expected S")
+            letter = self.roles[wrong[0]]
+            raise PatternError(
+                f"pattern has {letter} for layer {names}, but the checkpoint has no indexer there; expected S"
+            )
 
     def check_kind(self, native: Pattern) -> None:
         """Check that a model with the pattern `native` has what this pattern's letters are about.

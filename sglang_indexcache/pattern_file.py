@@ -98,7 +98,8 @@ class PatternFile(_Section):
     )
     pattern: str = Field(
         description="one letter per layer; F runs its indexer, or with a selection D attends to everything; S reuses"
-        " the last choice before it"
+        " the last choice before it. Behind them +6q16 (layer 6 selects for 16 prompt queries at a time) or +3c4 (layer"
+        " 3, a C, re-scores the best 4 x index_topk tokens of the last F before it)"
     )
     retention: Finite = Field(description="share of layers that are not shared, as a decimal")
     patterns: dict[str, str] = Field(default_factory=dict, description="other patterns by retention, e.g. 1/4")
@@ -124,9 +125,9 @@ class PatternFile(_Section):
         share = self.as_pattern().retention
         if abs(share - self.retention) > 0.0005:
             raise PatternError(f"retention: found {self.retention}, but pattern keeps {share:.4f} of its layers")
-        known = [pattern.roles for pattern in self.trajectory_patterns()]
-        for name, roles in self.patterns.items():
-            pattern = Pattern(roles, self.selection)
+        known = [pattern.letters for pattern in self.trajectory_patterns()]
+        for name, letters in self.patterns.items():
+            pattern = Pattern.parse(letters, self.selection)
             pattern.check_fits(model.num_layers, model.locked_layers)
             if name != str(parse_retention(name)):
                 raise PatternError(f"patterns.{name}: expected {parse_retention(name)}, the one way to write it")
@@ -136,14 +137,14 @@ class PatternFile(_Section):
                 raise PatternError(
                     f"patterns.{name}: found {kept} {pattern.letter} layers, expected {expected} of {model.num_layers}"
                 )
-            known.append(roles)
+            known.append(letters)
         if (self.trajectory or self.patterns) and self.pattern not in known:
             raise PatternError("pattern: is neither a step of trajectory nor one of patterns, expected one of them")
         return self
 
     def as_pattern(self) -> Pattern:
         """The default pattern."""
-        return Pattern(self.pattern, self.selection)
+        return Pattern.parse(self.pattern, self.selection)
 
     def trajectory_patterns(self) -> list[Pattern]:
         """The nested patterns of the search, from the checkpoint's own to the last step's.
@@ -166,7 +167,7 @@ class PatternFile(_Section):
             PatternError: if the file has none.
         """
         if str(retention) in self.patterns:
-            return Pattern(self.patterns[str(retention)], self.selection)
+            return Pattern.parse(self.patterns[str(retention)], self.selection)
         full_layers = full_layer_count(self.model.num_layers, retention)
         steps = self.trajectory_patterns() if self.trajectory else [self.as_pattern()]
         for pattern in steps:
@@ -183,7 +184,7 @@ class PatternFile(_Section):
     def at(self, retention: Fraction) -> PatternFile:
         """This file with the pattern for `retention` as its default."""
         pattern = self.pattern_at(retention)
-        return self.model_copy(update={"pattern": pattern.roles, "retention": pattern.retention})
+        return self.model_copy(update={"pattern": pattern.letters, "retention": pattern.retention})
 
     def check_model(self, model: SparseModel) -> None:
         """Check that the file was made for `model`.

@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from sglang_indexcache.errors import PatternError
+from sglang_indexcache.indexers import CANDIDATES
 from sglang_indexcache.model import SparseModel
 from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern, parse_retention, uniform_pattern
 from sglang_indexcache.pattern_file import PatternFile, split_retention
@@ -15,6 +16,7 @@ from sglang_indexcache.selection import Selection
 
 GRAMMAR = "FILE, FILE@1/4, uniform@1/4 or letters"
 _UNIFORM = "uniform@"
+_IN_INDEXERS = frozenset("0123456789qc+")
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,13 @@ class PatternSpec:
         Raises:
             IndexCacheError: one line.
         """
-        if text and not set(text) - {DENSE, FULL, SHARED}:
-            if DENSE in text:
+        letters, _, indexers = text.partition("+")
+        if letters and not set(letters) - {DENSE, FULL, SHARED, CANDIDATES} and not set(indexers) - _IN_INDEXERS:
+            if DENSE in letters:
                 selection = selection or fallback
                 if selection is None:
                     raise PatternError(f"{text} has a D, which needs a selection; expected a pattern file")
-            return cls(text, letters=Pattern(text, selection))
+            return cls(text, letters=Pattern.parse(text, selection))
         if text.startswith(_UNIFORM):
             return cls(text, retention=parse_retention(text.removeprefix(_UNIFORM)))
         _, retention = split_retention(text)

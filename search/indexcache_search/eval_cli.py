@@ -83,6 +83,14 @@ def evaluate(
     steps: Annotated[str, typer.Option(help=f"{flags.STEPS}; none,ema:0.9: each.")] = "",
     samples: Annotated[int, typer.Option(help="Samples of each task.", min=2)] = 16,
     haystack: Annotated[str, typer.Option(help="Source of the text around a task's needles.")] = "demo:text",
+    reply: Annotated[
+        int | None,
+        typer.Option(
+            help="Only the last tokens of each sequence count, so many; what stands before them is a prompt. Patterns"
+            " that select for several prompt queries at a time (+6q16) need it.",
+            min=2,
+        ),
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask tasks through the chat template.")] = False,
     seq_len: Annotated[
         int | None, typer.Option(help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", min=1)
@@ -166,6 +174,7 @@ def evaluate(
             sequences=num_sequences or (96 if is_demo else 144),
             samples=samples,
             chat=chat,
+            reply=reply,
         )
         runtime = Runtime(
             device=device, dtype=dtype, batch_size=batch_size, prefix_cache_gb=prefix_cache_gb, attention=attention

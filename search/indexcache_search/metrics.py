@@ -106,7 +106,7 @@ def described(line: Line) -> dict[str, Any]:
         "retention": None if line.retention is None else str(line.retention),
         "phase": line.phase,
         "full_layers": len(plan.full_layers) if isinstance(plan, Pattern) else None,
-        "pattern": plan.roles if isinstance(plan, Pattern) else plan and plan.key,
+        "pattern": plan.letters if isinstance(plan, Pattern) else plan and plan.key,
     }
 
 

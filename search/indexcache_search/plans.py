@@ -26,4 +26,4 @@ def plan_from_key(key: str) -> Plan:
 
 def order(plan: Plan) -> tuple[str, str]:
     """Plans in this order follow those whose first layers run alike."""
-    return (plan.method, plan.key) if isinstance(plan, KeyPlan) else (str(plan.selection), plan.roles)
+    return (plan.method, plan.key) if isinstance(plan, KeyPlan) else (str(plan.selection), plan.letters)

@@ -44,6 +44,7 @@ def build(
     samples: int,
     chat: bool,
     calibrated: Sequence[Sketch] = (),
+    reply: int | None = None,
 ) -> HeldOut:
     """Read the sources and generate the tasks.
 
@@ -59,6 +60,8 @@ def build(
         samples: how many each task gives.
         chat: put the chat template around a task's text.
         calibrated: sketches of what the patterns were calibrated on, which is left out.
+        reply: tokens at the end of each sequence that are read one by one, behind a prompt; they alone count then. Of
+            models with indexers: replies of dense ones are what the data say.
 
     Raises:
         DataError: if there is nothing to compare on, or a source holds too little.
@@ -98,4 +101,8 @@ def build(
         source_of.append(np.full(samples, len(names) - len(tasks) + number))
     prompt = np.concatenate(prompts) if reader.replies else None
     data = TokenSet(np.concatenate(tokens), np.concatenate(scored), np.concatenate(source_of), tuple(names), prompt)
+    if reply is not None:
+        if reader.replies:
+            raise DataError("--reply is for models with indexers; of a dense model's data the replies count anyway")
+        data = data.ending_in_replies(reply)
     return HeldOut(data, answers, left_out)

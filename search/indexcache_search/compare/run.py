@@ -41,6 +41,7 @@ class Data:
     sequences: int
     samples: int
     chat: bool
+    reply: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +164,7 @@ def built_of(
         samples=data.samples,
         chat=data.chat,
         calibrated=calibrated,
+        reply=data.reply,
     )
     if built.left_out:
         console.print(f"left out {built.left_out} documents that a {what} was calibrated on", style="yellow")

@@ -10,6 +10,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from indexcache_search.errors import DataError
+
 
 @dataclass(frozen=True, eq=False)
 class TokenSet:
@@ -48,6 +50,20 @@ class TokenSet:
         chosen = list(rows)
         prompt = None if self.prompt is None else self.prompt[chosen]
         return TokenSet(self.tokens[chosen], self.scored[chosen], self.source_of[chosen], self.sources, prompt)
+
+    def ending_in_replies(self, reply: int) -> TokenSet:
+        """The same sequences as prompts, the last `reply` tokens of each read one by one: they alone count.
+
+        Raises:
+            DataError: if a source has no token that counts there.
+        """
+        position = np.arange(self.seq_len)
+        scored = self.scored & (position > self.seq_len - reply)
+        for number, source in enumerate(self.sources):
+            if not scored[self.source_of == number].any():
+                raise DataError(f"{source}: none of its last {reply} tokens count, expected a larger --reply")
+        prompt = np.broadcast_to(position < self.seq_len - reply, self.tokens.shape).copy()
+        return TokenSet(self.tokens, scored, self.source_of, self.sources, prompt)
 
     @cached_property
     def sha256(self) -> str:

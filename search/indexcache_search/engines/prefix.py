@@ -94,11 +94,11 @@ class PrefixCache:
 
     def longest(self, batch: str, pattern: Pattern) -> tuple[int, LayerState | None]:
         """How many layers need not run, and the state that they leave; renews all states below it."""
-        depth = next((n for n in range(len(pattern), 0, -1) if (batch, pattern.roles[:n]) in self._states), 0)
+        depth = next((n for n in range(len(pattern), 0, -1) if (batch, pattern.beginning(n)) in self._states), 0)
         for below in range(1, depth + 1):
-            if (batch, pattern.roles[:below]) in self._states:
-                self._states.move_to_end((batch, pattern.roles[:below]))
-        return depth, self._states.get((batch, pattern.roles[:depth]))
+            if (batch, pattern.beginning(below)) in self._states:
+                self._states.move_to_end((batch, pattern.beginning(below)))
+        return depth, self._states.get((batch, pattern.beginning(depth)))
 
     def copy(self, tensor: Tensor) -> Tensor | None:
         """A copy in host memory, until `release`; `None` if there is no room, even without all other states."""
@@ -233,7 +233,7 @@ class _Recorder:
         assert passed is not None
         whole = held if isinstance(output, tuple) else held[0]
         state = LayerState(whole, copy, passed.dtype == torch.int64)
-        self.states.append((self._pattern.roles[: layer + 1], state))
+        self.states.append((self._pattern.beginning(layer + 1), state))
 
     def _copy(self, tensor: Tensor) -> Tensor | None:
         copy = self._cache.copy(tensor)

@@ -107,6 +107,8 @@ class SglangEngine:
         for pattern in patterns:
             if isinstance(pattern, KeyPlan):
                 raise SearchError("plans for keys run on transformers alone, expected --engine transformers")
+            if pattern.indexers:
+                raise SearchError(f"{pattern.indexers[0]} runs on transformers alone, expected --engine transformers")
             work.put(pattern)
         task = _Task(data, objective, tuple(range(data.num_sequences) if rows is None else rows))
         threads = [

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from indexcache_kernels.patching import replaced
+from indexcache_kernels.transformers import INDEXER_ROPES
+from indexcache_search.errors import SearchError
+from indexcache_search.hf.indexers import among, in_blocks, with_candidates
 from indexcache_search.hf.pages import apply_page_roles
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import family_of_modules
+from sglang_indexcache.pattern import SHARED
 
 Observer = Callable[[int, Tensor], None]
 """Called with a letter and what its layer is about to use: indices `[batch, queries, k]`, or of dense models the pages
@@ -32,8 +37,8 @@ def apply_roles(
 
     An `F` layer's indexer runs and its indices are kept; an `S` layer's indexer is not run and gives back the kept
     ones. Nothing else of the model is touched, so all-F is the untouched model bit for bit. A layer without an indexer
-    (shared in the checkpoint) takes what the layer below passes up, as transformers has it. With a selection, see
-    `apply_page_roles`.
+    (shared in the checkpoint) takes what the layer below passes up, as transformers has it. For indexers that score
+    less see `hf.indexers`; with a selection, see `apply_page_roles`.
 
     A key/value cache filled under one pattern has no index keys for that pattern's `S` layers: don't go on with it
     under another.
@@ -43,10 +48,12 @@ def apply_roles(
         pattern: must be `S` on layers that have no indexer.
         observe: sees the indices of every layer that has an indexer, also the reused ones.
         carried: what an `S` layer reuses before any layer chose, for a forward that skips the lower layers.
-        prompt: `[batch, queries]`, bool, of patterns with a selection: queries that attend to everything.
+        prompt: `[batch, queries]`, bool: with a selection the queries that attend to everything, else those that may
+            share a selection with their neighbours.
 
     Raises:
         PatternError: if the pattern does not fit the model.
+        SearchError: if its indexers can't be had.
         RuntimeError: if roles are already applied to the model.
     """
     family = family_of_modules(model)
@@ -57,6 +64,7 @@ def apply_roles(
     selectors = family.selectors(model)
     pattern.check_fits(len(selectors), [site for site, selector in enumerate(selectors) if selector is None])
     kept: list[Tensor] = [] if carried is None else [carried]
+    cheaper = _cheaper(model, selectors, pattern, prompt)
 
     def full(layer: int, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -82,8 +90,38 @@ def apply_roles(
             continue
         if hasattr(selector.forward, _MARK):
             raise RuntimeError("roles are already applied to this model; leave the first `with` block before")
-        forward = full(site, selector.forward) if pattern[site] == "F" else shared(site)
+        run = cheaper.get(site, selector.forward)
+        forward = shared(site) if pattern[site] == SHARED else full(site, run)
         setattr(forward, _MARK, pattern[site])
         changes.append((selector, "forward", forward))
     with replaced(*changes):
         yield
+
+
+def _cheaper(
+    model: Any, selectors: Sequence[Any], pattern: Pattern, prompt: Tensor | None
+) -> dict[int, Callable[..., Tensor]]:
+    """What runs in the place of the indexers' `forward` that score less, and of those that others choose from."""
+    if pattern.indexers and model.config.model_type not in INDEXER_ROPES:
+        raise SearchError(f"{pattern.indexers[0]}: indexers of {model.config.model_type} score everything or nothing")
+    runs: dict[int, Callable[..., Tensor]] = {}
+    wide: dict[int, Tensor] = {}  # candidates by the layer that scored them
+    most: dict[int, int] = {}
+    for indexer in pattern.indexers:
+        selector, source = selectors[indexer.layer], pattern.scorer(indexer.layer)
+        if indexer.candidates:
+            most[source] = max(most.get(source, 0), indexer.candidates)
+            runs[indexer.layer] = among(selector.forward, partial(_best, wide, source, indexer.candidates, selector))
+        elif prompt is None:
+            raise SearchError(f"{indexer}: expected data with prompts, where queries may share a selection (--reply)")
+        else:
+            runs[indexer.layer] = in_blocks(selector, selector.forward, indexer.queries, prompt)
+    for source, candidates in most.items():
+        selector = selectors[source]
+        runs[source] = with_candidates(selector, selector.forward, candidates, partial(wide.__setitem__, source))
+    return runs
+
+
+def _best(wide: Mapping[int, Tensor], source: int, candidates: int, selector: Any) -> Tensor:
+    """The best candidates of layer `source`; a layer above may ask for more of them."""
+    return wide[source][..., : candidates * selector.index_topk]

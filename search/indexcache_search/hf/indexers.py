@@ -1,0 +1,150 @@
+"""Indexers of transformers' DSA models that score less: for blocks of prompt queries, or among candidates.
+
+The definition, not a fast way: what is left out is computed and thrown away. A block's queries share the selection of
+their mean (the *leader*), made before the block begins; the tokens of the block up to the query itself are always in,
+so that nothing near is lost and a query sees no later one's selection of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from indexcache_kernels.patching import replaced
+from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors
+from indexcache_search.errors import SearchError
+
+Run = Callable[..., Tensor]
+"""The `forward` of an indexer: hidden states, query residual, cosine and sine, and a mask to `[batch, queries, k]`."""
+
+_BLOCKS = 64  # whose scores exist at a time
+
+
+def in_blocks(indexer: Any, run: Run, queries: int, prompt: Tensor) -> Run:
+    """`run`, but where `prompt` is set, `queries` neighbours share a selection.
+
+    Args:
+        indexer: of a DSA model of transformers.
+        run: its `forward`.
+        queries: of a block; blocks begin at multiples of it.
+        prompt: `[batch, queries]`, bool.
+
+    Raises:
+        SearchError: in a call with a key/value cache, or if a block is larger than the selection.
+    """
+    if queries > indexer.index_topk:
+        raise SearchError(f"{queries} queries at a time, expected at most index_topk ({indexer.index_topk})")
+
+    @torch.no_grad()
+    def forward(
+        hidden_states: Tensor,
+        q_resid: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+    ) -> Tensor:
+        if past_key_values is not None:
+            raise SearchError("prompts that share selections run in one pass, expected no key/value cache")
+        exact = run(hidden_states, q_resid, position_embeddings, attention_mask, position_ids)
+        rope = INDEXER_ROPES[indexer.config.model_type]
+        q, k, weights = index_vectors(indexer, rope, hidden_states, q_resid, position_embeddings)
+        shared = block_selection(q, k, weights, queries, exact.shape[-1], prompt)
+        if attention_mask.dtype != torch.int32:  # transformers makes a mask of the indices, where -1 can't stand
+            own = torch.arange(shared.shape[1], device=shared.device, dtype=shared.dtype)[:, None]
+            shared = torch.where(shared < 0, own, shared)
+        return torch.where(prompt[..., None], shared, exact)
+
+    return forward
+
+
+def block_selection(q: Tensor, k: Tensor, weights: Tensor, queries: int, topk: int, prompt: Tensor) -> Tensor:
+    """What queries attend to that select in blocks, `[batch, queries, topk]`, int32, -1 for none.
+
+    Query t of a block that begins at b: all tokens b to t, then those before b that the block's leader scores highest.
+    The leader is the mean over the block's queries in `prompt` of index queries and of head weights.
+
+    Args:
+        q: index queries `[batch, queries, heads, dim]`.
+        k: index keys `[batch, queries, dim]`.
+        weights: of the heads, with all scales, `[batch, queries, heads]`.
+        queries: of a block, at most `topk`.
+        topk: tokens of a selection.
+        prompt: `[batch, queries]`, bool.
+    """
+    batch, length = prompt.shape
+    padding, blocks = -length % queries, (batch, -1, queries)
+    counted = F.pad(prompt, (0, padding)).view(blocks)
+    share = counted / counted.sum(2, keepdim=True).clamp_min(1)  # of each query in its block's leader
+    q, weights = F.pad(q.float(), (0, 0, 0, 0, 0, padding)), F.pad(weights.float(), (0, 0, 0, padding))
+    q = (q.view(*blocks, *q.shape[2:]) * share[..., None, None]).sum(2)
+    weights = (weights.view(*blocks, weights.shape[2]) * share[..., None]).sum(2)
+    begins = torch.arange(0, length, queries, device=q.device)
+    parts = [slice(at, at + _BLOCKS) for at in range(0, len(begins), _BLOCKS)]
+    before = torch.cat([_best_before(q[:, at], k.float(), weights[:, at], begins[at], topk) for at in parts], dim=1)
+    position, rank = torch.arange(length, device=q.device)[:, None], torch.arange(topk, device=q.device)
+    begin = position // queries * queries
+    far = (rank - (position - begin) - 1).clamp_min(0).expand(batch, -1, -1)
+    chosen = before[:, (position // queries).squeeze(1)].gather(2, far)
+    return torch.where(rank <= position - begin, begin + rank, chosen).int()
+
+
+def _best_before(q: Tensor, k: Tensor, weights: Tensor, begins: Tensor, topk: int) -> Tensor:
+    """The keys before each block with the highest scores, `[batch, blocks, topk]`, the best first, -1 for none."""
+    heads = F.relu(torch.einsum("bnhd,btd->bnht", q, k))
+    scores = torch.einsum("bnh,bnht->bnt", weights, heads)
+    seen = torch.arange(k.shape[1], device=k.device) < begins[:, None]
+    best = scores.masked_fill(~seen, float("-inf")).topk(topk, dim=-1)
+    return torch.where(best.values == float("-inf"), -1, best.indices)
+
+
+def with_candidates(indexer: Any, run: Run, candidates: int, keep: Callable[[Tensor], None]) -> Run:
+    """`run`; besides, `keep` gets the best `candidates` x index_topk tokens of each query."""
+
+    @torch.no_grad()
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("past_key_values") is not None:
+            raise SearchError("candidates are kept in one pass, expected no key/value cache")
+        with replaced((indexer, "index_topk", candidates * indexer.index_topk)):
+            keep(run(*args, **kwargs))
+        return run(*args, **kwargs)
+
+    return forward
+
+
+def among(run: Run, candidates: Callable[[], Tensor]) -> Run:
+    """`run` with all keys hidden but a query's `candidates`.
+
+    Args:
+        run: the `forward` of an indexer.
+        candidates: gives `[batch, queries, tokens]`.
+
+    Raises:
+        SearchError: on the kernels, which score ranges of keys.
+    """
+
+    @torch.no_grad()
+    def forward(
+        hidden_states: Tensor,
+        q_resid: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if attention_mask.dtype == torch.int32:
+            raise SearchError("the kernels score ranges of keys, no candidates; expected --attention naive")
+        chosen = candidates().to(hidden_states.device).long()
+        shape = (*chosen.shape[:2], attention_mask.shape[-1])
+        allowed = torch.zeros(shape, dtype=torch.bool, device=chosen.device).scatter(-1, chosen, True)
+        if attention_mask.dtype == torch.bool:
+            mask = attention_mask & allowed
+        else:
+            mask = attention_mask.masked_fill(~allowed, float("-inf"))
+        return run(hidden_states, q_resid, position_embeddings, mask, *args, **kwargs)
+
+    return forward
