@@ -211,6 +211,12 @@ class Pattern:
         return len(self.full_layers) / len(self.roles)
 
     @property
+    def scored_layers(self) -> float:
+        """How many layers' worth of scores the `F` layers take in a long prompt, or layers that are `D`."""
+        blocks = {indexer.layer: indexer.queries for indexer in self.indexers}
+        return sum(1 / blocks.get(layer, 1) for layer in self.full_layers)
+
+    @property
     def letters(self) -> str:
         """One letter a layer, and behind them each indexer that does not score everything, with a `+` before it."""
         return "+".join([self.roles, *map(str, self.indexers)])

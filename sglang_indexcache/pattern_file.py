@@ -132,8 +132,8 @@ class PatternFile(_Section):
             if name != str(parse_retention(name)):
                 raise PatternError(f"patterns.{name}: expected {parse_retention(name)}, the one way to write it")
             expected = full_layer_count(model.num_layers, parse_retention(name))
-            if len(pattern.full_layers) != expected:
-                kept = len(pattern.full_layers)
+            if pattern.scored_layers > expected or (not pattern.indexers and len(pattern.full_layers) < expected):
+                kept = f"{pattern.scored_layers:.4g}"
                 raise PatternError(
                     f"patterns.{name}: found {kept} {pattern.letter} layers, expected {expected} of {model.num_layers}"
                 )

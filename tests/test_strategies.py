@@ -37,10 +37,10 @@ class Memory:
         self.found: dict[tuple[str, int], Evaluation] = {}
 
     def evaluation(self, part: str, pattern: Pattern, repeat: int = 0) -> Evaluation | None:
-        return self.found.get((pattern.roles, repeat))
+        return self.found.get((pattern.key, repeat))
 
     def add_evaluation(self, part: str, evaluation: Evaluation, repeat: int = 0) -> None:
-        key = (evaluation.pattern.roles, repeat)
+        key = (evaluation.pattern.key, repeat)
         self.found[key] = self.found[key] + evaluation if key in self.found else evaluation
 
 

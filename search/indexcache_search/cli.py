@@ -17,6 +17,7 @@ from indexcache_search import selection_flags as flags
 from indexcache_search.errors import NonFiniteLossError, SearchError
 from indexcache_search.objectives import Objective
 from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
+from indexcache_search.strategies.priced import PRICE_CONTEXT
 from sglang_indexcache.command_line import ending
 from sglang_indexcache.pattern import parse_retention
 
@@ -124,6 +125,20 @@ def search(
     blocks: Annotated[
         int, typer.Option(help="greedy: search P blocks of layers in turn, up to P flips a round.", min=1)
     ] = 1,
+    queries: Annotated[
+        str,
+        typer.Option(
+            help="Let F layers select for 2, 4, 8, 16 or 64 neighbouring prompt queries at a time, such as 4,16; then"
+            " --retain is a share of the indexers' cost. Needs --reply."
+        ),
+    ] = "",
+    price_context: Annotated[
+        int, typer.Option(help="--queries: tokens of a prompt at which indexers are priced.")
+    ] = PRICE_CONTEXT,
+    reply: Annotated[
+        int | None,
+        typer.Option(help="Only the last tokens of each sequence count, so many; before them is a prompt.", min=2),
+    ] = None,
     method: Annotated[
         Literal["patterns", "key_delta"],
         typer.Option(help="key_delta: thresholds for each layer of a dense model (docs/edge.md), not patterns."),
@@ -191,7 +206,18 @@ def search(
         if not calibration:
             raise SearchError("--calibration is missing, expected a file, folder or hub id with text like your traffic")
         retentions = tuple(dict.fromkeys(parse_retention(item) for item in retain.split(",")))
-        settings = Settings(retentions, strategy, blocks, (candidates, max_candidates), race, swaps, objective, seed)
+        settings = Settings(
+            retentions,
+            strategy,
+            blocks,
+            (candidates, max_candidates),
+            race,
+            swaps,
+            objective,
+            seed,
+            _numbers(queries),
+            price_context,
+        )
         size, eval_size, length = DEMO_SIZES if model is None else SIZES
         data = Data(
             tuple(calibration),
@@ -199,6 +225,7 @@ def search(
             seq_len or length,
             num_sequences or size,
             num_eval_sequences or eval_size,
+            reply,
         )
         folder = output or Path(f"indexcache-{_short_name(model)}")
         files = Files(folder, work_dir or folder / "work", restart, report)
@@ -250,6 +277,14 @@ def near_of(window: float | None, max_window: int | None, recent_keys: int | Non
     """What the flags say of a `KeyPlan`."""
     flags = {"window": window, "max_window": max_window, "recent": recent_keys}
     return {name: value for name, value in flags.items() if value is not None}
+
+
+def _numbers(queries: str) -> tuple[int, ...]:
+    """What `--queries` lists."""
+    words = [word.strip() for word in queries.split(",")] if queries else []
+    if not all(word.isascii() and word.isdecimal() and len(word) < 5 for word in words):
+        raise SearchError(f"--queries is {queries[:40]!r}, expected numbers like 4,16")
+    return tuple(map(int, words))
 
 
 def _short_name(model: str | None) -> str:

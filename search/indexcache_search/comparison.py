@@ -15,6 +15,7 @@ from indexcache_search.line import NAMED, Line, uniform_lines
 from indexcache_search.strategies import measured_strategies
 from indexcache_search.strategies.uniform import Uniform
 from sglang_indexcache import Pattern
+from sglang_indexcache.pattern import full_layer_count
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ def comparison_lines(
     patterns: Mapping[Fraction, Pattern],
     native: Pattern,
     measured: Mapping[str, NDArray[np.float64] | None],
+    plain: Mapping[Fraction, Pattern],
 ) -> list[Line]:
     """The baseline, what was found, and what the papers would take, each as far as it is known.
 
@@ -41,15 +43,19 @@ def comparison_lines(
         patterns: by retention.
         native: the checkpoint's own.
         measured: `similarity`, or of dense models `shift` and `recall`; see `Matrices`.
+        plain: the best found for as much whose indexers score everything, where those of `patterns` need not.
     """
     lines, others = [Line.baseline(native)], []
     for retention, pattern in patterns.items():
         lines.append(Line(NAMED, strategy, retention, pattern))
+        if retention in plain:
+            lines.append(Line(NAMED, f"{strategy}, F and S", retention, plain[retention]))
+        count = full_layer_count(len(native), retention)
         baselines = {Uniform.name: [line for line in uniform_lines(native, retention) if line.phase == 0]}
         for rule in measured_strategies(native.selection is not None):
             matrix = measured.get(rule.name)
             if matrix is not None:
-                taken = rule.pattern(matrix, len(pattern.full_layers), native)
+                taken = rule.pattern(matrix, count, native)
                 baselines[rule.name] = [Line(NAMED, rule.name, retention, taken)]
         others += [line for name, items in baselines.items() if name != strategy for line in items]
     return [*lines, *others]

@@ -41,9 +41,9 @@ class FileWriter:
             schema="indexcache/v1",
             model=ModelSection.of(self._engine.model),
             selection=default.selection,
-            pattern=default.roles,
+            pattern=default.letters,
             retention=default.retention,
-            patterns={str(retention): pattern.roles for retention, pattern in others.items()},
+            patterns={str(retention): pattern.letters for retention, pattern in others.items()},
             trajectory=tuple(
                 TrajectoryStep(layer=step.layer, pattern_loss=step.loss, stderr=found.increases[step.pattern].stderr)
                 for step in found.steps

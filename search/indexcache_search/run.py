@@ -45,13 +45,17 @@ from sglang_indexcache.selection import Selection
 
 @dataclass(frozen=True)
 class Data:
-    """Sources and sizes of the calibration and the held-out set; `seq_len` None means 4 x `first_choice`."""
+    """Sources and sizes of the calibration and the held-out set; `seq_len` None means 4 x `first_choice`.
+
+    `reply`, see `TokenSet.ending_in_replies`; `None` if all tokens count that sources let count.
+    """
 
     calibration: tuple[str, ...]
     evaluation: tuple[str, ...]
     seq_len: int | None
     num_sequences: int
     num_eval_sequences: int
+    reply: int | None = None
 
 
 @dataclass(frozen=True)
@@ -124,9 +128,11 @@ def _load_data(model: str, data: Data, settings: Settings, runtime: Runtime) -> 
     if runtime.engine == "sglang" and not family_of(description.architecture).calibrated:
         raise SearchError(f"--engine sglang does not search {description.architecture}; expected transformers")
     settings.goal(description)  # raises what can't be had
+    if settings.queries and data.reply is None:
+        raise SearchError("--queries shares selections in prompts; expected --reply, the tokens behind them that count")
     seq_len = data.seq_len or 4 * description.first_choice
     check_seq_len(seq_len, config)
-    return build_token_sets(
+    sets = build_token_sets(
         TokenReader(
             lambda: load_tokenizer(model), config.vocab_size, seq_len, description.native.selection is not None
         ),
@@ -138,6 +144,12 @@ def _load_data(model: str, data: Data, settings: Settings, runtime: Runtime) -> 
         num_evaluation=data.num_eval_sequences,
         seed=settings.seed,
     )
+    if data.reply is None:
+        return sets
+    if description.native.selection is not None:
+        raise SearchError("--reply is for models with indexers; of a dense model's data the replies count anyway")
+    calibration, held_out = (item.ending_in_replies(data.reply) for item in sets)
+    return calibration, held_out
 
 
 def _load_engine(model: str, runtime: Runtime, files: Files, stack: ExitStack, console: Console) -> Engine:
@@ -207,7 +219,7 @@ def _search(
             progress.wait("what layers have in common")
             rules = measured_strategies(engine.model.native.selection is not None)
             measured = {name: matrices.measured(name) for name in ("overlap", *(rule.name for rule in rules))}
-            lines = comparison_lines(settings.strategy, found.patterns, engine.model.native, measured)
+            lines = comparison_lines(settings.strategy, found.patterns, engine.model.native, measured, found.plain)
         for look_alike in found.look_alikes:
             progress.warn(str(look_alike))
         with timed("held-out comparison"):

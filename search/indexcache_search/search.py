@@ -15,7 +15,7 @@ from indexcache_search.estimates import Estimate
 from indexcache_search.evaluator import Cost, Evaluator
 from indexcache_search.judge import CONFIDENCE, Judge
 from indexcache_search.settings import Settings
-from indexcache_search.strategies.base import Problem, Step
+from indexcache_search.strategies.base import Outcome, Problem, Step
 from indexcache_search.strategies.greedy import count_evaluations
 from sglang_indexcache import Pattern
 
@@ -44,6 +44,7 @@ class Found:
     Attributes:
         steps: nested flips, where there are such.
         patterns: by retention; all on the way of `steps`, or better than what is.
+        plain: the best for as much whose indexers score everything, where those of `patterns` need not.
         look_alikes: other patterns that calibration can't tell from those.
         cost: what all evaluations on the calibration set took.
         baseline_loss: the native pattern's loss on the calibration set.
@@ -54,6 +55,7 @@ class Found:
 
     steps: tuple[Step, ...]
     patterns: Mapping[Fraction, Pattern]
+    plain: Mapping[Fraction, Pattern]
     look_alikes: tuple[LookAlike, ...]
     cost: Cost
     baseline_loss: float
@@ -123,25 +125,22 @@ class Search:
                 judge=self._judge,
                 engine=self._engine.name,
                 measured=self._measured,
-                on_step=lambda step, steps: listeners.on_step(step, self._found(steps, {}, {})),
-                on_pattern=lambda retention, patterns: listeners.on_pattern(retention, self._found((), patterns, {})),
+                on_step=lambda step, steps: listeners.on_step(step, self._found(Outcome({}, steps))),
+                on_pattern=lambda retention, patterns: listeners.on_pattern(retention, self._found(Outcome(patterns))),
                 notice=listeners.notice,
             )
         )
-        return self._found(outcome.steps, outcome.patterns, outcome.rivals)
+        return self._found(outcome)
 
-    def _found(
-        self,
-        steps: tuple[Step, ...],
-        patterns: Mapping[Fraction, Pattern],
-        rivals: Mapping[Fraction, list[Pattern]],
-    ) -> Found:
+    def _found(self, outcome: Outcome) -> Found:
+        steps, patterns, rivals = outcome.steps, outcome.patterns, outcome.rivals
         data, known = self._calibration.data, [*(step.pattern for step in steps), *patterns.values()]
         evaluations = dict(zip(known, self._calibration.evaluations(known), strict=True))
         baseline = self._calibration.evaluations([self._native])[0]
         return Found(
             steps=steps,
             patterns=dict(patterns),
+            plain=dict(outcome.plain),
             look_alikes=tuple(item for retention in rivals for item in self._look_alikes(retention, patterns, rivals)),
             cost=self._calibration.cost,
             baseline_loss=estimates.loss(baseline, data).mean,

@@ -9,8 +9,11 @@ from indexcache_search.errors import SearchError
 from indexcache_search.objectives import Objective
 from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
 from indexcache_search.strategies.base import Goal, Strategy
+from indexcache_search.strategies.priced import EXACT_ROWS, PRICE_CONTEXT, Priced, price
+from indexcache_search.strategies.segments import Segments
 from indexcache_search.strategies.swaps import Swapping
 from sglang_indexcache import SparseModel
+from sglang_indexcache.indexers import QUERIES
 from sglang_indexcache.pattern import full_layer_count
 
 
@@ -26,6 +29,8 @@ class Settings:
         race: compare patterns on growing shares of the sequences, where the strategy does that at all.
         swaps: swaps that local search tries a round; 0 for no local search.
         objective: what is minimised.
+        queries: for how many prompt queries at a time an `F` layer may select; see `strategies.priced`.
+        price_context: prompt tokens at which that is priced.
         seed: decides the order of the calibration data.
     """
 
@@ -37,6 +42,8 @@ class Settings:
     swaps: int = 0
     objective: Objective = "kl"
     seed: int = 0
+    queries: tuple[int, ...] = ()
+    price_context: int = PRICE_CONTEXT
 
     @property
     def races(self) -> bool:
@@ -54,6 +61,10 @@ class Settings:
             raise SearchError(f"--strategy is {self.strategy}, expected one of {', '.join(STRATEGIES)}")
         if self.blocks > 1 and not strategy.takes_blocks:
             raise SearchError(f"--blocks {self.blocks} needs --strategy greedy, found {self.strategy}")
+        if self.queries:
+            if self.strategy != Segments.name or self.swaps:
+                raise SearchError("--queries needs --strategy segments, without --swaps")
+            return Priced()
         return Swapping(strategy, self.swaps) if self.swaps else strategy
 
     def goal(self, model: SparseModel) -> Goal:
@@ -65,6 +76,26 @@ class Settings:
         if self.candidates[0] > self.candidates[1]:
             raise SearchError(f"--max-candidates is {self.candidates[1]}, expected at least {self.candidates[0]}")
         full_layers = {retention: full_layer_count(model.num_layers, retention) for retention in self.retain}
-        goal = Goal(native=model.native, full_layers=full_layers, blocks=self.blocks, candidates=self.candidates)
+        goal = Goal(
+            native=model.native,
+            full_layers=full_layers,
+            blocks=self.blocks,
+            candidates=self.candidates,
+            prices=self._prices(model),
+        )
         self.chosen_strategy().check(goal)
         return goal
+
+    def _prices(self, model: SparseModel) -> dict[int, float]:
+        """See `Goal.prices`."""
+        if not self.queries:
+            return {}
+        if model.native.selection is not None:
+            raise SearchError("--queries is about indexers, the model is dense")
+        for queries in self.queries:
+            if queries not in QUERIES or queries > model.index_topk:
+                most = max(item for item in QUERIES if item <= max(2, model.index_topk))
+                raise SearchError(f"--queries has {queries}, expected {', '.join(map(str, QUERIES))}, at most {most}")
+        if self.price_context <= EXACT_ROWS:
+            raise SearchError(f"--price-context is {self.price_context}, expected more than {EXACT_ROWS}")
+        return {1: 1.0, **{queries: price(queries, self.price_context) for queries in sorted(set(self.queries))}}

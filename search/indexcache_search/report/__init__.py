@@ -27,8 +27,8 @@ def render(result: SearchResult) -> str:
     figures = {
         "comparison": comparison_figure(held_out),
         "heat_maps": [
-            heat_map_figure(result.overlap, Pattern(roles, result.pattern_file.selection), kept)
-            for kept, roles in chosen.items()
+            heat_map_figure(result.overlap, Pattern.parse(letters, result.pattern_file.selection), kept)
+            for kept, letters in chosen.items()
             if result.overlap is not None
         ],
         "loss": loss_figure(result) if result.steps else None,

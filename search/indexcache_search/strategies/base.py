@@ -37,12 +37,16 @@ class Goal:
         full_layers: how many `F` layers each retention keeps.
         blocks: see `greedy`.
         candidates: flips that a lazy step evaluates at least and at most.
+        prices: what an `F` layer costs that selects for so many prompt queries at a time, by that number, with 1 for
+            an `F` that selects for each; none where all of them do. Patterns may then have more `F` layers than
+            `full_layers`, for together as much.
     """
 
     native: Pattern
     full_layers: Mapping[Fraction, int]
     blocks: int = 1
     candidates: tuple[int, int] = (3, 6)
+    prices: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def fewest(self) -> int:
@@ -92,11 +96,13 @@ class Outcome:
         patterns: by retention.
         steps: nested flips that lead to them; none where a pattern was found at once.
         rivals: other patterns that ran on all sequences, by retention, the best first.
+        plain: where indexers have prices, the best pattern found for as much whose indexers score everything.
     """
 
     patterns: dict[Fraction, Pattern]
     steps: tuple[Step, ...] = ()
     rivals: dict[Fraction, list[Pattern]] = field(default_factory=dict)
+    plain: dict[Fraction, Pattern] = field(default_factory=dict)
 
 
 class Strategy(ABC):

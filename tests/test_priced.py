@@ -1,0 +1,165 @@
+"""Searches over what indexers cost: prices, the knapsack, and what is found where the optimum is known."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from indexcache_search.cli import app
+from indexcache_search.errors import SearchError
+from indexcache_search.settings import Settings
+from indexcache_search.strategies.base import Goal, Problem
+from indexcache_search.strategies.priced import Lightened, Priced, cost, price, with_queries
+from sglang_indexcache import Pattern, PatternFile
+from sglang_indexcache.errors import PatternFileError
+from sglang_indexcache.families import describe
+from tests.conftest import tiny_config, tiny_dense_config
+from tests.test_strategies import TableEngine, judge_of, token_set
+
+PRICES = {1: 1.0, 4: 0.25, 16: 0.0625}
+
+
+def test_prices_count_scores() -> None:
+    context, exact = 1000, 128
+    for queries in (2, 4, 16):
+        keys = sum(t for t in range(context) if t >= context - exact)
+        keys += sum(t for t in range(context - exact)) / queries
+        assert price(queries, context) == pytest.approx(keys / sum(range(context)), rel=2e-3)
+    assert price(16, 10**6) == pytest.approx(1 / 16, rel=0.01)
+    pattern = Pattern.parse("FSFFSS+2q4+3q16")
+    assert cost(pattern, PRICES) == 1 + 0.25 + 0.0625 == pattern.scored_layers
+
+
+class Model:
+    """Losses of patterns of five layers: what each `S` and each block of queries costs by itself, more with reuse."""
+
+    def __init__(self, seed: int, layers: int = 5) -> None:
+        draw = random.Random(seed)
+        self.shared = [draw.lognormvariate(0, 1.5) for _ in range(layers)]
+        self.blocks = {(layer, n): draw.lognormvariate(-2, 1.5) * n for layer in range(layers) for n in (4, 16)}
+        self.native = Pattern.full(layers)
+
+    def loss(self, pattern: Pattern, row: int = 0) -> float:
+        reused = [sum(source == layer for source in pattern.source_layers) for layer in range(len(pattern))]
+        blocks = sum(self.blocks[item.layer, item.queries] * reused[item.layer] for item in pattern.indexers)
+        return 5.0 + sum(self.shared[layer] for layer in pattern.shared_layers) + blocks
+
+    def everything(self, budget: float) -> Iterator[Pattern]:
+        """All patterns that cost at most `budget`."""
+        for kinds in itertools.product((0, 1, 4, 16), repeat=len(self.native) - 1):
+            for first in (1, 4, 16):
+                queries = [first, *kinds]
+                pattern = self.native.keeping(layer for layer, number in enumerate(queries) if number)
+                pattern = with_queries(pattern, {layer: number for layer, number in enumerate(queries) if number})
+                if cost(pattern, PRICES) <= budget:
+                    yield pattern
+
+
+def search(model: Model, budget: int, prices: dict[int, float] | None = None) -> tuple[Pattern, Pattern, list[str]]:
+    """What is found, the best of F and S alone, and what was noticed."""
+    retention, notices = Fraction(budget, 5), list[str]()
+    goal = Goal(native=model.native, full_layers={retention: budget}, prices=prices or PRICES)
+    judge = judge_of(TableEngine(model.loss), token_set(16), race=True)
+    problem = Problem(
+        goal=goal,
+        judge=judge,
+        engine="table",
+        measured=lambda name: None,
+        on_step=lambda step, steps: None,
+        on_pattern=lambda kept, patterns: None,
+        notice=notices.append,
+    )
+    outcome = Priced().find(problem)
+    return outcome.patterns[retention], outcome.plain[retention], notices
+
+
+def test_what_is_found_costs_no_more_and_is_nearly_always_the_best() -> None:
+    best = 0
+    for seed, budget in itertools.product(range(12), (1, 2)):
+        model = Model(seed)
+        found, plain, notices = search(model, budget)
+        least = min(map(model.loss, model.everything(budget)))
+        assert cost(found, PRICES) <= budget and not plain.indexers and len(plain.full_layers) == budget
+        assert least <= model.loss(found) <= model.loss(plain)
+        best += model.loss(found) == pytest.approx(least)
+        assert "blocks of queries on" in notices[-1]
+    assert best >= 21  # of 24: layers with cheap blocks need not be those that are dear to share
+
+
+def test_the_knapsack_is_exact() -> None:
+    for seed in range(20):
+        model = Model(seed, layers=4)
+        pattern = Pattern("FFFF")
+        judge = judge_of(TableEngine(model.loss), token_set(16), race=True)
+        lightened = Lightened(pattern, judge, PRICES)
+        for budget in (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0):
+            options = [
+                candidate
+                for kinds in itertools.product((1, 4, 16), repeat=4)
+                if cost(candidate := with_queries(pattern, dict(enumerate(kinds))), PRICES) <= budget
+            ]
+            found = lightened.within(budget)
+            assert found is not None and cost(found, PRICES) <= budget
+            assert model.loss(found) == pytest.approx(min(map(model.loss, options)))
+        assert lightened.within(0.2) is None and lightened.within(4.0) == pattern
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"queries": (3,)}, "--queries has 3, expected 2, 4, 8, 16, 64, at most 8"),
+        ({"queries": (16,)}, "--queries has 16"),  # index_topk is 8
+        ({"queries": (4,), "price_context": 128}, "--price-context is 128, expected more than 128"),
+        ({"queries": (4,), "strategy": "lazy"}, "--queries needs --strategy segments, without --swaps"),
+        ({"queries": (4,), "swaps": 4}, "without --swaps"),
+    ],
+)
+def test_what_can_not_be_priced_is_refused(change: dict[str, object], message: str) -> None:
+    settings = Settings((Fraction(1, 2),), **change)  # type: ignore[arg-type]
+    with pytest.raises(SearchError, match=message):
+        settings.goal(describe(tiny_config(), "tiny"))
+
+
+def test_dense_models_have_no_indexers_to_price() -> None:
+    with pytest.raises(SearchError, match="--queries is about indexers, the model is dense"):
+        Settings((Fraction(1, 2),), queries=(4,)).goal(describe(tiny_dense_config(), "tiny"))
+
+
+def test_a_file_says_what_was_found_and_no_more_than_its_share() -> None:
+    model = describe(tiny_config(), "tiny")
+    from sglang_indexcache.pattern_file import ModelSection
+
+    section = ModelSection.of(model)
+    patterns = {"1/2": "FFFFSS+0q4+1q4", "1/3": "FSFSSF+0q4"}
+    content = {"schema": "indexcache/v1", "model": section, "retention": 4 / 6, "pattern": patterns["1/2"]}
+    file = PatternFile(**content, patterns=patterns | {"1/3": "FSFSSF+0q2+2q2"})
+    assert PatternFile.loads(file.dumps()) == file
+    with pytest.raises(PatternFileError, match=r"patterns.1/3: found 2.25 F layers, expected 2 of 6"):
+        PatternFile.loads(file.dumps().replace("FSFSSF+0q2+2q2", patterns["1/3"]))
+
+
+@pytest.mark.slow
+def test_a_search_from_the_command_line(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    arguments = ["--model", str(model_folder), "--calibration", str(token_file), "--seq-len", "32"]
+    arguments += ["--num-sequences", "8", "--num-eval-sequences", "6", "--queries", "4,8", "--price-context", "4096"]
+    refused = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "refused")])
+    assert refused.exit_code == 2 and "expected --reply" in refused.output
+    odd = CliRunner().invoke(app, [*arguments, "--queries", "4,x", "--output", str(tmp_path / "refused")])
+    assert odd.exit_code == 2 and "--queries is '4,x', expected numbers like 4,16" in odd.output
+    arguments += ["--reply", "12", "--retain", "1/3", "--output", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    file = PatternFile.load(tmp_path / "out" / "pattern.yaml@1/3")
+    assert file.as_pattern().scored_layers <= 2.001
+    rows = json.loads((tmp_path / "out" / "metrics.json").read_text())["held_out"]["rows"]
+    names = [row["name"] for row in rows if row["kind"] == "named"]
+    assert names[:2] == ["segments", "segments, F and S"] and rows[1]["pattern"] == file.pattern
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 0 and PatternFile.load(tmp_path / "out" / "pattern.yaml@1/3") == file
