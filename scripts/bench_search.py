@@ -62,6 +62,7 @@ VARIANTS = {
     "lazy 1-2": replace(PLAIN, strategy="lazy", race=True, candidates=(1, 2)),
     "lazy + swaps": replace(PLAIN, strategy="lazy", race=True, swaps=16),
     "segments": replace(PLAIN, strategy="segments", race=True),
+    "segments, blocks of queries": replace(PLAIN, strategy="segments", race=True, queries=(4, 16)),
     "segments + swaps": replace(PLAIN, strategy="segments", race=True, swaps=16),
     "greedy + swaps": replace(PLAIN, swaps=32),
     "exhaustive": replace(PLAIN, strategy="exhaustive"),
@@ -93,14 +94,14 @@ class Run:
             "cost": asdict(self.cost),
             "share_of_algorithm_1": self.share,
             "seconds": round(self.seconds, 1),
-            "patterns": {str(kept): pattern.roles for kept, pattern in self.patterns.items()},
+            "patterns": {str(kept): pattern.letters for kept, pattern in self.patterns.items()},
             "held_out": {str(kept): item.losses for kept, item in self.held_out.items()},
         }
 
     @classmethod
     def from_json(cls, content: dict[str, Any], data: TokenSet) -> Run:
         """What `as_json` wrote; what was not written is 0 or empty."""
-        patterns = {Fraction(kept): Pattern(roles) for kept, roles in content["patterns"].items()}
+        patterns = {Fraction(kept): Pattern.parse(letters) for kept, letters in content["patterns"].items()}
         sequences, tokens = range(data.num_sequences), tuple(data.scored.sum(1).tolist())
         nothing = (0,) * data.num_sequences
         held_out = {
@@ -130,6 +131,14 @@ def run(case: Case, settings: Settings) -> Run:
 
 def token_sets(options: argparse.Namespace) -> Iterator[tuple[int, TokenSet, TokenSet]]:
     """Each seed's calibration and held-out set, of the demo's data; read from a folder where one is given."""
+    for seed, *sets in _token_sets(options):
+        calibration, held_out = (
+            sets if options.reply is None else [item.ending_in_replies(options.reply) for item in sets]
+        )
+        yield seed, calibration, held_out
+
+
+def _token_sets(options: argparse.Namespace) -> Iterator[tuple[int, TokenSet, TokenSet]]:
     if options.sets is not None:
         for seed in map(int, options.seeds.split(",")):
             calibration, held_out = (load_set(options.sets / name) for name in (f"calibration-{seed}", "held-out"))
@@ -156,7 +165,7 @@ def token_sets(options: argparse.Namespace) -> Iterator[tuple[int, TokenSet, Tok
 
 def write_sets(options: argparse.Namespace) -> None:
     """Write the sets of all seeds; the held-out one is the same for all."""
-    for seed, calibration, held_out in token_sets(options):
+    for seed, calibration, held_out in _token_sets(options):
         for name, data in ((f"calibration-{seed}", calibration), ("held-out", held_out)):
             save_set(data, options.write_sets / name)
 
@@ -276,6 +285,9 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--eval-sequences", type=int, default=144)
     parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument(
+        "--reply", type=int, help="tokens of a sequence that count, behind a prompt (blocks of queries)"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--prefix-cache-gb", type=float, default=1.5)
