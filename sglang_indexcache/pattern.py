@@ -298,6 +298,15 @@ class Pattern:
                 f"pattern has {letter} for layer {names}, but the checkpoint has no indexer there; expected S"
             )
 
+    def check_plain(self, why: str) -> None:
+        """Check that all indexers score everything or nothing; `why` says of another one why it should.
+
+        Raises:
+            PatternError: if one does not.
+        """
+        if self.indexers:
+            raise PatternError(f"{self.indexers[0]} {why}; expected F and S alone")
+
     def check_kind(self, native: Pattern) -> None:
         """Check that a model with the pattern `native` has what this pattern's letters are about.
 

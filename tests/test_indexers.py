@@ -16,13 +16,15 @@ from typer.testing import CliRunner
 
 from indexcache_kernels.transformers import use_kernels
 from indexcache_search.data.tokens import TokenSet
+from indexcache_search.distill_cli import app as distill_app
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import DataError, SearchError
 from indexcache_search.eval_cli import app
 from indexcache_search.hf.indexers import block_selection
 from indexcache_search.hf.roles import apply_roles
+from indexcache_search.offload.cli import app as offload_app
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.errors import PatternError, PatternFileError, SpellingError
+from sglang_indexcache.errors import PatternError, PatternFileError
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.indexers import QUERIES, Indexer
 from sglang_indexcache.pattern_file import ModelSection
@@ -273,7 +275,7 @@ def test_who_can_not_run_them_says_so() -> None:
     for config in (tiny_config(), tiny_config("deepseek_v32"), tiny_v4_config()):
         model = describe(config, "tiny")
         pattern = Pattern.full(model.num_layers).selecting_for(2, 4)
-        with pytest.raises(SpellingError, match="2q4 is not served yet; expected F and S alone"):
+        with pytest.raises(PatternError, match="2q4 is not served yet; expected F and S alone"):
             family_of(model.architecture).handed_over({}, pattern)
     v4 = tiny_model(tiny_v4_config())
     with (
@@ -282,7 +284,7 @@ def test_who_can_not_run_them_says_so() -> None:
     ):
         pass
     engine = SglangEngine.__new__(SglangEngine)
-    with pytest.raises(SearchError, match="2q4 runs on transformers alone"):
+    with pytest.raises(PatternError, match="2q4 runs on transformers alone"):
         list(engine.evaluate([Pattern.parse("FFFF+2q4")], random_tokens(), "nll"))
 
 
@@ -290,6 +292,17 @@ def test_queries_divide_a_page() -> None:
     assert all(64 % queries == 0 for queries in QUERIES)
     with pytest.raises(PatternError, match="expected queries or candidates"):
         Indexer(layer=1)
+
+
+@pytest.mark.parametrize("command", ["distill", "offload"])
+def test_commands_that_can_not_have_them_say_so(
+    command: str, model_folder: Path, token_file: Path, tmp_path: Path
+) -> None:
+    apps = {"distill": distill_app, "offload": offload_app}
+    arguments = ["--model", str(model_folder), "--seq-len", "32", "--output", str(tmp_path), "--pattern", "FFSFSS+1q4"]
+    arguments += ["--training" if command == "distill" else "--evaluation", str(token_file)]
+    result = CliRunner().invoke(apps[command], arguments)
+    assert result.exit_code == 2 and "1q4 is not" in result.output and "expected F and S alone" in result.output
 
 
 def test_eval_compares_them(model_folder: Path, token_file: Path, tmp_path: Path) -> None:

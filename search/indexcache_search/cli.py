@@ -59,6 +59,10 @@ Examples:
   indexcache-search --model Qwen/Qwen3-8B --calibration traces.jsonl --retain 1/6 --pages 64 --seq-len 8192
       A dense model: which layers attend to everything, and which to 64 pages that those chose (docs/dense-models.md).
 
+\b
+  indexcache-search ... --queries 4,16 --reply 1024 --retain 1/4
+      A quarter of the indexers' cost, but layers may select for 4 or 16 prompt queries at a time (docs/indexers.md).
+
 Run the same command again to go on after a kill, a crash or Ctrl-C.
 
 \b

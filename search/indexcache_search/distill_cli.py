@@ -236,6 +236,7 @@ def distill(
         defaults = HEADS if train == "eviction" else DEMO if is_demo else Defaults()
         if selection is None:
             chosen = PatternSpec.read(pattern or "uniform@1/4").pattern(description)
+            chosen.check_plain("is not trained for yet")
         else:
             letters = pattern or FULL * description.num_layers
             chosen = replace(PatternSpec.read(letters, selection).pattern(description), selection=selection)

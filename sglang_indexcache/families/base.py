@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sglang_indexcache.errors import PatternError, SpellingError
+from sglang_indexcache.errors import PatternError
 from sglang_indexcache.model import SparseModel
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import LOAD_MODEL, Feature, Need, SglangSource
@@ -92,17 +92,8 @@ class Family(ABC):
 
         Raises:
             SpellingError: if the user's say something else.
+            PatternError: if no server runs such a pattern.
         """
-
-    @staticmethod
-    def refuse_indexers(pattern: Pattern) -> None:
-        """Check that a pattern's indexers score everything or nothing, as servers' do.
-
-        Raises:
-            SpellingError: if not.
-        """
-        if pattern.indexers:
-            raise SpellingError(f"{pattern.indexers[0]} is not served yet; expected F and S alone")
 
     def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> Pattern | None:
         """What the installed SGLang's own code says that it would run; `None` without a `rule`.

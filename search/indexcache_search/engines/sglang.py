@@ -100,6 +100,7 @@ class SglangEngine:
 
         Raises:
             SearchError: if a server refuses, all stay away for longer than `patience`, or a plan is for keys.
+            PatternError: if an indexer is to score less than everything.
         """
         work: queue.Queue[Pattern] = queue.Queue()
         done: queue.Queue[Evaluation | Exception] = queue.Queue()
@@ -107,8 +108,7 @@ class SglangEngine:
         for pattern in patterns:
             if isinstance(pattern, KeyPlan):
                 raise SearchError("plans for keys run on transformers alone, expected --engine transformers")
-            if pattern.indexers:
-                raise SearchError(f"{pattern.indexers[0]} runs on transformers alone, expected --engine transformers")
+            pattern.check_plain("runs on transformers alone")
             work.put(pattern)
         task = _Task(data, objective, tuple(range(data.num_sequences) if rows is None else rows))
         threads = [

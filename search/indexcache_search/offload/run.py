@@ -188,6 +188,7 @@ def _named(
     named = []
     for name, spec in specs:
         kept, pattern = "" if spec.retention is None else f" {spec.retention}", spec.pattern(model)
+        pattern.check_plain("is not counted yet")
         for selection in selections or (pattern.selection,):
             label = (name or spec.label + kept) + suffix(selection, selections)
             named.append((label, replace(pattern, selection=selection)))

@@ -112,7 +112,7 @@ def with_queries(pattern: Pattern, queries: Mapping[int, int]) -> Pattern:
 
 
 class Priced(Strategy):
-    """The cheapest row of segments for every number of `F` layers, made as cheap as is asked for, then raced."""
+    """The cheapest row of segments for several numbers of `F` layers, made as cheap as is asked for, then raced."""
 
     name = Segments.name
     summary = Segments.summary
@@ -127,7 +127,7 @@ class Priced(Strategy):
             plain[retention] = costs.last_check(budget)[0].pattern
             found = [plain[retention]]
             for count in _counts(budget, len(goal.native.full_layers)):
-                base = costs.cheapest(count)[0].pattern
+                base = plain[retention] if count == budget else costs.proposed(count)
                 if base not in lightened:
                     lightened[base] = Lightened(base, problem.judge, goal.prices)
                 pattern = lightened[base].within(budget)

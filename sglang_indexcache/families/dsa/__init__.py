@@ -63,7 +63,7 @@ class Dsa(Family):
         return frozenset(int(match[1]) for name in tensors if (match := _INDEXER_WEIGHT.search(name)))
 
     def handed_over(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
-        self.refuse_indexers(pattern)
+        pattern.check_plain("is not served yet")
         return merge_overrides(overrides, pattern)
 
     def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> Pattern:
