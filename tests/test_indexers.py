@@ -26,6 +26,7 @@ from indexcache_search.offload.cli import app as offload_app
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.errors import PatternError, PatternFileError
 from sglang_indexcache.families import describe, family_of
+from sglang_indexcache.families.dsa.spellings import to_sglang, to_transformers, to_vllm
 from sglang_indexcache.indexers import QUERIES, Indexer
 from sglang_indexcache.pattern_file import ModelSection
 from sglang_indexcache.spec import PatternSpec
@@ -277,6 +278,9 @@ def test_who_can_not_run_them_says_so() -> None:
         pattern = Pattern.full(model.num_layers).selecting_for(2, 4)
         with pytest.raises(PatternError, match="2q4 is not served yet; expected F and S alone"):
             family_of(model.architecture).handed_over({}, pattern)
+    for spelling in (to_sglang, to_vllm, to_transformers):
+        with pytest.raises(PatternError, match="2q4 has no spelling in any engine"):
+            spelling(Pattern.parse("FSFS+2q4"))
     v4 = tiny_model(tiny_v4_config())
     with (
         pytest.raises(SearchError, match="indexers of deepseek_v4 score everything or nothing"),

@@ -27,6 +27,7 @@ TYPES_KEY = "indexer_types"
 FREQ_KEY = "index_topk_freq"
 OFFSET_KEY = "index_skip_topk_offset"
 DEFAULT_OFFSET = 2
+_NO_SPELLING = "has no spelling in any engine"
 _TYPE_NAMES = {FULL: "full", SHARED: "shared"}
 
 
@@ -134,7 +135,12 @@ def _roles_of_types(value: Any) -> str:
 
 
 def indexer_types(pattern: Pattern) -> list[str]:
-    """transformers' spelling: `["full", "shared", ...]`."""
+    """transformers' spelling: `["full", "shared", ...]`.
+
+    Raises:
+        PatternError: as `to_vllm`.
+    """
+    pattern.check_plain(_NO_SPELLING)
     return [_TYPE_NAMES[role] for role in pattern.roles]
 
 
@@ -153,5 +159,10 @@ def to_sglang(pattern: Pattern) -> dict[str, Any]:
 
 
 def to_vllm(pattern: Pattern) -> dict[str, Any]:
-    """`--hf-overrides` that make vLLM serve `pattern`."""
+    """`--hf-overrides` that make vLLM serve `pattern`.
+
+    Raises:
+        PatternError: if an indexer is to score less than everything, which no engine's configuration says.
+    """
+    pattern.check_plain(_NO_SPELLING)
     return {"use_index_cache": True, PATTERN_KEY: pattern.roles}
