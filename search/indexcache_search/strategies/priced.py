@@ -140,7 +140,7 @@ class Priced(Strategy):
         return Outcome(outcome.patterns, rivals=outcome.rivals, plain=plain)
 
     def _checked(self, patterns: Sequence[Pattern], budget: float, problem: Problem) -> list[Pattern]:
-        """`patterns`, and what changes of one or two layers make of the best, all run on all sequences, best first."""
+        """`patterns`, and what changes of a layer or a swap make of the best, all run on all sequences, best first."""
         judge, prices, native = problem.judge, problem.goal.prices, problem.goal.native
         losses = dict(zip(patterns, judge.losses(patterns), strict=True))
         for _ in range(ROUNDS):
@@ -164,7 +164,7 @@ def _counts(budget: int, most: int) -> list[int]:
 
 
 def _neighbours(pattern: Pattern, prices: Mapping[int, float], native: Pattern) -> Iterator[Pattern]:
-    """Patterns of which one layer has another number of queries, or is `F` or `S` instead, or which trade two."""
+    """Patterns of which a layer has another number of queries, or is `F` or `S` instead, or an `F` and an `S` trade."""
     blocks = {layer: 1 for layer in pattern.full_layers} | {item.layer: item.queries for item in pattern.indexers}
     single = [
         pattern.selecting_for(layer, queries)
@@ -176,10 +176,6 @@ def _neighbours(pattern: Pattern, prices: Mapping[int, float], native: Pattern) 
     shared = [layer for layer in pattern.shared_layers if native[layer] == native.letter]
     single += [pattern.unshare(layer).selecting_for(layer, queries) for layer in shared for queries in prices]
     yield from dict.fromkeys(single)
-    for first in pattern.full_layers:
-        for second in pattern.full_layers:
-            if blocks[first] < blocks[second]:
-                yield pattern.selecting_for(first, blocks[second]).selecting_for(second, blocks[first])
     for layer in pattern.full_layers[1:]:
         for other in shared:
             yield pattern.share(layer).unshare(other).selecting_for(other, blocks[layer])
