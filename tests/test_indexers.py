@@ -204,6 +204,17 @@ def test_replies_see_nothing_that_comes_later(config: dict[str, Any]) -> None:
     assert torch.equal(before[:, :at], after[:, :at]) and not torch.equal(before[:, at:], after[:, at:])
 
 
+def test_padding_before_a_sequence_is_refused_on_the_kernels(config: dict[str, Any]) -> None:
+    model, tokens = tiny_model(config), tokens_of()
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    prompt = PROMPT.expand(2, -1)
+    with use_kernels(model, "naive"), apply_roles(model, Pattern.parse("FFSFSS+1q4"), prompt=prompt):
+        model(input_ids=tokens, use_cache=False)
+        with pytest.raises(SearchError, match="no padding before it"):
+            model(input_ids=tokens, attention_mask=mask, use_cache=False)
+
+
 @pytest.mark.parametrize("queries", [2, 8])
 def test_the_kernels_select_the_same(config: dict[str, Any], queries: int) -> None:
     model, tokens, pattern = tiny_model(config), tokens_of(), f"FFSFSS+1q{queries}+3q2"
@@ -246,6 +257,8 @@ def test_only_what_is_read_one_by_one_counts() -> None:
     assert behind.prompt is not None and behind.sha256 != data.sha256
     assert behind.prompt.sum(1).tolist() == [SEQ_LEN - REPLY] * 3
     assert behind.scored.sum(1).tolist() == [REPLY - 1] * 3  # the first one of a reply is predicted by its prompt
+    with pytest.raises(DataError, match=f"--reply is {SEQ_LEN}, expected fewer than the {SEQ_LEN} tokens"):
+        data.ending_in_replies(SEQ_LEN)
     empty = replace(data, scored=data.scored & (np.arange(SEQ_LEN) < 20))
     with pytest.raises(DataError, match=f"source 0: none of its last {REPLY} tokens count, expected a larger --reply"):
         empty.ending_in_replies(REPLY)

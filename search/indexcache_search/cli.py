@@ -61,7 +61,8 @@ Examples:
 
 \b
   indexcache-search ... --queries 4,16 --reply 1024 --retain 1/4
-      A quarter of the indexers' cost, but layers may select for 4 or 16 prompt queries at a time (docs/indexers.md).
+      A quarter of the indexers' cost in prompts, where layers may select for 4 or 16 queries at a time
+      (docs/indexers.md).
 
 Run the same command again to go on after a kill, a crash or Ctrl-C.
 
@@ -133,7 +134,7 @@ def search(
         str,
         typer.Option(
             help="Let F layers select for 2, 4, 8, 16 or 64 neighbouring prompt queries at a time, such as 4,16; then"
-            " --retain is a share of the indexers' cost. Needs --reply."
+            " --retain is a share of what indexers cost in prompts. Needs --reply."
         ),
     ] = "",
     price_context: Annotated[

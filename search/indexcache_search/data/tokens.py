@@ -55,8 +55,10 @@ class TokenSet:
         """The same sequences as prompts, the last `reply` tokens of each read one by one: they alone count.
 
         Raises:
-            DataError: if a source has no token that counts there.
+            DataError: if that leaves no prompt, or a source has no token that counts.
         """
+        if reply >= self.seq_len:
+            raise DataError(f"--reply is {reply}, expected fewer than the {self.seq_len} tokens of a sequence")
         position = np.arange(self.seq_len)
         scored = self.scored & (position > self.seq_len - reply)
         for number, source in enumerate(self.sources):

@@ -25,7 +25,7 @@ _BLOCKS = 64  # whose scores exist at a time
 
 
 def in_blocks(indexer: Any, run: Run, queries: int, prompt: Tensor) -> Run:
-    """`run`, but where `prompt` is set, `queries` neighbours share a selection.
+    """`run`, but where `prompt` is set, `queries` neighbours share a selection. Sequences begin with their first token.
 
     Args:
         indexer: of a DSA model of transformers.
@@ -34,7 +34,8 @@ def in_blocks(indexer: Any, run: Run, queries: int, prompt: Tensor) -> Run:
         prompt: `[batch, queries]`, bool.
 
     Raises:
-        SearchError: in a call with a key/value cache, or if a block is larger than the selection.
+        SearchError: if a block is larger than the selection; in a call with a key/value cache, or on the kernels with
+            padding before a sequence.
     """
     if queries > indexer.index_topk:
         raise SearchError(f"{queries} queries at a time, expected at most index_topk ({indexer.index_topk})")
@@ -54,7 +55,10 @@ def in_blocks(indexer: Any, run: Run, queries: int, prompt: Tensor) -> Run:
         rope = INDEXER_ROPES[indexer.config.model_type]
         q, k, weights = index_vectors(indexer, rope, hidden_states, q_resid, position_embeddings)
         shared = block_selection(q, k, weights, queries, exact.shape[-1], prompt)
-        if attention_mask.dtype != torch.int32:  # transformers makes a mask of the indices, where -1 can't stand
+        if attention_mask.dtype == torch.int32:
+            if attention_mask[..., 0].any():
+                raise SearchError("blocks begin with a sequence's first token, expected no padding before it")
+        else:  # transformers makes a mask of the indices, where -1 can't stand
             own = torch.arange(shared.shape[1], device=shared.device, dtype=shared.dtype)[:, None]
             shared = torch.where(shared < 0, own, shared)
         return torch.where(prompt[..., None], shared, exact)
