@@ -62,10 +62,10 @@ class Model:
                     yield pattern
 
 
-def search(model: Model, budget: int, prices: dict[int, float] | None = None) -> tuple[Pattern, Pattern, list[str]]:
+def search(model: Model, budget: int, most_full: int | None = None) -> tuple[Pattern, Pattern, list[str]]:
     """What is found, the best of F and S alone, and what was noticed."""
     retention, notices = Fraction(budget, 5), list[str]()
-    goal = Goal(native=model.native, full_layers={retention: budget}, prices=prices or PRICES)
+    goal = Goal(native=model.native, full_layers={retention: budget}, prices=PRICES, most_full=most_full)
     judge = judge_of(TableEngine(model.loss), token_set(16), race=True)
     problem = Problem(
         goal=goal,
@@ -91,6 +91,19 @@ def test_what_is_found_costs_no_more_and_is_nearly_always_the_best() -> None:
         best += model.loss(found) == pytest.approx(least)
         assert "blocks of queries on" in notices[-1]
     assert best >= 21  # of 24: layers with cheap blocks need not be those that are dear to share
+
+
+def test_decoding_limits_the_layers_that_choose() -> None:
+    best = 0
+    for seed in range(12):
+        model = Model(seed)
+        found, _, _ = search(model, 1, most_full=2)
+        assert len(found.full_layers) <= 2 and cost(found, PRICES) <= 1
+        least = min(model.loss(item) for item in model.everything(1) if len(item.full_layers) <= 2)
+        best += model.loss(found) == pytest.approx(least)
+        free, _, _ = search(model, 1)
+        assert model.loss(free) <= model.loss(found)
+    assert best >= 11
 
 
 def test_the_knapsack_is_exact() -> None:
@@ -119,6 +132,11 @@ def test_the_knapsack_is_exact() -> None:
         ({"queries": (4,), "price_context": 128}, "--price-context is 128, expected more than 128"),
         ({"queries": (4,), "strategy": "lazy"}, "--queries needs --strategy segments, without --swaps"),
         ({"queries": (4,), "swaps": 4}, "without --swaps"),
+        ({"decode_retain": Fraction(1, 2)}, "--decode-retain is about patterns with --queries"),
+        (
+            {"queries": (4,), "decode_retain": Fraction(1, 3)},
+            "--decode-retain is 1/3, expected no less than --retain 1/2",
+        ),
     ],
 )
 def test_what_can_not_be_priced_is_refused(change: dict[str, object], message: str) -> None:

@@ -60,9 +60,9 @@ Examples:
       A dense model: which layers attend to everything, and which to 64 pages that those chose (docs/dense-models.md).
 
 \b
-  indexcache-search ... --queries 4,16 --reply 1024 --retain 1/4
-      A quarter of the indexers' cost in prompts, where layers may select for 4 or 16 queries at a time
-      (docs/indexers.md).
+  indexcache-search ... --queries 4,16 --reply 1024 --retain 1/8 --decode-retain 1/4
+      An eighth of the indexers' cost in prompts, where layers may select for 4 or 16 queries at a time, and a quarter
+      of it while decoding (docs/indexers.md).
 
 Run the same command again to go on after a kill, a crash or Ctrl-C.
 
@@ -140,6 +140,10 @@ def search(
     price_context: Annotated[
         int, typer.Option(help="--queries: tokens of a prompt at which indexers are priced.")
     ] = PRICE_CONTEXT,
+    decode_retain: Annotated[
+        str | None,
+        typer.Option(help="--queries: share of layers that are F at most: while decoding each runs its indexer."),
+    ] = None,
     reply: Annotated[
         int | None,
         typer.Option(help="Only the last tokens of each sequence count, so many; before them is a prompt.", min=2),
@@ -222,6 +226,7 @@ def search(
             seed,
             _numbers(queries),
             price_context,
+            None if decode_retain is None else parse_retention(decode_retain),
         )
         size, eval_size, length = DEMO_SIZES if model is None else SIZES
         data = Data(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -31,6 +32,7 @@ class Settings:
         objective: what is minimised.
         queries: for how many prompt queries at a time an `F` layer may select; see `strategies.priced`.
         price_context: prompt tokens at which that is priced.
+        decode_retain: share of layers that are `F` at most in such patterns; `None` for all.
         seed: decides the order of the calibration data.
     """
 
@@ -44,6 +46,7 @@ class Settings:
     seed: int = 0
     queries: tuple[int, ...] = ()
     price_context: int = PRICE_CONTEXT
+    decode_retain: Fraction | None = None
 
     @property
     def races(self) -> bool:
@@ -82,6 +85,7 @@ class Settings:
             blocks=self.blocks,
             candidates=self.candidates,
             prices=self._prices(model),
+            most_full=self._most_full(model, full_layers),
         )
         self.chosen_strategy().check(goal)
         return goal
@@ -99,3 +103,17 @@ class Settings:
         if self.price_context <= EXACT_ROWS:
             raise SearchError(f"--price-context is {self.price_context}, expected more than {EXACT_ROWS}")
         return {1: 1.0, **{queries: price(queries, self.price_context) for queries in sorted(set(self.queries))}}
+
+    def _most_full(self, model: SparseModel, full_layers: Mapping[Fraction, int]) -> int | None:
+        """See `Goal.most_full`."""
+        if self.decode_retain is None:
+            return None
+        if not self.queries:
+            raise SearchError("--decode-retain is about patterns with --queries, without which --retain says it")
+        most = full_layer_count(model.num_layers, self.decode_retain)
+        for retention, count in full_layers.items():
+            if count > most:
+                raise SearchError(
+                    f"--decode-retain is {self.decode_retain}, expected no less than --retain {retention}"
+                )
+        return most

@@ -40,6 +40,8 @@ class Goal:
         prices: what an `F` layer costs that selects for so many prompt queries at a time, by that number, with 1 for
             an `F` that selects for each; none where all of them do. Patterns may then have more `F` layers than
             `full_layers`, for together as much.
+        most_full: how many `F` layers such patterns have at most, for each of them runs its indexer while decoding;
+            `None` if that does not matter.
     """
 
     native: Pattern
@@ -47,6 +49,7 @@ class Goal:
     blocks: int = 1
     candidates: tuple[int, int] = (3, 6)
     prices: Mapping[int, float] = field(default_factory=dict)
+    most_full: int | None = None
 
     @property
     def fewest(self) -> int:

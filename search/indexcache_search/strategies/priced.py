@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from indexcache_search.strategies.base import Outcome, Problem, Strategy, find_each
+from indexcache_search.strategies.base import Goal, Outcome, Problem, Strategy, find_each
 from indexcache_search.strategies.segments import SegmentCosts, Segments
 from sglang_indexcache import Pattern
 
@@ -126,7 +126,7 @@ class Priced(Strategy):
             budget = goal.full_layers[retention]
             plain[retention] = costs.last_check(budget)[0].pattern
             found = [plain[retention]]
-            for count in _counts(budget, len(goal.native.full_layers)):
+            for count in _counts(budget, _most_full(goal)):
                 base = plain[retention] if count == budget else costs.proposed(count)
                 if base not in lightened:
                     lightened[base] = Lightened(base, problem.judge, goal.prices)
@@ -142,11 +142,12 @@ class Priced(Strategy):
     def _checked(self, patterns: Sequence[Pattern], budget: float, problem: Problem) -> list[Pattern]:
         """`patterns`, and what changes of a layer or a swap make of the best, all run on all sequences, best first."""
         judge, prices, native = problem.judge, problem.goal.prices, problem.goal.native
+        most = _most_full(problem.goal)
         losses = dict(zip(patterns, judge.losses(patterns), strict=True))
         for _ in range(ROUNDS):
             best = min(losses, key=lambda pattern: (losses[pattern], pattern.letters))
             near = [item for item in _neighbours(best, prices, native) if item not in losses]
-            near = [item for item in near if cost(item, prices) <= budget + 1e-9]
+            near = [item for item in near if cost(item, prices) <= budget + 1e-9 and len(item.full_layers) <= most]
             if not near:
                 break
             tried = judge.scout(near, native)
@@ -156,6 +157,11 @@ class Priced(Strategy):
             if losses[winner] >= losses[best]:
                 break
         return sorted(losses, key=lambda pattern: (losses[pattern], pattern.letters))
+
+
+def _most_full(goal: Goal) -> int:
+    """`F` layers that a pattern has at most."""
+    return len(goal.native.full_layers) if goal.most_full is None else goal.most_full
 
 
 def _counts(budget: int, most: int) -> list[int]:
