@@ -7,7 +7,7 @@ so that nothing near is lost and a query sees no later one's selection of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ Run = Callable[..., Tensor]
 """The `forward` of an indexer: hidden states, query residual, cosine and sine, and a mask to `[batch, queries, k]`."""
 
 _BLOCKS = 64  # whose scores exist at a time
+_ROWS = 16  # queries whose candidates' keys do
 
 
 def in_blocks(indexer: Any, run: Run, queries: int, prompt: Tensor) -> Run:
@@ -106,29 +107,28 @@ def _best_before(q: Tensor, k: Tensor, weights: Tensor, begins: Tensor, topk: in
     return torch.where(best.values == float("-inf"), -1, best.indices)
 
 
-def with_candidates(indexer: Any, run: Run, candidates: int, keep: Callable[[Tensor], None]) -> Run:
-    """`run`; besides, `keep` gets the best `candidates` x index_topk tokens of each query."""
+def with_candidates(indexer: Any, run: Run, counts: Iterable[int], keep: Callable[[int, Tensor], None]) -> Run:
+    """`run`; besides, `keep` gets each query's best tokens, `[batch, queries, tokens]`: each count times index_topk."""
 
     @torch.no_grad()
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         if kwargs.get("past_key_values") is not None:
             raise SearchError("candidates are kept in one pass, expected no key/value cache")
-        with replaced((indexer, "index_topk", candidates * indexer.index_topk)):
-            keep(run(*args, **kwargs))
+        for count in counts:  # each by itself: the kernels don't give the best first
+            with replaced((indexer, "index_topk", count * indexer.index_topk)):
+                keep(count, run(*args, **kwargs))
         return run(*args, **kwargs)
 
     return forward
 
 
-def among(run: Run, candidates: Callable[[], Tensor]) -> Run:
-    """`run` with all keys hidden but a query's `candidates`.
+def among(indexer: Any, run: Run, candidates: Callable[[], Tensor]) -> Run:
+    """`run`, but a query scores its `candidates` alone.
 
     Args:
-        run: the `forward` of an indexer.
+        indexer: of a DSA model of transformers.
+        run: its `forward`.
         candidates: gives `[batch, queries, tokens]`.
-
-    Raises:
-        SearchError: on the kernels, which score ranges of keys.
     """
 
     @torch.no_grad()
@@ -140,9 +140,13 @@ def among(run: Run, candidates: Callable[[], Tensor]) -> Run:
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        if attention_mask.dtype == torch.int32:
-            raise SearchError("the kernels score ranges of keys, no candidates; expected --attention naive")
+        if kwargs.get("past_key_values") is not None:
+            raise SearchError("candidates are scored in one pass, expected no key/value cache")
         chosen = candidates().to(hidden_states.device).long()
+        if attention_mask.dtype == torch.int32:  # on the kernels, which score ranges of keys
+            rope = INDEXER_ROPES[indexer.config.model_type]
+            vectors = index_vectors(indexer, rope, hidden_states, q_resid, position_embeddings)
+            return candidate_selection(*vectors, chosen, indexer.index_topk)
         shape = (*chosen.shape[:2], attention_mask.shape[-1])
         allowed = torch.zeros(shape, dtype=torch.bool, device=chosen.device).scatter(-1, chosen, True)
         if attention_mask.dtype == torch.bool:
@@ -152,3 +156,25 @@ def among(run: Run, candidates: Callable[[], Tensor]) -> Run:
         return run(hidden_states, q_resid, position_embeddings, mask, *args, **kwargs)
 
     return forward
+
+
+def candidate_selection(q: Tensor, k: Tensor, weights: Tensor, candidates: Tensor, topk: int) -> Tensor:
+    """The candidates with the highest index scores, `[batch, queries, topk]`, int32, -1 for none.
+
+    Args:
+        q: index queries `[batch, queries, heads, dim]`.
+        k: index keys `[batch, keys, dim]`.
+        weights: of the heads, with all scales, `[batch, queries, heads]`.
+        candidates: tokens that each query sees, `[batch, queries, tokens]`, -1 for none; each once.
+        topk: fewer where there are fewer candidates.
+    """
+    parts = []
+    for at in range(0, q.shape[1], _ROWS):
+        rows = slice(at, at + _ROWS)
+        tokens = candidates[:, rows]
+        keys = k.float()[torch.arange(len(k), device=k.device)[:, None, None], tokens.clamp_min(0)]
+        heads = F.relu(torch.einsum("bqhd,bqnd->bqhn", q[:, rows].float(), keys))
+        scores = torch.einsum("bqh,bqhn->bqn", weights[:, rows].float(), heads)
+        best = scores.masked_fill(tokens < 0, float("-inf")).topk(min(topk, tokens.shape[-1]), dim=-1).indices
+        parts.append(tokens.gather(-1, best))
+    return torch.cat(parts, dim=1).int()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -105,23 +105,23 @@ def _cheaper(
     if pattern.indexers and model.config.model_type not in INDEXER_ROPES:
         raise SearchError(f"{pattern.indexers[0]}: indexers of {model.config.model_type} score everything or nothing")
     runs: dict[int, Callable[..., Tensor]] = {}
-    wide: dict[int, Tensor] = {}  # candidates by the layer that scored them
-    most: dict[int, int] = {}
+    kept: dict[tuple[int, int], Tensor] = {}  # candidates by the layer that scored them, and how many
+    counts: dict[int, set[int]] = {}
     for indexer in pattern.indexers:
         selector, source = selectors[indexer.layer], pattern.scorer(indexer.layer)
         if indexer.candidates:
-            most[source] = max(most.get(source, 0), indexer.candidates)
-            runs[indexer.layer] = among(selector.forward, partial(_best, wide, source, indexer.candidates, selector))
+            counts.setdefault(source, set()).add(indexer.candidates)
+            candidates = partial(kept.__getitem__, (source, indexer.candidates))
+            runs[indexer.layer] = among(selector, selector.forward, candidates)
         elif prompt is None:
             raise SearchError(f"{indexer}: expected data with prompts, where queries may share a selection (--reply)")
         else:
             runs[indexer.layer] = in_blocks(selector, selector.forward, indexer.queries, prompt)
-    for source, candidates in most.items():
+    for source, wanted in counts.items():
         selector = selectors[source]
-        runs[source] = with_candidates(selector, selector.forward, candidates, partial(wide.__setitem__, source))
+
+        def keep(count: int, tokens: Tensor, source: int = source) -> None:
+            kept[source, count] = tokens
+
+        runs[source] = with_candidates(selector, selector.forward, sorted(wanted), keep)
     return runs
-
-
-def _best(wide: Mapping[int, Tensor], source: int, candidates: int, selector: Any) -> Tensor:
-    """The best candidates of layer `source`; a layer above may ask for more of them."""
-    return wide[source][..., : candidates * selector.index_topk]
