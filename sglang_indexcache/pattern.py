@@ -82,7 +82,7 @@ class Pattern:
             if self.roles[indexer.layer] != letter:
                 found = self.roles[indexer.layer]
                 raise PatternError(f"{indexer} is of {letter} layers, but layer {indexer.layer} is {found}")
-            if indexer.candidates and self._queries_of(self.scorer(indexer.layer)):
+            if indexer.candidates and self.queries[self.scorer(indexer.layer)] > 1:
                 raise PatternError(
                     f"{indexer}: layer {self.scorer(indexer.layer)} selects in blocks, so it has no candidates to give"
                 )
@@ -95,9 +95,6 @@ class Pattern:
     def scorer(self, layer: int) -> int:
         """The nearest `F` layer up to `layer`: it scored what a `C` layer chooses from."""
         return self.roles.rindex(FULL, 0, layer + 1)
-
-    def _queries_of(self, layer: int) -> int:
-        return next((indexer.queries for indexer in self.indexers if indexer.layer == layer), 0)
 
     @classmethod
     def parse(cls, text: str, selection: Selection | None = None) -> Self:
@@ -210,11 +207,16 @@ class Pattern:
         """Share of layers that share nothing."""
         return len(self.full_layers) / len(self.roles)
 
+    @cached_property
+    def queries(self) -> dict[int, int]:
+        """For how many prompt queries at a time each layer selects that shares nothing; 1 for each by itself."""
+        blocks = {indexer.layer: indexer.queries for indexer in self.indexers}
+        return {layer: blocks.get(layer, 1) for layer in self.full_layers}
+
     @property
     def scored_layers(self) -> float:
         """How many layers' worth of scores the `F` layers take in a long prompt, or layers that are `D`."""
-        blocks = {indexer.layer: indexer.queries for indexer in self.indexers}
-        return sum(1 / blocks.get(layer, 1) for layer in self.full_layers)
+        return sum(1 / queries for queries in self.queries.values())
 
     @property
     def letters(self) -> str:
@@ -254,8 +256,7 @@ class Pattern:
     def _flipped(self, layer: int, before: str, after: str) -> Self:
         if not 0 <= layer < len(self) or self.roles[layer] != before:
             raise PatternError(f"layer {layer} of {self.roles} is not an {before} layer")
-        kept = tuple(indexer for indexer in self.indexers if indexer.layer != layer)
-        return replace(self, roles=self.roles[:layer] + after + self.roles[layer + 1 :], indexers=kept)
+        return self._changed(layer, after)
 
     def selecting_for(self, layer: int, queries: int) -> Self:
         """This pattern with an `F` layer that selects for `queries` prompt queries at a time; 1 for each by itself.
@@ -263,9 +264,7 @@ class Pattern:
         Raises:
             PatternError: if the layer is not `F`, or it can't be so many.
         """
-        kept = [indexer for indexer in self.indexers if indexer.layer != layer]
-        changed = [*kept, Indexer(layer=layer, queries=queries)] if queries > 1 else kept
-        return replace(self, indexers=tuple(sorted(changed, key=lambda indexer: indexer.layer)))
+        return self._changed(layer, self.roles[layer], Indexer(layer=layer, queries=queries) if queries > 1 else None)
 
     def rescoring(self, layer: int, candidates: int) -> Self:
         """This pattern with an `F` or `S` layer turned into a `C` that re-scores `candidates` x index_topk tokens.
@@ -273,9 +272,13 @@ class Pattern:
         Raises:
             PatternError: if the layer is layer 0, or it can't be so many.
         """
-        kept = [indexer for indexer in self.indexers if indexer.layer != layer]
-        changed = sorted([*kept, Indexer(layer=layer, candidates=candidates)], key=lambda indexer: indexer.layer)
-        return replace(self, roles=self.roles[:layer] + CANDIDATES + self.roles[layer + 1 :], indexers=tuple(changed))
+        return self._changed(layer, CANDIDATES, Indexer(layer=layer, candidates=candidates))
+
+    def _changed(self, layer: int, letter: str, indexer: Indexer | None = None) -> Self:
+        """This pattern with another letter for `layer`, and another indexer or one that scores everything."""
+        others = [item for item in self.indexers if item.layer != layer]
+        indexers = sorted([*others, *filter(None, [indexer])], key=lambda item: item.layer)
+        return replace(self, roles=self.roles[:layer] + letter + self.roles[layer + 1 :], indexers=tuple(indexers))
 
     def check_fits(self, num_layers: int, locked: Collection[int] = ()) -> None:
         """Check the pattern against a model.

@@ -254,6 +254,8 @@ def test_only_what_is_read_one_by_one_counts() -> None:
     assert behind.prompt is not None and behind.sha256 != data.sha256
     assert behind.prompt.sum(1).tolist() == [SEQ_LEN - REPLY] * 3
     assert behind.scored.sum(1).tolist() == [REPLY - 1] * 3  # the first one of a reply is predicted by its prompt
+    with pytest.raises(DataError, match="--reply is for models with indexers"):
+        behind.ending_in_replies(REPLY)
     with pytest.raises(DataError, match=f"--reply is {SEQ_LEN}, expected fewer than the {SEQ_LEN} tokens"):
         data.ending_in_replies(SEQ_LEN)
     empty = replace(data, scored=data.scored & (np.arange(SEQ_LEN) < 20))

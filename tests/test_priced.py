@@ -20,6 +20,7 @@ from indexcache_search.strategies.priced import Lightened, Priced, cost, price, 
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.errors import PatternFileError
 from sglang_indexcache.families import describe
+from sglang_indexcache.pattern_file import ModelSection
 from tests.conftest import tiny_config, tiny_dense_config
 from tests.test_strategies import TableEngine, judge_of, token_set
 
@@ -152,8 +153,6 @@ def test_dense_models_have_no_indexers_to_price() -> None:
 
 def test_a_file_says_what_was_found_and_no_more_than_its_share() -> None:
     model = describe(tiny_config(), "tiny")
-    from sglang_indexcache.pattern_file import ModelSection
-
     section = ModelSection.of(model)
     patterns = {"1/2": "FFFFSS+0q4+1q4", "1/3": "FSFSSF+0q4"}
     content = {"schema": "indexcache/v1", "model": section, "retention": 4 / 6, "pattern": patterns["1/2"]}

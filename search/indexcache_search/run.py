@@ -146,8 +146,6 @@ def _load_data(model: str, data: Data, settings: Settings, runtime: Runtime) -> 
     )
     if data.reply is None:
         return sets
-    if description.native.selection is not None:
-        raise SearchError("--reply is for models with indexers; of a dense model's data the replies count anyway")
     calibration, held_out = (item.ending_in_replies(data.reply) for item in sets)
     return calibration, held_out
 

@@ -102,7 +102,5 @@ def build(
     prompt = np.concatenate(prompts) if reader.replies else None
     data = TokenSet(np.concatenate(tokens), np.concatenate(scored), np.concatenate(source_of), tuple(names), prompt)
     if reply is not None:
-        if reader.replies:
-            raise DataError("--reply is for models with indexers; of a dense model's data the replies count anyway")
         data = data.ending_in_replies(reply)
     return HeldOut(data, answers, left_out)

@@ -55,8 +55,10 @@ class TokenSet:
         """The same sequences as prompts, the last `reply` tokens of each read one by one: they alone count.
 
         Raises:
-            DataError: if that leaves no prompt, or a source has no token that counts.
+            DataError: if that leaves no prompt, a source has no token that counts, or prompts are known already.
         """
+        if self.prompt is not None:
+            raise DataError("--reply is for models with indexers; of a dense model's data the replies count anyway")
         if reply >= self.seq_len:
             raise DataError(f"--reply is {reply}, expected fewer than the {self.seq_len} tokens of a sequence")
         position = np.arange(self.seq_len)

@@ -41,8 +41,7 @@ def price(queries: int, context: int) -> float:
 
 def cost(pattern: Pattern, prices: Mapping[int, float]) -> float:
     """What the indexers of `pattern` cost, in `F` layers that score everything."""
-    blocks = {indexer.layer: indexer.queries for indexer in pattern.indexers}
-    return sum(prices[blocks.get(layer, 1)] for layer in pattern.full_layers)
+    return sum(prices[queries] for queries in pattern.queries.values())
 
 
 class Lightened:
@@ -171,12 +170,11 @@ def _counts(budget: int, most: int) -> list[int]:
 
 def _neighbours(pattern: Pattern, prices: Mapping[int, float], native: Pattern) -> Iterator[Pattern]:
     """Patterns of which a layer has another number of queries, or is `F` or `S` instead, or an `F` and an `S` trade."""
-    blocks = {layer: 1 for layer in pattern.full_layers} | {item.layer: item.queries for item in pattern.indexers}
     single = [
         pattern.selecting_for(layer, queries)
-        for layer in pattern.full_layers
+        for layer, now in pattern.queries.items()
         for queries in prices
-        if queries != blocks[layer]
+        if queries != now
     ]
     single += [pattern.share(layer) for layer in pattern.full_layers if layer != 0]
     shared = [layer for layer in pattern.shared_layers if native[layer] == native.letter]
@@ -184,4 +182,4 @@ def _neighbours(pattern: Pattern, prices: Mapping[int, float], native: Pattern) 
     yield from dict.fromkeys(single)
     for layer in pattern.full_layers[1:]:
         for other in shared:
-            yield pattern.share(layer).unshare(other).selecting_for(other, blocks[layer])
+            yield pattern.share(layer).unshare(other).selecting_for(other, pattern.queries[layer])
