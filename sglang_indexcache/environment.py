@@ -29,7 +29,9 @@ class Row:
 def family_features() -> tuple[Feature, ...]:
     """What the families need beside `FEATURES`, each once."""
     features = (
-        item for family in FAMILIES for item in (family.serving, family.pipeline, family.rule, *family.variants)
+        item
+        for family in FAMILIES
+        for item in (family.serving, family.pipeline, family.rule, family.blocks, *family.variants)
     )
     return tuple(dict.fromkeys(item for item in features if item is not None))
 

@@ -25,7 +25,7 @@ def pattern_file(pattern: Pattern, config: dict[str, Any], name: str = "glm") ->
         schema="indexcache/v1",
         model=section,
         selection=pattern.selection,
-        pattern=pattern.roles,
+        pattern=pattern.letters,
         retention=pattern.retention,
     )
 

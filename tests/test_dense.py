@@ -307,7 +307,7 @@ def test_shift_takes_the_largest_of_each_part() -> None:
 @pytest.mark.parametrize("name", DENSE.refused_flags)
 def test_flags_that_are_refused(name: str) -> None:
     given: Any = 2 if name.endswith("_size") else "NGRAM" if name.endswith("algorithm") else True
-    [(flag, reason)] = refused_flags(DENSE, SimpleNamespace(**{name: given}))
+    [(flag, reason)] = refused_flags(DENSE.refused_flags, SimpleNamespace(**{name: given}))
     assert flag == "--" + name.replace("_", "-") and reason
     for harmless in (None, False, 1, "") if name.endswith("_size") else (None, False, ""):
-        assert not list(refused_flags(DENSE, SimpleNamespace(**{name: harmless})))
+        assert not list(refused_flags(DENSE.refused_flags, SimpleNamespace(**{name: harmless})))

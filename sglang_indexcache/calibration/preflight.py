@@ -80,7 +80,7 @@ class Calibration:
             )
 
         family, _ = self._schedule(server_args.model_path)
-        for given, reason in refused_flags(family, server_args):
+        for given, reason in refused_flags(family.refused_flags, server_args):
             raise CalibrationError(f"{given} can't be combined with calibration: {reason}")
         if family.begins_every_stage and getattr(server_args, "pp_size", 1) > 1:
             raise CalibrationError(

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sglang_indexcache.errors import PatternError
+from sglang_indexcache.indexers import Indexer
 from sglang_indexcache.model import SparseModel
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import LOAD_MODEL, Feature, Need, SglangSource
@@ -35,6 +36,8 @@ class Family(ABC):
         proven_after: what of SGLang has run when `loaded` is called and the roles are read back.
         calibrated: whether a calibration server can switch patterns.
         refused_flags: attributes of SGLang's server arguments that can't be combined with S layers, and why.
+        blocks: what it must have for F layers that select for blocks of prompt queries; `None` where no server does.
+        refused_with_blocks: as `refused_flags`, of patterns with such layers.
         not_in_transformers: why transformers' model computes something else than the checkpoint; `None` if it does not.
         on_kernels: whether the project's kernels can take the place of transformers' attention.
     """
@@ -49,6 +52,8 @@ class Family(ABC):
     proven_after: ClassVar[Need] = LOAD_MODEL
     calibrated: ClassVar[bool] = True
     refused_flags: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    blocks: ClassVar[Feature | None] = None
+    refused_with_blocks: ClassVar[Mapping[str, str]] = MappingProxyType({})
     not_in_transformers: ClassVar[str | None] = None
     on_kernels: ClassVar[bool] = True
 
@@ -140,6 +145,14 @@ class Family(ABC):
     def selection(self, model: Any) -> Selection | None:
         """What S layers of the loaded model would attend to; `None` where indexers choose."""
         return None
+
+    def indexers(self, model: Any) -> tuple[Indexer, ...]:
+        """What indexers of the loaded model on this rank would not score, read from them, by letter.
+
+        Raises:
+            ProofError: if that can't be told.
+        """
+        return ()
 
     @abstractmethod
     def indexer(self, module: Any) -> nn.Module | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sglang_indexcache import probes
@@ -26,9 +26,9 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def refused_flags(family: Family, arguments: Any) -> Iterator[tuple[str, str]]:
-    """What SGLang's server arguments ask for that S layers of `family` can't be combined with, and why."""
-    for name, reason in family.refused_flags.items():
+def refused_flags(refused: Mapping[str, str], arguments: Any) -> Iterator[tuple[str, str]]:
+    """What SGLang's server arguments ask for that is among `refused` (attributes and why), by the flag."""
+    for name, reason in refused.items():
         given = getattr(arguments, name, None)
         if given is True or (given and given != 1):
             yield flag(name), reason
@@ -64,7 +64,11 @@ class Preflight:
             PreflightError: naming the flag.
         """
         arguments = bound_arguments(probes.SERVER_ARGS, args, kwargs).arguments["server_args"]
-        if not self._request.pattern.shared_layers:
+        pattern = self.pattern
+        if pattern.indexers:
+            for given, reason in refused_flags(self.family_at(arguments.model_path).refused_with_blocks, arguments):
+                raise PreflightError(f"{given} can't be combined with {pattern.indexers[0]}: {reason}")
+        if not pattern.shared_layers:
             return
         if getattr(arguments, "enable_two_batch_overlap", False):
             raise PreflightError(
@@ -78,7 +82,7 @@ class Preflight:
                     "pattern, so KV of another one would be restored; expected --hicache-storage-backend"
                 )
         family = self.family_at(arguments.model_path)
-        for given, reason in refused_flags(family, arguments):
+        for given, reason in refused_flags(family.refused_flags, arguments):
             raise PreflightError(f"{given} can't be combined with a pattern: {reason}")
         if getattr(arguments, "pp_size", 1) > 1:
             if family.pipeline is None:
@@ -109,6 +113,8 @@ class Preflight:
             for error in checkpoint.misfits(request.pattern, request.file, request.allow_config_mismatch):
                 raise error
             self._source.require(checkpoint.family.serving)
+            if request.pattern.indexers and checkpoint.family.blocks is not None:
+                self._source.require(checkpoint.family.blocks)
             self._families[model] = checkpoint.family
         return self._families[model]
 

@@ -6,12 +6,13 @@ What this process has proven is all that `/server_info`, metrics and the word to
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sglang_indexcache.errors import IndexCacheError, ProofError
 from sglang_indexcache.families.base import Family
+from sglang_indexcache.indexers import Indexer
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.probes import LOAD_MODEL, Need
 from sglang_indexcache.serving.ranks import (
@@ -61,7 +62,7 @@ class Proof:
         selection = self.pattern.selection
         return {
             **({} if selection is None else {"selection": selection.as_dict()}),
-            "pattern": self.pattern.roles,
+            "pattern": self.pattern.letters,
             "fingerprint": self.pattern.fingerprint,
             "retention": self.pattern.retention,
             "full_layers": len(self.pattern.full_layers),
@@ -173,6 +174,19 @@ def mismatch(pattern: Pattern, effective: dict[int, Effective], begins_every_sta
     return None
 
 
+def other_indexers(pattern: Pattern, layers: Collection[int], found: Iterable[Indexer]) -> str | None:
+    """One line if indexers of this rank's `layers` would score something else than `pattern` says."""
+    wanted = {item.layer: item for item in pattern.indexers if item.layer in layers}
+    loaded = {item.layer: item for item in found}
+    for layer in sorted({*wanted, *loaded}):
+        if wanted.get(layer) != loaded.get(layer):
+            return (
+                f"the indexer of letter {layer} would run as {loaded.get(layer, 'one that scores everything')}, the"
+                f" pattern says {wanted.get(layer, 'that it scores everything')}"
+            )
+    return None
+
+
 def prover(asked: Asked, proven: Proven, need: Need = LOAD_MODEL) -> Callable[..., None]:
     """Hook after a method of `ModelRunner`: compare this rank with the pattern, and all ranks with each other.
 
@@ -187,11 +201,14 @@ def prover(asked: Asked, proven: Proven, need: Need = LOAD_MODEL) -> Callable[..
         if getattr(runner, "is_draft_worker", False) or asked.family.proven_after != need:
             return
         selection = None
+        indexers: tuple[Indexer, ...] = ()
         try:
             asked.family.loaded(runner, asked.pattern)
             effective = effective_roles(asked.family, runner.model)
             selection = asked.family.selection(runner.model)
+            indexers = asked.family.indexers(runner.model)
             problem = mismatch(asked.pattern, effective, asked.family.begins_every_stage)
+            problem = problem or other_indexers(asked.pattern, effective, indexers)
             if problem is None and selection != asked.pattern.selection:
                 problem = f"the loaded model would choose by {selection}, the pattern says {asked.pattern.selection}"
         except IndexCacheError as error:  # the other ranks must hear of it, or they wait for this one
@@ -199,12 +216,12 @@ def prover(asked: Asked, proven: Proven, need: Need = LOAD_MODEL) -> Callable[..
         except Exception as error:
             effective, problem = {}, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         roles = "".join(effective[layer].role if layer in effective else "-" for layer in range(len(asked.pattern)))
-        report = RankReport(asked.pattern.fingerprint, tuple(sorted(effective)), problem, roles)
+        report = RankReport(asked.pattern.fingerprint, tuple(sorted(effective)), problem, roles, indexers)
         reports = all_ranks(report)
         problem = disagreement(asked.pattern, reports)
         if problem is not None:
             raise ProofError(problem)
-        proof = Proof(Pattern(read_back(reports), selection), len(effective), len(reports))
+        proof = Proof(read_back(reports, selection), len(effective), len(reports))
         proven.set(proof)
         logger.info(
             "indexcache: serving %s, fingerprint %s, proven on %d attention modules here and %d rank(s)",

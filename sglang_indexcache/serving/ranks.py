@@ -8,20 +8,26 @@ from datetime import timedelta
 from typing import Any
 
 from sglang_indexcache.errors import ProofError
+from sglang_indexcache.indexers import Indexer
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.refusal import PATTERN_VARIABLE, refuse
+from sglang_indexcache.selection import Selection
 
 MEET_VARIABLE = "SGLANG_INDEXCACHE_MEET_SECONDS"
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank found; `roles` has a letter for each layer, `-` for layers that are on other ranks."""
+    """What one rank found; `roles` has a letter for each layer, `-` for layers that are on other ranks.
+
+    `indexers` are those of this rank's layers that don't score everything.
+    """
 
     fingerprint: str
     layers: tuple[int, ...]
     problem: str | None
     roles: str = ""
+    indexers: tuple[Indexer, ...] = ()
 
 
 def disagreement(pattern: Pattern, reports: list[RankReport]) -> str | None:
@@ -41,11 +47,13 @@ def disagreement(pattern: Pattern, reports: list[RankReport]) -> str | None:
     return None
 
 
-def read_back(reports: list[RankReport]) -> str:
-    """The pattern that all ranks together run: of each layer the role that the first rank with that layer found."""
-    return "".join(
+def read_back(reports: list[RankReport], selection: Selection | None) -> Pattern:
+    """The pattern that all ranks together run: of each layer what the first rank with that layer found."""
+    roles = "".join(
         next(role for role in column if role != "-") for column in zip(*(r.roles for r in reports), strict=True)
     )
+    found = {indexer.layer: indexer for report in reversed(reports) for indexer in report.indexers}
+    return Pattern(roles, selection, tuple(found[layer] for layer in sorted(found)))
 
 
 def meet_all_ranks() -> None:

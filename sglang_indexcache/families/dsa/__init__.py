@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from sglang_indexcache.errors import ModelConfigError, SpellingError
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.families.dsa import attention
+from sglang_indexcache.families.dsa import attention, needs
 from sglang_indexcache.families.dsa.modeling import attentions
 from sglang_indexcache.families.dsa.overrides import merge_overrides
 from sglang_indexcache.families.dsa.rule import RULE_FEATURE, effective_pattern
 from sglang_indexcache.families.dsa.spellings import Rule, read_spelling
+from sglang_indexcache.indexers import Indexer
 from sglang_indexcache.model import SparseModel, config_digest, layer_count, positive
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import Feature, SglangSource
 
+_UNTRIED = "layers that select for blocks of queries were never tried with it"
 _INDEXER_WEIGHT = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.indexer\.")
 
 
@@ -33,6 +36,17 @@ class Dsa(Family):
         "no server with pipeline parallelism",
     )
     rule: ClassVar[Feature | None] = RULE_FEATURE
+    blocks: ClassVar[Feature | None] = needs.BLOCKS
+    refused_with_blocks: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "enable_prefill_cp": _UNTRIED,
+            "enable_prefill_context_parallel": _UNTRIED,
+            "enable_dsa_prefill_context_parallel": _UNTRIED,
+            "attn_cp_size": _UNTRIED,
+            "dcp_size": _UNTRIED,
+            "enable_hisparse": _UNTRIED,
+        }
+    )
 
     def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> SparseModel:
         num_layers = layer_count(config, name)
@@ -63,8 +77,17 @@ class Dsa(Family):
         return frozenset(int(match[1]) for name in tensors if (match := _INDEXER_WEIGHT.search(name)))
 
     def handed_over(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
-        pattern.check_plain("is not served yet")
-        return merge_overrides(overrides, pattern)
+        if self.blocks is None:
+            pattern.check_plain(f"is not served on {self.name}")
+        pattern.check_no_candidates("is not served yet")
+        return merge_overrides(overrides, pattern.scoring_everything())
+
+    def loaded(self, runner: Any, pattern: Pattern) -> None:
+        if pattern.indexers:
+            from sglang_indexcache.families.dsa import blocks
+
+            queries = {indexer.layer: indexer.queries for indexer in pattern.indexers}
+            blocks.install(attention.modules(runner.model), queries)
 
     def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> Pattern:
         return effective_pattern(source, model, overrides, letters)
@@ -74,6 +97,11 @@ class Dsa(Family):
 
     def role(self, site: int, module: Any) -> str:
         return attention.role(site, module)
+
+    def indexers(self, model: Any) -> tuple[Indexer, ...]:
+        from sglang_indexcache.families.dsa import blocks
+
+        return tuple(blocks.installed(attention.modules(model)))
 
     def indexer(self, module: Any) -> Any:
         return getattr(module, "indexer", None)

@@ -8,7 +8,7 @@ import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from dsa_cpu_platform.attention import gather_decode, gather_prefill, sparse_attention
-from dsa_cpu_platform.indexer import indexer_forward
+from dsa_cpu_platform.indexer import indexer_forward, select_ragged
 
 _BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend."
 _GATHER = "sglang.kernels.ops.attention.dsa.transform_index."
@@ -25,6 +25,7 @@ def register_hooks() -> None:
         _BACKEND + "_forward_tilelang": sparse_attention,
         _BACKEND + "_forward_flashmla_sparse": sparse_attention,  # the only one with attention sinks
         "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_native": indexer_forward,
+        "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer._get_topk_ragged": select_ragged,
     }
     for target, replacement in replacements.items():
         HookRegistry.register(target, replacement, HookType.REPLACE)

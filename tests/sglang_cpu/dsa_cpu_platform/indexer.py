@@ -41,19 +41,63 @@ def indexer_forward(
         recorder.record(layer_id, forward_batch, positions, None)
         return None
     metadata = get_attn_backend().get_indexer_metadata(layer_id, forward_batch)
-    table = metadata.get_page_table_1()
-    request_of_row = torch.repeat_interleave(
-        torch.arange(table.shape[0]), torch.tensor(metadata.get_dsa_extend_len_cpu())
-    )
-    scores = torch.full((len(request_of_row), table.shape[1]), float("-inf"))
-    for request in range(table.shape[0]):
-        rows = (request_of_row == request).nonzero().squeeze(1)
-        heads = torch.relu(torch.einsum("thd,kd->thk", queries[rows], cache[table[request].long()]))
-        scores[rows] = torch.einsum("thk,th->tk", heads * indexer.softmax_scale, weights[rows])
     selected = torch.full((x.shape[0], indexer.index_topk), -1, dtype=torch.int32)
-    selected[: len(request_of_row)] = metadata.topk_transform(scores, indexer.index_topk)
-    recorder.record(layer_id, forward_batch, positions, selected[: len(request_of_row)])
+    if forward_batch.forward_mode.is_extend():
+        rows = sum(metadata.get_dsa_extend_len_cpu())
+        indexer._get_topk_ragged(
+            False, forward_batch, layer_id, queries[:rows], weights[:rows, :, None], metadata, selected[:rows]
+        )
+    else:
+        rows = forward_batch.batch_size
+        table = metadata.get_page_table_1()
+        scores = torch.stack(
+            [
+                _scores(queries[row, None], weights[row, None], cache[table[row].long()], indexer.softmax_scale)[0]
+                for row in range(rows)
+            ]
+        )
+        selected[:rows] = metadata.topk_transform(scores, indexer.index_topk)
+    recorder.record(layer_id, forward_batch, positions, selected[:rows])
     return maybe_capture_indexer_topk(layer_id, selected)
+
+
+def select_ragged(
+    indexer: Any,
+    enable_dual_stream: bool,
+    forward_batch: Any,
+    layer_id: int,
+    q_fp8: Tensor,
+    weights: Tensor,
+    metadata: Any,
+    topk_result: Tensor | None = None,
+) -> Tensor:
+    """Replaces `Indexer._get_topk_ragged`: the keys of all requests stand behind each other, as there.
+
+    Args:
+        q_fp8: index queries `[rows, heads, dim]`, in float32.
+        weights: `[rows, heads, 1]`.
+    """
+    from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+
+    cache = _index_keys(get_token_to_kv_pool(), layer_id, indexer.head_dim)
+    lengths, table = metadata.get_indexer_seq_len_cpu().tolist(), metadata.get_page_table_1()
+    keys = torch.cat([cache[slots[:length].long()] for slots, length in zip(table, lengths, strict=True)])
+    starts, ends = metadata.get_indexer_kvcache_range()
+    column = torch.arange(len(keys))
+    scores = _scores(q_fp8, weights[..., 0], keys, indexer.softmax_scale)
+    scores[(column < starts[:, None]) | (column >= ends[:, None])] = float("nan")  # nobody cleans them on a GPU either
+    assert len(scores) == len(metadata.get_seqlens_expanded())
+    selected: Tensor = metadata.topk_transform(scores, indexer.index_topk, ks=starts)
+    if topk_result is None:
+        return selected
+    topk_result[: len(selected)] = selected
+    return topk_result
+
+
+def _scores(queries: Tensor, weights: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """`[rows, keys]`."""
+    heads = torch.relu(torch.einsum("thd,kd->thk", queries, keys))
+    return torch.einsum("thk,th->tk", heads * scale, weights)
 
 
 def _project(indexer: Any, x: Tensor, q_lora: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

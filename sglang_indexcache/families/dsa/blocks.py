@@ -1,0 +1,297 @@
+"""F layers of SGLang's DSA models that select for blocks of neighbouring prompt queries.
+
+`Indexer._get_topk_ragged` selects for all queries of a prefill; decoding goes through another method. On the indexers
+of layers that select in blocks, and on no other, a `BlockSelection` takes its place. It hands SGLang's method two lots
+of rows: those that select for themselves, and a *leader* for each block. What a block is, and what its queries attend
+to, is in `indexcache_search.hf.indexers`; here a block is one whose queries are all in the forward pass, and the last
+`EXACT_ROWS` queries of each request in it select for themselves: nobody can tell whether a chunk is a prompt's last.
+
+Read: dsa_indexer.py, dsa_indexer_metadata.py, dsa_topk_backend.py and dsa_prefill_cuda_graph.py in
+sglang/srt/layers/attention/dsa of 0.5.17 and 0.5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_indexcache.errors import ProofError
+from sglang_indexcache.families.dsa.needs import METHOD
+from sglang_indexcache.hooks import refusing_around
+from sglang_indexcache.indexers import Indexer
+
+EXACT_ROWS = 128  # the last queries of each request in a forward pass, which select for themselves
+_PLANS = "_indexcache_blocks"
+
+
+def install(modules: Iterable[tuple[int, Any]], queries: dict[int, int]) -> None:
+    """Make indexers select in blocks.
+
+    Args:
+        modules: attention modules by layer.
+        queries: of a block, by layer; layers that are elsewhere are left out.
+
+    Raises:
+        ProofError: if a layer's indexer is of another kind, or selects less than a block.
+    """
+    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer as SglangIndexer
+
+    for layer, module in modules:
+        if layer not in queries:
+            continue
+        indexer = module.indexer
+        if torch.version.hip is not None or indexer.wq_b.weight.device.type not in ("cuda", "cpu"):
+            raise ProofError(f"letter {layer} selects in blocks, which was never tried on such a device; expected CUDA")
+        if getattr(type(indexer), METHOD, None) is not getattr(SglangIndexer, METHOD):
+            raise ProofError(f"letter {layer}: {type(indexer).__name__} selects in a way of its own, not in blocks")
+        if indexer.num_init_tokens or indexer.num_local_tokens:
+            raise ProofError(f"letter {layer} always selects the first or last tokens, so it does not select in blocks")
+        if queries[layer] > indexer.index_topk:
+            raise ProofError(
+                f"letter {layer} selects for {queries[layer]} queries at a time, expected at most index_topk"
+                f" ({indexer.index_topk})"
+            )
+        setattr(indexer, METHOD, BlockSelection(indexer, queries[layer]))
+
+
+def installed(modules: Iterable[tuple[int, Any]]) -> Iterator[Indexer]:
+    """What the indexers of attention modules would do, read from them; those that score everything are left out."""
+    for layer, module in modules:
+        selects = vars(module.indexer).get(METHOD) if getattr(module, "indexer", None) is not None else None
+        if isinstance(selects, BlockSelection):
+            yield Indexer(layer=layer, queries=selects.queries)
+        elif selects is not None:
+            raise ProofError(f"letter {layer} selects by {type(selects).__name__}, expected SGLang's own method")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a forward pass, request by request.
+
+    Attributes:
+        rows: the row of each block's first query.
+        begins: its position in its request.
+        requests: the number of its request.
+    """
+
+    rows: tuple[int, ...]
+    begins: tuple[int, ...]
+    requests: tuple[int, ...]
+
+
+def blocks_of(prefixes: Sequence[int], lengths: Sequence[int], queries: int, topk: int) -> Blocks:
+    """Which queries share a selection: blocks that are whole, not at a request's end, and have something to choose.
+
+    Args:
+        prefixes: tokens of each request that were computed before.
+        lengths: tokens of each request in this forward pass.
+        queries: of a block.
+        topk: tokens of a selection; up to there everything is selected.
+    """
+    found: list[tuple[int, int, int]] = []
+    row = 0
+    for request, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
+        choice = (topk // queries) * queries  # the block of the first query that has one
+        first = max(-(-prefix // queries) * queries, choice)
+        end = prefix + length - EXACT_ROWS
+        found += [(row + begin - prefix, begin, request) for begin in range(first, end - queries + 1, queries)]
+        row += length
+    rows, begins, requests = zip(*found, strict=True) if found else ((), (), ())
+    return Blocks(rows, begins, requests)
+
+
+class BlockSelection:
+    """In the place of an indexer's method that selects for the queries of prompts.
+
+    Args:
+        indexer: SGLang's.
+        queries: of a block.
+    """
+
+    def __init__(self, indexer: Any, queries: int) -> None:
+        self._indexer, self.queries = indexer, queries
+        self._sglangs, self._guarded = getattr(type(indexer), METHOD), refusing_around(self._select)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As SGLang's method; what goes wrong in ours ends the process."""
+        selected: Tensor = self._guarded(self._sglangs, *args, **kwargs)
+        return selected
+
+    def _select(
+        self,
+        sglangs: Callable[..., Tensor],
+        enable_dual_stream: bool,
+        forward_batch: Any,
+        layer_id: int,
+        q_fp8: Tensor,
+        weights: Tensor,
+        metadata: Any,
+        topk_result: Tensor | None = None,
+    ) -> Tensor:
+        """What each row attends to, `[rows, index_topk]`, int32, -1 for none.
+
+        Args:
+            sglangs: SGLang's method.
+            enable_dual_stream: handed on.
+            forward_batch: requests and their lengths.
+            layer_id: handed on.
+            q_fp8: index queries `[rows, heads, dim]`, perhaps with rows behind the last token.
+            weights: of the heads, with all scales, `[rows, heads, 1]`.
+            metadata: a `DSAIndexerMetadata`.
+            topk_result: to be filled, where given.
+        """
+        select = partial(sglangs, self._indexer, enable_dual_stream, forward_batch, layer_id)
+        plan = self._plan(forward_batch, q_fp8.device)
+        if plan is None:
+            return select(q_fp8, weights, metadata, topk_result)
+        if topk_result is None:
+            shape = len(q_fp8), self._indexer.index_topk
+            topk_result = torch.full(shape, -1, device=q_fp8.device, dtype=torch.int32)
+        exact = _Rows(metadata, plan.exact, plan.exact_requests)
+        topk_result[plan.exact] = select(_take(q_fp8, plan.exact), weights[plan.exact], exact)
+
+        members, (count, size) = plan.members.flatten(), plan.members.shape
+        leaders = _take(q_fp8, members).float().view(count, size, *q_fp8.shape[1:]).mean(1).to(q_fp8.dtype)
+        gates = weights[members].view(count, size, *weights.shape[1:]).mean(1)
+        best = select(leaders, gates, _Leaders(metadata, plan.members[:, 0], plan.requests, plan.begins))
+        positions = _with_own(best, plan.begins, size).flatten(0, 1)
+        topk_result[members] = _in_index_space(metadata, positions, members, plan.requests.repeat_interleave(size))
+        return topk_result
+
+    def _plan(self, forward_batch: Any, device: torch.device) -> _Plan | None:
+        """Where the rows of a forward pass are, worked out once for all layers; `None` where no block is."""
+        plans: dict[tuple[int, int], _Plan | None] = forward_batch.__dict__.setdefault(_PLANS, {})
+        key = (self.queries, self._indexer.index_topk)
+        if key not in plans:
+            lengths = list(forward_batch.extend_seq_lens_cpu)
+            blocks = blocks_of(list(forward_batch.extend_prefix_lens_cpu), lengths, *key)
+            plans[key] = _Plan.of(blocks, lengths, self.queries, device) if blocks.rows else None
+        return plans[key]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """`Blocks` on a device; B blocks of Q queries, E other rows."""
+
+    members: Tensor  # [B, Q], rows
+    begins: Tensor  # [B], positions, int32
+    requests: Tensor  # [B]
+    exact: Tensor  # [E], rows
+    exact_requests: Tensor  # [E]
+
+    @classmethod
+    def of(cls, blocks: Blocks, lengths: Sequence[int], queries: int, device: torch.device) -> _Plan:
+        members = torch.tensor(blocks.rows)[:, None] + torch.arange(queries)
+        alone = torch.ones(sum(lengths), dtype=torch.bool)
+        alone[members.flatten()] = False
+        exact = alone.nonzero().squeeze(1)
+        request_of_row = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        begins = torch.tensor(blocks.begins, dtype=torch.int32)
+        parts = (members, begins, torch.tensor(blocks.requests), exact, request_of_row[exact])
+        return cls(*(part.to(device, non_blocking=True) for part in parts))
+
+
+class _Rows:
+    """A `DSAIndexerMetadata` of some rows; what is not of rows is the whole's."""
+
+    def __init__(self, metadata: Any, rows: Tensor, requests: Tensor) -> None:
+        self._metadata, self._requests = metadata, requests
+        starts, ends = metadata.get_indexer_kvcache_range()
+        self._range, self._lengths = (starts[rows], ends[rows]), metadata.get_seqlens_expanded()[rows]
+        offsets = metadata.attn_metadata.topk_indices_offset
+        self.attn_metadata = _Offsets(None if offsets is None else offsets[rows])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._metadata, name)
+
+    def get_indexer_kvcache_range(self) -> tuple[Tensor, Tensor]:
+        return self._range
+
+    def get_seqlens_expanded(self) -> Tensor:
+        lengths: Tensor = self._lengths
+        return lengths
+
+    def get_token_to_batch_idx(self) -> Tensor:
+        return self._requests
+
+    def topk_transform(self, logits: Tensor, topk: int, **given: Any) -> Tensor:
+        """As the whole's, which without `ke_offset` takes the rows for all of its own."""
+        if given.get("ke_offset") is None:
+            given["ke_offset"] = self._lengths
+            if self.attn_metadata.topk_indices_offset is not None:
+                given["topk_indices_offset_override"] = self.attn_metadata.topk_indices_offset
+            else:
+                given["cu_seqlens_q"] = torch.ones(len(logits), dtype=torch.int32, device=logits.device)
+                given["batch_idx_list"] = self._requests
+        selected: Tensor = self._metadata.topk_transform(logits, topk, **given)
+        return selected
+
+
+@dataclass(frozen=True)
+class _Offsets:
+    """All that is asked of the attention's metadata of some rows."""
+
+    topk_indices_offset: Tensor | None
+
+
+class _Leaders(_Rows):
+    """A `DSAIndexerMetadata` of blocks, which select from what stands before them; positions, the best first."""
+
+    def __init__(self, metadata: Any, rows: Tensor, requests: Tensor, begins: Tensor) -> None:
+        super().__init__(metadata, rows, requests)
+        starts, ends = self._range
+        self._lengths = begins.to(self._lengths.dtype)
+        self._range = starts, starts + begins.to(ends.dtype)
+
+    def topk_transform(self, logits: Tensor, topk: int, **given: Any) -> Tensor:
+        lengths, starts = given.get("ke_offset"), given["ks"]
+        lengths = self._lengths if lengths is None else lengths
+        chosen: Tensor = self._metadata.topk_backend.topk_func(logits, lengths, topk, row_starts=starts)
+        columns = (chosen + starts[:, None]).clamp_min(0).long()
+        scores = logits.gather(1, columns).masked_fill(chosen < 0, float("-inf"))
+        return chosen.gather(1, scores.sort(dim=1, descending=True, stable=True).indices)
+
+
+def _take(values: Tensor, rows: Tensor) -> Tensor:
+    """`values[rows]`, also of fp8, which has no indexing."""
+    return values.view(torch.uint8)[rows].view(values.dtype)
+
+
+def _with_own(best: Tensor, begins: Tensor, queries: int) -> Tensor:
+    """Positions that the queries of blocks attend to, `[blocks, queries, k]`: the block up to the query, then the best.
+
+    Args:
+        best: positions before each block, the best first, `[blocks, k]`.
+        begins: of each block, `[blocks]`.
+        queries: of a block.
+    """
+    rank = torch.arange(best.shape[1], device=best.device)
+    query = torch.arange(queries, device=best.device)[:, None]
+    far = best[:, (rank - query - 1).clamp_min(0)]
+    own = begins[:, None, None].to(best.dtype) + rank.to(best.dtype)
+    return torch.where(rank <= query, own, far)
+
+
+def _in_index_space(metadata: Any, positions: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
+    """`[rows, k]` positions in their requests as what `metadata.topk_transform` gives, for the same prefill.
+
+    Raises:
+        ProofError: if SGLang gives something that is not known here.
+    """
+    from sglang.srt.environ import envs
+
+    if metadata.force_unfused_topk or not envs.SGLANG_DSA_FUSE_TOPK.get():
+        return positions
+    kind, attention = metadata.topk_transform_method.name, metadata.attn_metadata
+    if kind == "RAGGED":
+        indices = positions + attention.topk_indices_offset[rows][:, None]
+    elif kind == "PAGED":
+        indices = attention.page_table_1[requests[:, None], positions.clamp_min(0).long()]
+    else:
+        raise ProofError(f"SGLang gives selections as {kind}, expected PAGED or RAGGED")
+    return torch.where(positions < 0, positions, indices.to(positions.dtype))

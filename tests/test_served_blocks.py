@@ -1,0 +1,267 @@
+"""What SGLang's indexers would select in blocks of prompt queries, without SGLang: against the definition."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from indexcache_search.hf.indexers import block_selection
+from sglang_indexcache import Pattern
+from sglang_indexcache.errors import PatternError, ProofError
+from sglang_indexcache.families.dsa import Dsa, blocks
+from sglang_indexcache.families.hy_v4 import HyV4
+from sglang_indexcache.indexers import Indexer
+from sglang_indexcache.serving.preflight import refused_flags
+from sglang_indexcache.serving.proof import other_indexers
+from sglang_indexcache.serving.ranks import RankReport, read_back
+
+TOPK, HEADS, DIM = 16, 8, 8
+PAGED, RAGGED, UNFUSED = "PAGED", "RAGGED", "unfused"
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_blocks_are_whole_before_the_end_and_have_a_choice(seed: int) -> None:
+    rng = random.Random(seed)
+    queries, topk = rng.choice([2, 4, 8, 16, 64]), rng.choice([16, 64, 100])
+    prefixes = [rng.choice([0, rng.randrange(500), 64 * rng.randrange(8)]) for _ in range(rng.randrange(1, 4))]
+    lengths = [rng.choice([1, rng.randrange(1, 700)]) for _ in prefixes]
+    expected = []
+    row = 0
+    for request, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
+        for begin in range(0, prefix + length, queries):
+            last = begin + queries - 1
+            exact = prefix + length - blocks.EXACT_ROWS
+            if begin >= prefix and last < exact and last >= topk:
+                expected.append((row + begin - prefix, begin, request))
+        row += length
+    found = blocks.blocks_of(prefixes, lengths, queries, topk)
+    assert list(zip(found.rows, found.begins, found.requests, strict=True)) == expected
+
+
+class Backend:
+    """SGLang's unfused top-k, in no order."""
+
+    def topk_func(self, score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor) -> Tensor:
+        rows = []
+        for row, start, length in zip(score, row_starts.tolist(), lengths.tolist(), strict=True):
+            best = row[start : start + length].topk(min(topk, length)).indices.sort().values
+            rows.append(torch.nn.functional.pad(best.int(), (0, topk - len(best)), value=-1))
+        return torch.stack(rows)
+
+
+class Metadata:
+    """Of a prefill: what SGLang's class says, for requests with a prefix."""
+
+    def __init__(self, prefixes: Sequence[int], lengths: Sequence[int], kind: str) -> None:
+        totals = [prefix + length for prefix, length in zip(prefixes, lengths, strict=True)]
+        bases = [sum(totals[:number]) for number in range(len(totals))]
+        rows = [
+            (number, bases[number], position)
+            for number, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True))
+            for position in range(prefix, prefix + length)
+        ]
+        self.requests, self.starts, positions = (
+            torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True)
+        )
+        self.lengths = positions + 1
+        self.topk_backend, self.kind, self.calls = Backend(), kind, 0
+        self.force_unfused_topk = kind == UNFUSED
+        self.topk_transform_method = SimpleNamespace(name=kind)
+        table = torch.stack([torch.randperm(max(totals)).int() + 1000 * number for number in range(len(totals))])
+        offsets = self.starts if kind == RAGGED else None
+        self.attn_metadata = SimpleNamespace(topk_indices_offset=offsets, page_table_1=table)
+
+    def get_indexer_kvcache_range(self) -> tuple[Tensor, Tensor]:
+        return self.starts, self.starts + self.lengths
+
+    def get_seqlens_expanded(self) -> Tensor:
+        return self.lengths
+
+    def get_token_to_batch_idx(self) -> Tensor:
+        return self.requests
+
+    def topk_transform(
+        self,
+        logits: Tensor,
+        topk: int,
+        ks: Tensor,
+        cu_seqlens_q: Tensor | None = None,
+        ke_offset: Tensor | None = None,
+        batch_idx_list: Tensor | None = None,
+        topk_indices_offset_override: Tensor | None = None,
+    ) -> Tensor:
+        lengths = self.lengths if ke_offset is None else ke_offset
+        chosen = self.topk_backend.topk_func(logits, lengths, topk, ks)
+        if self.kind == UNFUSED:
+            return chosen
+        if self.kind == RAGGED:
+            offset = self.attn_metadata.topk_indices_offset if ke_offset is None else topk_indices_offset_override
+            return torch.where(chosen < 0, chosen, chosen + offset[:, None])
+        requests = self.requests if ke_offset is None else batch_idx_list
+        assert ke_offset is None or cu_seqlens_q.tolist() == [1] * len(logits)
+        slots = self.attn_metadata.page_table_1[requests].gather(1, chosen.clamp_min(0).long())
+        return torch.where(chosen < 0, chosen, slots)
+
+
+class SglangIndexer:
+    """Selects as SGLang's, for all rows at once or a few at a time."""
+
+    index_topk = TOPK
+    chunk: int | None = None
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+    def _get_topk_ragged(
+        self, dual: bool, batch: Any, layer: int, q: Tensor, w: Tensor, metadata: Any, topk_result: Tensor | None = None
+    ) -> Tensor:
+        starts, ends = metadata.get_indexer_kvcache_range()
+        scores = torch.einsum(
+            "tk,tkd->td", w[..., 0], torch.relu(torch.einsum("thd,kd->thk", q[: len(starts)], self.keys))
+        )
+        column = torch.arange(len(self.keys))
+        scores[(column < starts[:, None]) | (column >= ends[:, None])] = float("nan")
+        if topk_result is None:
+            topk_result = torch.full((len(q), TOPK), -1, dtype=torch.int32)
+        if self.chunk is None:
+            topk_result[: len(starts)] = metadata.topk_transform(scores, TOPK, ks=starts)
+            return topk_result
+        offsets, lengths = metadata.attn_metadata.topk_indices_offset, metadata.get_seqlens_expanded()
+        for at in range(0, len(starts), self.chunk):
+            rows = slice(at, at + self.chunk)
+            topk_result[rows] = metadata.topk_transform(
+                scores[rows],
+                TOPK,
+                ks=starts[rows],
+                cu_seqlens_q=None if offsets is not None else torch.ones(len(scores[rows]), dtype=torch.int32),
+                ke_offset=lengths[rows],
+                batch_idx_list=None if offsets is not None else metadata.get_token_to_batch_idx()[rows],
+                topk_indices_offset_override=None if offsets is None else offsets[rows],
+            )
+        return topk_result
+
+
+@pytest.fixture(autouse=True)
+def _sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for the one thing that is imported: whether selections are given as slots."""
+    module = ModuleType("sglang.srt.environ")
+    module.envs = SimpleNamespace(SGLANG_DSA_FUSE_TOPK=SimpleNamespace(get=lambda: True))  # type: ignore[attr-defined]
+    for name in ("sglang", "sglang.srt"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sglang.srt.environ", module)
+
+
+@pytest.mark.parametrize("kind", [PAGED, RAGGED, UNFUSED])
+@pytest.mark.parametrize("chunk", [None, 37])
+@pytest.mark.parametrize("given", [True, False])
+def test_selections_are_the_definitions(kind: str, chunk: int | None, given: bool) -> None:
+    """Of three requests, two with a prefix, in every index space; with padding rows, and a graph's buffer."""
+    torch.manual_seed(0)
+    queries, prefixes, lengths = 4, [0, 70, 128], [200, 300, 1]
+    totals = [prefix + length for prefix, length in zip(prefixes, lengths, strict=True)]
+    keys, metadata = torch.randn(sum(totals), DIM), Metadata(prefixes, lengths, kind)
+    indexer = SglangIndexer(keys)
+    indexer.chunk = chunk
+    q, w = torch.randn(sum(lengths) + 3, HEADS, DIM), torch.rand(sum(lengths) + 3, HEADS, 1)
+    batch = SimpleNamespace(extend_prefix_lens_cpu=prefixes, extend_seq_lens_cpu=lengths)
+    buffer = torch.full((len(q), TOPK), -1, dtype=torch.int32) if given else None
+    found = blocks.BlockSelection(indexer, queries)(False, batch, 0, q, w, metadata, buffer)
+    assert buffer is None or found is buffer
+    assert (found[sum(lengths) :] == -1).all()
+
+    plan = blocks.blocks_of(prefixes, lengths, queries, TOPK)
+    assert set(plan.requests) == {0, 1}
+    exact = indexer._get_topk_ragged(False, batch, 0, q[: sum(lengths)], w[: sum(lengths)], metadata)
+    row = 0
+    for number, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
+        own, base = slice(row, row + length), sum(totals[:number])
+        prompt = torch.zeros(1, totals[number], dtype=torch.bool)
+        for begin, request in zip(plan.begins, plan.requests, strict=True):
+            if request == number:
+                prompt[0, begin : begin + queries] = True
+        padded_q, padded_w = torch.zeros(1, totals[number], HEADS, DIM), torch.zeros(1, totals[number], HEADS)
+        padded_q[0, prefix:], padded_w[0, prefix:] = q[own], w[own, :, 0]
+        wanted = block_selection(padded_q, keys[None, base : base + totals[number]], padded_w, queries, TOPK, prompt)
+        for at in range(length):
+            if not prompt[0, prefix + at]:
+                assert found[row + at].tolist() == exact[row + at].tolist()
+                continue
+            positions = wanted[0, prefix + at]
+            if kind == RAGGED:
+                positions = positions + base
+            elif kind == PAGED:
+                positions = metadata.attn_metadata.page_table_1[number, positions]
+            assert set(found[row + at].tolist()) == set(positions.tolist())
+        row += length
+
+
+def test_short_prompts_are_sglangs_alone() -> None:
+    keys, lengths = torch.randn(150, DIM), [150]
+    metadata, batch = (
+        Metadata([0], lengths, PAGED),
+        SimpleNamespace(extend_prefix_lens_cpu=[0], extend_seq_lens_cpu=lengths),
+    )
+    q, w = torch.randn(150, HEADS, DIM), torch.rand(150, HEADS, 1)
+    indexer = SglangIndexer(keys)
+    found = blocks.BlockSelection(indexer, 64)(False, batch, 0, q, w, metadata)
+    assert torch.equal(found, indexer._get_topk_ragged(False, batch, 0, q, w, metadata))
+
+
+def test_errors_of_ours_end_the_process_and_sglangs_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    keys, batch = torch.randn(300, DIM), SimpleNamespace(extend_prefix_lens_cpu=[0], extend_seq_lens_cpu=[300])
+    q, w = torch.randn(300, HEADS, DIM), torch.rand(300, HEADS, 1)
+    indexer = SglangIndexer(keys)
+    with pytest.raises(SystemExit) as end:
+        blocks.BlockSelection(indexer, 4)(False, batch, 0, q, w, Metadata([0], [300], "OTHER"))
+    assert end.value.code == 2 and "selections as OTHER, expected PAGED or RAGGED" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        blocks.BlockSelection(indexer, 4)(False, SimpleNamespace(), 0, q, w, Metadata([0], [300], PAGED))
+    with pytest.raises(RuntimeError):  # shapes that SGLang's method does not take
+        blocks.BlockSelection(indexer, 4)(False, batch, 0, q, w[:, :3], Metadata([0], [300], PAGED))
+
+
+def test_what_is_proven() -> None:
+    pattern = Pattern.parse("FSFF+2q4+3q16")
+    both = pattern.indexers
+    assert other_indexers(pattern, {0, 1, 2, 3}, both) is None
+    assert other_indexers(pattern, {0, 1}, ()) is None  # a pipeline stage without them
+    assert other_indexers(pattern, {2, 3}, both[:1]) == (
+        "the indexer of letter 3 would run as one that scores everything, the pattern says 3q16"
+    )
+    assert other_indexers(Pattern("FSFF"), {2, 3}, both[:1]) == (
+        "the indexer of letter 2 would run as 2q4, the pattern says that it scores everything"
+    )
+    stages = [RankReport("", (0, 1), None, "FS--"), RankReport("", (2, 3), None, "--FF", both)]
+    assert read_back(stages, None) == pattern
+    assert read_back([RankReport("", (0, 1, 2, 3), None, "FSFF", both)] * 2, None) == pattern
+
+
+def test_modules_are_read_back() -> None:
+    """What is not there, and what somebody else put there, is seen."""
+    plain, other = SglangIndexer(torch.zeros(1)), SglangIndexer(torch.zeros(1))
+    in_blocks = SglangIndexer(torch.zeros(1))
+    in_blocks._get_topk_ragged = blocks.BlockSelection(in_blocks, 4)  # type: ignore[method-assign]
+    modules = [SimpleNamespace(indexer=item) for item in (plain, None, in_blocks)]
+    assert list(blocks.installed(enumerate(modules))) == [Indexer(layer=2, queries=4)]
+    other._get_topk_ragged = print  # type: ignore[assignment]
+    with pytest.raises(ProofError, match="letter 0 selects by builtin_function_or_method"):
+        list(blocks.installed([(0, SimpleNamespace(indexer=other))]))
+
+
+def test_what_servers_refuse() -> None:
+    with pytest.raises(PatternError, match="3c4 is not served yet; expected F and S, and blocks of queries"):
+        Dsa().handed_over({}, Pattern.parse("FSFC+3c4"))
+    assert Dsa().handed_over({}, Pattern.parse("FSFF+2q4"))["index_topk_pattern"] == "FSFF"
+    with pytest.raises(PatternError, match="2q4 is not served on hy_v4"):
+        HyV4().handed_over({}, Pattern.parse("FSFF+2q4"))
+    for name in Dsa.refused_with_blocks:
+        given: Any = 2 if name.endswith("size") else True
+        [(flag, reason)] = refused_flags(Dsa.refused_with_blocks, SimpleNamespace(**{name: given}))
+        assert flag.startswith("--") and "never tried" in reason
