@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _ordered(score):
+def ordered_score(score):
     """Unsigned integers in the order of float32 scores; both zeros are equal."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
@@ -108,7 +108,7 @@ def take_sample(
     count, sampled = tl.maximum(end - start, 1), tl.sum(visible.to(tl.int32), 1)
     expected = TOPK / count * sampled  # of the sample are in
     rank = (expected + 4.0 * tl.sqrt(expected) + 4.0).to(tl.int32)  # four standard deviations, and rounding
-    bound = _nth_largest(tl.where(visible, _ordered(score), 0), rank)
+    bound = _nth_largest(tl.where(visible, ordered_score(score), 0), rank)
     tl.store(bounds_ptr + row, tl.where((count > ROOM) & (rank <= sampled), _score(bound), float("-inf")))
 
 
@@ -179,7 +179,7 @@ def take_segment(
             bit += tl.where(left >= low, width, 0)
             left -= tl.where(left >= low, low, 0)
         key_in_segment = word * 16 + bit
-        value = _ordered(tl.load(scores_ptr + row[:, None] * SEGMENT + key_in_segment, mask=added_mask, other=0.0))
+        value = ordered_score(tl.load(scores_ptr + row[:, None] * SEGMENT + key_in_segment, mask=added_mask, other=0.0))
         target = row[:, None] * ROOM + count[:, None] + rank
         tl.store(values_ptr + target, value.to(tl.int32, bitcast=True), mask=added_mask)
         tl.store(indices_ptr + target, segment + key_in_segment, mask=added_mask)

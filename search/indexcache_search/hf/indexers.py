@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from indexcache_kernels import candidate_topk
 from indexcache_kernels.patching import replaced
 from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors
 from indexcache_search.errors import SearchError
@@ -22,7 +23,6 @@ Run = Callable[..., Tensor]
 """The `forward` of an indexer: hidden states, query residual, cosine and sine, and a mask to `[batch, queries, k]`."""
 
 _BLOCKS = 64  # whose scores exist at a time
-_ROWS = 16  # queries whose candidates' keys do
 
 
 def in_blocks(indexer: Any, run: Run, queries: int, prompt: Tensor) -> Run:
@@ -142,13 +142,16 @@ def among(indexer: Any, run: Run, candidates: Callable[[], Tensor]) -> Run:
     ) -> Tensor:
         if kwargs.get("past_key_values") is not None:
             raise SearchError("candidates are scored in one pass, expected no key/value cache")
-        chosen = candidates().to(hidden_states.device).long()
+        chosen = candidates().to(hidden_states.device)
         if attention_mask.dtype == torch.int32:  # on the kernels, which score ranges of keys
             rope = INDEXER_ROPES[indexer.config.model_type]
             vectors = index_vectors(indexer, rope, hidden_states, q_resid, position_embeddings)
-            return candidate_selection(*vectors, chosen, indexer.index_topk)
+            rows = zip(*vectors, chosen, strict=True)
+            return torch.stack(
+                [candidate_topk(q, k, w.float(), candidates=some, topk=indexer.index_topk) for q, k, w, some in rows]
+            )
         shape = (*chosen.shape[:2], attention_mask.shape[-1])
-        allowed = torch.zeros(shape, dtype=torch.bool, device=chosen.device).scatter(-1, chosen, True)
+        allowed = torch.zeros(shape, dtype=torch.bool, device=chosen.device).scatter(-1, chosen.long(), True)
         if attention_mask.dtype == torch.bool:
             mask = attention_mask & allowed
         else:
@@ -156,25 +159,3 @@ def among(indexer: Any, run: Run, candidates: Callable[[], Tensor]) -> Run:
         return run(hidden_states, q_resid, position_embeddings, mask, *args, **kwargs)
 
     return forward
-
-
-def candidate_selection(q: Tensor, k: Tensor, weights: Tensor, candidates: Tensor, topk: int) -> Tensor:
-    """The candidates with the highest index scores, `[batch, queries, topk]`, int32, -1 for none.
-
-    Args:
-        q: index queries `[batch, queries, heads, dim]`.
-        k: index keys `[batch, keys, dim]`.
-        weights: of the heads, with all scales, `[batch, queries, heads]`.
-        candidates: tokens that each query sees, `[batch, queries, tokens]`, -1 for none; each once.
-        topk: fewer where there are fewer candidates.
-    """
-    parts = []
-    for at in range(0, q.shape[1], _ROWS):
-        rows = slice(at, at + _ROWS)
-        tokens = candidates[:, rows]
-        keys = k.float()[torch.arange(len(k), device=k.device)[:, None, None], tokens.clamp_min(0)]
-        heads = F.relu(torch.einsum("bqhd,bqnd->bqhn", q[:, rows].float(), keys))
-        scores = torch.einsum("bqh,bqhn->bqn", weights[:, rows].float(), heads)
-        best = scores.masked_fill(tokens < 0, float("-inf")).topk(min(topk, tokens.shape[-1]), dim=-1).indices
-        parts.append(tokens.gather(-1, best))
-    return torch.cat(parts, dim=1).int()
