@@ -1,6 +1,7 @@
 """Does serving through the plugin cost anything, and does it serve the same? Needs SGLang and a GPU.
 
     python -m scripts.bench_serving --model /models/GLM-5-FP8 --pattern deploy/glm5.yaml@1/4 --lengths 4096,32768,131072
+    python -m scripts.bench_serving --model /models/GLM-5-FP8 --pattern FSSS...+0q16+4q16 --pairs gain
 
 Starts an engine for each condition and round, one after the other: `switch` gives the pattern to SGLang by hand (not
 DeepSeek-V4's, which has no such configuration), `plugin` by `SGLANG_INDEXCACHE_PATTERN`; `plain` is SGLang as it is,
@@ -27,6 +28,7 @@ from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.pattern_file import ModelSection
 from sglang_indexcache.plugin import PATTERN_VARIABLE
+from sglang_indexcache.spec import PatternSpec
 
 PAIRS = {"switch": ("switch", "plugin"), "plain": ("plain", "plugin-full"), "gain": ("plain", "plugin")}
 RESULT = "RESULT "
@@ -72,17 +74,15 @@ def write_files(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The pattern under test and all F, as files made for this model."""
     config = json.loads((options.model / "config.json").read_text())
     model = describe(config, options.model.name)
-    tested = (
-        Pattern(options.pattern)
-        if set(options.pattern) <= set("FS")
-        else PatternFile.load(options.pattern).as_pattern()
-    )
+    tested = PatternSpec.read(options.pattern).known()
+    if "switch" in options.pairs.split(","):
+        tested.check_plain("has no switch of SGLang's")
     section = ModelSection(
         architecture=model.architecture, num_layers=model.num_layers, config_sha256=model.config_sha256, name=model.name
     )
     found: dict[str, Any] = {"override": json.dumps(family_of(model.architecture).handed_over({}, tested))}
     for name, pattern in (("plugin", tested), ("plugin-full", Pattern.full(model.num_layers))):
-        file = PatternFile(schema="indexcache/v1", model=section, pattern=pattern.roles, retention=pattern.retention)
+        file = PatternFile(schema="indexcache/v1", model=section, pattern=pattern.letters, retention=pattern.retention)
         found[name] = folder / f"{name}.yaml"
         file.save(found[name])
     return found
