@@ -58,17 +58,14 @@ class Preflight:
         return next(iter(self._families.values()))
 
     def server_args(self, *args: Any, **kwargs: Any) -> None:
-        """Before `ModelConfig.from_server_args`: flags that S layers can't be combined with.
+        """Before `ModelConfig.from_server_args`: flags that S layers, or blocks of queries, can't be combined with.
 
         Raises:
             PreflightError: naming the flag.
         """
         arguments = bound_arguments(probes.SERVER_ARGS, args, kwargs).arguments["server_args"]
         pattern = self.pattern
-        if pattern.indexers:
-            for given, reason in refused_flags(self.family_at(arguments.model_path).refused_with_blocks, arguments):
-                raise PreflightError(f"{given} can't be combined with {pattern.indexers[0]}: {reason}")
-        if not pattern.shared_layers:
+        if not pattern.shared_layers and not pattern.indexers:
             return
         if getattr(arguments, "enable_two_batch_overlap", False):
             raise PreflightError(
@@ -84,6 +81,8 @@ class Preflight:
         family = self.family_at(arguments.model_path)
         for given, reason in refused_flags(family.refused_flags, arguments):
             raise PreflightError(f"{given} can't be combined with a pattern: {reason}")
+        for given, reason in refused_flags(family.refused_with_blocks if pattern.indexers else {}, arguments):
+            raise PreflightError(f"{given} can't be combined with {pattern.indexers[0]}: {reason}")
         if getattr(arguments, "pp_size", 1) > 1:
             if family.pipeline is None:
                 raise PreflightError(f"--pp-size {arguments.pp_size} can't be combined with a pattern on {family.name}")

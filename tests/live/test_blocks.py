@@ -152,17 +152,23 @@ def passes(runs: Sequence[recorder.Run], request: str) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-def test_what_does_not_go_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flag", "line"),
+    [
+        (
+            "--enable-hisparse",
+            "--enable-hisparse can't be combined with 2q4: layers that select for blocks of queries were never tried"
+            " with it",
+        ),
+        ("--enable-lmcache", "--enable-lmcache can't be combined with a pattern: its cache keys don't carry"),
+    ],
+)
+def test_what_does_not_go_together(flag: str, line: str, tmp_path: Path) -> None:
+    """Also where all layers are F."""
     folder = models.build("glm-dense", tmp_path / "glm")
     file = write_pattern(Pattern.parse("FFFFFF+2q4"), folder, tmp_path / "pattern.yaml")
-    code, lines = launch(
-        ["--indexcache-pattern", file, "--model-path", str(folder), "--device", "cpu", "--enable-hisparse"]
-    )
-    assert code == 2
-    assert lines == [
-        "indexcache: --enable-hisparse can't be combined with 2q4: layers that select for blocks of queries were never"
-        " tried with it"
-    ]
+    code, lines = launch(["--indexcache-pattern", file, "--model-path", str(folder), "--device", "cpu", flag])
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("indexcache: " + line)
 
 
 def test_a_block_larger_than_the_selection(tmp_path: Path) -> None:

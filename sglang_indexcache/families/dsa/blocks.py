@@ -168,8 +168,11 @@ class BlockSelection:
         plans: dict[tuple[int, int], _Plan | None] = forward_batch.__dict__.setdefault(_PLANS, {})
         key = (self.queries, self._indexer.index_topk)
         if key not in plans:
-            lengths = list(forward_batch.extend_seq_lens_cpu)
-            blocks = blocks_of(list(forward_batch.extend_prefix_lens_cpu), lengths, *key)
+            prefixes, lengths = (
+                [int(count) for count in counts]
+                for counts in (forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu)
+            )
+            blocks = blocks_of(prefixes, lengths, *key)
             plans[key] = _Plan.of(blocks, lengths, self.queries, device) if blocks.rows else None
         return plans[key]
 
