@@ -18,9 +18,10 @@ from dsa_cpu_platform import recorder
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
+from sglang_indexcache.families.dsa import blocks
 from sglang_indexcache.families.dsa.blocks import blocks_of
 from tests.live import models
-from tests.live.inprocess import Served, generate, launch
+from tests.live.inprocess import Served, _ended, call, generate, launch, load, load_runner
 from tests.live.reference import load_reference, selections
 from tests.live.server import running
 from tests.live.test_parity import TOLERANCE
@@ -171,9 +172,23 @@ def test_what_does_not_go_together(flag: str, line: str, tmp_path: Path) -> None
     assert code == 2 and len(lines) == 1 and lines[0].startswith("indexcache: " + line)
 
 
-def test_a_block_larger_than_the_selection(tmp_path: Path) -> None:
-    from tests.live.inprocess import load
+def without_blocks(folder: Path) -> tuple[int, list[str]]:
+    """Load a model where nothing makes indexers select in blocks."""
+    blocks.install = lambda *_: None  # type: ignore[assignment]
+    return _ended(lambda: load_runner(folder))
 
+
+def test_what_was_not_made_to_select_in_blocks_is_not_served(tmp_path: Path) -> None:
+    folder = models.build("glm-dense", tmp_path / "glm")
+    file = write_pattern(Pattern.parse("FFFFFF+2q4"), folder, tmp_path / "pattern.yaml")
+    code, lines = call(without_blocks, folder, SGLANG_INDEXCACHE_PATTERN=file)
+    assert code == 2
+    assert lines == [
+        "indexcache: the indexer of letter 2 would run as one that scores everything, the pattern says 2q4"
+    ]
+
+
+def test_a_block_larger_than_the_selection(tmp_path: Path) -> None:
     folder = models.build("glm-dense", tmp_path / "glm")
     topk = json.loads((folder / "config.json").read_text())["index_topk"]
     file = write_pattern(Pattern.parse("FFFFFF+2q64"), folder, tmp_path / "pattern.yaml")
