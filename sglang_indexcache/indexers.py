@@ -12,6 +12,7 @@ CANDIDATES = "C"
 """The letter of a layer that selects from what the nearest `F` layer before it scored highest."""
 
 QUERIES = (2, 4, 8, 16, 64)  # they divide a page of 64 tokens, so that a cached page depends on its own tokens alone
+EXACT_ROWS = 128  # the last queries of a prompt, or of a part of it, that select for themselves all the same
 MOST_CANDIDATES = 64
 _WORD = re.compile(r"(0|[1-9][0-9]{0,3})([qc])([1-9][0-9]?)")
 

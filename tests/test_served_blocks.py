@@ -17,7 +17,7 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError, ProofError
 from sglang_indexcache.families.dsa import Dsa, blocks
 from sglang_indexcache.families.hy_v4 import HyV4
-from sglang_indexcache.indexers import Indexer
+from sglang_indexcache.indexers import EXACT_ROWS, Indexer
 from sglang_indexcache.serving.preflight import refused_flags
 from sglang_indexcache.serving.proof import other_indexers
 from sglang_indexcache.serving.ranks import RankReport, read_back
@@ -37,7 +37,7 @@ def test_blocks_are_whole_before_the_end_and_have_a_choice(seed: int) -> None:
     for request, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
         for begin in range(0, prefix + length, queries):
             last = begin + queries - 1
-            exact = prefix + length - blocks.EXACT_ROWS
+            exact = prefix + length - EXACT_ROWS
             if begin >= prefix and last < exact and last >= topk:
                 expected.append((row + begin - prefix, begin, request))
         row += length

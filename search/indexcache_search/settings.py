@@ -10,11 +10,11 @@ from indexcache_search.errors import SearchError
 from indexcache_search.objectives import Objective
 from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
 from indexcache_search.strategies.base import Goal, Strategy
-from indexcache_search.strategies.priced import EXACT_ROWS, PRICE_CONTEXT, Priced, price
+from indexcache_search.strategies.priced import PRICE_CONTEXT, Priced, price
 from indexcache_search.strategies.segments import Segments
 from indexcache_search.strategies.swaps import Swapping
 from sglang_indexcache import SparseModel
-from sglang_indexcache.indexers import QUERIES
+from sglang_indexcache.indexers import EXACT_ROWS, QUERIES
 from sglang_indexcache.pattern import full_layer_count
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from indexcache_kernels.backends import Backend, runs_triton
 from indexcache_kernels.candidate_topk import naive
 from indexcache_kernels.errors import KernelInputError
-from indexcache_kernels.indexer_topk import KEY_DTYPES
+from indexcache_kernels.indexer_topk import check_inputs
 
 MOST = 16384  # candidates of a query with Triton: twice as many are counted in 15 bits
 
@@ -43,7 +42,9 @@ def candidate_topk(
     Raises:
         KernelInputError: if shapes, dtypes or devices don't fit together, or the backend can't run them.
     """
-    _check(q, k, weights, candidates, topk, k_scale)
+    if candidates.ndim != 2 or len(candidates) != len(q):
+        raise KernelInputError(f"candidates is {list(candidates.shape)}, expected [{len(q)}, N]")
+    check_inputs(q, k, weights, topk, k_scale, candidates=(candidates, tuple(candidates.shape)))
     fits = max(topk, candidates.shape[1]) <= MOST
     if not runs_triton(backend, q) or (backend == "auto" and not fits):
         return naive.candidate_topk(q, k, weights, candidates=candidates, topk=topk, k_scale=k_scale)
@@ -61,29 +62,3 @@ def candidate_topk(
         topk=topk,
         k_scale=None if k_scale is None else k_scale.contiguous(),
     )
-
-
-def _check(q: Tensor, k: Tensor, weights: Tensor, candidates: Tensor, topk: int, k_scale: Tensor | None) -> None:
-    if q.ndim != 3 or k.ndim != 2 or q.shape[2] != k.shape[1]:
-        raise KernelInputError(f"q is {list(q.shape)} and k {list(k.shape)}, expected [T, I, C] and [L, C]")
-    if q.dtype != k.dtype or k.dtype not in KEY_DTYPES:
-        raise KernelInputError(f"q is {q.dtype} and k {k.dtype}, expected the same one of {KEY_DTYPES}")
-    if candidates.ndim != 2 or len(candidates) != len(q):
-        raise KernelInputError(f"candidates is {list(candidates.shape)}, expected [{len(q)}, N]")
-    expected = {
-        "weights": (weights, list(q.shape[:2]), torch.float32),
-        "candidates": (candidates, list(candidates.shape), torch.int32),
-    }
-    if k_scale is not None:
-        expected["k_scale"] = k_scale, [len(k)], torch.float32
-    for name, (tensor, shape, dtype) in expected.items():
-        if list(tensor.shape) != shape:
-            raise KernelInputError(f"{name} is {list(tensor.shape)}, expected {shape}")
-        if tensor.dtype != dtype:
-            raise KernelInputError(f"{name} is {tensor.dtype}, expected {dtype}")
-        if tensor.device != q.device:
-            raise KernelInputError(f"{name} is on {tensor.device}, q on {q.device}")
-    if k.device != q.device:
-        raise KernelInputError(f"k is on {k.device}, q on {q.device}")
-    if topk < 1:
-        raise KernelInputError(f"topk is {topk}, expected at least 1")

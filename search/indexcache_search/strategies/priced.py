@@ -17,11 +17,11 @@ import numpy as np
 from indexcache_search.strategies.base import Goal, Outcome, Problem, Strategy, find_each
 from indexcache_search.strategies.segments import SegmentCosts, Segments
 from sglang_indexcache import Pattern
+from sglang_indexcache.indexers import EXACT_ROWS
 
 if TYPE_CHECKING:
     from indexcache_search.judge import Judge
 
-EXACT_ROWS = 128  # the last queries of a prompt, which select for themselves
 PRICE_CONTEXT = 131072
 UNITS = 512  # of an `F` layer's price, in the knapsack
 DENSER = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)  # times as many `F` layers as can be paid in full

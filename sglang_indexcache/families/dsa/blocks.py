@@ -23,9 +23,8 @@ from torch import Tensor
 from sglang_indexcache.errors import ProofError
 from sglang_indexcache.families.dsa.needs import METHOD
 from sglang_indexcache.hooks import refusing_around
-from sglang_indexcache.indexers import Indexer
+from sglang_indexcache.indexers import EXACT_ROWS, Indexer
 
-EXACT_ROWS = 128  # the last queries of each request in a forward pass, which select for themselves
 _PLANS = "_indexcache_blocks"
 
 
@@ -205,7 +204,8 @@ class _Rows:
     def __init__(self, metadata: Any, rows: Tensor, requests: Tensor) -> None:
         self._metadata, self._requests = metadata, requests
         starts, ends = metadata.get_indexer_kvcache_range()
-        self._range, self._lengths = (starts[rows], ends[rows]), metadata.get_seqlens_expanded()[rows]
+        self._range = starts[rows], ends[rows]
+        self._lengths: Tensor = metadata.get_seqlens_expanded()[rows]
         offsets = metadata.attn_metadata.topk_indices_offset
         self.attn_metadata = _Offsets(None if offsets is None else offsets[rows])
 
@@ -216,8 +216,7 @@ class _Rows:
         return self._range
 
     def get_seqlens_expanded(self) -> Tensor:
-        lengths: Tensor = self._lengths
-        return lengths
+        return self._lengths
 
     def get_token_to_batch_idx(self) -> Tensor:
         return self._requests
