@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-INTERPRETED = not torch.cuda.is_available()
-if INTERPRETED:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
 from indexcache_kernels import KernelInputError, block_attention, block_scores, compress_keys
-from indexcache_kernels.block_attention import triton as block_attention_triton
-from indexcache_kernels.block_scores import triton as block_scores_triton
 from indexcache_search.hf.choosing import compressed_scores
 from sglang_indexcache.selection import Selection
+from tests.interpreter import DEVICE, poisoned
 
-if INTERPRETED:
-    del os.environ["TRITON_INTERPRET"]
-assert block_attention_triton and block_scores_triton
+__all__ = ["poisoned"]  # a fixture of every test here
+
 
 ROOM = 300  # tokens of a cache
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-@pytest.fixture(autouse=True)
-def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if INTERPRETED:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors hold NaN or the highest integer
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-INTERPRETED = not torch.cuda.is_available()
-if INTERPRETED:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
 from indexcache_kernels import BlockBuffer, KernelInputError, copy_blocks, swap_blocks
-from indexcache_kernels.block_swap import triton as block_swap_triton
 from indexcache_search.errors import SearchError
 from indexcache_search.offload.residency import Residency, hisparse_misses
+from tests.interpreter import DEVICE, poisoned
 
-if INTERPRETED:
-    del os.environ["TRITON_INTERPRET"]
-assert block_swap_triton
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if INTERPRETED:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors hold NaN or the highest integer
-    yield
-    torch.use_deterministic_algorithms(False)
+__all__ = ["poisoned"]  # a fixture of every test here
 
 
 class BruteForce:

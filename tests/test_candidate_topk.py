@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-INTERPRETED = not torch.cuda.is_available()
-if INTERPRETED:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
 from indexcache_kernels import KernelInputError, candidate_topk, causal_ranges, indexer_topk
-from indexcache_kernels.candidate_topk import triton as candidate_topk_triton
 from indexcache_kernels.indexer_topk.naive import indexer_scores
+from tests.interpreter import DEVICE, INTERPRETED, KERNELS, poisoned
 
-if INTERPRETED:
-    del os.environ["TRITON_INTERPRET"]
-assert candidate_topk_triton
+__all__ = ["poisoned"]  # a fixture of every test here
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
-
-
-@pytest.fixture(autouse=True)
-def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if INTERPRETED:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors hold NaN or the highest integer
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def inputs(
@@ -117,8 +101,8 @@ def test_parts_of_rows_and_of_candidates(rows: int, monkeypatch: pytest.MonkeyPa
     """Queries that are computed some at a time, and whose candidates are split, are what they are at once."""
     given = inputs(10, 400, 300)
     expected = candidate_topk(**given, topk=32, backend="triton")
-    monkeypatch.setattr(candidate_topk_triton, "ROWS", rows)
-    monkeypatch.setattr(candidate_topk_triton, "BLOCK_N", dict.fromkeys((1, 2, 4), 16))
+    monkeypatch.setattr(KERNELS["candidate_topk"], "ROWS", rows)
+    monkeypatch.setattr(KERNELS["candidate_topk"], "BLOCK_N", dict.fromkeys((1, 2, 4), 16))
     assert torch.equal(candidate_topk(**given, topk=32, backend="triton"), expected)
     one = {name: tensor[:1] if name in ("q", "weights", "candidates") else tensor for name, tensor in given.items()}
     assert torch.equal(candidate_topk(**one, topk=32, backend="triton"), expected[:1])

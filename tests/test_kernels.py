@@ -5,45 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-INTERPRETED = not torch.cuda.is_available()
-if INTERPRETED:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
 from indexcache_kernels import KernelInputError, causal_ranges, indexer_kl, indexer_topk, sparse_attention
 from indexcache_kernels.indexer_kl import naive as naive_kl
-from indexcache_kernels.indexer_kl import triton as indexer_kl_triton
 from indexcache_kernels.indexer_kl import visible_keys
 from indexcache_kernels.indexer_topk import naive
-from indexcache_kernels.indexer_topk import triton as indexer_topk_triton
 from indexcache_kernels.sparse_attention import flash_mla
-from indexcache_kernels.sparse_attention import triton as sparse_attention_triton
+from tests.interpreter import DEVICE, INTERPRETED, KERNELS, poisoned
 
-if INTERPRETED:
-    del os.environ["TRITON_INTERPRET"]  # not for servers that other tests start
-assert indexer_kl_triton and sparse_attention_triton
+__all__ = ["poisoned"]  # a fixture of every test here
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
-
-
-@pytest.fixture(autouse=True)
-def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    if INTERPRETED:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_outputs() -> Iterator[None]:
-    """PyTorch fills new tensors with NaN or the highest integer, so what a kernel leaves unwritten is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def inputs(queries: int, keys: int, heads: int, dim: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
@@ -113,7 +90,7 @@ def test_indexer_topk_of_ragged_sequences() -> None:
 def test_indexer_topk_of_rows_longer_than_the_room_for_candidates(
     kind: str, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexer_topk_triton, "SEGMENT", 64)
+    monkeypatch.setattr(KERNELS["indexer_topk"], "SEGMENT", 64)
     queries, keys = 6, 770
     given = {name: tensor.round() for name, tensor in inputs(queries, keys, 2, 16, torch.float32).items()}  # exact
     given["weights"].abs_()
@@ -126,7 +103,7 @@ def test_indexer_topk_of_rows_longer_than_the_room_for_candidates(
         given["k"][:] = given["q"][0, 0] * torch.arange(keys, device=DEVICE)[:, None]
     elif kind == "equal":
         given["weights"][:] = 0.0
-    found = indexer_topk_triton.indexer_topk(**given, starts=starts, ends=ends, topk=60, splits=splits)
+    found = KERNELS["indexer_topk"].indexer_topk(**given, starts=starts, ends=ends, topk=60, splits=splits)
     assert torch.equal(found, indexer_topk(**given, starts=starts, ends=ends, topk=60, backend="naive"))
 
 

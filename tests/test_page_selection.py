@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-INTERPRETED = not torch.cuda.is_available()
-if INTERPRETED:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
 from indexcache_kernels import KernelInputError, PageBudget, page_scores, select_pages
 from indexcache_kernels.page_selection import naive
-from indexcache_kernels.page_selection import triton as page_selection_triton
+from tests.interpreter import DEVICE, poisoned
 
-if INTERPRETED:
-    del os.environ["TRITON_INTERPRET"]
-assert page_selection_triton
+__all__ = ["poisoned"]  # a fixture of every test here
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 SHAPES = [(1, 16, 9, 3, 64), (16, 16, 28, 4, 128), (4, 16, 8, 8, 80), (64, 64, 32, 8, 128), (1, 128, 10, 10, 128)]
-
-
-@pytest.fixture(autouse=True)
-def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if INTERPRETED:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors hold NaN or the highest integer
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def cache(lengths: list[int], width: int, table_page: int, heads: int, kv_heads: int, dim: int) -> dict[str, Any]:

@@ -1,0 +1,39 @@
+"""Kernels under Triton's interpreter where there is no CUDA device.
+
+The variable is read when kernels are imported, so all are imported here, and taken from here; it is not left to servers
+that tests start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib import import_module
+
+import pytest
+import torch
+
+INTERPRETED = not torch.cuda.is_available()
+DEVICE = "cpu" if INTERPRETED else "cuda"
+_OPERATIONS = (
+    *("block_attention", "block_scores", "block_swap", "candidate_topk", "indexer_kl", "indexer_topk"),
+    *("page_selection", "sparse_attention"),
+)
+
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"
+KERNELS = {name: import_module(f"indexcache_kernels.{name}.triton") for name in _OPERATIONS}
+if INTERPRETED:
+    del os.environ["TRITON_INTERPRET"]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The interpreter is on; PyTorch fills new tensors with NaN or the highest integer, so what a kernel leaves
+    unwritten is seen."""
+    if INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
