@@ -120,6 +120,8 @@ def candidate_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
             del chosen["starts"], chosen["ends"]
             calls[f"c{count}"] = lambda chosen=chosen: candidate_topk(**chosen)
         calls["all keys, indexer_topk"] = lambda last=last: indexer_topk(**last, topk=TOPK)
+        for count in CANDIDATES[:2]:  # what an F layer pays that selects candidates
+            calls[f"all keys, {count} x topk"] = lambda last=last, count=count: indexer_topk(**last, topk=count * TOPK)
         if installed("deep_gemm", "sgl_kernel"):
             calls["all keys, DeepGEMM + fast_topk"] = lambda last=last: deep_gemm_topk(**last, rows=CHUNK)
         for name, call in calls.items():
@@ -175,6 +177,7 @@ def attention_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
         "sparse_attention": lambda: sparse_attention(**given, backend="triton")[0],
     }
     if flash_mla.fits(q, k, V_DIM):
+        calls["sparse_attention on FlashMLA"] = lambda: sparse_attention(**given)[0]
         calls["FlashMLA"] = lambda: flash_mla.forward(q, k, indices, given["scale"])[0]
     calls["PyTorch"] = lambda: torch_attention(**given)
     for name, call in calls.items():
@@ -210,8 +213,8 @@ def kl_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
     lse = sparse_attention(**given, backend="triton")[1]
 
     def ours() -> Any:
-        loss = indexer_kl(q, k, lse, given["scale"], index_q, index_k, weights, indices=indices)
-        return torch.autograd.grad(loss.sum(), (index_q, index_k, weights))
+        total, _ = indexer_kl(q, k, lse, given["scale"], index_q, index_k, weights, indices=indices)
+        return torch.autograd.grad(total, (index_q, index_k, weights))
 
     def plain_torch() -> Any:
         total = torch.zeros((), device="cuda")

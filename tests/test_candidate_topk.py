@@ -40,7 +40,9 @@ def inputs(
 
 
 def check(found: Tensor, given: dict[str, Any], topk: int) -> None:
-    """As many as there can be, ascending, candidates all, and none left out scores higher but for rounding."""
+    """As many as there can be, ascending, candidates all, and none left out scores higher but for rounding, which in
+    float8 is that of tensor cores that add with fewer bits."""
+    rounding = 1e-3 if given["q"].dtype == torch.float8_e4m3fn and not INTERPRETED else 1e-5
     scale = given.get("k_scale")
     scores = indexer_scores(given["q"].double(), given["k"].double(), given["weights"].double(), scale)
     assert found.dtype == torch.int32 and found.shape == (len(scores), topk)
@@ -51,7 +53,7 @@ def check(found: Tensor, given: dict[str, Any], topk: int) -> None:
         assert len(kept) == min(topk, len(known)) and set(kept) <= set(known)
         others = sorted(set(known) - set(kept))
         if kept and others:
-            assert row[others].max() <= row[kept].min() + 1e-5 * row.abs().max()
+            assert row[others].max() <= row[kept].min() + rounding * row.abs().max()
 
 
 @pytest.mark.parametrize("backend", ["naive", "triton"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -175,7 +176,7 @@ def test_what_has_an_order_repeats_bit_for_bit() -> None:
 
     def run() -> list[Tensor]:
         out, lse = sparse_attention(q, k, 512, indices, 0.05, backend="triton")
-        loss = indexer_kl(q, k, lse, 0.05, index_q, index_k, weights, indices=indices)
+        _, loss = indexer_kl(q, k, lse, 0.05, index_q, index_k, weights, indices=indices)
         return [out, lse, torch.autograd.grad(out.float().sum(), q)[0], loss]
 
     first = run()
@@ -267,11 +268,22 @@ def test_sparse_attention_says_what_does_not_fit() -> None:
         sparse_attention(q[:, :2], k, k, indices.long(), 1.0)
 
 
+def test_what_flash_mla_gives_is_finished() -> None:
+    out, lse = torch.randn(3, 6, 32, device=DEVICE).bfloat16(), torch.randn(3, 6, device=DEVICE)
+    indices = torch.tensor([[-1, -1, 4], [-1, -1, -1], [0, -1, 2]], dtype=torch.int32, device=DEVICE)
+    expected, logarithms = out.clone(), lse * math.log(2)
+    out[1] = torch.nan
+    expected[1], logarithms[1] = 0, -torch.inf
+    KERNELS["sparse_attention"].finish(out, lse, indices)
+    assert torch.equal(out, expected) and torch.allclose(lse, logarithms)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="no CUDA device")
-def test_flash_mla_is_the_same_attention() -> None:
+@pytest.mark.parametrize("heads", [64, 24, 128])
+def test_flash_mla_is_the_same_attention(heads: int) -> None:
     generator = torch.Generator(DEVICE).manual_seed(0)
-    q = torch.randn(9, 64, 576, device=DEVICE, generator=generator).bfloat16()
+    q = torch.randn(9, heads, 576, device=DEVICE, generator=generator).bfloat16()
     k = torch.randn(3000, 1, 576, device=DEVICE, generator=generator).bfloat16()
     if not flash_mla.fits(q, k, 512):
         with pytest.raises(KernelInputError, match="flash_mla can't run this"):
@@ -329,14 +341,14 @@ def test_indexer_kl_and_its_gradients(
         trained.append(weights.to(torch.float64 if backend == "naive" else torch.float32).requires_grad_())
         arguments = (None, None, indices) if selected else (starts, ends, None)
         if backend == "triton":
-            loss = indexer_kl(q, k, lse, 0.3, *trained, *arguments, backend="triton")
+            total, loss = indexer_kl(q, k, lse, 0.3, *trained, *arguments, backend="triton")
         else:
             visible = visible_keys(keys, *arguments)
             loss = naive_kl.indexer_kl(q.double(), k.double(), 0.3, *trained, visible)
+            total = loss.sum()
         assert loss[2] == 0 and (loss[[0, 1, 3, 4]] > 0).all()
         losses.append(loss.detach())
-        above = torch.arange(1, queries + 1, device=DEVICE, dtype=loss.dtype)
-        gradients.append(torch.autograd.grad(loss @ above, trained))
+        gradients.append(torch.autograd.grad(3 * total, trained))
     assert relative_rms(losses[0], losses[1]) < bound
     for found, expected in zip(*gradients, strict=True):
         assert not found.isnan().any() and relative_rms(found, expected) < bound
@@ -353,7 +365,7 @@ from indexcache_kernels.sparse_attention.triton import _backward_kernel, _forwar
 def ptx(kernel, types, constants, **options):
     names = kernel.arg_names
     signature = {name: types.get(name.removesuffix("_ptr"), "constexpr") for name in names}
-    constants = {(names.index(name),): value for name, value in constants.items()}
+    constants = {(names.index(name),): value for name, value in constants.items() if name in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
@@ -383,8 +395,10 @@ types |= {"index_q": "*bf16", "index_k": "*bf16", "d_q": "*bf16", "d_weights": "
 constants = dict(HEADS=64, GROUP=64, DIM=576, MAIN=512, TAIL=64, BLOCK_H=64, INDEXERS=32, INDEX_DIM=128, BLOCK_I=32)
 constants |= dict(BLOCK_C=128, BLOCK_K=64, UPCAST=False, PRECISION="tf32")
 for selected in (True, False):
-    for kernel in (indexer_kl._forward_kernel, indexer_kl._backward_kernel):
-        ptx(kernel, types, constants | dict(SELECTED=selected, TOPK=2048 * selected), num_warps=8, num_stages=1)
+    constants |= dict(SELECTED=selected, TOPK=2048 * selected, GRADIENT=True, ONCE=True, BLOCK_K=32)
+    compiled = ptx(indexer_kl._compare_kernel, types, constants, num_warps=4, num_stages=2 if selected else 3)
+    assert "wgmma" in compiled
+    ptx(indexer_kl._denominator_kernel, types, constants | dict(BLOCK_K=128), num_warps=4, num_stages=2)
 """
 
 

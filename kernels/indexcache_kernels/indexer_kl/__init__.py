@@ -22,8 +22,8 @@ def indexer_kl(
     ends: Tensor | None = None,
     indices: Tensor | None = None,
     backend: Backend = "auto",
-) -> Tensor:
-    """KL(mean over heads of the attention || softmax of the index scores) of each query, with gradients to the indexer.
+) -> tuple[Tensor, Tensor]:
+    """KL(mean over heads of the attention || softmax of the index scores), with gradients to the indexer.
 
     Over all keys of a query (warm-up), or over what was selected for it (sparse stage): IndexCache, Sections 2.1, 3.2.
 
@@ -42,7 +42,8 @@ def indexer_kl(
             that on CUDA.
 
     Returns:
-        `[T]`, float32, in nats; 0 where a query has no key.
+        The sum over queries, with gradients, and each query's, `[T]`, without; float32, in nats, 0 where a query has
+        no key. Gradients are computed with the sum, where one is wanted, and kept until the backward pass.
 
     Raises:
         KernelInputError: if shapes or dtypes don't fit together.
@@ -66,14 +67,16 @@ def indexer_kl(
     for name, (tensor, shape, dtype) in expected.items():
         expect(name, tensor, shape, dtype)
     if not runs_triton(backend, q):
-        return naive.indexer_kl(q, k, scale, index_q, index_k, index_weights, visible_keys(keys, starts, ends, indices))
+        visible = visible_keys(keys, starts, ends, indices)
+        losses = naive.indexer_kl(q, k, scale, index_q, index_k, index_weights, visible)
+        return losses.sum(), losses.detach()
     from indexcache_kernels.indexer_kl.triton import IndexerKL
 
     detached = [item.detach().contiguous() for item in (q, k, lse)]
     trained = [item.contiguous() for item in (index_q, index_k, index_weights)]
     chosen = None if indices is None else indices.contiguous()
-    loss: Tensor = IndexerKL.apply(*detached, scale, *trained, starts, ends, chosen)  # type: ignore[no-untyped-call]
-    return loss
+    total, losses = IndexerKL.apply(*detached, scale, *trained, starts, ends, chosen)  # type: ignore[no-untyped-call]
+    return total, losses
 
 
 def visible_keys(keys: int, starts: Tensor | None, ends: Tensor | None, indices: Tensor | None) -> Tensor:

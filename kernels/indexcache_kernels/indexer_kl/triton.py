@@ -1,4 +1,5 @@
-"""Both distributions a block of keys at a time; the gradient computes them again."""
+"""Both distributions a block of keys at a time. The gradient is made with the loss, since both need the same products;
+what it needs beside them, the denominator of the index scores, is made first, of index queries and keys alone."""
 
 from __future__ import annotations
 
@@ -13,149 +14,137 @@ from indexcache_kernels.heads import head_sizes, load_heads, load_rows, products
 
 
 @triton.jit
-def _keys(indices_ptr, token, start, first, count, BLOCK: tl.constexpr, SELECTED: tl.constexpr, TOPK: tl.constexpr):
-    """A block of keys of one query, -1 for none: what was selected, or all from `start` on."""
-    slot = first + tl.arange(0, BLOCK)  # [BLOCK]
+def _keys(starts_ptr, ends_ptr, token, SELECTED: tl.constexpr, TOPK: tl.constexpr):
+    """Where a query's keys begin and end: places among what was selected for it, or keys."""
+    first, last = 0, TOPK
+    if not SELECTED:
+        first, last = tl.load(starts_ptr + token), tl.load(ends_ptr + token)
+    return first, last
+
+
+@triton.jit
+def _key_block(indices_ptr, token, slot, last, SELECTED: tl.constexpr, TOPK: tl.constexpr):
+    """A block of keys of one query, -1 for none."""
     if SELECTED:
-        return tl.load(indices_ptr + token * TOPK + slot, mask=slot < TOPK, other=-1).to(tl.int64)
-    return tl.where(slot < count, start + slot, -1).to(tl.int64)
+        key = tl.load(indices_ptr + token * TOPK + slot, mask=slot < TOPK, other=-1)
+    else:
+        key = tl.where(slot < last, slot, -1)
+    return key.to(tl.int64)
 
 
 @triton.jit
-def _target(q_ptr, k_ptr, lse_ptr, key, token, scale, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-            MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr, UPCAST: tl.constexpr,
-            PRECISION: tl.constexpr):  # fmt: skip
-    """Mean over heads of the attention that one query pays to a block of keys."""
-    total = tl.zeros((key.shape[0],), tl.float32)  # [BLOCK_K]
-    for kv_head in range(HEADS // GROUP):
-        k_main, k_tail = load_heads(k_ptr + (key * (HEADS // GROUP) + kv_head) * DIM, key >= 0, DIM, MAIN, TAIL, UPCAST)
-        for first_head in range(0, GROUP, BLOCK_H):
-            group_head = first_head + tl.arange(0, BLOCK_H)  # [BLOCK_H]
-            head_offset = token * HEADS + kv_head * GROUP + group_head
-            q_main, q_tail = load_heads(q_ptr + head_offset * DIM, group_head < GROUP, DIM, MAIN, TAIL, UPCAST)
-            score = products(q_main, q_tail, k_main, k_tail, scale, PRECISION)  # [BLOCK_H, BLOCK_K]
-            base = tl.load(lse_ptr + head_offset, mask=group_head < GROUP, other=float("inf"))
-            total += tl.sum(tl.exp(score - base[:, None]), 0)
-    return tl.where(key >= 0, total / HEADS, 0.0)
-
-
-@triton.jit
-def _forward_kernel(
-    q_ptr, k_ptr, lse_ptr, scale, index_q_ptr, index_k_ptr, weights_ptr, starts_ptr, ends_ptr, indices_ptr,
-    loss_ptr, index_lse_ptr,
-    SELECTED: tl.constexpr, TOPK: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr, INDEXERS: tl.constexpr, INDEX_DIM: tl.constexpr,
+def _denominator_kernel(
+    index_q_ptr, index_k_ptr, weights_ptr, starts_ptr, ends_ptr, indices_ptr, index_lse_ptr,
+    SELECTED: tl.constexpr, TOPK: tl.constexpr, INDEXERS: tl.constexpr, INDEX_DIM: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The divergence of one query, and the logarithm of the denominator of its index scores."""
+    """The logarithm of the denominator of one query's index scores, 0 where it sees nothing."""
     token = tl.program_id(0).to(tl.int64)
-    start, count = 0, TOPK
-    if not SELECTED:
-        start = tl.load(starts_ptr + token)
-        count = tl.load(ends_ptr + token) - start
+    first, last = _keys(starts_ptr, ends_ptr, token, SELECTED, TOPK)
     indexer = tl.arange(0, BLOCK_I)  # [BLOCK_I]
-    index_queries = load_rows(
-        index_q_ptr + (token * INDEXERS + indexer) * INDEX_DIM, indexer < INDEXERS, INDEX_DIM, BLOCK_C, UPCAST
-    )
-    weight = tl.load(weights_ptr + token * INDEXERS + indexer, mask=indexer < INDEXERS, other=0.0)
+    place, mask = token * INDEXERS + indexer, indexer < INDEXERS
+    index_queries = load_rows(index_q_ptr + place * INDEX_DIM, mask, INDEX_DIM, BLOCK_C, UPCAST)
+    weight = tl.load(weights_ptr + place, mask=mask, other=0.0)
     highest, total = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
-    entropy, cross = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
-    for first in range(0, count, BLOCK_K):
-        key = _keys(
-            indices_ptr=indices_ptr, token=token, start=start, first=first, count=count, BLOCK=BLOCK_K,
-            SELECTED=SELECTED, TOPK=TOPK,
-        )  # [BLOCK_K]  # fmt: skip
-        target = _target(
-            q_ptr=q_ptr, k_ptr=k_ptr, lse_ptr=lse_ptr, key=key, token=token, scale=scale, HEADS=HEADS, GROUP=GROUP,
-            DIM=DIM, MAIN=MAIN, TAIL=TAIL, BLOCK_H=BLOCK_H, UPCAST=UPCAST, PRECISION=PRECISION,
-        )  # fmt: skip
-        # [BLOCK_K, BLOCK_C]:
+    for begin in range(first, last, BLOCK_K):
+        key = _key_block(indices_ptr, token, begin + tl.arange(0, BLOCK_K), last, SELECTED, TOPK)  # [BLOCK_K]
         index_keys = load_rows(index_k_ptr + key * INDEX_DIM, key >= 0, INDEX_DIM, BLOCK_C, UPCAST)
         product = tl.dot(index_queries, tl.trans(index_keys), input_precision=PRECISION)  # [BLOCK_I, BLOCK_K]
         score = tl.sum(tl.maximum(product, 0.0) * weight[:, None], 0)  # [BLOCK_K]
-        entropy += tl.sum(tl.where(target > 0, target * tl.log(tl.where(target > 0, target, 1.0)), 0.0))
-        cross += tl.sum(target * score)
-        # the denominator, kept relative to the highest score so far
         score = tl.where(key >= 0, score, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(highest - base) + tl.sum(tl.exp(score - base), 0)
         highest = higher
-    denominator = tl.where(total > 0, highest + tl.log(tl.where(total > 0, total, 1.0)), 0.0)
-    tl.store(loss_ptr + token, entropy - cross + denominator)
-    tl.store(index_lse_ptr + token, denominator)
+    tl.store(index_lse_ptr + token, tl.where(total > 0, highest + tl.log(tl.where(total > 0, total, 1.0)), 0.0))
 
 
 @triton.jit
-def _backward_kernel(
+def _attended(q_main, q_tail, k_main, k_tail, lse, scale, PRECISION: tl.constexpr):
+    """The attention that heads pay to a block of keys, summed."""
+    return tl.sum(tl.exp(products(q_main, q_tail, k_main, k_tail, scale, PRECISION) - lse[:, None]), 0)
+
+
+@triton.jit
+def _compare_kernel(
     q_ptr, k_ptr, lse_ptr, scale, index_q_ptr, index_k_ptr, weights_ptr, starts_ptr, ends_ptr, indices_ptr,
-    index_lse_ptr, d_loss_ptr, d_q_ptr, d_k_ptr, d_weights_ptr,
-    SELECTED: tl.constexpr, TOPK: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr, INDEXERS: tl.constexpr, INDEX_DIM: tl.constexpr,
-    BLOCK_I: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    index_lse_ptr, loss_ptr, d_q_ptr, d_k_ptr, d_weights_ptr,
+    GRADIENT: tl.constexpr, ONCE: tl.constexpr, SELECTED: tl.constexpr, TOPK: tl.constexpr, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr,
+    INDEXERS: tl.constexpr, INDEX_DIM: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients from one query: the index scores' is softmax - target; those of keys are added up in memory."""
+    """The divergence of one query, and with GRADIENT its gradient, softmax - target in the index scores; that of keys
+    is added up in memory. With ONCE all heads fit, and their queries are loaded once."""
     token = tl.program_id(0).to(tl.int64)
-    start, count = 0, TOPK
-    if not SELECTED:
-        start = tl.load(starts_ptr + token)
-        count = tl.load(ends_ptr + token) - start
-    indexer, dim = tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_C)  # [BLOCK_I], [BLOCK_C]
-    index_offsets = (token * INDEXERS + indexer[:, None]) * INDEX_DIM + dim[None, :]  # [BLOCK_I, BLOCK_C]
-    index_mask = (indexer < INDEXERS)[:, None] & (dim < INDEX_DIM)[None, :]
-    index_queries = load_rows(
-        index_q_ptr + (token * INDEXERS + indexer) * INDEX_DIM, indexer < INDEXERS, INDEX_DIM, BLOCK_C, UPCAST
-    )
-    weight = tl.load(weights_ptr + token * INDEXERS + indexer, mask=indexer < INDEXERS, other=0.0)
-    base, upstream = tl.load(index_lse_ptr + token), tl.load(d_loss_ptr + token)
+    first, last = _keys(starts_ptr, ends_ptr, token, SELECTED, TOPK)
+    indexer, dim, head = tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
+    index_place, index_mask = token * INDEXERS + indexer, indexer < INDEXERS
+    index_queries = load_rows(index_q_ptr + index_place * INDEX_DIM, index_mask, INDEX_DIM, BLOCK_C, UPCAST)
+    weight = tl.load(weights_ptr + index_place, mask=index_mask, other=0.0)
+    denominator = tl.load(index_lse_ptr + token)
+    if ONCE:
+        place, mask = token * HEADS + head, head < GROUP
+        q_main, q_tail = load_heads(q_ptr + place * DIM, mask, DIM, MAIN, TAIL, UPCAST)
+        lse = tl.load(lse_ptr + place, mask=mask, other=float("inf"))
+    loss = denominator
     dq = tl.zeros((BLOCK_I, BLOCK_C), tl.float32)
     dw = tl.zeros((BLOCK_I,), tl.float32)
-    for first in range(0, count, BLOCK_K):
-        key = _keys(
-            indices_ptr=indices_ptr, token=token, start=start, first=first, count=count, BLOCK=BLOCK_K,
-            SELECTED=SELECTED, TOPK=TOPK,
-        )  # [BLOCK_K]  # fmt: skip
-        target = _target(
-            q_ptr=q_ptr, k_ptr=k_ptr, lse_ptr=lse_ptr, key=key, token=token, scale=scale, HEADS=HEADS, GROUP=GROUP,
-            DIM=DIM, MAIN=MAIN, TAIL=TAIL, BLOCK_H=BLOCK_H, UPCAST=UPCAST, PRECISION=PRECISION,
-        )  # fmt: skip
-        key_mask = (key >= 0)[:, None] & (dim < INDEX_DIM)[None, :]  # [BLOCK_K, BLOCK_C]
-        # [BLOCK_K, BLOCK_C]:
+    for begin in range(first, last, BLOCK_K):
+        key = _key_block(indices_ptr, token, begin + tl.arange(0, BLOCK_K), last, SELECTED, TOPK)  # [BLOCK_K]
+        target = tl.zeros((BLOCK_K,), tl.float32)
+        for kv_head in range(HEADS // GROUP):
+            keys = k_ptr + (key * (HEADS // GROUP) + kv_head) * DIM
+            k_main, k_tail = load_heads(keys, key >= 0, DIM, MAIN, TAIL, UPCAST)
+            if ONCE:
+                target += _attended(q_main, q_tail, k_main, k_tail, lse, scale, PRECISION)
+            else:
+                for first_head in range(0, GROUP, BLOCK_H):
+                    place, mask = token * HEADS + kv_head * GROUP + first_head + head, first_head + head < GROUP
+                    q_main, q_tail = load_heads(q_ptr + place * DIM, mask, DIM, MAIN, TAIL, UPCAST)
+                    lse = tl.load(lse_ptr + place, mask=mask, other=float("inf"))
+                    target += _attended(q_main, q_tail, k_main, k_tail, lse, scale, PRECISION)
+        target = tl.where(key >= 0, target / HEADS, 0.0)
         index_keys = load_rows(index_k_ptr + key * INDEX_DIM, key >= 0, INDEX_DIM, BLOCK_C, UPCAST)
         product = tl.dot(index_queries, tl.trans(index_keys), input_precision=PRECISION)  # [BLOCK_I, BLOCK_K]
         positive = tl.maximum(product, 0.0)
         score = tl.sum(positive * weight[:, None], 0)  # [BLOCK_K]
-        d_score = upstream * (tl.where(key >= 0, tl.exp(score - base), 0.0) - target)  # [BLOCK_K]
-        dw += tl.sum(positive * d_score[None, :], 1)
-        d_product = tl.where(product > 0, weight[:, None] * d_score[None, :], 0.0).to(index_keys.dtype)
-        dq = tl.dot(d_product, index_keys, dq, input_precision=PRECISION)
-        d_key = tl.dot(tl.trans(d_product), index_queries, input_precision=PRECISION)  # [BLOCK_K, BLOCK_C]
-        tl.atomic_add(d_k_ptr + key[:, None] * INDEX_DIM + dim[None, :], d_key, mask=key_mask, sem="relaxed")
-    tl.store(d_q_ptr + index_offsets, dq.to(d_q_ptr.dtype.element_ty), mask=index_mask)
-    tl.store(d_weights_ptr + token * INDEXERS + indexer, dw, mask=indexer < INDEXERS)
+        loss += tl.sum(tl.where(target > 0, target * (tl.log(tl.where(target > 0, target, 1.0)) - score), 0.0))
+        if GRADIENT:
+            d_score = tl.where(key >= 0, tl.exp(score - denominator), 0.0) - target  # [BLOCK_K]
+            dw += tl.sum(positive * d_score[None, :], 1)
+            d_product = tl.where(product > 0, weight[:, None] * d_score[None, :], 0.0).to(index_keys.dtype)
+            dq = tl.dot(d_product, index_keys, dq, input_precision=PRECISION)
+            d_key = tl.dot(tl.trans(d_product), index_queries, input_precision=PRECISION)  # [BLOCK_K, BLOCK_C]
+            key_mask = (key >= 0)[:, None] & (dim < INDEX_DIM)[None, :]
+            tl.atomic_add(d_k_ptr + key[:, None] * INDEX_DIM + dim[None, :], d_key, mask=key_mask, sem="relaxed")
+    tl.store(loss_ptr + token, loss)
+    if GRADIENT:
+        ptrs = d_q_ptr + index_place[:, None] * INDEX_DIM + dim[None, :]
+        tl.store(ptrs, dq.to(d_q_ptr.dtype.element_ty), mask=index_mask[:, None] & (dim < INDEX_DIM)[None, :])
+        tl.store(d_weights_ptr + index_place, dw, mask=index_mask)
 
 
-def _sizes(q: Tensor, k: Tensor, index_q: Tensor, indices: Tensor | None) -> dict[str, Any]:
-    """Compile-time sizes of both kernels, and how they are launched."""
-    return {
-        **head_sizes(q, k.shape[1], 64),
+def _sizes(q: Tensor, k: Tensor, index_q: Tensor, indices: Tensor | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Compile-time sizes: those of both kernels, and those of the second alone."""
+    heads = head_sizes(q, k.shape[1], 64)
+    common = {
         "SELECTED": indices is not None,
         "TOPK": 0 if indices is None else indices.shape[1],
-        "HEADS": q.shape[1],
         "INDEXERS": index_q.shape[1],
         "INDEX_DIM": index_q.shape[2],
         "BLOCK_I": max(16, triton.next_power_of_2(index_q.shape[1])),
         "BLOCK_C": max(16, triton.next_power_of_2(index_q.shape[2])),
-        "BLOCK_K": 64,
-        "num_warps": 8,
-        "num_stages": 1,
+        "UPCAST": heads.pop("UPCAST"),
+        "PRECISION": heads.pop("PRECISION"),
     }
+    once = k.shape[1] == 1 and q.shape[1] <= heads["BLOCK_H"]
+    return common, {**heads, "HEADS": q.shape[1], "ONCE": once}
 
 
 class IndexerKL(torch.autograd.Function):
-    """The kernels for autograd; gradients flow into the indexer alone."""
+    """The sum over queries, whose gradients flow into the indexer alone, and each query's divergence."""
 
     @staticmethod
     def forward(
@@ -170,25 +159,28 @@ class IndexerKL(torch.autograd.Function):
         starts: Tensor | None,
         ends: Tensor | None,
         indices: Tensor | None,
-    ) -> Tensor:
-        loss, index_lse = (torch.empty(len(q), dtype=torch.float32, device=q.device) for _ in range(2))
-        sizes = _sizes(q, k, index_q, indices)
-        _forward_kernel[(len(q),)](
-            q_ptr=q, k_ptr=k, lse_ptr=lse, scale=scale, index_q_ptr=index_q, index_k_ptr=index_k, weights_ptr=weights,
-            starts_ptr=starts, ends_ptr=ends, indices_ptr=indices, loss_ptr=loss, index_lse_ptr=index_lse, **sizes,
-        )  # fmt: skip
-        ctx.save_for_backward(q, k, lse, index_q, index_k, weights, starts, ends, indices, index_lse)
-        ctx.scale, ctx.sizes = scale, sizes
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, lse, index_q, index_k, weights, starts, ends, indices, index_lse = ctx.saved_tensors
+    ) -> tuple[Tensor, Tensor]:
+        losses, index_lse = (torch.empty(len(q), dtype=torch.float32, device=q.device) for _ in range(2))
+        common, heads = _sizes(q, k, index_q, indices)
+        index = {"index_q_ptr": index_q, "index_k_ptr": index_k, "weights_ptr": weights}
+        given = {**index, "starts_ptr": starts, "ends_ptr": ends, "indices_ptr": indices}
+        _denominator_kernel[(len(q),)](
+            **given, index_lse_ptr=index_lse, **common, BLOCK_K=128, num_warps=4, num_stages=2
+        )
+        ctx.compared = any(ctx.needs_input_grad)
         d_q, d_weights = torch.empty_like(index_q), torch.empty_like(weights)
         d_k = torch.zeros(index_k.shape, dtype=torch.float32, device=q.device)
-        _backward_kernel[(len(q),)](
-            q_ptr=q, k_ptr=k, lse_ptr=lse, scale=ctx.scale, index_q_ptr=index_q, index_k_ptr=index_k,
-            weights_ptr=weights, starts_ptr=starts, ends_ptr=ends, indices_ptr=indices, index_lse_ptr=index_lse,
-            d_loss_ptr=d_loss.contiguous(), d_q_ptr=d_q, d_k_ptr=d_k, d_weights_ptr=d_weights, **ctx.sizes,
+        _compare_kernel[(len(q),)](
+            q_ptr=q, k_ptr=k, lse_ptr=lse, scale=scale, **given, index_lse_ptr=index_lse, loss_ptr=losses,
+            d_q_ptr=d_q, d_k_ptr=d_k, d_weights_ptr=d_weights, GRADIENT=ctx.compared, **common, **heads,
+            BLOCK_K=32, num_warps=4, num_stages=2 if common["SELECTED"] or q.dtype == torch.float32 else 3,
         )  # fmt: skip
-        return None, None, None, None, d_q, d_k.to(index_k.dtype), d_weights, None, None, None
+        if ctx.compared:
+            ctx.save_for_backward(d_q, d_k.to(index_k.dtype), d_weights)
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
+
+    @staticmethod
+    def backward(ctx: Any, change: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        d_q, d_k, d_weights = ctx.saved_tensors
+        return None, None, None, None, d_q * change, d_k * change, d_weights * change, None, None, None

@@ -1,8 +1,10 @@
-"""FlashMLA's forward, where SGLang's kernels are installed: written for one shape, and twice as fast there."""
+"""FlashMLA's forward, where SGLang's kernels are installed: written for one shape, and twice as fast there.
+
+Fewer heads than it takes at once are padded, which is faster than other kernels still.
+"""
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import Any
 
@@ -24,16 +26,17 @@ def _library() -> Any:
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor | int) -> bool:
-    """Whether it can run: absorbed MLA in bfloat16 with a multiple of 64 heads, on a Hopper device."""
+    """Whether it can run: absorbed MLA in bfloat16, fewer than 64 heads or a multiple of them, on a Hopper device."""
     if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9 or _library() is None:
         return False
     shape = isinstance(v, int) and (v, q.shape[2], k.shape[1]) == (V_DIM, DIM, 1)
-    return shape and q.shape[1] % HEADS == 0 and q.dtype == torch.bfloat16
+    return shape and (q.shape[1] % HEADS == 0 or q.shape[1] < HEADS) and q.dtype == torch.bfloat16
 
 
 def forward(q: Tensor, k: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The result and the logarithm of the denominator, as `indexcache_kernels.sparse_attention`."""
-    padded = F.pad(indices, (0, -indices.shape[1] % KEYS), value=-1)
-    out, _, lse = _library().flash_mla_sparse_fwd(q, k.contiguous(), padded[:, None], scale)
-    empty = (indices < 0).all(dim=1)
-    return out.masked_fill_(empty[:, None, None], 0.0), (lse * math.log(2)).masked_fill_(empty[:, None], -torch.inf)
+    """The result and the logarithm to base 2 of the denominator; neither means anything where a query has no key."""
+    heads, topk = q.shape[1], indices.shape[1]
+    chosen = F.pad(indices, (0, -topk % KEYS), value=-1) if topk % KEYS else indices
+    queries = F.pad(q, (0, 0, 0, -heads % HEADS)) if heads % HEADS else q
+    out, _, lse = _library().flash_mla_sparse_fwd(queries, k.contiguous(), chosen[:, None], scale)
+    return out[:, :heads].contiguous(), lse[:, :heads].contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -155,6 +156,40 @@ def _backward_kernel(
     tl.store(ptrs + tail[None, :], dq_tail.to(d_q_ptr.dtype.element_ty), mask=head_mask[:, None] & tail_mask)
 
 
+@triton.jit
+def _finish_kernel(
+    out_ptr,
+    lse_ptr,
+    indices_ptr,
+    base,
+    TOPK: tl.constexpr,
+    PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    V_DIM: tl.constexpr,
+):
+    """Of a query: the denominator's logarithm, from base 2; and what it attends to and that, if it has no key."""
+    token, slot, head = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED), tl.arange(0, PADDED_HEADS)
+    key = tl.load(indices_ptr + token * TOPK + slot, mask=slot < TOPK, other=-1)
+    nothing = tl.max(key, 0) < 0
+    place, mask = token * HEADS + head, head < HEADS
+    lse = tl.load(lse_ptr + place, mask=mask, other=0.0) * base
+    tl.store(lse_ptr + place, tl.where(nothing, float("-inf"), lse), mask=mask)
+    if nothing:
+        zeros = tl.zeros((PADDED_HEADS, V_DIM), out_ptr.dtype.element_ty)
+        tl.store(out_ptr + place[:, None] * V_DIM + tl.arange(0, V_DIM)[None, :], zeros, mask=mask[:, None])
+
+
+def finish(out: Tensor, lse: Tensor, indices: Tensor) -> None:
+    """Make what FlashMLA gives, `[T, H, V]` and `[T, H]`, what `sparse_attention` does, in place: it has logarithms to
+    base 2, and leaves queries without keys open."""
+    (tokens, heads, v_dim), topk = out.shape, indices.shape[1]
+    _finish_kernel[(tokens,)](
+        out_ptr=out, lse_ptr=lse, indices_ptr=indices, base=math.log(2), TOPK=topk,
+        PADDED=triton.next_power_of_2(topk), HEADS=heads, PADDED_HEADS=triton.next_power_of_2(heads), V_DIM=v_dim,
+    )  # fmt: skip
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """The result and the logarithm of the denominator; without `v`, the first `v_dim` dimensions of `k` are the values.
 
@@ -190,7 +225,7 @@ def backward(
     _backward_kernel[(tokens, triton.cdiv(sizes["GROUP"], sizes["BLOCK_H"]), k.shape[1])](
         q_ptr=q, k_ptr=k, v_ptr=v, indices_ptr=indices, lse_ptr=lse, delta_ptr=delta, d_out_ptr=d_out, d_q_ptr=d_q,
         d_k_ptr=d_k, d_v_ptr=d_v, scale=scale, **_strides(k, v), num_heads=heads, num_kv_heads=k.shape[1],
-        BLOCK_K=32, num_warps=8, num_stages=2, **sizes,
+        BLOCK_K=32, num_warps=8, num_stages=3, **sizes,
     )  # fmt: skip
     return d_q, d_k.to(k.dtype), None if v is None or d_v is None else d_v.to(v.dtype)
 
@@ -223,7 +258,11 @@ class SparseAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, scale: float, flash: bool
     ) -> tuple[Tensor, Tensor]:
-        out, lse = flash_mla.forward(q, k, indices, scale) if flash else forward(q, k, v, v_dim, indices, scale)
+        if flash:
+            out, lse = flash_mla.forward(q, k, indices, scale)
+            finish(out, lse, indices)
+        else:
+            out, lse = forward(q, k, v, v_dim, indices, scale)
         ctx.save_for_backward(q, k, v, indices, out, lse)
         ctx.scale = scale
         ctx.mark_non_differentiable(lse)

@@ -60,7 +60,7 @@ def attend_and_compare(
         part: slice, index: Vectors, absorbed: Tensor, keys: Tensor, lse: Tensor, chosen: Tensor | None
     ) -> Tensor:
         given = (absorbed.detach(), keys.detach(), lse.detach(), scale)
-        return indexer_kl(*given, *index, starts[part].contiguous(), ends[part].contiguous(), chosen, backend).sum()
+        return indexer_kl(*given, *index, starts[part].contiguous(), ends[part].contiguous(), chosen, backend)[0]
 
     if indices is not None:
         sums: list[Tensor] = []
