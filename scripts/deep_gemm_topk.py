@@ -11,7 +11,8 @@ TOPK = 2048  # what fast_topk was written for
 def indexer_topk(
     q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, k_scale: Tensor, rows: int
 ) -> Tensor:
-    """As `indexcache_kernels.indexer_topk`, but any of equal scores is taken, and the order is no particular one.
+    """As `indexcache_kernels.indexer_topk`, but in no particular order, and not exact: fast_topk_v2 leaves out some of
+    the highest scores (`scripts/fast_topk_exactness.py`).
 
     On a Hopper device with both installed; keys of 128 dimensions, 32 or 64 heads. `rows` says of how many queries
     scores exist at a time.
