@@ -15,12 +15,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-TOPK = 2048  # what fast_topk_v2 was written for
+from scripts.deep_gemm_topk import TOPK
+
+
+def rising(noise: Tensor) -> Tensor:
+    """Scores that grow along a row, the same in all."""
+    return torch.linspace(1, 2, noise.shape[1], device=noise.device).repeat(len(noise), 1)
+
+
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "gaussian": lambda noise: noise,
     "correlated": lambda noise: noise.cumsum(1) / noise.shape[1] ** 0.5 + 0.1 * noise,
-    "rising": lambda noise: torch.linspace(1, 2, noise.shape[1], device=noise.device).expand(noise.shape).contiguous(),
-    "falling": lambda noise: torch.linspace(2, 1, noise.shape[1], device=noise.device).expand(noise.shape).contiguous(),
+    "rising": rising,
+    "falling": lambda noise: rising(noise).flip(1),
     "few values": lambda noise: (noise * 2).round(),
     "all equal": torch.ones_like,
 }
