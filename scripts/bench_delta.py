@@ -9,6 +9,7 @@ are random, and so are keys and values: nothing is prefilled, and the chosen pag
 A step is `ModelRunner.forward` of a batch at that length, with the plans that it makes; the same step is run again and
 again. `alone`: with a synchronisation behind each, the median. `queued`: ten without one, as SGLang's overlap scheduler
 runs them, so that what the host does is hidden as far as it can be; the median of tens. The fastest turn counts.
+With --one-layer all layers have the weights of the first, which are read as often: more of the device is left for keys.
 
 --check compares what is decoded: with room for all against stock, bit for bit, and with few pages graphs against eager
 passes and flashinfer against `torch_native`, whose pages are chosen by the kernels' definitions.
@@ -93,13 +94,33 @@ def write(model: Path, layers: list[int], selection: Selection, path: Path) -> s
 # -- one condition, in a process of its own
 
 
-def load_runner(model: Path, arguments: dict[str, Any]) -> Any:
+def share_weights(layers: Any) -> None:
+    """Give all layers the weights of the first, and free the others'."""
+    import torch
+
+    first = dict(layers[0].named_parameters())
+    for layer in layers[1:]:
+        for name, weight in layer.named_parameters():
+            weight.data = first[name].data
+    torch.cuda.empty_cache()
+
+
+def load_runner(model: Path, arguments: dict[str, Any], one_layer: bool = False) -> Any:
     """SGLang's model runner with all plugins (0.5.17's way to load one alone)."""
     from sglang.benchmark import one_batch
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     load_plugins()
+    if one_layer:
+        load = ModelRunner.load_model
+
+        def load_shared(runner: Any) -> None:
+            load(runner)
+            share_weights(runner.model.model.layers)
+
+        ModelRunner.load_model = load_shared
     given = ServerArgs(
         model_path=str(model),
         dtype="bfloat16",
@@ -177,7 +198,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "context_length": max(context for _, context in cells) + 128,
         **json.loads(options.engine),
     }
-    runner = load_runner(options.model, arguments)
+    runner = load_runner(options.model, arguments, options.one_layer)
     pool, stock = runner.token_to_kv_pool, type(runner.attn_backend)
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer.normal_()
@@ -278,6 +299,7 @@ def run(condition: str, options: argparse.Namespace, model: Path, engine: dict[s
         options.cells,
     ]
     arguments += ["--repeats", str(options.repeats), "--engine", json.dumps(engine), *more]
+    arguments += ["--one-layer"] if options.one_layer else []
     process = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     for line in process.stdout.splitlines():
         if line.startswith(RESULT):
@@ -306,7 +328,7 @@ def bench(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]
         patterns = ",".join(map(str, paths)) if backend == options.backend else ""
         found = run(f"@{backend}", options, folder, json.loads(options.engine), "--patterns", patterns)
         table |= found["times"]
-        yield {"shape": options.shape, "selection": str(selection), **found}
+        yield {"shape": options.shape, "one_layer": options.one_layer, "selection": str(selection), **found}
     cells = list(next(iter(table.values())))
     for way in ("alone", "queued"):
         print("| " + " | ".join([f"{options.shape}, {way}", *cells]) + " |\n|---" + "|---:" * len(cells) + "|")
@@ -380,6 +402,7 @@ def main() -> None:
     parser.add_argument("--stock", default="flashinfer,triton", help="stock backends, that of the patterns among them")
     parser.add_argument("--backend", default="flashinfer", help="the one that serves patterns")
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--one-layer", action="store_true", help="all layers share the weights of the first")
     parser.add_argument("--engine", default="{}", help="more arguments of SGLang's server, JSON")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("bench_delta.json"))

@@ -5,7 +5,9 @@
 
 indexer_topk: one causal sequence, dim 128, k 2048; against DeepGEMM's fp8_mqa_logits followed by sgl_kernel's
 fast_topk_v2, whole and in chunks of queries as SGLang calls them, where they are installed, and against PyTorch.
-candidate_topk: the last 8,192, 64 and 8 queries of it, 2, 4 and 8 x 2048 random candidates each; against all keys. Few
+chunk: the last 8,192 queries alone, of random scores and of equal ones; also with FlashInfer's exact selection, and 528
+queries at a time. decoding: 8 and 64 requests of `length` keys each, as CUDA graphs; DeepGEMM's scores are paged.
+candidate_topk: the last 8,192, 64 and 8 queries, 2, 4 and 8 x 2048 random candidates each; against all keys. Few
 queries run as CUDA graphs.
 sparse_attention: absorbed MLA (576 and 512 dimensions), 4,096 queries of k 2048 random keys each; against FlashMLA and
 PyTorch; its backward against PyTorch's autograd. indexer_kl: against PyTorch.
@@ -21,6 +23,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from torch import Tensor
 
 from indexcache_kernels import candidate_topk, causal_ranges, indexer_kl, indexer_topk, sparse_attention
 from indexcache_kernels.sparse_attention import flash_mla
+from scripts.deep_gemm_topk import Decoding, fast_topk, flashinfer_topk
 from scripts.deep_gemm_topk import indexer_topk as deep_gemm_topk
 
 RATES = {torch.bfloat16: 989e12, torch.float8_e4m3fn: 1979e12, torch.int32: 989e12}  # NVIDIA H100 and H200 SXM
@@ -58,12 +62,12 @@ def size(*tensors: Tensor) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def index_inputs(length: int, heads: int, dtype: torch.dtype) -> dict[str, Any]:
-    """One causal sequence; quantised keys have a scale for each row."""
+def index_inputs(length: int, heads: int, dtype: torch.dtype, queries: int | None = None) -> dict[str, Any]:
+    """One causal sequence, and as many queries or fewer; quantised keys have a scale for each row."""
     generator = torch.Generator("cuda").manual_seed(length + heads)
-    q = torch.randn(length, heads, INDEX_DIM, device="cuda", generator=generator)
+    q = torch.randn(queries or length, heads, INDEX_DIM, device="cuda", generator=generator)
     k = torch.randn(length, INDEX_DIM, device="cuda", generator=generator)
-    weights = torch.randn(length, heads, device="cuda", generator=generator)
+    weights = torch.randn(queries or length, heads, device="cuda", generator=generator)
     starts, ends = causal_ranges(torch.tensor([0, length], device="cuda"))
     found = {"q": q.to(dtype), "k": k.to(dtype), "weights": weights, "starts": starts, "ends": ends}
     if dtype == torch.float8_e4m3fn:
@@ -97,6 +101,45 @@ def topk_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
             calls["PyTorch"] = lambda given=given: torch_topk(**given)
         for name, call in calls.items():
             yield Case("indexer_topk", dtype, heads, length, name, call, operations, least)
+
+
+def chunk_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
+    """As SGLang calls the indexer in a long prompt."""
+    given = index_inputs(length, heads, torch.float8_e4m3fn)
+    last = {name: tensor if name in ("k", "k_scale") else tensor[-CHUNK:] for name, tensor in given.items()}
+    for kind in ("random", "all equal"):
+        inputs = last if kind == "random" else {**last, "weights": torch.zeros_like(last["weights"])}
+        calls: dict[str, Callable[[], Any]] = {"indexer_topk": partial(indexer_topk, **inputs, topk=TOPK)}
+        if installed("deep_gemm", "sgl_kernel"):
+            for rows in (CHUNK, 528):
+                calls[f"DeepGEMM + fast_topk, {rows}"] = partial(deep_gemm_topk, **inputs, rows=rows)
+                if installed("flashinfer"):
+                    calls[f"DeepGEMM + FlashInfer, {rows}"] = partial(
+                        deep_gemm_topk, **inputs, rows=rows, select=flashinfer_topk
+                    )
+        operations = 2 * CHUNK * length * heads * INDEX_DIM
+        for name, call in calls.items():
+            least = size(*inputs.values()) + 4 * CHUNK * TOPK
+            yield Case("chunk", torch.float8_e4m3fn, heads, length, f"{kind}, {name}", call, operations, least)
+
+
+def decoding_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
+    """Requests with keys of their own."""
+    for batch in (8, 64):
+        given = index_inputs(batch * length, heads, torch.float8_e4m3fn, batch)
+        given["starts"] = torch.arange(batch, dtype=torch.int32, device="cuda") * length
+        given["ends"] = given["starts"] + length
+        calls: dict[str, Callable[[], Any]] = {"indexer_topk": partial(indexer_topk, **given, topk=TOPK)}
+        calls["indexer_topk, 8192 keys"] = partial(indexer_topk, **given, topk=8192)
+        if installed("deep_gemm", "sgl_kernel"):
+            stock = Decoding(given["q"], given["k"], given["weights"], given["k_scale"])
+            calls["DeepGEMM + fast_topk"] = partial(stock, fast_topk)
+            if installed("flashinfer"):
+                calls["DeepGEMM + FlashInfer"] = partial(stock, flashinfer_topk)
+        operations, least = 2 * batch * length * heads * INDEX_DIM, size(*given.values()) + 4 * batch * TOPK
+        for name, call in calls.items():
+            run = captured(call)
+            yield Case("decoding", torch.float8_e4m3fn, heads, length, f"{batch} x {name}", run, operations, least)
 
 
 def random_keys(queries: int, length: int, count: int = TOPK) -> Tensor:
@@ -236,6 +279,8 @@ def kl_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
 
 CASES = {
     "indexer_topk": topk_cases,
+    "chunk": chunk_cases,
+    "decoding": decoding_cases,
     "candidate_topk": candidate_cases,
     "sparse_attention": attention_cases,
     "indexer_kl": kl_cases,

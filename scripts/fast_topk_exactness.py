@@ -1,21 +1,30 @@
-"""Which of the highest scores does SGLang's selection, fast_topk_v2, leave out? Needs sgl_kernel and a CUDA device.
+"""Which of the highest scores does SGLang's selection, fast_topk_v2, leave out, and what do exact ones take?
 
     python -m scripts.fast_topk_exactness
+    python -m scripts.fast_topk_exactness --topk 8192
 
-Rows of scores of several kinds, a prompt's last queries and decoded tokens apart. The cut is the lowest of the 2,048
-highest scores of a row; left out are as many as were selected below it, or not at all: which of equal scores are taken
-does not count. `above` says how far the highest of those left out is above the cut, relative to it.
+Needs sgl_kernel and a CUDA device; FlashInfer's top-k stands beside it where it is installed, as SGLang calls it
+(`--dsa-topk-backend flashinfer`), and as FlashInfer chooses itself. Rows of scores of several kinds: a prompt's last
+queries, and decoded tokens (8 and 64 rows). The cut is the lowest of the highest scores of a row; left out are as many
+as were selected below it, or not at all: which of equal scores are taken does not count. `above` says how far the
+highest of those left out is above the cut, relative to it. Times are medians of ten calls in a row.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from scripts.bench_kernels import installed
 from scripts.deep_gemm_topk import TOPK
+
+DECODED = 64  # rows up to which they are decoded tokens
+Select = Callable[[Tensor, Tensor, int], Tensor]  # scores, lengths, k -> [rows, k]
 
 
 def rising(noise: Tensor) -> Tensor:
@@ -54,29 +63,80 @@ def left_out(scores: Tensor, lengths: Tensor, chosen: Tensor) -> tuple[Tensor, T
     return chosen.shape[1] - (taken & (scores >= cut)).sum(1), above.amax(1)
 
 
+def selections(topk: int) -> dict[str, Select]:
+    """What can be measured here."""
+    found: dict[str, Select] = {}
+    if topk == TOPK:
+        import sgl_kernel
+
+        def fast_topk(scores: Tensor, lengths: Tensor, count: int) -> Tensor:
+            starts = None if len(scores) <= DECODED else torch.zeros_like(lengths)
+            chosen: Tensor = sgl_kernel.fast_topk_v2(scores, lengths, count, row_starts=starts)
+            return chosen
+
+        found["fast_topk_v2"] = fast_topk
+    if installed("flashinfer"):
+        import flashinfer
+
+        def ragged(scores: Tensor, lengths: Tensor, count: int, safe: bool) -> Tensor:
+            chosen: Tensor = flashinfer.top_k_ragged_transform(
+                scores, torch.zeros_like(lengths), lengths, count, deterministic=True, tie_break=1, dsa_graph_safe=safe
+            )
+            return chosen
+
+        found["FlashInfer, as SGLang calls it"] = partial(ragged, safe=True)
+        found["FlashInfer"] = partial(ragged, safe=False)
+    found["torch.topk"] = lambda scores, lengths, count: scores.topk(count, dim=1, sorted=False).indices.int()
+    return found
+
+
+def microseconds(call: Callable[[], Tensor]) -> float:
+    """Of a call, ten in a row."""
+    call()
+    times = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(10):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 100)
+    return statistics.median(times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=131072)
-    parser.add_argument("--rows", type=int, default=256, help="of a prompt; while decoding 8")
+    parser.add_argument("--topk", type=int, default=TOPK)
+    parser.add_argument("--rows", default="8,64,1024", help="up to 64 are decoded tokens, more a prompt's last queries")
     parser.add_argument("--seeds", type=int, default=4)
     options = parser.parse_args()
-    import sgl_kernel
-
-    print(f"{torch.cuda.get_device_name()}, {options.length} scores a row, {options.seeds} seeds\n")
-    print("| scores | rows | left out, most of a row | mean | above the cut, most |\n|---|---:|---:|---:|---:|")
+    print(f"{torch.cuda.get_device_name()}, {options.topk} of {options.length} scores a row, {options.seeds} seeds\n")
+    print("| scores | rows | selection | left out, most of a row | mean | above the cut, most | us |")
+    print("|---|---:|---|---:|---:|---:|---:|")
     for name, kind in KINDS.items():
-        for rows in (options.rows, 8):
-            counts, distances = [], []
-            for seed in range(options.seeds):
-                generator = torch.Generator("cuda").manual_seed(seed)
-                scores = kind(torch.randn(rows, options.length, device="cuda", generator=generator))
-                lengths = torch.arange(options.length - rows + 1, options.length + 1, device="cuda", dtype=torch.int32)
-                starts = {} if rows == 8 else {"row_starts": torch.zeros_like(lengths)}
-                count, above = left_out(scores, lengths, sgl_kernel.fast_topk_v2(scores, lengths, TOPK, **starts))
-                counts.append(count)
-                distances.append(above)
-            count, above = torch.cat(counts), torch.cat(distances)
-            print(f"| {name} | {rows} | {count.max()} | {count.float().mean():.1f} | {above.max():.2%} |", flush=True)
+        for rows in map(int, options.rows.split(",")):
+            for selection, select in selections(options.topk).items():
+                counts, distances, taken = [], [], 0.0
+                for seed in range(options.seeds):
+                    generator = torch.Generator("cuda").manual_seed(seed)
+                    scores = kind(torch.randn(rows, options.length, device="cuda", generator=generator))
+                    ends = torch.arange(options.length - rows + 1, options.length + 1, device="cuda", dtype=torch.int32)
+                    lengths = ends if rows > DECODED else torch.full_like(ends, options.length)
+                    if selection == "torch.topk":  # knows of no lengths
+                        lengths = torch.full_like(lengths, options.length)
+                    count, above = left_out(scores, lengths, select(scores, lengths, options.topk))
+                    counts.append(count)
+                    distances.append(above)
+                    if not seed:
+                        taken = microseconds(partial(select, scores, lengths, options.topk))
+                count, above = torch.cat(counts), torch.cat(distances)
+                print(
+                    f"| {name} | {rows} | {selection} | {count.max()} | {count.float().mean():.1f} | {above.max():.2%}"
+                    f" | {taken:.0f} |",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

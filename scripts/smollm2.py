@@ -104,7 +104,10 @@ def write(folder: Path, archives: Path, tokenizer: Any, options: argparse.Namesp
                 found, apart = found[:half], found[half:]
                 rows[RECALL] = list(recalls(tokenizer, apart, options.seq_len, options.reply, count, rng))
             rows[kind] = list(texts(tokenizer, found, options.seq_len, count, rng))
-        mask = [0] * (options.seq_len - options.reply) + [1] * options.reply
+        prompt = options.seq_len - options.reply
+        if name == "calibration" and options.calibration_prompt is not None:
+            prompt = options.calibration_prompt
+        mask = [0] * prompt + [1] * (options.seq_len - prompt)
         for kind, sequences in rows.items():
             lines = [json.dumps({"input_ids": ids, "loss_mask": mask}) + "\n" for ids in sequences]
             (folder / f"{name}-{kind}.jsonl").write_text("".join(lines))
@@ -131,6 +134,7 @@ if __name__ == "__main__":
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--reply", type=int, default=128, help="tokens at the end that count")
     parser.add_argument("--calibration", type=int, default=2, help="sequences of each kind")
+    parser.add_argument("--calibration-prompt", type=int, help="tokens before those that count there, to train on more")
     parser.add_argument("--held-out", type=int, default=4, help="sequences of each kind")
     parser.add_argument("--texts", action="store_true", help="write the texts of docs/edge.md instead")
     arguments = parser.parse_args()

@@ -11,154 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from indexcache_kernels import KernelInputError, causal_ranges, indexer_kl, indexer_topk, sparse_attention
+from indexcache_kernels import KernelInputError, indexer_kl, sparse_attention
 from indexcache_kernels.indexer_kl import naive as naive_kl
 from indexcache_kernels.indexer_kl import visible_keys
-from indexcache_kernels.indexer_topk import naive
 from indexcache_kernels.sparse_attention import flash_mla
 from tests.interpreter import DEVICE, INTERPRETED, KERNELS, poisoned
+from tests.test_indexer_topk import causal
 
 __all__ = ["poisoned"]  # a fixture of every test here
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
-
-
-def inputs(queries: int, keys: int, heads: int, dim: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-    """Random queries, keys, weights of both signs, and scales of quantised keys."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(DEVICE)
-
-    found = {
-        "q": normal(queries, heads, dim).to(dtype),
-        "k": normal(keys, dim).to(dtype),
-        "weights": normal(queries, heads),
-    }
-    if dtype == torch.float8_e4m3fn:
-        found["k_scale"] = normal(keys).exp()
-    return found
-
-
-def causal(queries: int, keys: int) -> tuple[Tensor, Tensor]:
-    """Ranges of queries that are the last of `keys` tokens."""
-    ends = torch.arange(keys - queries + 1, keys + 1, dtype=torch.int32, device=DEVICE)
-    return torch.zeros_like(ends), ends
-
-
-def check_topk(found: Tensor, given: dict[str, Tensor], starts: Tensor, ends: Tensor, topk: int) -> None:
-    """Every row holds as many keys as it can, each once, and none left out scores higher than one taken, but for
-    rounding."""
-    scores = naive.indexer_scores(
-        given["q"].double(), given["k"].double(), given["weights"].double(), given.get("k_scale")
-    )
-    assert found.dtype == torch.int32 and found.shape == (len(starts), topk)
-    for row, chosen, start, end in zip(scores, found.tolist(), starts.tolist(), ends.tolist(), strict=True):
-        kept = [index for index in chosen if index >= 0]
-        assert kept == chosen[: len(kept)] and len(kept) == len(set(kept))
-        assert len(kept) == min(topk, max(0, end - start))
-        assert all(start <= index < end for index in kept)
-        others = sorted(set(range(start, end)) - set(kept))
-        if kept and others:
-            tolerance = 1e-5 * row.abs().max()
-            assert row[others].max() <= row[kept].min() + tolerance
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("queries", "keys", "heads", "dim", "topk"),
-    [(1, 1, 1, 16, 4), (63, 63, 4, 32, 16), (5, 111, 3, 24, 64), (17, 1000, 32, 128, 100), (3, 130, 64, 128, 200)],
-)
-def test_indexer_topk_takes_the_highest_scores(
-    queries: int, keys: int, heads: int, dim: int, topk: int, dtype: torch.dtype
-) -> None:
-    given, (starts, ends) = inputs(queries, keys, heads, dim, dtype), causal(queries, keys)
-    check_topk(indexer_topk(**given, starts=starts, ends=ends, topk=topk, backend="triton"), given, starts, ends, topk)
-
-
-def test_indexer_topk_of_ragged_sequences() -> None:
-    lengths = torch.tensor([0, 7, 8, 21, 21, 50], dtype=torch.int32, device=DEVICE)
-    starts, ends = causal_ranges(lengths)
-    assert starts.tolist()[:9] == [0] * 7 + [7, 8] and ends.tolist()[:3] == [1, 2, 3]
-    given = inputs(50, 50, 32, 32, torch.bfloat16)
-    found = indexer_topk(**given, starts=starts, ends=ends, topk=16, backend="triton")
-    check_topk(found, given, starts, ends, 16)
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("kind", ["random", "misleading sample", "rising", "equal"])
-def test_indexer_topk_of_rows_longer_than_the_room_for_candidates(
-    kind: str, splits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(KERNELS["indexer_topk"], "SEGMENT", 64)
-    queries, keys = 6, 770
-    given = {name: tensor.round() for name, tensor in inputs(queries, keys, 2, 16, torch.float32).items()}  # exact
-    given["weights"].abs_()
-    starts, ends = causal(queries, keys)
-    starts[1], ends[1] = 300, 400
-    if kind == "misleading sample":
-        sampled = given["k"][:: keys // splits // 64]
-        sampled[:] = given["q"][0, 0] * torch.arange(9, 9 + len(sampled), device=DEVICE)[:, None]
-    elif kind == "rising":  # every key is a candidate
-        given["k"][:] = given["q"][0, 0] * torch.arange(keys, device=DEVICE)[:, None]
-    elif kind == "equal":
-        given["weights"][:] = 0.0
-    found = KERNELS["indexer_topk"].indexer_topk(**given, starts=starts, ends=ends, topk=60, splits=splits)
-    assert torch.equal(found, indexer_topk(**given, starts=starts, ends=ends, topk=60, backend="naive"))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(INTERPRETED, reason="no CUDA device")
-@pytest.mark.parametrize("heads", [32, 64])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_indexer_topk_of_long_contexts(dtype: torch.dtype, heads: int) -> None:
-    queries, keys = 2000, 20_000  # more blocks of queries than programs, and every path of the kernel
-    given, (starts, ends) = inputs(queries, keys, heads, 128, dtype), causal(queries, keys)
-    starts[100:200], ends[300:400] = 15_000, 3_000
-    found = indexer_topk(**given, starts=starts, ends=ends, topk=2048)
-    for rows in torch.arange(queries, device=DEVICE).split(250):
-        part = {name: tensor[rows] if name in ("q", "weights") else tensor for name, tensor in given.items()}
-        scores = naive.indexer_scores(**{name: tensor.double() for name, tensor in part.items()})
-        place = torch.arange(keys, device=DEVICE)
-        outside = (place < starts[rows, None]) | (place >= ends[rows, None])
-        scores = scores.masked_fill(outside, -torch.inf)
-        chosen = torch.zeros(len(rows), keys + 1, dtype=torch.bool, device=DEVICE)
-        chosen = chosen.scatter_(1, found[rows].long() % (keys + 1), True)[:, :keys]
-        assert torch.equal(chosen.sum(1), (~outside).sum(1).clamp(max=2048)) and not (chosen & outside).any()
-        lowest = scores.masked_fill(~chosen, torch.inf).amin(1)
-        left_out = scores.masked_fill(chosen, -torch.inf).amax(1)
-        excess = (left_out - lowest) / scores.masked_fill(outside, 0.0).abs().amax(1)
-        assert excess.max() <= (1e-3 if dtype == torch.float8_e4m3fn else 1e-5)  # its tensor cores keep fewer bits
-    for _ in range(100):
-        assert torch.equal(found, indexer_topk(**given, starts=starts, ends=ends, topk=2048))
-
-
-def test_indexer_topk_takes_the_lowest_of_equal_scores() -> None:
-    queries, keys = 4, 100
-    given = {name: tensor.round() for name, tensor in inputs(queries, keys, 2, 16, torch.float32).items()}  # exact
-    given["k"][:] = given["k"][:4].repeat(25, 1)  # every score 25 times
-    given["weights"][1] = 0.0  # all equal
-    given["weights"][2] = -1.0  # zeros of both signs
-    starts, ends = causal(queries, keys)
-    found = indexer_topk(**given, starts=starts, ends=ends, topk=30, backend="triton")
-    assert torch.equal(found, indexer_topk(**given, starts=starts, ends=ends, topk=30, backend="naive"))
-    assert found[1].tolist() == list(range(30))
-
-
-def test_indexer_topk_of_rows_that_see_nothing() -> None:
-    given = inputs(3, 8, 2, 16, torch.float32)
-    starts, ends = (torch.tensor(item, dtype=torch.int32, device=DEVICE) for item in ([0, 5, 2], [0, 5, 4]))
-    for backend in ("naive", "triton"):
-        found = indexer_topk(**given, starts=starts, ends=ends, topk=3, backend=backend)  # type: ignore[arg-type]
-        assert found.tolist() == [[-1, -1, -1], [-1, -1, -1], [2, 3, -1]]
-
-
-def test_indexer_topk_repeats_bit_for_bit() -> None:
-    given, (starts, ends) = inputs(20, 300, 4, 32, torch.bfloat16), causal(20, 300)
-    first = indexer_topk(**given, starts=starts, ends=ends, topk=50, backend="triton")
-    for _ in range(2):
-        assert torch.equal(first, indexer_topk(**given, starts=starts, ends=ends, topk=50, backend="triton"))
 
 
 @pytest.mark.gpu
@@ -182,27 +45,6 @@ def test_what_has_an_order_repeats_bit_for_bit() -> None:
     first = run()
     for _ in range(100):
         assert all(torch.equal(one, other) for one, other in zip(first, run(), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("q", lambda q: q[:, 0], "q is [4, 16] and k [9, 16], expected [T, I, C] and [L, C]"),
-        ("k", lambda k: k.bfloat16(), "q is torch.float32 and k torch.bfloat16"),
-        ("weights", lambda weights: weights[:2], "weights is [2, 2], expected [4, 2]"),
-        ("starts", lambda starts: starts.long(), "starts is torch.int64, expected torch.int32"),
-        ("topk", lambda topk: 0, "topk is 0, expected at least 1"),
-        ("topk", lambda topk: 8193, "topk is 8193, expected at most 8192 with backend triton"),
-        ("backend", lambda backend: "fast", "backend is fast, expected auto, naive or triton"),
-    ],
-)
-def test_indexer_topk_says_what_does_not_fit(name: str, change: object, message: str) -> None:
-    starts, ends = causal(4, 9)
-    given = {**inputs(4, 9, 2, 16, torch.float32), "starts": starts, "ends": ends, "topk": 2, "backend": "triton"}
-    given[name] = change(given[name])  # type: ignore[operator]
-    with pytest.raises(KernelInputError) as error:
-        indexer_topk(**given)  # type: ignore[arg-type]
-    assert message in str(error.value)
 
 
 def relative_rms(found: Tensor, truth: Tensor) -> float:
@@ -358,7 +200,8 @@ COMPILE = """
 import sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from indexcache_kernels.indexer_topk.triton import _merge_kernel, _stream_kernel
+from indexcache_kernels.indexer_topk.splits import merge_kernel, sample_kernel
+from indexcache_kernels.indexer_topk.triton import _stream_kernel
 from indexcache_kernels.indexer_kl import triton as indexer_kl
 from indexcache_kernels.sparse_attention.triton import _backward_kernel, _forward_kernel
 
@@ -369,17 +212,20 @@ def ptx(kernel, types, constants, **options):
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
-integers = ("starts", "ends", "marks", "candidates", "counts", "result", "result_values", "queue", "parts")
-integers += ("part_values",)
+integers = ("starts", "ends", "marks", "candidates", "counts", "result", "queue", "todo", "before", "merged")
+integers += ("merged_counts",)
 numbers = dict.fromkeys(("num_queries", "num_blocks"), "i32")
-common = {**dict.fromkeys(integers, "*i32"), "scores": "*fp32", "bounds": "*fp32", **numbers}
+common = {**dict.fromkeys(integers, "*i32"), "scores": "*fp32", "bounds": "*fp32", "sample": "*fp32", **numbers}
 for key in ("fp8e4nv", "bf16"):
     types = {**common, "q": "*" + key, "k": "*" + key, "weights": "*fp32", "k_scale": "*fp32"}
-    constants = dict(HEADS=64, PADDED_HEADS=64, DIM=128, PADDED_DIM=128, BLOCK_Q=2, BLOCK_K=64, SEGMENT=1024)
-    constants |= dict(STEPS=6, CHUNK=128, TOPK=2048, ROOM=4096, SPLITS=2, SCALED=key == "fp8e4nv")
+    constants = dict(HEADS=64, PADDED_HEADS=64, DIM=128, PADDED_DIM=128, BLOCK_K=64, SEGMENT=1024, SAMPLE=4096)
+    constants |= dict(STEPS=6, CHUNK=128, TOPK=2048, ROOM=4096, PARTS=16, SCALED=key == "fp8e4nv")
     constants |= dict(PRECISION="tf32", UPCAST=False)
-    assert "wgmma" in ptx(_stream_kernel, types, constants, num_warps=4, num_stages=3, maxnreg=128), key
-ptx(_merge_kernel, common, dict(TOTAL=4096, TOPK=2048, ROOM=4096, SEGMENT=1024), num_warps=4)
+    for splits, block_q in ((1, 2), (2, 1)):
+        one = constants | dict(SPLITS=splits, BLOCK_Q=block_q)
+        assert "wgmma" in ptx(_stream_kernel, types, one, num_warps=4, num_stages=3, maxnreg=128), key
+    assert "wgmma" in ptx(sample_kernel, types, one, num_warps=4, num_stages=3), key
+ptx(merge_kernel, common, constants | dict(SPLITS=6, PADDED_SPLITS=8, STEPS=3), num_warps=8)
 types = {"indices": "*i32", "lse": "*fp32", "scale": "fp32", **dict.fromkeys(("q", "k", "v", "out"), "*bf16")}
 strides = [f"{item}_{axis}_stride" for item in "kv" for axis in ("row", "head")]
 types |= dict.fromkeys((*strides, "num_heads", "num_kv_heads"), "i32")

@@ -72,23 +72,12 @@ def shrink(values_ptr, indices_ptr, counts_ptr, bounds_ptr, TOPK: tl.constexpr, 
 
 
 @triton.jit(noinline=True)
-def finish(
-    values_ptr,
-    indices_ptr,
-    count,
-    result_ptr,
-    result_values_ptr,
-    MERGE: tl.constexpr,
-    TOPK: tl.constexpr,
-    ROOM: tl.constexpr,
-):
-    """Write the best TOPK candidates of a row, ascending, -1 behind them; their values where they will be merged."""
+def finish(values_ptr, indices_ptr, count, result_ptr, TOPK: tl.constexpr, ROOM: tl.constexpr):
+    """Write the best TOPK candidates of a row, ascending, -1 behind them."""
     taken, target, _ = _best(values_ptr, count, TOPK, ROOM)
     slot = tl.arange(0, ROOM)  # [ROOM]
     tl.store(result_ptr + target, tl.load(indices_ptr + slot, mask=taken, other=0), mask=taken)
     tl.store(result_ptr + slot, -1, mask=(slot >= count) & (slot < TOPK))
-    if MERGE:
-        tl.store(result_values_ptr + target, tl.load(values_ptr + slot, mask=taken, other=0), mask=taken)
 
 
 @triton.jit(noinline=True)
@@ -97,7 +86,8 @@ def take_sample(
     BLOCK_Q: tl.constexpr, SEGMENT: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Set the bounds of BLOCK_Q rows so that a few more than TOPK of their keys should exceed them, judged by every
-    `step`-th key; -inf where they may all be candidates."""
+    `step`-th key; -inf where they may all be candidates. A bound is just below a score of the sample: scores that equal
+    it are candidates, too."""
     row, slot = tl.arange(0, BLOCK_Q), tl.arange(0, SEGMENT)  # [BLOCK_Q], [SEGMENT]
     start = tl.load(starts_ptr + row, mask=row < num_queries, other=2147483647)
     end = tl.minimum(tl.load(ends_ptr + row, mask=row < num_queries, other=0), highest)
@@ -109,7 +99,7 @@ def take_sample(
     expected = TOPK / count * sampled  # of the sample are in
     rank = (expected + 4.0 * tl.sqrt(expected) + 4.0).to(tl.int32)  # four standard deviations, and rounding
     bound = _nth_largest(tl.where(visible, ordered_score(score), 0), rank)
-    tl.store(bounds_ptr + row, tl.where((count > ROOM) & (rank <= sampled), _score(bound), float("-inf")))
+    tl.store(bounds_ptr + row, tl.where((count > ROOM) & (rank <= sampled), _score(bound - 1), float("-inf")))
 
 
 @triton.jit
