@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from importlib.util import find_spec
+
 import pytest
 import torch
 from torch import Tensor
@@ -152,8 +155,9 @@ def test_indexer_topk_while_decoding(dtype: torch.dtype, kind: str, topk: int) -
     elif kind == "equal":
         given["weights"][:] = 0.0
     found = indexer_topk(**given, starts=starts, ends=ends, topk=topk)
-    check_long(found, given, starts, ends, topk, dtype)
-    if kind == "equal":  # the first of equal ones
+    if kind != "equal":
+        check_long(found, given, starts, ends, topk, dtype)
+    else:  # the first of equal ones
         assert torch.equal(found[2], starts[2] + torch.arange(topk, dtype=torch.int32, device=DEVICE))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -161,6 +165,49 @@ def test_indexer_topk_while_decoding(dtype: torch.dtype, kind: str, topk: int) -
     for _ in range(100):
         graph.replay()
         assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize("kind", ["random", "misleading sample", "rising", "equal", "few values"])
+def test_scores_that_are_there_are_selected_exactly(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scored = importlib.import_module("indexcache_kernels.indexer_topk.scored")
+    monkeypatch.setattr(scored, "SEGMENT", 64)
+    monkeypatch.setattr(scored, "SAMPLE", 128)
+    length, topk = 773, 60
+    scores = torch.randn(5, length + 3, generator=torch.Generator().manual_seed(0)).to(DEVICE)[:, :length]
+    if kind == "misleading sample":
+        scores[:, :: length // 128] += 9
+    elif kind == "rising":
+        scores[:] = torch.arange(length, device=DEVICE)
+    elif kind == "equal":
+        scores[:] = -1.5
+    elif kind == "few values":
+        scores.round_()
+    starts = torch.tensor([0, 0, 300, 7, 5], dtype=torch.int32, device=DEVICE)
+    ends = torch.tensor([length, 700, 400, 7, 30], dtype=torch.int32, device=DEVICE)
+    place = torch.arange(length, device=DEVICE)
+    outside = (place < starts[:, None]) | (place >= ends[:, None])
+    scores[outside] = torch.nan  # is not read
+    found = torch.empty(5, topk, dtype=torch.int32, device=DEVICE)
+    scored.select(scores, starts, ends, found)
+    order = scores.masked_fill(outside, -torch.inf).sort(dim=1, descending=True, stable=True).indices
+    for row, (chosen, visible) in enumerate(zip(found.tolist(), (ends - starts).tolist(), strict=True)):
+        best = sorted(order[row, : min(topk, visible)].tolist())
+        assert chosen == best + [-1] * (topk - len(best)), (kind, row)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED or find_spec("deep_gemm") is None, reason="no CUDA device with DeepGEMM")
+@pytest.mark.parametrize("heads", [32, 64])
+def test_deep_gemm_scores_select_the_same(heads: int) -> None:
+    queries, keys, dtype = 1500, 20_000, torch.float8_e4m3fn
+    given, (starts, ends) = inputs(queries, keys, heads, 128, dtype), causal(queries, keys)
+    starts[100:200], ends[300:400] = 15_000, 3_000
+    found = indexer_topk(**given, starts=starts, ends=ends, topk=2048)
+    check_long(found, given, starts, ends, 2048, dtype)
+    for _ in range(100):
+        assert torch.equal(found, indexer_topk(**given, starts=starts, ends=ends, topk=2048))
+    triton = indexer_topk(**given, starts=starts, ends=ends, topk=2048, backend="triton")
+    assert (found == triton).float().mean() > 0.9  # but for rounding, and what it shifts
 
 
 def test_indexer_topk_takes_the_lowest_of_equal_scores() -> None:
