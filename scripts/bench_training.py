@@ -89,13 +89,15 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=2, help="of all processes together")
+    parser.add_argument("--warmup-only", action="store_true")
     options = parser.parse_args()
     set_quiet()
     with joined(cpu=False, bfloat16=True) as processes:
         if processes.first:
             versions = {"torch": torch.__version__, "processes": processes.count}
             print(json.dumps({"device": torch.cuda.get_device_name(), **versions}), flush=True)
-        for stage in ("warmup", "sparse"):
+        stages: tuple[Stage, ...] = ("warmup", "sparse")
+        for stage in stages[: 1 if options.warmup_only else 2]:
             measure(processes, stage, options)
             gc.collect()
             torch.cuda.empty_cache()

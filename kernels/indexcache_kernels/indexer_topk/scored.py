@@ -12,7 +12,7 @@ from indexcache_kernels.indexer_topk.candidates import finish, take_sample, take
 SEGMENT = 4096  # scores between two looks at the candidates
 SAMPLE = 2048
 CHUNK = 128  # candidates that are looked for at a time
-WARPS = 4
+WARPS, REGISTERS = 4, 128  # registers a thread, so that four programs fit on a multiprocessor
 
 
 @triton.jit
@@ -84,4 +84,5 @@ def select(scores: Tensor, starts: Tensor, ends: Tensor, result: Tensor) -> None
         marks_ptr=workspace(rows, SEGMENT // 16), candidates_ptr=workspace(rows, 2, room), counts_ptr=workspace(rows),
         bounds_ptr=workspace(rows, dtype=torch.float32), result_ptr=result, SEGMENT=SEGMENT, SAMPLE=min(SAMPLE, room),
         STEPS=(SEGMENT // 16).bit_length() - 1, CHUNK=min(CHUNK, SEGMENT), TOPK=topk, ROOM=room, num_warps=WARPS,
+        maxnreg=REGISTERS,
     )  # fmt: skip
