@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels import candidate_topk, causal_ranges, indexer_kl, indexer_topk, sparse_attention
-from indexcache_kernels.indexer_topk import deep_gemm
 from indexcache_kernels.sparse_attention import flash_mla
 from scripts.deep_gemm_topk import Decoding, fast_topk, flashinfer_topk
 from scripts.deep_gemm_topk import indexer_topk as deep_gemm_topk
@@ -95,8 +94,6 @@ def topk_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
         operations = length * (length + 1) * heads * INDEX_DIM  # a multiplication and an addition for each pair
         least = size(*given.values()) + 4 * length * TOPK
         calls: dict[str, Callable[[], Tensor]] = {"indexer_topk": lambda given=given: indexer_topk(**given, topk=TOPK)}
-        if deep_gemm.fits(given["q"], given["k"], given.get("k_scale")):
-            calls["indexer_topk in Triton"] = partial(indexer_topk, **given, topk=TOPK, backend="triton")
         if dtype == torch.float8_e4m3fn and installed("deep_gemm", "sgl_kernel"):
             calls["DeepGEMM + fast_topk"] = lambda given=given: deep_gemm_topk(**given, rows=length)
             calls["DeepGEMM + fast_topk, 8K rows"] = lambda given=given: deep_gemm_topk(**given, rows=CHUNK)
@@ -113,7 +110,6 @@ def chunk_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
     for kind in ("random", "all equal"):
         inputs = last if kind == "random" else {**last, "weights": torch.zeros_like(last["weights"])}
         calls: dict[str, Callable[[], Any]] = {"indexer_topk": partial(indexer_topk, **inputs, topk=TOPK)}
-        calls["indexer_topk in Triton"] = partial(indexer_topk, **inputs, topk=TOPK, backend="triton")
         calls["indexer_topk, 8192 keys"] = partial(indexer_topk, **inputs, topk=8192)
         if installed("deep_gemm", "sgl_kernel"):
             for rows in (CHUNK, 528):

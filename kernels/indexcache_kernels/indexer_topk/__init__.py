@@ -37,7 +37,7 @@ def indexer_topk(
         topk: keys of a query; at most 8192 with `triton`.
         k_scale: `[L]`, float32, of the rows of a quantised `k`.
         backend: `naive` is PyTorch with dense scores, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes
-            that on CUDA, with DeepGEMM's scores where it is installed and faster (`indexer_topk/deep_gemm.py`).
+            that on CUDA.
 
     Returns:
         `[T, K]`, int32: rows of `k`, ascending; -1 behind them where a query sees fewer.
@@ -50,10 +50,9 @@ def indexer_topk(
         return naive.indexer_topk(q, k, weights, starts=starts, ends=ends, topk=topk, k_scale=k_scale)
     if topk > MOST:
         raise KernelInputError(f"topk is {topk}, expected at most {MOST} with backend triton")
-    from indexcache_kernels.indexer_topk import deep_gemm, triton
+    from indexcache_kernels.indexer_topk import triton
 
-    run = deep_gemm.indexer_topk if backend == "auto" and deep_gemm.fits(q, k, k_scale) else triton.indexer_topk
-    return run(
+    return triton.indexer_topk(
         q.contiguous(),
         k.contiguous(),
         weights.contiguous(),

@@ -82,11 +82,11 @@ def finish(values_ptr, indices_ptr, count, result_ptr, TOPK: tl.constexpr, ROOM:
 
 @triton.jit(noinline=True)
 def take_sample(
-    scores_ptr, score_stride, bounds_ptr, starts_ptr, ends_ptr, num_queries, lowest, highest, step,
+    scores_ptr, bounds_ptr, starts_ptr, ends_ptr, num_queries, lowest, highest, step,
     BLOCK_Q: tl.constexpr, SEGMENT: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Set the bounds of BLOCK_Q rows so that a few more than TOPK of their keys should exceed them, judged by every
-    `step`-th key, whose scores are `score_stride` apart; -inf where they may all be candidates.
+    `step`-th key; -inf where they may all be candidates.
 
     A bound is just below a score of the sample: scores that equal it are candidates, too.
     """
@@ -96,14 +96,13 @@ def take_sample(
     start = tl.maximum(start, lowest)
     key = (lowest + slot * step)[None, :]
     visible = (key >= start[:, None]) & (key < end[:, None])  # [BLOCK_Q, SEGMENT]
-    score = tl.load(
-        scores_ptr + row[:, None] * (SEGMENT * score_stride) + slot[None, :] * score_stride, mask=visible, other=0.0
-    )
+    score = tl.load(scores_ptr + row[:, None] * SEGMENT + slot[None, :], mask=visible, other=0.0)
     count, sampled = tl.maximum(end - start, 1), tl.sum(visible.to(tl.int32), 1)
     expected = TOPK / count * sampled  # of the sample are in
     rank = (expected + 4.0 * tl.sqrt(expected) + 4.0).to(tl.int32)  # four standard deviations, and rounding
     bound = _nth_largest(tl.where(visible, ordered_score(score), 0), rank)
-    tl.store(bounds_ptr + row, tl.where((count > ROOM) & (rank <= sampled), _score(bound - 1), float("-inf")))
+    below = bound - tl.where(bound == 2147483648, 2, 1).to(tl.uint32)  # what is below 0 is not -0
+    tl.store(bounds_ptr + row, tl.where((count > ROOM) & (rank <= sampled), _score(below), float("-inf")))
 
 
 @triton.jit

@@ -68,7 +68,7 @@ def _stream_kernel(
             todo = tl.load(todo_ptr + first)
             if (highest - lowest > ROOM) & (todo == 1):
                 take_sample(
-                    scores_ptr=sample_ptr + first.to(tl.int64) * SAMPLE, score_stride=1, bounds_ptr=bounds_ptr,
+                    scores_ptr=sample_ptr + first.to(tl.int64) * SAMPLE, bounds_ptr=bounds_ptr,
                     starts_ptr=starts_ptr + first, ends_ptr=ends_ptr + first, num_queries=1, lowest=lowest,
                     highest=highest, step=(highest - lowest) // SAMPLE, BLOCK_Q=BLOCK_Q, SEGMENT=SAMPLE, TOPK=TOPK,
                     ROOM=ROOM,
@@ -85,7 +85,7 @@ def _stream_kernel(
                 BLOCK_K=BLOCK_K, SEGMENT=SEGMENT, SCALED=SCALED, PRECISION=PRECISION, UPCAST=UPCAST,
             )  # fmt: skip
             take_sample(
-                scores_ptr=scores_ptr, score_stride=1, bounds_ptr=bounds_ptr, starts_ptr=starts_ptr + first,
+                scores_ptr=scores_ptr, bounds_ptr=bounds_ptr, starts_ptr=starts_ptr + first,
                 ends_ptr=ends_ptr + first, num_queries=num_queries - first, lowest=lowest, highest=highest, step=step,
                 BLOCK_Q=BLOCK_Q, SEGMENT=SEGMENT, TOPK=TOPK, ROOM=ROOM,
             )  # fmt: skip
