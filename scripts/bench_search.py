@@ -63,6 +63,8 @@ VARIANTS = {
     "lazy + swaps": replace(PLAIN, strategy="lazy", race=True, swaps=16),
     "segments": replace(PLAIN, strategy="segments", race=True),
     "segments, blocks of queries": replace(PLAIN, strategy="segments", race=True, queries=(4, 16)),
+    "segments, candidates": replace(PLAIN, strategy="segments", race=True, rescore=(4,)),
+    "segments, both": replace(PLAIN, strategy="segments", race=True, queries=(4, 16), rescore=(4,)),
     "segments + swaps": replace(PLAIN, strategy="segments", race=True, swaps=16),
     "greedy + swaps": replace(PLAIN, swaps=32),
     "exhaustive": replace(PLAIN, strategy="exhaustive"),

@@ -238,12 +238,13 @@ class Pattern:
         return hashlib.sha256(self.key.encode("ascii")).hexdigest()
 
     def share(self, layer: int) -> Self:
-        """This pattern with `layer` flipped from `F` or `D` to `S`.
+        """This pattern with `layer` flipped from `F`, `C` or `D` to `S`.
 
         Raises:
             PatternError: if the layer is not there, is something else, or is layer 0.
         """
-        return self._flipped(layer, self.letter, SHARED)
+        candidates = 0 <= layer < len(self) and self.roles[layer] == CANDIDATES
+        return self._flipped(layer, CANDIDATES if candidates else self.letter, SHARED)
 
     def unshare(self, layer: int) -> Self:
         """This pattern with `layer` flipped from `S` to `F` or `D`.

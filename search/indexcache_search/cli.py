@@ -17,7 +17,7 @@ from indexcache_search import selection_flags as flags
 from indexcache_search.errors import NonFiniteLossError, SearchError
 from indexcache_search.objectives import Objective
 from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
-from indexcache_search.strategies.priced import PRICE_CONTEXT
+from indexcache_search.strategies.prices import PRICE_CONTEXT
 from sglang_indexcache.command_line import ending
 from sglang_indexcache.pattern import parse_retention
 
@@ -137,12 +137,21 @@ def search(
             " --retain is a share of what indexers cost in prompts. Needs --reply."
         ),
     ] = "",
+    rescore: Annotated[
+        str,
+        typer.Option(
+            help="Let layers choose among the best 2 to 64 x index_topk tokens of the F before them, such as 4; then"
+            " --retain is such a share, too. No server takes such patterns."
+        ),
+    ] = "",
     price_context: Annotated[
-        int, typer.Option(help="--queries: tokens of a prompt at which indexers are priced.")
+        int, typer.Option(help="--queries, --rescore: tokens of a prompt at which indexers are priced.")
     ] = PRICE_CONTEXT,
     decode_retain: Annotated[
         str | None,
-        typer.Option(help="--queries: share of layers that are F at most: while decoding each runs its indexer."),
+        typer.Option(
+            help="--queries, --rescore: share of layers that are F at most: while decoding each runs its indexer."
+        ),
     ] = None,
     reply: Annotated[
         int | None,
@@ -224,7 +233,8 @@ def search(
             swaps,
             objective,
             seed,
-            _numbers(queries),
+            _numbers("--queries", queries),
+            _numbers("--rescore", rescore),
             price_context,
             None if decode_retain is None else parse_retention(decode_retain),
         )
@@ -289,11 +299,11 @@ def near_of(window: float | None, max_window: int | None, recent_keys: int | Non
     return {name: value for name, value in flags.items() if value is not None}
 
 
-def _numbers(queries: str) -> tuple[int, ...]:
-    """What `--queries` lists."""
-    words = [word.strip() for word in queries.split(",")] if queries else []
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    """What `flag` lists."""
+    words = [word.strip() for word in text.split(",")] if text else []
     if not all(word.isascii() and word.isdecimal() and len(word) < 5 for word in words):
-        raise SearchError(f"--queries is {queries[:40]!r}, expected numbers like 4,16")
+        raise SearchError(f"{flag} is {text[:40]!r}, expected numbers like 4,16")
     return tuple(map(int, words))
 
 

@@ -10,11 +10,12 @@ from indexcache_search.errors import SearchError
 from indexcache_search.objectives import Objective
 from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
 from indexcache_search.strategies.base import Goal, Strategy
-from indexcache_search.strategies.priced import PRICE_CONTEXT, Priced, price
+from indexcache_search.strategies.priced import Priced
+from indexcache_search.strategies.prices import PRICE_CONTEXT, Prices
 from indexcache_search.strategies.segments import Segments
 from indexcache_search.strategies.swaps import Swapping
 from sglang_indexcache import SparseModel
-from sglang_indexcache.indexers import EXACT_ROWS, QUERIES
+from sglang_indexcache.indexers import EXACT_ROWS, MOST_CANDIDATES, QUERIES
 from sglang_indexcache.pattern import full_layer_count
 
 
@@ -31,7 +32,8 @@ class Settings:
         swaps: swaps that local search tries a round; 0 for no local search.
         objective: what is minimised.
         queries: for how many prompt queries at a time an `F` layer may select; see `strategies.priced`.
-        price_context: prompt tokens at which that is priced.
+        rescore: among how many times index_topk candidates a layer may choose.
+        price_context: prompt tokens at which these are priced.
         decode_retain: share of layers that are `F` at most in such patterns; `None` for all.
         seed: decides the order of the calibration data.
     """
@@ -45,6 +47,7 @@ class Settings:
     objective: Objective = "kl"
     seed: int = 0
     queries: tuple[int, ...] = ()
+    rescore: tuple[int, ...] = ()
     price_context: int = PRICE_CONTEXT
     decode_retain: Fraction | None = None
 
@@ -64,9 +67,9 @@ class Settings:
             raise SearchError(f"--strategy is {self.strategy}, expected one of {', '.join(STRATEGIES)}")
         if self.blocks > 1 and not strategy.takes_blocks:
             raise SearchError(f"--blocks {self.blocks} needs --strategy greedy, found {self.strategy}")
-        if self.queries:
+        if self._flag:
             if self.strategy != Segments.name or self.swaps:
-                raise SearchError("--queries needs --strategy segments, without --swaps")
+                raise SearchError(f"{self._flag} needs --strategy segments, without --swaps")
             return Priced()
         return Swapping(strategy, self.swaps) if self.swaps else strategy
 
@@ -90,26 +93,36 @@ class Settings:
         self.chosen_strategy().check(goal)
         return goal
 
-    def _prices(self, model: SparseModel) -> dict[int, float]:
+    @property
+    def _flag(self) -> str | None:
+        """Which flag lets indexers score less, if any does."""
+        return "--queries" if self.queries else "--rescore" if self.rescore else None
+
+    def _prices(self, model: SparseModel) -> Prices | None:
         """See `Goal.prices`."""
-        if not self.queries:
-            return {}
+        if self._flag is None:
+            return None
         if model.native.selection is not None:
-            raise SearchError("--queries is about indexers, the model is dense")
+            raise SearchError(f"{self._flag} is about indexers, the model is dense")
         for queries in self.queries:
             if queries not in QUERIES or queries > model.index_topk:
                 most = max(item for item in QUERIES if item <= max(2, model.index_topk))
                 raise SearchError(f"--queries has {queries}, expected {', '.join(map(str, QUERIES))}, at most {most}")
+        for count in self.rescore:
+            if not 2 <= count <= MOST_CANDIDATES:
+                raise SearchError(f"--rescore has {count}, expected 2 to {MOST_CANDIDATES}")
         if self.price_context <= EXACT_ROWS:
             raise SearchError(f"--price-context is {self.price_context}, expected more than {EXACT_ROWS}")
-        return {1: 1.0, **{queries: price(queries, self.price_context) for queries in sorted(set(self.queries))}}
+        return Prices.at(self.price_context, model.index_topk, self.queries, self.rescore)
 
     def _most_full(self, model: SparseModel, full_layers: Mapping[Fraction, int]) -> int | None:
         """See `Goal.most_full`."""
         if self.decode_retain is None:
             return None
-        if not self.queries:
-            raise SearchError("--decode-retain is about patterns with --queries, without which --retain says it")
+        if self._flag is None:
+            raise SearchError(
+                "--decode-retain is about patterns with --queries or --rescore, without which --retain says it"
+            )
         most = full_layer_count(model.num_layers, self.decode_retain)
         for retention, count in full_layers.items():
             if count > most:

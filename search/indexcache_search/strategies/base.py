@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from indexcache_search.judge import Judge
+    from indexcache_search.strategies.prices import Prices
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,8 @@ class Goal:
         full_layers: how many `F` layers each retention keeps.
         blocks: see `greedy`.
         candidates: flips that a lazy step evaluates at least and at most.
-        prices: what an `F` layer costs that selects for so many prompt queries at a time, by that number, with 1 for
-            an `F` that selects for each; none where all of them do. Patterns may then have more `F` layers than
-            `full_layers`, for together as much.
+        prices: of indexers that score less; `None` where there are none. Patterns may then have other numbers of `F`
+            layers than `full_layers`, for together as much.
         most_full: how many `F` layers such patterns have at most, for each of them runs its indexer while decoding;
             `None` if that does not matter.
     """
@@ -48,7 +48,7 @@ class Goal:
     full_layers: Mapping[Fraction, int]
     blocks: int = 1
     candidates: tuple[int, int] = (3, 6)
-    prices: Mapping[int, float] = field(default_factory=dict)
+    prices: Prices | None = None
     most_full: int | None = None
 
     @property
