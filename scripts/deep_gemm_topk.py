@@ -21,7 +21,9 @@ def fast_topk(scores: Tensor, lengths: Tensor, starts: Tensor | None = None) -> 
     return found
 
 
-def flashinfer_topk(scores: Tensor, lengths: Tensor, starts: Tensor | None = None) -> Tensor:
+def flashinfer_topk(
+    scores: Tensor, lengths: Tensor, starts: Tensor | None = None, topk: int = TOPK, graph_safe: bool = True
+) -> Tensor:
     """FlashInfer's, as SGLang calls it with `--dsa-topk-backend flashinfer`: of equal scores the first."""
     import flashinfer
 
@@ -29,10 +31,10 @@ def flashinfer_topk(scores: Tensor, lengths: Tensor, starts: Tensor | None = Non
         scores,
         torch.zeros_like(lengths),
         lengths,
-        TOPK,
+        topk,
         deterministic=True,
         tie_break=1,
-        dsa_graph_safe=True,
+        dsa_graph_safe=graph_safe,
         row_starts=starts,
     )
     return found

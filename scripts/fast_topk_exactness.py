@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from scripts.bench_kernels import installed
-from scripts.deep_gemm_topk import TOPK
+from scripts.deep_gemm_topk import TOPK, fast_topk, flashinfer_topk
 
 DECODED = 64  # rows up to which they are decoded tokens
 Select = Callable[[Tensor, Tensor, int], Tensor]  # scores, lengths, k -> [rows, k]
@@ -67,25 +67,14 @@ def selections(topk: int) -> dict[str, Select]:
     """What can be measured here."""
     found: dict[str, Select] = {}
     if topk == TOPK:
-        import sgl_kernel
-
-        def fast_topk(scores: Tensor, lengths: Tensor, count: int) -> Tensor:
-            starts = None if len(scores) <= DECODED else torch.zeros_like(lengths)
-            chosen: Tensor = sgl_kernel.fast_topk_v2(scores, lengths, count, row_starts=starts)
-            return chosen
-
-        found["fast_topk_v2"] = fast_topk
+        found["fast_topk_v2"] = lambda scores, lengths, count: fast_topk(
+            scores, lengths, None if len(scores) <= DECODED else torch.zeros_like(lengths)
+        )
     if installed("flashinfer"):
-        import flashinfer
-
-        def ragged(scores: Tensor, lengths: Tensor, count: int, safe: bool) -> Tensor:
-            chosen: Tensor = flashinfer.top_k_ragged_transform(
-                scores, torch.zeros_like(lengths), lengths, count, deterministic=True, tie_break=1, dsa_graph_safe=safe
+        for name, safe in (("FlashInfer, as SGLang calls it", True), ("FlashInfer", False)):
+            found[name] = lambda scores, lengths, count, safe=safe: flashinfer_topk(
+                scores, lengths, topk=count, graph_safe=safe
             )
-            return chosen
-
-        found["FlashInfer, as SGLang calls it"] = partial(ragged, safe=True)
-        found["FlashInfer"] = partial(ragged, safe=False)
     found["torch.topk"] = lambda scores, lengths, count: scores.topk(count, dim=1, sorted=False).indices.int()
     return found
 
