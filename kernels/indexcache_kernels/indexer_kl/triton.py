@@ -14,7 +14,7 @@ from indexcache_kernels.heads import head_sizes, load_heads, load_rows, products
 
 
 @triton.jit
-def _keys(starts_ptr, ends_ptr, token, SELECTED: tl.constexpr, TOPK: tl.constexpr):
+def _key_range(starts_ptr, ends_ptr, token, SELECTED: tl.constexpr, TOPK: tl.constexpr):
     """Where a query's keys begin and end: places among what was selected for it, or keys."""
     first, last = 0, TOPK
     if not SELECTED:
@@ -41,7 +41,7 @@ def _denominator_kernel(
 ):  # fmt: skip
     """The logarithm of the denominator of one query's index scores, 0 where it sees nothing."""
     token = tl.program_id(0).to(tl.int64)
-    first, last = _keys(starts_ptr, ends_ptr, token, SELECTED, TOPK)
+    first, last = _key_range(starts_ptr, ends_ptr, token, SELECTED, TOPK)
     indexer = tl.arange(0, BLOCK_I)  # [BLOCK_I]
     place, mask = token * INDEXERS + indexer, indexer < INDEXERS
     index_queries = load_rows(index_q_ptr + place * INDEX_DIM, mask, INDEX_DIM, BLOCK_C, UPCAST)
@@ -78,7 +78,7 @@ def _compare_kernel(
     """The divergence of one query, and with GRADIENT its gradient, softmax - target in the index scores; that of keys
     is added up in memory. With ONCE all heads fit, and their queries are loaded once."""
     token = tl.program_id(0).to(tl.int64)
-    first, last = _keys(starts_ptr, ends_ptr, token, SELECTED, TOPK)
+    first, last = _key_range(starts_ptr, ends_ptr, token, SELECTED, TOPK)
     indexer, dim, head = tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
     index_place, index_mask = token * INDEXERS + indexer, indexer < INDEXERS
     index_queries = load_rows(index_q_ptr + index_place * INDEX_DIM, index_mask, INDEX_DIM, BLOCK_C, UPCAST)
