@@ -68,7 +68,7 @@ def _select_kernel(
     result_ptr += query * TOPK
     finish(
         values_ptr=values_ptr + query * ROOM, indices_ptr=candidates_ptr, count=count, result_ptr=result_ptr,
-        result_values_ptr=result_ptr, MERGE=False, TOPK=TOPK, ROOM=ROOM,
+        TOPK=TOPK, ROOM=ROOM,
     )  # fmt: skip
 
 
