@@ -13,14 +13,13 @@ highest of those left out is above the cut, relative to it. Times are medians of
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from scripts.bench_kernels import installed
+from scripts.bench_kernels import installed, measure
 from scripts.deep_gemm_topk import TOPK, fast_topk, flashinfer_topk
 
 DECODED = 64  # rows up to which they are decoded tokens
@@ -81,17 +80,7 @@ def selections(topk: int) -> dict[str, Select]:
 
 def microseconds(call: Callable[[], Tensor]) -> float:
     """Of a call, ten in a row."""
-    call()
-    times = []
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(10):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 100)
-    return statistics.median(times)
+    return measure(lambda: [call() for _ in range(10)], 5)[0] * 100
 
 
 def main() -> None:

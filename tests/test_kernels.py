@@ -21,9 +21,6 @@ from tests.test_indexer_topk import causal
 __all__ = ["poisoned"]  # a fixture of every test here
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="no CUDA device")
 def test_what_has_an_order_repeats_bit_for_bit() -> None:

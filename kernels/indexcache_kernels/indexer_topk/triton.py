@@ -163,7 +163,8 @@ def indexer_topk(
     sets = programs * block_q
     candidates, counts, bounds = workspace(sets, 2, room), workspace(sets), workspace(sets, dtype=torch.float32)
     sample = workspace(queries if splits > 1 else 1, min(SAMPLE, room), dtype=torch.float32)
-    todo = torch.ones(queries, dtype=torch.int32, device=q.device)
+    # the queue of blocks, or with splits what is to do with each query; never both
+    state = torch.full((1 if splits == 1 else queries,), int(splits > 1), dtype=torch.int32, device=q.device)
     inputs = {"q_ptr": q, "k_ptr": k, "weights_ptr": weights, "k_scale_ptr": k if k_scale is None else k_scale}
     inputs |= {"starts_ptr": starts, "ends_ptr": ends}
     shapes = {"HEADS": heads, "PADDED_HEADS": padded_heads, "DIM": dim, "BLOCK_Q": block_q, "BLOCK_K": BLOCK_K}
@@ -173,8 +174,8 @@ def indexer_topk(
         _stream_kernel[(programs,)],
         **inputs, scores_ptr=workspace(programs, block_q, SEGMENT, dtype=torch.float32),
         marks_ptr=workspace(programs, block_q, SEGMENT // 16), candidates_ptr=candidates, counts_ptr=counts,
-        bounds_ptr=bounds, sample_ptr=sample, todo_ptr=todo, result_ptr=selected,
-        queue_ptr=torch.zeros(1, dtype=torch.int32, device=q.device), num_queries=queries, num_blocks=blocks,
+        bounds_ptr=bounds, sample_ptr=sample, todo_ptr=state, result_ptr=selected,
+        queue_ptr=state, num_queries=queries, num_blocks=blocks,
         **shapes, SEGMENT=SEGMENT, STEPS=(SEGMENT // 16).bit_length() - 1, CHUNK=min(CHUNK, SEGMENT), TOPK=topk,
         SAMPLE=sample.shape[1], SPLITS=splits, maxnreg=REGISTERS[k.itemsize],
     )  # fmt: skip
@@ -194,7 +195,7 @@ def indexer_topk(
         merge_kernel[(queries,)](
             candidates_ptr=candidates, counts_ptr=counts, before_ptr=workspace(queries, padded_splits),
             starts_ptr=starts, ends_ptr=ends, merged_ptr=merged, merged_counts_ptr=merged_counts,
-            bounds_ptr=merged_bounds, todo_ptr=todo, result_ptr=selected, SPLITS=splits, PADDED_SPLITS=padded_splits,
+            bounds_ptr=merged_bounds, todo_ptr=state, result_ptr=selected, SPLITS=splits, PADDED_SPLITS=padded_splits,
             STEPS=padded_splits.bit_length() - 1, TOPK=topk, ROOM=room, SEGMENT=SEGMENT, num_warps=2 * WARPS,
         )  # fmt: skip
     return selected
