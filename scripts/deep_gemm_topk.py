@@ -24,11 +24,14 @@ def fast_topk(scores: Tensor, lengths: Tensor, starts: Tensor | None = None) -> 
 def flashinfer_topk(
     scores: Tensor, lengths: Tensor, starts: Tensor | None = None, topk: int = TOPK, graph_safe: bool = True
 ) -> Tensor:
-    """FlashInfer's, as SGLang calls it with `--dsa-topk-backend flashinfer`: of equal scores the first."""
+    """FlashInfer's, as SGLang calls it with `--dsa-topk-backend flashinfer`: of equal scores the first.
+
+    It takes rows without gaps alone, which DeepGEMM's ragged scores have.
+    """
     import flashinfer
 
     found: Tensor = flashinfer.top_k_ragged_transform(
-        scores,
+        scores.contiguous(),
         torch.zeros_like(lengths),
         lengths,
         topk,
