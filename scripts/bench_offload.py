@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from indexcache_kernels import BlockBuffer, copy_blocks, swap_blocks
 from indexcache_search.hf.attending import attending
 from indexcache_search.hf.offloaded import OffloadedDecoder, PassedOn
-from indexcache_search.offload.bandwidth import measured_bandwidth
+from indexcache_search.offload.bandwidth import copy_bandwidth
 from scripts.bench_delta import SHAPES, config_of
 from scripts.bench_page_selection import milliseconds
 from sglang_indexcache import Pattern
@@ -254,7 +254,7 @@ def offloaded(model: Any, options: argparse.Namespace, name: str, requests: int)
 def copies() -> Iterator[dict[str, Any]]:
     """GB/s of `copy_blocks`, beside those of one large copy."""
     rows, slots, blocks = 128, 96, 256
-    yield {"one copy of 256 MiB, GB/s": measured_bandwidth(torch.device("cuda"))}
+    yield {"one copy of 256 MiB, GB/s": copy_bandwidth(torch.device("cuda"))}
     for kilobytes in (4, 16, 64):
         host = torch.empty(rows, blocks, kilobytes << 10, dtype=torch.uint8, pin_memory=True)
         device = torch.empty(rows, slots, kilobytes << 10, dtype=torch.uint8, device="cuda")
@@ -275,7 +275,7 @@ def runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = new_model(options.shape, 2 * options.context, options.device)
     full = None
     if options.device == "cuda":
-        yield {"device": torch.cuda.get_device_name(), "bandwidth_gb_s": measured_bandwidth(model.device)}
+        yield {"device": torch.cuda.get_device_name(), "bandwidth_gb_s": copy_bandwidth(model.device)}
         full = full_attention(model, options)
         yield full
     for name in ("F", "FSSS") if options.shared else ("F",):

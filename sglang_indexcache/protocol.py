@@ -12,12 +12,14 @@ from uuid import uuid4
 
 STATUS, CHECK, SWITCH = "status", "check", "switch"
 BASELINE, KL, SAMPLE, OVERLAP = "baseline", "kl", "sample", "overlap"
+RECORD, MISSES = "record", "misses"
 KEEP = "keep"  # on a request: the baseline's hidden states
 BAD_REQUEST, CONFLICT = int(HTTPStatus.BAD_REQUEST), int(HTTPStatus.CONFLICT)
 
 Range = tuple[int, int]
 """Positions of a sequence, the last one excluded."""
 
+_MEASURED = (KEEP, KL, OVERLAP, MISSES)
 _BUSY = "busy: "
 _PREFIX = "indexcache"
 
@@ -42,7 +44,7 @@ class Measured:
     """What is measured on a request.
 
     Attributes:
-        what: `keep` the baseline's hidden states, `kl` to them, or index `overlap`.
+        what: `keep` the baseline's hidden states, `kl` to them, index `overlap`, or what a buffer `misses`.
         sequence: number of the sequence in the data set that the control request announced.
         nonce: makes the id unique among all requests.
     """
@@ -65,6 +67,6 @@ class Measured:
     def parse(cls, rid: str) -> Measured | None:
         """What `rid` asks for; `None` for an ordinary request."""
         words = rid.split(":")
-        if len(words) != 4 or words[0] != _PREFIX or words[1] not in (KEEP, KL, OVERLAP) or not words[2].isdecimal():
+        if len(words) != 4 or words[0] != _PREFIX or words[1] not in _MEASURED or not words[2].isdecimal():
             return None
         return cls(words[1], int(words[2]), words[3])

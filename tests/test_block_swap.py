@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from indexcache_kernels import BlockBuffer, KernelInputError, copy_blocks, swap_blocks
-from indexcache_search.errors import SearchError
-from indexcache_search.offload.residency import Residency, hisparse_misses
+from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.residency import Residency, hisparse_misses
 from tests.interpreter import DEVICE, poisoned
 
 __all__ = ["poisoned"]  # a fixture of every test here
@@ -116,13 +116,13 @@ def test_hisparse_loads_the_token_before_the_newest_again() -> None:
 
 
 def test_misuse_is_refused() -> None:
-    with pytest.raises(SearchError, match="buffer of 2 items can't hold 3 different ones"):
+    with pytest.raises(IndexCacheError, match="buffer of 2 items can't hold 3 different ones"):
         Residency(2).use(np.asarray([1, 2, 3], np.int32))
-    with pytest.raises(SearchError, match="different ones at once"):
+    with pytest.raises(IndexCacheError, match="different ones at once"):
         Residency(4).use(np.asarray([1, 1], np.int32))
-    with pytest.raises(SearchError, match="can't hold 2 different ones at first"):
+    with pytest.raises(IndexCacheError, match="can't hold 2 different ones at first"):
         Residency(4, [1, 1])
-    with pytest.raises(SearchError, match="step 0: 9 tokens, expected 8"):
+    with pytest.raises(IndexCacheError, match="step 0: 9 tokens, expected 8"):
         hisparse_misses([(np.asarray([1], np.int32), 9)], 4, 7)
     born, wanted = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32)
     with pytest.raises(KernelInputError, match=r"buffer is .1, 2., expected .1, 3 or more slots"):

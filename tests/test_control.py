@@ -15,6 +15,8 @@ from sglang_indexcache.calibration.control import Controller
 from sglang_indexcache.calibration.divergence import Divergence
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration
+from sglang_indexcache.calibration.selections import Selections
+from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.dsa import Dsa
 from sglang_indexcache.families.dsa.spellings import to_sglang
 from sglang_indexcache.probes import SglangSource
@@ -60,10 +62,12 @@ def _no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
 
 
-def controller(divergence: Divergence | None = None, overlap: Overlap | None = None) -> Controller:
+def controller(
+    divergence: Divergence | None = None, overlap: Overlap | None = None, family: Family | None = None
+) -> Controller:
     calibration = Calibration(SglangSource(Path(), "0.0"))
-    calibration._family, calibration._pattern, calibration.config_sha256 = Dsa(), NATIVE, "digest"
-    return Controller(calibration, divergence, overlap)
+    calibration._family, calibration._pattern, calibration.config_sha256 = family or Dsa(), NATIVE, "digest"
+    return Controller(calibration, divergence, overlap, None if overlap is None else Selections(calibration))
 
 
 def ask(scheduler: Scheduler, action: str, control: Controller | None = None, **body: Any) -> dict[str, Any]:
@@ -139,13 +143,17 @@ def test_a_rank_that_does_not_run_what_its_configuration_says_ends(capsys: pytes
 @pytest.mark.parametrize(
     ("action", "body", "message"),
     [
-        ("explode", {}, "action is 'explode', expected status, check, switch, baseline, kl, sample, overlap"),
+        ("explode", {}, "action is 'explode', expected status, check, switch, baseline, kl, sample, overlap, record"),
         ("baseline", {"data": "x"}, "ranges are None, expected"),
         ("baseline", {"data": "x", "ranges": [[3, 3]]}, "a range is empty"),
         ("baseline", {"data": "x", "ranges": [[0, 10**12]]}, "GB of host memory on each rank, allowed are 1"),
         ("kl", {}, "requests is missing"),
         ("kl", {"requests": {"indexcache:kl:0:n": [[1, 2]]}}, "it was not run"),
         ("sample", {"positions": "all"}, "positions is missing"),
+        ("record", {}, "first is 0 and tokens 0, expected 0 < first < tokens"),
+        ("record", {"first": 8, "tokens": 8}, "first is 8 and tokens 8"),
+        ("misses", {}, "sizes is missing, expected a list of tokens"),
+        ("misses", {"sizes": [16, 0]}, "sizes is missing"),
     ],
 )
 def test_requests_that_make_no_sense(action: str, body: dict[str, Any], message: str) -> None:
@@ -154,7 +162,7 @@ def test_requests_that_make_no_sense(action: str, body: dict[str, Any], message:
 
 
 def test_what_can_be_measured_is_said_and_the_rest_refused() -> None:
-    assert ask(Scheduler(), "status", controller(Divergence(1), Overlap()))["measures"] == ["kl", "overlap"]
+    assert ask(Scheduler(), "status", controller(Divergence(1), Overlap()))["measures"] == ["kl", "overlap", "misses"]
     assert ask(Scheduler(), "status", controller(Divergence(1)))["measures"] == ["kl"]
     stage = Scheduler(stage=range(3))
     control = controller(Divergence(1), Overlap())
@@ -164,6 +172,18 @@ def test_what_can_be_measured_is_said_and_the_rest_refused() -> None:
             ask(scheduler, "baseline", asked, data="x", ranges=[[0, 1]])
         with pytest.raises(IndexCacheError, match="index overlap is not measured"):
             ask(scheduler, "sample", asked, positions=[3])
+        with pytest.raises(IndexCacheError, match="selections are not recorded of this model"):
+            ask(scheduler, "record", asked, first=3, tokens=9)
+
+
+def test_a_family_that_cannot_tell_positions_records_nothing() -> None:
+    class Untold(Dsa):
+        tells_positions = False
+
+    control = controller(Divergence(1), Overlap(), Untold())
+    assert ask(Scheduler(), "status", control)["measures"] == ["kl", "overlap"]
+    with pytest.raises(IndexCacheError, match="selections are not recorded of this model"):
+        ask(Scheduler(), "misses", control, sizes=[4])
 
 
 def test_switching_tells_what_is_kept_which_pattern_runs() -> None:

@@ -18,11 +18,12 @@ from indexcache_search.errors import SearchError
 from indexcache_search.hf.pages import apply_page_roles
 from indexcache_search.identity import today
 from indexcache_search.journal import Journal
-from indexcache_search.offload import cli
+from indexcache_search.offload import bandwidth, cli
 from indexcache_search.offload.advice import PAGE, CacheBytes, Machine, choosing, hisparse_config, stall_ms
 from indexcache_search.offload.counting import count_misses
-from indexcache_search.offload.residency import page_misses
 from sglang_indexcache import Pattern, PatternFile
+from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.residency import page_misses
 from sglang_indexcache.steps import Steps
 from tests.conftest import (
     LAYERS,
@@ -99,9 +100,9 @@ def test_what_was_counted_is_not_counted_again(tmp_path: Path, monkeypatch: pyte
 def test_bytes_are_those_of_sglangs_layout() -> None:
     """GLM-5 and DeepSeek-V3.2: 656 bytes a token in fp8, 1,152 in bfloat16, and 132 for an index key."""
     config = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)
-    assert CacheBytes.of_dsa(config, "fp8_e4m3") == CacheBytes(kv=656, index=132, item=1, beside=64)
+    assert CacheBytes.of_dsa(config, "fp8_e4m3") == CacheBytes(kv=656, index=132, item=1, piece=656, beside=64)
     size = CacheBytes.of_dsa(config, "bfloat16")
-    assert size == CacheBytes(kv=1152, index=132, item=1, beside=64)
+    assert size == CacheBytes(kv=1152, index=132, item=1, piece=1152, beside=64)
     pattern = Pattern("FSSF")
     assert size.on_host(pattern, 1000) == 4 * 1000 * 1152
     assert size.on_device(pattern, 100, 1000) == 4 * (100 + PAGE) * 1152 + 2 * 1000 * 132
@@ -209,6 +210,29 @@ def test_models_whose_cache_is_kept_otherwise_are_refused(token_file: Path, tmp_
     assert done.exit_code == 2 and "--evaluation is missing" in done.output
 
 
+@pytest.mark.parametrize(("piece", "moved"), [(1152, 1152), (661, 656), (3, 8), (1 << 20, 1 << 20)])
+def test_the_bandwidth_is_of_pieces_from_anywhere(piece: int, moved: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are brought, each once; how long that takes is a device's affair."""
+    calls = []
+
+    def timed(call: Any) -> float:
+        host, memory, chosen, slots, loads = call.args
+        host.random_(0, 256)
+        call()
+        assert loads.all() and memory.shape == (64, chosen.shape[1], moved) and memory.is_contiguous()
+        for row in (0, 63):
+            assert len(set(chosen[row].tolist())) == chosen.shape[1] <= host.shape[1] // 4
+            assert torch.equal(memory[row], host[row, chosen[row].long()])
+        assert torch.equal(slots[0], torch.arange(chosen.shape[1], dtype=torch.int32))
+        calls.append(memory.nbytes)
+        return 2.0
+
+    monkeypatch.setattr(bandwidth, "SIZE", 8 << 20)
+    monkeypatch.setattr(bandwidth, "_milliseconds", timed)
+    found = bandwidth.gather_bandwidth(torch.device("cpu"), piece)
+    assert found == calls[-1] / 2e6
+
+
 # -- dense models
 
 FEW = ["--page-tokens", 4, "--pages", 3, "--recent-pages", 1]
@@ -242,7 +266,7 @@ def test_pages_are_counted_by_hand() -> None:
     assert page_misses(steps, 3, newest) == 1 + 1 + 1 + 2
     assert page_misses(steps, 4, newest) == 1 + 0 + 0 + 1  # 2 was still there, then 5, then 2 again
     assert page_misses(steps, 8, newest) == 0  # all of the prompt was still there
-    with pytest.raises(SearchError, match="a buffer of 2 items can't hold 3"):
+    with pytest.raises(IndexCacheError, match="a buffer of 2 items can't hold 3"):
         page_misses(steps, 2, newest)
 
 
@@ -250,12 +274,12 @@ def test_bytes_of_dense_models() -> None:
     """SmolLM2: 3 key heads of 64 dimensions."""
     config = SimpleNamespace(num_attention_heads=9, num_key_value_heads=3, hidden_size=576)
     size = CacheBytes.of_dense(config, "bfloat16", replace(PAGES, page_tokens=64, score="compressed_keys"))
-    assert size == CacheBytes(kv=768, index=24, item=64, beside=0)
+    assert size == CacheBytes(kv=768, index=24, item=64, piece=64 * 128, beside=0)
     pattern = Pattern("DDFSS", PAGES)
     assert size.on_host(pattern, 1000) == 3 * 1000 * 768
     assert size.on_device(pattern, 128, 1000) == (2 * 1000 + 3 * 128) * 768 + 1000 * 24
     assert size.on_device(pattern, 1024, 1000) == 5 * 1000 * 768 + 1000 * 24
-    assert CacheBytes.of_dense(config, "fp8_e4m3", PAGES) == CacheBytes(kv=384, index=0, item=4, beside=0)
+    assert CacheBytes.of_dense(config, "fp8_e4m3", PAGES) == CacheBytes(kv=384, index=0, item=4, piece=4 * 64, beside=0)
 
 
 def test_plans_of_a_dense_model(
@@ -329,6 +353,7 @@ def test_the_best_plan_within_limits(dense_folder: Path, token_file: Path, tmp_p
         ([*FEW, "--decode-steps", 30], "--decode-steps is 30, expected at most 20: up to 12 tokens"),
         ([*FEW, "--steps", "ema"], "steps are 'ema', expected none, ema:BETA"),
         ([*FEW, "--score", "best"], "--score is best, expected token_max or compressed_keys"),
+        ([*FEW, "--endpoint", "http://127.0.0.1:9"], "--endpoint does not run LlamaForCausalLM; expected a DSA model"),
     ],
 )
 def test_bad_plans_of_dense_models(

@@ -14,9 +14,9 @@ from indexcache_search.errors import SearchError
 from indexcache_search.hf import offloaded
 from indexcache_search.hf.offloaded import OffloadedDecoder, generate
 from indexcache_search.hf.pages import apply_page_roles
-from indexcache_search.offload.residency import Residency
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
+from sglang_indexcache.residency import Residency
 from sglang_indexcache.selection import Selection
 from sglang_indexcache.steps import Steps
 from tests.test_pages import dense_model

@@ -16,6 +16,7 @@ from indexcache_search.hf.indexers import block_selection
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError, ProofError
 from sglang_indexcache.families.dsa import Dsa, blocks
+from sglang_indexcache.families.dsa.index_space import in_index_space, positions_of
 from sglang_indexcache.families.hy_v4 import HyV4
 from sglang_indexcache.indexers import EXACT_ROWS, Indexer
 from sglang_indexcache.serving.preflight import refused_flags
@@ -156,6 +157,28 @@ def _sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("sglang", "sglang.srt"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "sglang.srt.environ", module)
+
+
+@pytest.mark.parametrize("kind", [PAGED, RAGGED, UNFUSED])
+def test_positions_come_back_from_every_index_space(kind: str) -> None:
+    """Of rows of three requests, with places that are empty; what no row sees is refused."""
+    torch.manual_seed(1)
+    prefixes, lengths = [0, 70, 128], [200, 300, 1]
+    metadata = Metadata(prefixes, lengths, kind)
+    rows = torch.tensor([3, 199, 200, 321, 499, 500])
+    requests = metadata.requests[rows].long()
+    positions = torch.full((len(rows), TOPK), -1, dtype=torch.int32)
+    for row, length in zip(positions, metadata.lengths[rows].tolist(), strict=True):
+        chosen = torch.randperm(length)[:TOPK]
+        row[: len(chosen)] = chosen.int()
+    selected = in_index_space(metadata, positions, rows, requests)
+    assert kind == UNFUSED or not torch.equal(selected, positions)
+    assert torch.equal(positions_of(metadata, selected, rows, requests), positions)
+    for wrong in (999_999, int(in_index_space(metadata, metadata.lengths[rows[:1], None], rows[:1], requests[:1]))):
+        other = selected.clone()
+        other[0, 0] = wrong  # nobody's, and the token behind the query
+        with pytest.raises(ProofError, match="a query selects what is no token before it"):
+            positions_of(metadata, other, rows, requests)
 
 
 @pytest.mark.parametrize("kind", [PAGED, RAGGED, UNFUSED])

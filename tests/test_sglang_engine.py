@@ -59,11 +59,12 @@ class Stub:
 
     def __init__(self, ranks: int = 1) -> None:
         self.patterns, self.requests = ["F" * LAYERS] * ranks, 0
-        self.config_sha256, self.versions, self.measures = MODEL.config_sha256, VERSIONS, ["kl", "overlap"]
+        self.config_sha256, self.versions, self.measures = MODEL.config_sha256, VERSIONS, ["kl", "overlap", "misses"]
         self.weights_sha256 = "1" * 64
         self.kept: list[set[int]] = [set() for _ in range(ranks)]
         self.found: dict[str, str] = {}
         self.positions: list[int] = []
+        self.range, self.recorded = (0, 0), list[int]()
         self.sampled = 0
         self.fail: Callable[[str], tuple[int, Any] | None] = lambda path: None
         stub = self
@@ -119,6 +120,12 @@ class Stub:
                 self.positions, self.sampled = body["positions"], 0
             case "overlap":
                 return {"overlap": np.eye(LAYERS).tolist(), "queries": self.sampled * len(self.positions)}
+            case "record":
+                self.range, self.recorded = (body["first"], body["tokens"]), []
+            case "misses":
+                full = [layer for layer, role in enumerate(self.patterns[rank]) if role == "F"]
+                [row] = self.recorded
+                return {"misses": {str(layer): [made_up(layer, row, size) for size in body["sizes"]] for layer in full}}
         return {}
 
     def generate(self, body: Any) -> Any:
@@ -131,6 +138,9 @@ class Stub:
                 self.kept[rank].add(measured.sequence)
             elif measured.what == "overlap":
                 self.sampled += 1
+            elif measured.what == "misses":
+                assert self.range == (DATA.seq_len - 4, len(body["input_ids"][0]))
+                self.recorded.append(measured.sequence)
             elif measured.sequence in self.kept[rank]:
                 self.found[rid] = self.patterns[rank]
         return [{"meta_info": self.scores(self.patterns[rank], tokens, start)} for tokens in body["input_ids"]]
@@ -232,6 +242,28 @@ def test_overlap_moves_to_another_server(stubs: list[Stub]) -> None:
     stubs[1].fail = lambda path: (0, None)
     with pytest.raises(SearchError, match="no server came back"):
         live.topk_overlap(DATA, 5)
+
+
+def test_misses_are_what_a_server_counted(stubs: list[Stub]) -> None:
+    """Of one sequence after the other, with the pattern asked for; of another server where one is lost."""
+    live, pattern = engine(*stubs, patience=0.5), PATTERNS[1]
+    for row in (1, 0):
+        found = live.misses(pattern, DATA, row, 4, [8, 16])
+        assert found == {layer: [made_up(layer, row, size) for size in (8, 16)] for layer in pattern.full_layers}
+    stubs[0].fail = lambda path: (0, None)
+    assert sorted(live.misses(pattern, DATA, 1, 4, [8])) == list(pattern.full_layers)
+
+    def wrong(path: str) -> tuple[int, Any] | None:
+        answer = {"dp_rank": 0, **stubs[1].status(0), "misses": {"0": [1, 2]}}
+        return (200, {"ranks": [answer]}) if path.endswith("/misses") else None
+
+    stubs[1].fail = wrong
+    with pytest.raises(SearchError, match="counted layers"):
+        live.misses(pattern, DATA, 1, 4, [8])
+    other = engine(stubs[1])
+    other._measures = frozenset()
+    with pytest.raises(SearchError, match="does not record what is selected"):
+        other.misses(pattern, DATA, 0, 4, [8])
 
 
 def test_what_a_result_depends_on(stubs: list[Stub]) -> None:

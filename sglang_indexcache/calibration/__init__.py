@@ -8,6 +8,8 @@ control request that SGLang already fans out. A server in serving mode has none 
 from __future__ import annotations
 
 import os
+from functools import partial
+from typing import Any
 
 from sglang_indexcache import probes
 from sglang_indexcache.calibration.control import Controller
@@ -16,6 +18,7 @@ from sglang_indexcache.calibration.lm_head import around_logits
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration
 from sglang_indexcache.calibration.route import add_route
+from sglang_indexcache.calibration.selections import Selections
 from sglang_indexcache.hooks import Hooks, installed_source
 from sglang_indexcache.serving import proof
 
@@ -36,14 +39,20 @@ def install() -> None:
     proven = proof.Proven()
     hooks.after(probes.LOAD_MODEL, proof.prover(calibration, proven))
     hooks.after(probes.READY, lambda info, *_, **__: info.update(indexcache=proven.proof.status("calibration")))
-    divergence = overlap = None
+    divergence = overlap = selections = None
     if source.refusal(probes.DIVERGENCE) is None:
         divergence = Divergence(limit_gb())
         hooks.around(probes.LOGPROBS, divergence.around_logprobs)
     if source.missing(probes.LOGITS) is None:  # one hook: SGLang warns of two around the same place
         hooks.around(probes.LOGITS, around_logits(divergence))
     if source.refusal(probes.SAMPLING) is None:
-        overlap = Overlap()
-        hooks.before(probes.FORWARD, overlap.before_forward)
-    hooks.around(probes.CONTROL, Controller(calibration, divergence, overlap).handle)
+        overlap, selections = Overlap(), Selections(calibration)
+        hooks.before(probes.FORWARD, partial(_before_forward, overlap, selections))
+    hooks.around(probes.CONTROL, Controller(calibration, divergence, overlap, selections).handle)
     hooks.before(probes.HTTP, add_route)
+
+
+def _before_forward(overlap: Overlap, selections: Selections, *args: Any, **kwargs: Any) -> None:
+    """One hook for both."""
+    overlap.before_forward(*args, **kwargs)
+    selections.before_forward(*args, **kwargs)

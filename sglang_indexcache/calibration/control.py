@@ -13,6 +13,7 @@ from sglang_indexcache import protocol
 from sglang_indexcache.calibration.divergence import Divergence
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
+from sglang_indexcache.calibration.selections import Selections, sizes_of
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.pattern import Pattern
@@ -34,10 +35,18 @@ class Controller:
         calibration: knows the schedule that the server started with; its S layers have no indexer.
         divergence: measures KL, or `None` where this SGLang has no place for it.
         overlap: samples indices, or `None` likewise.
+        selections: records what is selected, or `None` likewise.
     """
 
-    def __init__(self, calibration: Calibration, divergence: Divergence | None, overlap: Overlap | None) -> None:
+    def __init__(
+        self,
+        calibration: Calibration,
+        divergence: Divergence | None,
+        overlap: Overlap | None,
+        selections: Selections | None,
+    ) -> None:
         self._calibration, self._divergence, self._overlap = calibration, divergence, overlap
+        self._selections = selections
         self._actions: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {
             protocol.STATUS: lambda scheduler, body: {},
             protocol.CHECK: self._check,
@@ -46,6 +55,8 @@ class Controller:
             protocol.KL: self._sums,
             protocol.SAMPLE: self._sample,
             protocol.OVERLAP: self._end_sampling,
+            protocol.RECORD: self._record,
+            protocol.MISSES: self._misses,
         }
 
     def handle(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
@@ -131,10 +142,22 @@ class Controller:
     def _end_sampling(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         return self._sampled(scheduler.tp_worker.model_runner).end()
 
+    def _record(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+        runner, numbers = scheduler.tp_worker.model_runner, (body.get("first"), body.get("tokens"))
+        first, tokens = (number if type(number) is int else 0 for number in numbers)
+        roles = self._calibration.family.configured(runner)
+        self._recorded(runner).begin(first, tokens, roles)
+        return {}
+
+    def _misses(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self._recorded(scheduler.tp_worker.model_runner).end(sizes_of(body))
+
     def _measures(self, runner: Any) -> list[str]:
         """What can be measured beside logprobs; not with pipeline stages, whose first one answers alone."""
         whole = len(self._roles(runner)) == len(self._calibration.pattern)
-        places = {protocol.KL: self._divergence, protocol.OVERLAP: self._overlap}
+        places: dict[str, object] = {protocol.KL: self._divergence, protocol.OVERLAP: self._overlap}
+        if self._calibration.family.tells_positions:
+            places[protocol.MISSES] = self._selections
         return [name for name, measure in places.items() if whole and measure is not None]
 
     def _roles(self, runner: Any) -> dict[int, str]:
@@ -149,6 +172,11 @@ class Controller:
         if self._overlap is None or protocol.OVERLAP not in self._measures(runner):
             raise CalibrationError(f"index overlap is not measured {_UNMEASURED}")
         return self._overlap
+
+    def _recorded(self, runner: Any) -> Selections:
+        if self._selections is None or protocol.MISSES not in self._measures(runner):
+            raise CalibrationError(f"selections are not recorded of this model, {_UNMEASURED}")
+        return self._selections
 
 
 def apply(family: Family, runner: Any, pattern: Pattern) -> None:

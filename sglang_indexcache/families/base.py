@@ -16,7 +16,7 @@ from sglang_indexcache.probes import LOAD_MODEL, Feature, Need, SglangSource
 from sglang_indexcache.selection import Selection
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 class Family(ABC):
@@ -35,6 +35,7 @@ class Family(ABC):
         begins_every_stage: whether the first site of a pipeline stage must choose, since stages hand nothing over.
         proven_after: what of SGLang has run when `loaded` is called and the roles are read back.
         calibrated: whether a calibration server can switch patterns.
+        tells_positions: whether a calibration server can say which tokens a query selects.
         refused_flags: attributes of SGLang's server arguments that can't be combined with S layers, and why.
         blocks: what it must have for F layers that select for blocks of prompt queries; `None` where no server does.
         refused_with_blocks: as `refused_flags`, of patterns with such layers.
@@ -51,6 +52,7 @@ class Family(ABC):
     begins_every_stage: ClassVar[bool] = False
     proven_after: ClassVar[Need] = LOAD_MODEL
     calibrated: ClassVar[bool] = True
+    tells_positions: ClassVar[bool] = False
     refused_flags: ClassVar[Mapping[str, str]] = MappingProxyType({})
     blocks: ClassVar[Feature | None] = None
     refused_with_blocks: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -161,6 +163,23 @@ class Family(ABC):
     @abstractmethod
     def switch(self, runner: Any, pattern: Pattern) -> None:
         """Make a `ModelRunner`'s layers run `pattern` from now on."""
+
+    def positions(self, forward_batch: Any, site: int, selected: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
+        """What queries of a forward pass selected, as positions in their requests, `[rows, k]`, int32, -1 for none.
+
+        Only where `tells_positions`.
+
+        Args:
+            forward_batch: a `ForwardBatch`.
+            site: where they selected it.
+            selected: what SGLang has of it, `[rows, k]`.
+            rows: of the queries in the pass, `[rows]`.
+            requests: numbers of their requests in it, `[rows]`.
+
+        Raises:
+            ProofError: if SGLang says it in a way that is not known.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def configured(self, runner: Any) -> str:

@@ -32,6 +32,7 @@ class Rank(BaseModel):
         weights_sha256: digest of the checkpoint that it has loaded.
         missing: sequences whose baseline is still to be run.
         sums: sum, sum of squares and count of the divergence, by request.
+        misses: tokens that buffers would miss, by layer that chooses and by their sizes.
     """
 
     dp_rank: Annotated[int, Field(ge=0)]
@@ -46,6 +47,7 @@ class Rank(BaseModel):
     sums: dict[str, tuple[_Number, _Number, Annotated[int, Field(gt=0)]]] = {}
     overlap: list[list[Finite]] = []
     queries: Annotated[int, Field(ge=0)] = 0
+    misses: dict[Annotated[int, Field(ge=0)], list[Annotated[int, Field(ge=0)]]] = {}
 
 
 class _Ranks(BaseModel):
@@ -219,6 +221,31 @@ class CalibrationServer:
         if not answer.overlap or {len(row) for row in answer.overlap} != {len(answer.overlap)}:
             raise SearchError(f"{self.url}: gave no overlap of all layers")
         return answer.overlap, answer.queries
+
+    def record_selections(self, first: int, tokens: int) -> None:
+        """Begin to record what queries select from position `first` on, of a request of `tokens` that asks for it.
+
+        Raises:
+            ServerLostError: if the server goes away.
+            SearchError: if it can't.
+        """
+        self._control(protocol.RECORD, first=first, tokens=tokens)
+
+    def misses(self, layers: Sequence[int], sizes: Sequence[int]) -> dict[int, list[int]]:
+        """End recording: the tokens that SGLang's HiSparse would bring, by layer, with buffers of `sizes` tokens.
+
+        Args:
+            layers: those that choose.
+            sizes: in tokens.
+
+        Raises:
+            ServerLostError: if the server goes away.
+            SearchError: if it recorded something else.
+        """
+        found = self._control(protocol.MISSES, sizes=list(sizes))[0].misses
+        if sorted(found) != sorted(layers) or any(len(counts) != len(sizes) for counts in found.values()):
+            raise SearchError(f"{self.url}: counted layers {sorted(found)}, expected {sorted(layers)}")
+        return found
 
     def _control(self, action: str, **body: Any) -> list[Rank]:
         """The answers of all ranks that `action` was meant for."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +21,10 @@ from indexcache_search.key_plan import KeyPlan
 from indexcache_search.objectives import Objective
 from indexcache_search.plans import Plan
 from sglang_indexcache import Pattern, SparseModel
-from sglang_indexcache.protocol import KEEP, KL, OVERLAP, Measured, Range
+from sglang_indexcache.protocol import KEEP, KL, MISSES, OVERLAP, Measured, Range
 
 LONGEST_PAUSE = 30.0
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -147,22 +149,52 @@ class SglangEngine:
         """
         if OVERLAP not in self._measures:
             return None
+        return self._anywhere(lambda lane: self._overlap(lane, data, rows))
+
+    def misses(
+        self, pattern: Pattern, data: TokenSet, row: int, steps: int, sizes: Sequence[int]
+    ) -> dict[int, list[int]]:
+        """What SGLang's HiSparse would bring if the last `steps` tokens of a sequence were decoded.
+
+        Returns:
+            By layer that chooses, tokens with a buffer of each of `sizes`; all steps together.
+
+        Raises:
+            SearchError: if the servers can't record that, or none came back within `patience`.
+        """
+        if MISSES not in self._measures:
+            raise SearchError(f"{self._lanes[0].url}: does not record what is selected; expected another SGLang")
+
+        def count(lane: CalibrationServer) -> dict[int, list[int]]:
+            lane.switch(pattern)
+            lane.record_selections(data.seq_len - steps, data.seq_len)
+            lane.logprobs([data.tokens[row].tolist()], data.seq_len - 1, [Measured.new(MISSES, row).rid])
+            return lane.misses(pattern.full_layers, sizes)
+
+        return self._anywhere(count)
+
+    def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
+        """See `Engine.output_similarity`; not measured here."""
+        return None
+
+    def _anywhere(self, work: Callable[[CalibrationServer], _Result]) -> _Result:
+        """What the first lane says that can be reached.
+
+        Raises:
+            SearchError: if none came back within `patience`.
+        """
         reason = ""
         for lane in self._lanes:
             while True:
                 try:
-                    overlap = self._overlap(lane, data, rows)
+                    result = work(lane)
                     self._lost.pop(lane, None)
-                    return overlap
+                    return result
                 except ServerLostError as error:
                     reason = str(error)
                     if not self._came_back(lane, error, threading.Event()):
                         break
         raise SearchError(f"no server came back within {self._patience:.0f} s: {reason}")
-
-    def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
-        """See `Engine.output_similarity`; not measured here."""
-        return None
 
     def _kind(self, status: Rank) -> tuple[str, Mapping[str, str]]:
         """Name and settings of an engine that answers so."""

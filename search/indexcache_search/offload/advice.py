@@ -26,12 +26,14 @@ class CacheBytes:
         kv: of keys and values, which are offloaded.
         index: of what a layer that chooses needs of every token, on the device.
         item: tokens that travel together.
+        piece: bytes of an item that lie together.
         beside: tokens of room beside a buffer.
     """
 
     kv: int
     index: int
     item: int
+    piece: int
     beside: int
 
     @classmethod
@@ -47,7 +49,7 @@ class CacheBytes:
         if not rank or not rope or not width:
             raise SearchError("config.json has no kv_lora_rank, qk_rope_head_dim or index_head_dim")
         kv = 2 * (rank + rope) if kv_dtype == "bfloat16" else rank + rank // QUANTISED * 4 + 2 * rope
-        return cls(kv=kv, index=width + math.ceil(width / QUANTISED) * 4, item=1, beside=PAGE)
+        return cls(kv=kv, index=width + math.ceil(width / QUANTISED) * 4, item=1, piece=kv, beside=PAGE)
 
     @classmethod
     def of_dense(cls, config: Any, kv_dtype: KvDtype, selection: Selection) -> CacheBytes:
@@ -57,7 +59,8 @@ class CacheBytes:
         width = groups * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         index = 2 * width // STRIDE if selection.score == COMPRESSED_KEYS else 0
         kv = 2 * width * (2 if kv_dtype == "bfloat16" else 1)
-        return cls(kv=kv, index=index, item=selection.page_tokens, beside=0)
+        piece = selection.page_tokens * kv // (2 * groups)  # of a head's keys, or values
+        return cls(kv=kv, index=index, item=selection.page_tokens, piece=piece, beside=0)
 
     def on_device(self, pattern: Pattern, size: int, context: int) -> int:
         """Of one request: `D` layers hold all, others `size` tokens, or all where that covers the context."""

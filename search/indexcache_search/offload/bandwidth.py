@@ -3,25 +3,59 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
-SIZE = 256 << 20  # bytes of a copy
+from indexcache_kernels import copy_blocks
+from indexcache_kernels.block_swap import WORD
+
+SIZE = 256 << 20  # bytes of host memory
 TIMES = 7
+ROWS, PART = 64, 4  # rows of memory that are gathered from, and one of so many pieces of each
 
 
-def measured_bandwidth(device: torch.device) -> float:
-    """GB/s of copies from pinned host memory to a CUDA device, the median."""
+def copy_bandwidth(device: torch.device) -> float:
+    """GB/s of one large copy from pinned host memory to a CUDA device, the median."""
     host, memory = (
         torch.empty(SIZE, dtype=torch.uint8, pin_memory=True),
         torch.empty(SIZE, dtype=torch.uint8, device=device),
     )
-    speeds: list[float] = []
+    return SIZE / _milliseconds(partial(memory.copy_, host, non_blocking=True)) / 1e6
+
+
+def gather_bandwidth(device: torch.device, piece: int) -> float:
+    """GB/s of pieces of so many bytes, from anywhere in pinned host memory to a CUDA device, the median.
+
+    A kernel of the device reads them, as HiSparse's and `indexcache_kernels.copy_blocks` do. Small ones come slower
+    than one large copy.
+
+    Args:
+        device: a CUDA device.
+        piece: bytes; what is over a multiple of 8 is left out.
+    """
+    piece = max(WORD, piece // WORD * WORD)
+    there = max(PART, SIZE // ROWS // piece)
+    wanted = there // PART
+    host = torch.empty(ROWS, there, piece, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    memory = torch.empty(ROWS, wanted, piece, dtype=torch.uint8, device=device)
+    chosen = torch.rand(ROWS, there, device=device).argsort(1)[:, :wanted].int().contiguous()
+    slots = torch.arange(wanted, dtype=torch.int32, device=device).repeat(ROWS, 1)
+    call = partial(copy_blocks, host, memory, chosen, slots, torch.ones_like(slots, dtype=torch.bool))
+    call()  # compiles
+    return memory.nbytes / _milliseconds(call) / 1e6
+
+
+def _milliseconds(call: Callable[[], Any]) -> float:
+    """The median."""
+    times: list[float] = []
     for _ in range(TIMES):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
-        memory.copy_(host, non_blocking=True)
+        call()
         end.record()
         end.synchronize()
-        speeds.append(SIZE / begin.elapsed_time(end) / 1e6)
-    return statistics.median(speeds)
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)

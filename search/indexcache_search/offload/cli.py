@@ -38,6 +38,11 @@ Examples:
       A dense model: what policies lose, and what they bring.
 
 \b
+  indexcache-offload --model zai-org/GLM-5-FP8 --endpoint http://10.0.0.1:30000 --pattern deploy/glm5.yaml@1/4 \\
+        --evaluation traffic.jsonl --seq-len 32768 --bandwidth 54 --step-ms 31 --batch 16
+      A model that runs in SGLang alone: started with `launch_server --indexcache-calibrate` (docs/calibrate.md).
+
+\b
 Exit codes: 0 done, 1 nothing is within --max-transfer or --max-device-gb, 2 bad input, 70 a bug of ours,
 130 interrupted.
 """
@@ -58,6 +63,14 @@ def offload(
     ] = None,
     evaluation: Annotated[
         list[str] | None, typer.Option(help="Text like your traffic; repeatable.", metavar="SOURCE")
+    ] = None,
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="DSA: an SGLang server in calibration mode that runs the model, and counts; repeatable. --model is its"
+            " configuration and tokenizer, --device, --dtype and --attention don't matter.",
+            metavar="URL",
+        ),
     ] = None,
     seq_len: Annotated[
         int | None, typer.Option(help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", min=1)
@@ -142,6 +155,7 @@ def offload(
             sequences=num_sequences,
             steps=decode_steps,
             buffers=_sizes(buffers),
+            endpoints=tuple(endpoint or ()),
             kv_dtype=kv_dtype,  # type: ignore[arg-type]  # one of these two
             limits=_limits(max_transfer, max_device_gb),
         )

@@ -1,4 +1,4 @@
-"""How many tokens or pages decode steps bring to the device, on the reference engine."""
+"""How many tokens or pages decode steps bring to the device."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.data.tokens import TokenSet
+from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.journal import Journal
 from indexcache_search.offload.advice import choosing
-from indexcache_search.offload.residency import hisparse_misses, page_misses
 from sglang_indexcache import Pattern
+from sglang_indexcache.residency import hisparse_misses, page_misses
 from sglang_indexcache.selection import Selection
 
 
 def count_misses(
-    engine: TransformersEngine,
+    engine: TransformersEngine | SglangEngine,
     data: TokenSet,
     journal: Journal,
     pattern: Pattern,
@@ -48,15 +49,30 @@ def count_misses(
         name = f"misses {pattern.key} {list(sizes)} {row}"
         known = journal.matrix(name)
         if known is None:
-            selected = engine.selections(pattern, data, row, steps)
-            known = [
-                [float(_misses(selected[layer], size, data.seq_len, pattern.selection)) for layer in layers]
-                for size in sizes
-            ]
+            found = _of_sequence(engine, pattern, data, row, steps, sizes)
+            known = [[float(found[layer][number]) for layer in layers] for number in range(len(sizes))]
             journal.add_matrix(name, known)
         counted.append(known)
         done()
     return np.asarray(counted).astype(np.int64)
+
+
+def _of_sequence(
+    engine: TransformersEngine | SglangEngine,
+    pattern: Pattern,
+    data: TokenSet,
+    row: int,
+    steps: int,
+    sizes: Sequence[int],
+) -> dict[int, list[int]]:
+    """By layer that chooses, misses with each size; servers count themselves, since selections are large."""
+    if isinstance(engine, SglangEngine):
+        return engine.misses(pattern, data, row, steps, sizes)
+    selected = engine.selections(pattern, data, row, steps)
+    return {
+        layer: [_misses(rows, size, data.seq_len, pattern.selection) for size in sizes]
+        for layer, rows in selected.items()
+    }
 
 
 def _misses(selected: NDArray[np.int32], size: int, tokens: int, selection: Selection | None) -> int:

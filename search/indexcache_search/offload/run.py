@@ -19,6 +19,8 @@ from indexcache_search.compare.run import Runtime
 from indexcache_search.data.packing import TokenReader, held_out_set
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
+from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.estimates import Estimate
@@ -28,7 +30,7 @@ from indexcache_search.identity import engine_identity, engine_words, today
 from indexcache_search.journal import Journal
 from indexcache_search.offload import result
 from indexcache_search.offload.advice import CacheBytes, KvDtype, Machine, choosing, hisparse_config, stall_ms
-from indexcache_search.offload.bandwidth import measured_bandwidth
+from indexcache_search.offload.bandwidth import gather_bandwidth
 from indexcache_search.offload.counting import count_misses
 from indexcache_search.offload.result import Buffer, Choice, Limits, OffloadResult, PlanTraffic
 from indexcache_search.selection_flags import suffix
@@ -56,6 +58,7 @@ class Asked:
         steps: last tokens of each that count as decoded.
         buffers: sizes, in units of what a query selects.
         kv_dtype: of the cache that is served.
+        endpoints: servers in calibration mode that run a DSA model; without any it runs here.
         limits: what the plan that is written may cost; `None` writes none.
     """
 
@@ -67,6 +70,7 @@ class Asked:
     steps: int
     buffers: tuple[float, ...]
     kv_dtype: KvDtype
+    endpoints: tuple[str, ...]
     limits: Limits | None
 
 
@@ -98,6 +102,8 @@ def run(
     family = family_of(description.architecture).name
     if family not in FAMILIES:
         raise SearchError(f"{model} is of the family {family}; expected one of {', '.join(FAMILIES)}")
+    if asked.endpoints and description.native.selection is not None:
+        raise SearchError(f"--endpoint does not run {description.architecture}; expected a DSA model")
     named = [("baseline", description.native), *_named(specs, asked.selections, description)]
     smallest = min((pattern.selection.tokens for _, pattern in named if pattern.selection), default=None)
     first_choice = min(description.first_choice, smallest or description.first_choice)
@@ -117,10 +123,10 @@ def run(
         count=asked.sequences,
     )
     data = _decoded(data, asked.steps, description.native.selection is not None)
-    engine = TransformersEngine.load(
-        model, runtime.device, runtime.dtype, 1, runtime.prefix_cache_gb, runtime.attention, fewest
+    engine = _engine(model, asked, runtime, fewest, console)
+    bandwidth, known_from = _bandwidth(
+        served, engine, _bytes(config, asked.kv_dtype, description.native.selection).piece
     )
-    bandwidth, known_from = _bandwidth(served, engine)
     machine = Machine(
         bandwidth=None if bandwidth is None else bandwidth * 1e9,
         step_ms=served.step_ms,
@@ -161,7 +167,23 @@ def run(
     return found
 
 
-def _file(pattern: Pattern, choice: Choice, model: SparseModel, engine: TransformersEngine) -> PatternFile:
+_Engine = TransformersEngine | SglangEngine
+
+
+def _engine(model: str, asked: Asked, runtime: Runtime, fewest: Selection | None, console: Console) -> _Engine:
+    """What runs the model: this process, or servers that do already."""
+    if not asked.endpoints:
+        return TransformersEngine.load(
+            model, runtime.device, runtime.dtype, 1, runtime.prefix_cache_gb, runtime.attention, fewest
+        )
+
+    def notice(line: str) -> None:
+        console.print(line, style="yellow", markup=False, soft_wrap=True)
+
+    return SglangEngine([CalibrationServer(url) for url in asked.endpoints], describe_model(model), notice=notice)
+
+
+def _file(pattern: Pattern, choice: Choice, model: SparseModel, engine: _Engine) -> PatternFile:
     """The pattern file of what was chosen; of dense models with the size of its buffer."""
     selection = pattern.selection
     if selection is not None:
@@ -201,12 +223,20 @@ def _decoded(data: TokenSet, steps: int, dense: bool) -> TokenSet:
     return replace(data, scored=last.copy(), prompt=~last if dense else None)
 
 
-def _bandwidth(served: Served, engine: TransformersEngine) -> tuple[float | None, str | None]:
+def _bytes(config: Any, kv_dtype: KvDtype, selection: Selection | None) -> CacheBytes:
+    if selection is None:
+        return CacheBytes.of_dsa(config, kv_dtype)
+    return CacheBytes.of_dense(config, kv_dtype, selection)
+
+
+def _bandwidth(served: Served, engine: _Engine, piece: int) -> tuple[float | None, str | None]:
     """GB/s, and how that is known."""
     if served.bandwidth_gbs is not None:
         return served.bandwidth_gbs, "given"
+    if isinstance(engine, SglangEngine):
+        return None, None
     device = engine.torch_model.device
-    return (measured_bandwidth(device), "measured") if device.type == "cuda" else (None, None)
+    return (gather_bandwidth(device, piece), "measured") if device.type == "cuda" else (None, None)
 
 
 class _Work:
@@ -214,7 +244,7 @@ class _Work:
 
     def __init__(
         self,
-        engine: TransformersEngine,
+        engine: _Engine,
         data: TokenSet,
         journal: Journal,
         asked: Asked,
@@ -236,7 +266,7 @@ class _Work:
         misses = count_misses(
             self._engine, data, self._journal, pattern, sizes=sizes, steps=self._asked.steps, done=done
         )
-        size_of, machine = self._bytes(selection), self._machine
+        size_of, machine = _bytes(self._config, self._asked.kv_dtype, selection), self._machine
         everything = size_of.on_device(pattern, machine.context, machine.context)
         times_and_sizes = list(zip(self._asked.buffers, sizes, strict=True)) if choosing(pattern) else []
         return PlanTraffic(
@@ -256,11 +286,6 @@ class _Work:
                 for number, (times, size) in enumerate(times_and_sizes)
             ],
         )
-
-    def _bytes(self, selection: Selection | None) -> CacheBytes:
-        if selection is None:
-            return CacheBytes.of_dsa(self._config, self._asked.kv_dtype)
-        return CacheBytes.of_dense(self._config, self._asked.kv_dtype, selection)
 
     def _buffer(
         self, pattern: Pattern, times: float, size: int, misses: NDArray[np.int64], size_of: CacheBytes

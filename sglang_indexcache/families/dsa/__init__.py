@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sglang_indexcache.errors import ModelConfigError, SpellingError
 from sglang_indexcache.families.base import Family
@@ -18,6 +18,9 @@ from sglang_indexcache.indexers import Indexer
 from sglang_indexcache.model import SparseModel, config_digest, layer_count, positive
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import Feature, SglangSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _UNTRIED = "layers that select for blocks of queries were never tried with it"
 _INDEXER_WEIGHT = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.indexer\.")
@@ -36,6 +39,7 @@ class Dsa(Family):
         "no server with pipeline parallelism",
     )
     rule: ClassVar[Feature | None] = RULE_FEATURE
+    tells_positions: ClassVar[bool] = True
     blocks: ClassVar[Feature | None] = needs.BLOCKS
     refused_with_blocks: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
@@ -108,6 +112,13 @@ class Dsa(Family):
 
     def switch(self, runner: Any, pattern: Pattern) -> None:
         attention.switch(runner, pattern)
+
+    def positions(self, forward_batch: Any, site: int, selected: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
+        from sglang.srt.model_executor.forward_context import get_attn_backend
+
+        from sglang_indexcache.families.dsa.index_space import positions_of
+
+        return positions_of(get_attn_backend().get_indexer_metadata(site, forward_batch), selected, rows, requests)
 
     def configured(self, runner: Any) -> str:
         return attention.configured(runner)

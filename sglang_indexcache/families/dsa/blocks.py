@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sglang_indexcache.errors import ProofError
+from sglang_indexcache.families.dsa.index_space import in_index_space
 from sglang_indexcache.families.dsa.needs import METHOD
 from sglang_indexcache.hooks import refusing_around
 from sglang_indexcache.indexers import EXACT_ROWS, Indexer
@@ -159,7 +160,7 @@ class BlockSelection:
         gates = weights[members].view(count, size, *weights.shape[1:]).mean(1)
         best = select(leaders, gates, _Leaders(metadata, plan.members[:, 0], plan.requests, plan.begins))
         positions = _with_own(best, plan.begins, size).flatten(0, 1)
-        topk_result[members] = _in_index_space(metadata, positions, members, plan.requests.repeat_interleave(size))
+        topk_result[members] = in_index_space(metadata, positions, members, plan.requests.repeat_interleave(size))
         return topk_result
 
     def _plan(self, forward_batch: Any, device: torch.device) -> _Plan | None:
@@ -277,23 +278,3 @@ def _with_own(best: Tensor, begins: Tensor, queries: int) -> Tensor:
     far = best[:, (rank - query - 1).clamp_min(0)]
     own = begins[:, None, None].to(best.dtype) + rank.to(best.dtype)
     return torch.where(rank <= query, own, far)
-
-
-def _in_index_space(metadata: Any, positions: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
-    """`[rows, k]` positions in their requests as what `metadata.topk_transform` gives, for the same prefill.
-
-    Raises:
-        ProofError: if SGLang gives something that is not known here.
-    """
-    from sglang.srt.environ import envs
-
-    if metadata.force_unfused_topk or not envs.SGLANG_DSA_FUSE_TOPK.get():
-        return positions
-    kind, attention = metadata.topk_transform_method.name, metadata.attn_metadata
-    if kind == "RAGGED":
-        indices = positions + attention.topk_indices_offset[rows][:, None]
-    elif kind == "PAGED":
-        indices = attention.page_table_1[requests[:, None], positions.clamp_min(0).long()]
-    else:
-        raise ProofError(f"SGLang gives selections as {kind}, expected PAGED or RAGGED")
-    return torch.where(positions < 0, positions, indices.to(positions.dtype))

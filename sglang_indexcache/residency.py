@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.errors import SearchError
+from sglang_indexcache.errors import IndexCacheError
 
 Items = NDArray[np.int32]
 
@@ -24,12 +24,12 @@ class Residency:
         held: those it holds at first, the least recently used one first.
 
     Raises:
-        SearchError: if it holds more than its size, or one twice.
+        IndexCacheError: if it holds more than its size, or one twice.
     """
 
     def __init__(self, size: int, held: Sequence[int] = ()) -> None:
         if size < 1 or len(held) > size or len(set(held)) < len(held):
-            raise SearchError(f"a buffer of {size} items can't hold {len(held)} different ones at first")
+            raise IndexCacheError(f"a buffer of {size} items can't hold {len(held)} different ones at first")
         self._order = np.full(size, -1, np.int32)
         self._order[size - len(held) :] = held
 
@@ -47,11 +47,13 @@ class Residency:
             born: an item that is made on the device: it takes a place, but is not brought.
 
         Raises:
-            SearchError: if they don't all fit into the buffer, or one stands there twice.
+            IndexCacheError: if they don't all fit into the buffer, or one stands there twice.
         """
         wanted = wanted[wanted >= 0]
         if len(wanted) > len(self._order) or len(np.unique(wanted)) < len(wanted):
-            raise SearchError(f"a buffer of {len(self._order)} items can't hold {len(wanted)} different ones at once")
+            raise IndexCacheError(
+                f"a buffer of {len(self._order)} items can't hold {len(wanted)} different ones at once"
+            )
         there = np.isin(self._order, wanted)
         missing = wanted[~np.isin(wanted, self._order[there])]
         self._order = np.concatenate([self._order[~there][len(missing) :], missing, self._order[there]])
@@ -71,7 +73,7 @@ def page_misses(steps: NDArray[np.int32], size: int, newest: Sequence[int]) -> i
         newest: the page of each step's token.
 
     Raises:
-        SearchError: if a step chose more than the buffer holds.
+        IndexCacheError: if a step chose more than the buffer holds.
     """
     before, misses = newest[0], 0
     buffer = Residency(size, range(max(0, before + 1 - size), before + 1))
@@ -93,13 +95,13 @@ def hisparse_misses(steps: Iterable[tuple[Items, int]], size: int, prompt_tokens
         prompt_tokens: tokens in the cache before the first step.
 
     Raises:
-        SearchError: if a step selects more than the buffer holds, or the lengths don't rise by one.
+        IndexCacheError: if a step selects more than the buffer holds, or the lengths don't rise by one.
     """
     buffer, expected = Residency(size, range(size)), prompt_tokens + 1
     misses: list[int] = []
     for selected, length in steps:
         if length != expected:
-            raise SearchError(f"step {len(misses)}: {length} tokens, expected {expected}")
+            raise IndexCacheError(f"step {len(misses)}: {length} tokens, expected {expected}")
         expected += 1
         if length <= size:
             misses.append(0)

@@ -1,0 +1,132 @@
+"""What the last queries of a request select, and what a buffer on the device would miss if they were decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang_indexcache.calibration.passes import parts
+from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
+from sglang_indexcache.protocol import MISSES
+from sglang_indexcache.residency import hisparse_misses
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+
+class Selections:
+    """Records selections of one request after the other; registered with SGLang only while it does.
+
+    In a causal pass every query selects from what stands before it, so the last queries of a prompt select what
+    decoding their tokens would. What is counted stays here, since the selections themselves are large: queries x layers
+    x top-k x 4 bytes of host memory (82 MB for 128 queries of 78 layers with 2048).
+
+    Args:
+        calibration: knows the model's family once it is loaded.
+    """
+
+    def __init__(self, calibration: Calibration) -> None:
+        self._calibration = calibration
+        self._start(0, 0, "")
+
+    def _start(self, first: int, tokens: int, roles: str) -> None:
+        self._first, self._tokens, self._roles = first, tokens, roles
+        self._batch: Any = None
+        self._rows: Tensor | None = None
+        self._requests: Tensor | None = None
+        self._found: dict[int, list[NDArray[np.int32]]] = {}
+        self._rids: set[str] = set()
+
+    def begin(self, first: int, tokens: int, roles: str) -> None:
+        """Record what queries select from position `first` on, of a request of `tokens` whose id says `misses`.
+
+        Args:
+            first: at least 1.
+            tokens: of the request.
+            roles: a letter a layer; what `F` layers select is recorded, what others do follows from it.
+
+        Raises:
+            CalibrationError: if there is no such query.
+        """
+        if not 0 < first < tokens:
+            raise CalibrationError(f"first is {first} and tokens {tokens}, expected 0 < first < tokens")
+        from sglang.srt.state_capturer.indexer_topk import set_global_indexer_capturer
+
+        self._start(first, tokens, roles)
+        set_global_indexer_capturer(self)
+
+    def end(self, sizes: Sequence[int]) -> dict[str, Any]:
+        """Stop recording, and count.
+
+        Returns:
+            `misses`: by `F` layer, for each of `sizes`, the tokens that SGLang's HiSparse would bring with a buffer of
+            that size, all steps together.
+
+        Raises:
+            IndexCacheError: if not every query was recorded once, or a buffer can't hold what it selects.
+        """
+        from sglang.srt.state_capturer.indexer_topk import set_global_indexer_capturer
+
+        set_global_indexer_capturer(None)
+        import numpy as np
+
+        found, steps = self._found, self._tokens - self._first
+        recorded = {layer: sum(map(len, parts_)) for layer, parts_ in found.items()}
+        expected = [layer for layer, role in enumerate(self._roles) if role == "F"]
+        if len(self._rids) != 1 or sorted(recorded) != expected or set(recorded.values()) != {steps}:
+            raise CalibrationError(f"{steps} queries of one request were to be recorded, expected one that asks for it")
+        misses = {}
+        for layer in expected:
+            rows = np.concatenate(found[layer])
+            numbered = [(row, self._first + number + 1) for number, row in enumerate(rows)]
+            misses[str(layer)] = [sum(hisparse_misses(numbered, size, self._first)) for size in sizes]
+        self._start(0, 0, "")
+        return {"misses": misses}
+
+    def before_forward(self, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Hook before `ModelRunner.forward`: which rows of this pass are recorded."""
+        if not self._tokens:
+            return
+        import torch
+
+        rows: list[int] = []
+        requests: list[int] = []
+        for number, part in enumerate(parts(forward_batch)):
+            if part.measured is None or part.measured.what != MISSES:
+                continue
+            begin = max(part.first, self._first)
+            rows += range(part.row + begin - part.first, part.row + part.tokens)
+            requests += [number] * max(0, part.first + part.tokens - begin)
+            self._rids.add(part.measured.rid)
+        self._batch, self._rows = forward_batch, None
+        if rows:
+            self._rows, self._requests = (torch.tensor(item, device=runner.device) for item in (rows, requests))
+
+    def capture(self, layer_id: int, topk_indices: Tensor) -> None:
+        """Called by SGLang for each layer in order, S layers included; what is selected, `[tokens, k]`."""
+        if self._rows is None or self._roles[layer_id] != "F":
+            return
+        assert self._requests is not None
+        chosen = topk_indices[self._rows]
+        positions = self._calibration.family.positions(self._batch, layer_id, chosen, self._rows, self._requests)
+        self._found.setdefault(layer_id, []).append(positions.cpu().numpy())
+
+    def on_forward_end(self, *args: Any, **kwargs: Any) -> None:
+        """Called by SGLang; nothing goes with the pass."""
+
+    def get_topk(self, *args: Any, **kwargs: Any) -> None:
+        """Called by SGLang for each request; nothing goes with it."""
+
+
+def sizes_of(body: Mapping[str, Any]) -> list[int]:
+    """`sizes` of a request: of buffers, in tokens.
+
+    Raises:
+        CalibrationError: if they are none.
+    """
+    sizes = body.get("sizes")
+    if not isinstance(sizes, list) or not sizes or not all(type(size) is int and size > 0 for size in sizes):
+        raise CalibrationError("sizes is missing, expected a list of tokens")
+    return sizes

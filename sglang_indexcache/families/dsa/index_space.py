@@ -1,0 +1,76 @@
+"""How SGLang's DSA backend says what a query selects.
+
+Positions in its request, where selecting and translating are two steps; else slots of the cache (`PAGED`), or places
+among the keys of all requests of the pass (`RAGGED`). Read: dsa_indexer_metadata.py and dsa_topk_backend.py in
+sglang/srt/layers/attention/dsa of 0.5.17 and 0.5.23.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_indexcache.errors import ProofError
+
+PAGED, RAGGED = "PAGED", "RAGGED"
+
+
+def in_index_space(metadata: Any, positions: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
+    """Positions as what `metadata.topk_transform` gives, for the same prefill.
+
+    Args:
+        metadata: a `DSAIndexerMetadata`.
+        positions: `[rows, k]`, int32, -1 for none.
+        rows: their places in the pass, `[rows]`.
+        requests: their requests' numbers in it, `[rows]`.
+
+    Raises:
+        ProofError: if SGLang gives something that is not known here.
+    """
+    kind, attention = _kind(metadata), metadata.attn_metadata
+    if kind is None:
+        return positions
+    if kind == RAGGED:
+        indices = positions + attention.topk_indices_offset[rows][:, None]
+    else:
+        indices = attention.page_table_1[requests[:, None], positions.clamp_min(0).long()]
+    return torch.where(positions < 0, positions, indices.to(positions.dtype))
+
+
+def positions_of(metadata: Any, selected: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
+    """The positions that `in_index_space` would make `selected` of; `[rows, k]`, int32, -1 for none.
+
+    Raises:
+        ProofError: if SGLang gives something that is not known here, or what is no token that a row sees.
+    """
+    kind, attention, none = _kind(metadata), metadata.attn_metadata, selected < 0
+    length = metadata.get_seqlens_expanded()[rows][:, None]
+    if kind is None:
+        positions = selected
+    elif kind == RAGGED:
+        positions = selected - attention.topk_indices_offset[rows][:, None]
+    else:
+        positions = torch.empty_like(selected)
+        for request in sorted(set(requests.tolist())):
+            own = requests == request
+            slots, order = attention.page_table_1[request, : int(length[own].max())].sort()
+            place = torch.searchsorted(slots, selected[own].to(slots.dtype)).clamp_max(len(slots) - 1)
+            found = torch.where(slots[place] == selected[own], order[place], len(slots))  # what is no slot of it
+            positions[own] = found.to(selected.dtype)
+    if ((positions < 0) | (positions >= length))[~none].any():
+        raise ProofError(f"a query selects what is no token before it, read as {kind or 'positions'}")
+    return torch.where(none, -1, positions).int()
+
+
+def _kind(metadata: Any) -> str | None:
+    """What `metadata.topk_transform` gives; `None` for positions."""
+    from sglang.srt.environ import envs
+
+    if metadata.force_unfused_topk or not envs.SGLANG_DSA_FUSE_TOPK.get():
+        return None
+    kind: str = metadata.topk_transform_method.name
+    if kind not in (PAGED, RAGGED):
+        raise ProofError(f"SGLang gives selections as {kind}, expected {PAGED} or {RAGGED}")
+    return kind
