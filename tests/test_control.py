@@ -67,6 +67,7 @@ def controller(
 ) -> Controller:
     calibration = Calibration(SglangSource(Path(), "0.0"))
     calibration._family, calibration._pattern, calibration.config_sha256 = family or Dsa(), NATIVE, "digest"
+    calibration.has = lambda feature: feature is not None  # type: ignore[method-assign]  # whatever is installed
     return Controller(calibration, divergence, overlap, None if overlap is None else Selections(calibration))
 
 
@@ -178,7 +179,7 @@ def test_what_can_be_measured_is_said_and_the_rest_refused() -> None:
 
 def test_a_family_that_cannot_tell_positions_records_nothing() -> None:
     class Untold(Dsa):
-        tells_positions = False
+        told = None
 
     control = controller(Divergence(1), Overlap(), Untold())
     assert ask(Scheduler(), "status", control)["measures"] == ["kl", "overlap"]

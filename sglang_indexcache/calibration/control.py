@@ -156,7 +156,7 @@ class Controller:
         """What can be measured beside logprobs; not with pipeline stages, whose first one answers alone."""
         whole = len(self._roles(runner)) == len(self._calibration.pattern)
         places: dict[str, object] = {protocol.KL: self._divergence, protocol.OVERLAP: self._overlap}
-        if self._calibration.family.tells_positions:
+        if self._calibration.has(self._calibration.family.told):
             places[protocol.MISSES] = self._selections
         return [name for name, measure in places.items() if whole and measure is not None]
 

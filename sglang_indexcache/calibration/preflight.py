@@ -11,7 +11,7 @@ from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.hooks import bound_arguments, give_pattern
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.probes import SglangSource
+from sglang_indexcache.probes import Feature, SglangSource
 from sglang_indexcache.serving.preflight import FOREIGN_CACHES, flag, refused_flags
 
 LAUNCH_FLAGS = ("--disable-radix-cache", "--disable-cuda-graph", "--enable-fp32-lm-head")
@@ -95,6 +95,10 @@ class Calibration:
             IndexCacheError: if the model has no DSA attention, or the overrides give a pattern.
         """
         return give_pattern(args, kwargs, self._schedule)
+
+    def has(self, feature: Feature | None) -> bool:
+        """Whether this SGLang has what a family may ask of it."""
+        return feature is not None and self._source.refusal(feature) is None
 
     def _schedule(self, model: str) -> tuple[Family, Pattern]:
         if self._pattern is None:

@@ -72,17 +72,19 @@ class Selections:
         set_global_indexer_capturer(None)
         import numpy as np
 
-        found, steps = self._found, self._tokens - self._first
-        recorded = {layer: sum(map(len, parts_)) for layer, parts_ in found.items()}
+        found, rids, first, steps = self._found, self._rids, self._first, self._tokens - self._first
+        recorded = {layer: sum(map(len, chunks)) for layer, chunks in found.items()}
         expected = [layer for layer, role in enumerate(self._roles) if role == "F"]
-        if len(self._rids) != 1 or sorted(recorded) != expected or set(recorded.values()) != {steps}:
-            raise CalibrationError(f"{steps} queries of one request were to be recorded, expected one that asks for it")
+        self._start(0, 0, "")
+        if len(rids) != 1 or sorted(recorded) != expected or set(recorded.values()) != {steps}:
+            raise CalibrationError(
+                f"recorded others than {steps} queries of one request that asks for it in each F layer"
+            )
         misses = {}
         for layer in expected:
             rows = np.concatenate(found[layer])
-            numbered = [(row, self._first + number + 1) for number, row in enumerate(rows)]
-            misses[str(layer)] = [sum(hisparse_misses(numbered, size, self._first)) for size in sizes]
-        self._start(0, 0, "")
+            numbered = [(row, first + number + 1) for number, row in enumerate(rows)]
+            misses[str(layer)] = [sum(hisparse_misses(numbered, size, first)) for size in sizes]
         return {"misses": misses}
 
     def before_forward(self, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:

@@ -35,7 +35,7 @@ class Family(ABC):
         begins_every_stage: whether the first site of a pipeline stage must choose, since stages hand nothing over.
         proven_after: what of SGLang has run when `loaded` is called and the roles are read back.
         calibrated: whether a calibration server can switch patterns.
-        tells_positions: whether a calibration server can say which tokens a query selects.
+        told: what it must have so that a calibration server can tell what queries select; `None` where none can.
         refused_flags: attributes of SGLang's server arguments that can't be combined with S layers, and why.
         blocks: what it must have for F layers that select for blocks of prompt queries; `None` where no server does.
         refused_with_blocks: as `refused_flags`, of patterns with such layers.
@@ -52,7 +52,7 @@ class Family(ABC):
     begins_every_stage: ClassVar[bool] = False
     proven_after: ClassVar[Need] = LOAD_MODEL
     calibrated: ClassVar[bool] = True
-    tells_positions: ClassVar[bool] = False
+    told: ClassVar[Feature | None] = None
     refused_flags: ClassVar[Mapping[str, str]] = MappingProxyType({})
     blocks: ClassVar[Feature | None] = None
     refused_with_blocks: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -167,7 +167,7 @@ class Family(ABC):
     def positions(self, forward_batch: Any, site: int, selected: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
         """What queries of a forward pass selected, as positions in their requests, `[rows, k]`, int32, -1 for none.
 
-        Only where `tells_positions`.
+        Only where SGLang has `told`.
 
         Args:
             forward_batch: a `ForwardBatch`.

@@ -39,7 +39,7 @@ class Dsa(Family):
         "no server with pipeline parallelism",
     )
     rule: ClassVar[Feature | None] = RULE_FEATURE
-    tells_positions: ClassVar[bool] = True
+    told: ClassVar[Feature | None] = needs.POSITIONS
     blocks: ClassVar[Feature | None] = needs.BLOCKS
     refused_with_blocks: ClassVar[Mapping[str, str]] = MappingProxyType(
         {

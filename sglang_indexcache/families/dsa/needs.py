@@ -1,8 +1,8 @@
-"""What SGLang must have so that layers of DSA models select for blocks of prompt queries."""
+"""What SGLang must have so that layers of DSA models select in blocks, and to tell what they select."""
 
 from __future__ import annotations
 
-from sglang_indexcache.probes import Feature, Need
+from sglang_indexcache.probes import SAMPLING, Feature, Need
 
 METHOD = "_get_topk_ragged"
 _MODULE = "srt.layers.attention.dsa."
@@ -19,10 +19,22 @@ TRANSFORM = Need(
     ("ks", "cu_seqlens_q", "ke_offset", "batch_idx_list", "topk_indices_offset_override"),
     ("force_unfused_topk", "topk_transform_method"),
 )
+BACKEND = Need("srt.model_executor.forward_context", "get_attn_backend")
+INDEXER_METADATA = Need(
+    "srt.layers.attention.dsa_backend", "DeepseekSparseAttnBackend.get_indexer_metadata", ("layer_id", "forward_batch")
+)
+OFFSETS = Need("srt.layers.attention.dsa_backend", "DSAMetadata.topk_indices_offset")
+SLOTS = Need("srt.layers.attention.dsa_backend", "DSAMetadata.page_table_1")
 TOPK = Need(_MODULE + "dsa_topk_backend", "DSATopKBackend.topk_func", ("score", "lengths", "topk", "row_starts"))
 BLOCKS = Feature(
     "blocks",
     "F layers of DSA models that select for blocks of prompt queries",
     (RAGGED, TRANSFORM, TOPK),
     "no server for patterns with +6q16",
+)
+POSITIONS = Feature(
+    "misses",
+    "what queries of DSA models select, counted on a calibration server",
+    (*SAMPLING.needs, BACKEND, INDEXER_METADATA, TRANSFORM, OFFSETS, SLOTS),
+    "no indexcache-offload --endpoint",
 )
