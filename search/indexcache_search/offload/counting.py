@@ -70,8 +70,8 @@ def _of_sequence(
         return engine.misses(pattern, data, row, steps, sizes)
     selected = engine.selections(pattern, data, row, steps)
     return {
-        layer: [_misses(rows, size, data.seq_len, pattern.selection) for size in sizes]
-        for layer, rows in selected.items()
+        layer: [_misses(selected[layer], size, data.seq_len, pattern.selection) for size in sizes]
+        for layer in choosing(pattern)
     }
 
 
