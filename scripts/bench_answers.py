@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -32,6 +32,7 @@ from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.loading import set_quiet
 from indexcache_search.hf.roles import apply_roles
 from indexcache_search.selection_flags import selections_of
+from scripts.paired_table import shown
 from sglang_indexcache import Pattern
 from sglang_indexcache.selection import COMPRESSED_KEYS, Selection
 
@@ -118,10 +119,6 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
-def with_error(values: Sequence[float]) -> str:
-    return f"{statistics.mean(values):+.3f} ±{statistics.stdev(values) / math.sqrt(len(values)):.3f}"
-
-
 def plans(options: argparse.Namespace, layers: int) -> dict[str, Pattern | None]:
     """What answers, by name."""
     selections: tuple[Selection, ...] = selections_of(pages=options.pages, score=COMPRESSED_KEYS, steps=options.steps)
@@ -155,11 +152,10 @@ def main() -> None:
         own = found[EVERYTHING]
         more = [mine - other for mine, other in zip(found[name]["nats"], own["nats"], strict=True)]
         same = [float(common(mine, other)) for mine, other in zip(tokens, own["tokens"], strict=True)]
-        print(
-            f"| {name} | {with_error(found[name]['nats'])} | {with_error(more)} | {statistics.mean(same):.0f}"
-            f" | {with_error([repeated(row) for row in tokens])} | {1e3 * answers.seconds_a_step:.0f} |",
-            flush=True,
-        )
+        figures = (found[name]["nats"], more, [repeated(row) for row in tokens])
+        nats, over, again = (shown(np.asarray(values)) for values in figures)
+        cells = [name, nats, over, f"{statistics.mean(same):.0f}", again, f"{1e3 * answers.seconds_a_step:.0f}"]
+        print("| " + " | ".join(cells) + " |", flush=True)
         options.output.write_text(json.dumps({"options": vars(options), "answers": found}, default=str) + "\n")
 
 

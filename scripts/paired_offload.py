@@ -15,28 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from indexcache_search.journal import recorded
 from scripts.paired_table import read, shown
-from sglang_indexcache import Pattern
-
-
-def right(path: Path) -> dict[Pattern, NDArray[np.float64]]:
-    """The share of each sequence's tokens that are the likeliest, by pattern."""
-    found: dict[Pattern, dict[int, float]] = {}
-    for part, item in recorded(path):
-        if part == "nll":
-            shares = (hits / tokens for hits, tokens in zip(item.correct, item.tokens, strict=True))
-            found.setdefault(item.pattern, {}).update(zip(item.rows, shares, strict=True))
-    return {pattern: np.asarray([rows[row] for row in sorted(rows)]) for pattern, rows in found.items()}
 
 
 def rows(folder: Path, last_sequences: int) -> Iterator[list[str]]:
     """The table's cells, the baseline first."""
     journal, content = folder / "work" / "journal.jsonl", json.loads((folder / "offload.json").read_text())
-    losses, hits = read(journal), right(journal)
-    patterns = {(item.roles, None if item.selection is None else str(item.selection)): item for item in hits}
+    losses, hits = read(journal), read(journal, "correct")
+    patterns = {(item.roles, None if item.selection is None else str(item.selection)): item for _, item in hits}
     first = None
     last = np.arange(content["sequences"]) >= content["sequences"] - last_sequences
     baseline = patterns[content["plans"][0]["pattern"], content["plans"][0]["selection"]]
@@ -46,7 +33,7 @@ def rows(folder: Path, last_sequences: int) -> Iterator[list[str]]:
         more = "" if first is None else shown(kl - first)
         if pattern != baseline and first is None:
             first = kl
-        accuracy = [f"{hits[pattern][part].mean():.1%}" if part.any() else "" for part in (last, ~last)]
+        accuracy = [f"{hits['nll', pattern][part].mean():.1%}" if part.any() else "" for part in (last, ~last)]
         brought = [f"{buffer['exposed']['mean'] + buffer['hidden']['mean']:.1f}" for buffer in plan["buffers"]]
         yield [plan["name"], shown(nll), shown(kl), more, *accuracy, *brought]
 

@@ -21,12 +21,12 @@ from sglang_indexcache import Pattern
 Losses = dict[tuple[str, Pattern], NDArray[np.float64]]
 
 
-def read(path: Path) -> Losses:
-    """Mean loss of each sequence, by what was measured and the pattern."""
+def read(path: Path, name: str = "losses") -> Losses:
+    """Sums of that `name` a token of each sequence, by what was measured and the pattern; `losses`, or `correct`."""
     found: dict[tuple[str, Pattern], dict[int, float]] = {}
     for part, item in recorded(path):
-        losses = zip(item.rows, item.losses, item.tokens, strict=True)
-        found.setdefault((part, item.pattern), {}).update({row: loss / tokens for row, loss, tokens in losses})
+        sums = zip(item.rows, getattr(item, name), item.tokens, strict=True)
+        found.setdefault((part, item.pattern), {}).update({row: value / tokens for row, value, tokens in sums})
     return {key: np.asarray([rows[row] for row in sorted(rows)]) for key, rows in found.items()}
 
 

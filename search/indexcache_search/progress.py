@@ -42,6 +42,11 @@ def bar(console: Console, *columns: ProgressColumn) -> Progress:
     )
 
 
+def warn(console: Console, line: str) -> None:
+    """Say something that a person should look at."""
+    console.print(line, style="yellow", markup=False, soft_wrap=True)
+
+
 class SearchProgress:
     """A bar with ETA and the best loss of the current step; a line for every committed flip.
 
@@ -133,4 +138,4 @@ class SearchProgress:
 
     def warn(self, line: str) -> None:
         """Say something that a person should look at."""
-        self._progress.console.print(line, style="yellow", markup=False, soft_wrap=True)
+        warn(self._progress.console, line)

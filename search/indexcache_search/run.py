@@ -31,7 +31,7 @@ from indexcache_search.identity import identity, today
 from indexcache_search.journal import Journal
 from indexcache_search.line import NAMED
 from indexcache_search.matrices import Matrices
-from indexcache_search.progress import SearchProgress
+from indexcache_search.progress import SearchProgress, warn
 from indexcache_search.results import SearchResult
 from indexcache_search.search import Found, Listeners, Search
 from indexcache_search.settings import Settings
@@ -166,11 +166,7 @@ def _load_engine(model: str, runtime: Runtime, files: Files, stack: ExitStack, c
     if not servers:
         log = files.work_dir / "server.log"
         servers = [stack.enter_context(own_server(model, runtime.server_flags, log))]
-
-    def notice(line: str) -> None:
-        console.print(line, style="yellow", markup=False, soft_wrap=True)
-
-    return SglangEngine(servers, describe_model(model), runtime.batch_size, notice=notice)
+    return SglangEngine(servers, describe_model(model), runtime.batch_size, notice=lambda line: warn(console, line))
 
 
 def _search(

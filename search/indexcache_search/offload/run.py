@@ -33,6 +33,7 @@ from indexcache_search.offload.advice import CacheBytes, KvDtype, Machine, choos
 from indexcache_search.offload.bandwidth import gather_bandwidth
 from indexcache_search.offload.counting import count_misses
 from indexcache_search.offload.result import Buffer, Choice, Limits, OffloadResult, PlanTraffic
+from indexcache_search.progress import warn
 from indexcache_search.selection_flags import suffix
 from sglang_indexcache import Pattern, PatternFile, SparseModel
 from sglang_indexcache.families import family_of
@@ -123,7 +124,7 @@ def run(
         count=asked.sequences,
     )
     data = _decoded(data, asked.steps, description.native.selection is not None)
-    engine = _engine(model, asked, runtime, fewest, console)
+    engine = _engine(model, description, asked, runtime, fewest, console)
     bandwidth, known_from = _bandwidth(
         served, engine, _bytes(config, asked.kv_dtype, description.native.selection).piece
     )
@@ -170,17 +171,16 @@ def run(
 _Engine = TransformersEngine | SglangEngine
 
 
-def _engine(model: str, asked: Asked, runtime: Runtime, fewest: Selection | None, console: Console) -> _Engine:
+def _engine(
+    model: str, description: SparseModel, asked: Asked, runtime: Runtime, fewest: Selection | None, console: Console
+) -> _Engine:
     """What runs the model: this process, or servers that do already."""
     if not asked.endpoints:
         return TransformersEngine.load(
             model, runtime.device, runtime.dtype, 1, runtime.prefix_cache_gb, runtime.attention, fewest
         )
-
-    def notice(line: str) -> None:
-        console.print(line, style="yellow", markup=False, soft_wrap=True)
-
-    return SglangEngine([CalibrationServer(url) for url in asked.endpoints], describe_model(model), notice=notice)
+    servers = [CalibrationServer(url) for url in asked.endpoints]
+    return SglangEngine(servers, description, notice=partial(warn, console))
 
 
 def _file(pattern: Pattern, choice: Choice, model: SparseModel, engine: _Engine) -> PatternFile:
