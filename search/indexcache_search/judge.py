@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
 from scipy.stats import norm, t
 
 from indexcache_search import estimates
@@ -79,12 +80,28 @@ class Judge:
         best = alive[0]
         return Choice(best, estimates.loss(evaluations[best], self._data).mean, increases)
 
-    def scout(self, patterns: Sequence[Plan], reference: Plan, share: int = 0) -> list[Estimate]:
-        """Increases of `patterns` over `reference` on one share alone, the first by default: what to look at closer."""
-        rows = self.shares[share]
+    def scout(self, patterns: Sequence[Plan], reference: Plan, rows: Sequence[int] | None = None) -> list[Estimate]:
+        """Increases of `patterns` over `reference` on some rows alone, by default the first share."""
+        rows = self.shares[0] if rows is None else rows
         base = self._evaluator.evaluations([reference], rows)[0]
         evaluations = self._evaluator.evaluations(patterns, rows)
         return [estimates.increase(item, base, self._data) for item in evaluations]
+
+    def telling(self, pattern: Plan, reference: Plan) -> list[int]:
+        """The rows that tell most about patterns near `pattern`, which runs on all sequences: where something is to be
+        gained, and where something else may be lost.
+
+        The first share, and as many others on which `pattern` costs most over `reference`.
+        """
+        rows, data = self.shares[-1], self._evaluator.data
+        first, second = self._evaluator.evaluations([pattern, reference], rows)
+        tokens = np.bincount(data.source_of[rows], first.tokens)  # each source counts the same
+        excess = {
+            row: (mine - other) / tokens[data.source_of[row]]
+            for row, mine, other in zip(rows, first.losses, second.losses, strict=True)
+        }
+        others = sorted(set(rows) - set(self.shares[0]), key=lambda row: (-excess[row], row))
+        return sorted([*self.shares[0], *others[: len(self.shares[0])]])
 
     def difference(self, pattern: Plan, other: Plan) -> Estimate:
         """How much `pattern` costs more than `other`, both run on all sequences; paired."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from indexcache_search.strategies.base import Outcome, Problem, Strategy, find_each
 from indexcache_search.strategies.dynamic_program import cheapest_patterns
+from indexcache_search.strategies.swaps import Flips
 from sglang_indexcache import Pattern
 
 if TYPE_CHECKING:
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 Segment = tuple[int, int]
 """(source, end): layers `source` + 1 to `end` - 1 reuse the indices of `source`."""
 
-MOST_CHECKED = 8  # patterns that run on all sequences for each retention
+MOST_CHECKED = 5  # patterns that run on all sequences for each retention
 PROPOSALS = 64  # cheapest patterns by their segments, among which the next one to run is chosen
-ROUNDS = 3  # of the last check, at most
-SWAPS = 4  # of an F and an S layer that a round races, at least
-PART = 8  # and one in so many of all
+ROUNDS = 4  # of the last check, at most
+TRIED = 6  # swaps of an F and an S layer that a round tries
+RUN = 3  # of them that run on all sequences, at most
 FEW = 2  # swaps for each layer, up to which all of them are tried
 ROUNDING = 1e-9
 LEAST_OF_COST = 0.5  # of what was measured on few sequences, however uncertain
@@ -64,11 +65,11 @@ class SegmentCosts:
     patterns are expected to do so by as much as they have segments in common with it. The next best are proposed,
     measured and run in turn, until none is expected to cost less than the best that ran.
 
-    The last check needs no expectation: of the patterns that differ from the best one by a swap of an `F` and an `S`
-    layer, those race whose segments cost least, and the winner runs on all sequences; again, while that finds a better
-    one. (The best pattern itself does not race: what beats it on all sequences may look worse on a few.) Where few
-    layers stay `F`, segments are long and their sum says little, but swaps are few: there all of them run on the first
-    share of the sequences, and those race as well that cost least on it.
+    The last check needs no expectation: swaps of an `F` and an `S` layer of the best pattern are tried, on the rows
+    that tell most about it. Of those that cost less there the best run on all sequences, until one costs less by more
+    than the standard error of the difference; then swaps of that one. (What costs less by less is as likely to cost
+    more on other text.) Which swaps are tried is decided by what flips of single layers cost, once for the first best
+    pattern. Where swaps are few all of them are tried: few `F` layers make long segments, and flips say little.
 
     Args:
         native: the checkpoint's own pattern.
@@ -76,13 +77,14 @@ class SegmentCosts:
     """
 
     def __init__(self, native: Pattern, judge: Judge) -> None:
-        self._native, self._judge, self._everything = native, judge, len(judge.shares) - 1
-        self._enough = max(0, self._everything - 1)  # the share of the sequences that segments are measured on
+        self._native, self._judge = native, judge
+        self._enough = max(0, len(judge.shares) - 2)  # the share of the sequences that segments are measured on
         self._heads = [*native.full_layers, len(native)]  # where a segment can begin or end
         self._unshared = set(itertools.pairwise(self._heads))  # segments of the native pattern; they cost nothing
         self._costs: dict[Segment, Estimate] = {}
         self._shares: dict[Segment, int] = {}  # which share of the sequences a cost was measured on
         self._checked: dict[int, list[Checked]] = {}  # by the number of F layers
+        self._best: dict[int, Checked] = {}  # likewise, after the last check
         self._measure([(before, after) for before, _, after in self._triples()])
 
     def __len__(self) -> int:
@@ -116,35 +118,42 @@ class SegmentCosts:
         return proposal.pattern
 
     def last_check(self, full_layers: int) -> list[Checked]:
-        """As `cheapest`, once swaps of an `F` and an `S` layer of the best pattern were tried; see the class."""
-        checked = self.cheapest(full_layers)
-        for _ in range(ROUNDS):
-            swapped = self._swapped(checked)
-            if not swapped:
-                break
-            winner = self._judge.choose([item.pattern for item in swapped], self._native).best
-            best, checked = checked[0], sorted([*checked, self._run(swapped[winner])], key=_rank)
-            if checked[0] is best:
-                break
-        self._checked[full_layers] = checked
-        return checked
+        """As `cheapest`, once swaps of an `F` and an `S` layer of the best pattern were tried; see the class.
 
-    def _swapped(self, checked: list[Checked]) -> list[Proposal]:
-        """The swaps of the first of `checked` that promise most, without what is among `checked`."""
-        best, done, costs = checked[0].pattern, {item.pattern for item in checked}, self.estimates()
-        patterns = best.neighbours(self._native.shared_layers)
-        proposals = [Proposal(pattern, _total(costs, pattern)) for pattern in patterns if pattern not in done]
-        proposals.sort(key=lambda item: (item.predicted, item.pattern.roles))
-        count = max(SWAPS, len(proposals) // PART)
-        chosen = proposals[:count]
-        if len(proposals) <= FEW * len(self._native):
-            tried = self._judge.scout([item.pattern for item in proposals], self._native)
-            order = sorted(range(len(proposals)), key=lambda at: (tried[at].mean, at))
-            chosen += [proposals[at] for at in order[:count] if at >= count]
-        return chosen
+        The first is the one to take. Another may cost less, by less than the difference is uncertain.
+        """
+        if full_layers not in self._best:
+            checked = self.cheapest(full_layers)
+            best, flips = checked[0], Flips(checked[0].pattern, self._native, self._judge)
+            for _ in range(ROUNDS):
+                better = self._better(best, flips, checked)
+                if better is None:
+                    break
+                best = better
+            self._checked[full_layers], self._best[full_layers] = checked, best
+        best = self._best[full_layers]
+        return [best, *sorted((item for item in self._checked[full_layers] if item is not best), key=_rank)]
+
+    def _better(self, best: Checked, flips: Flips, checked: list[Checked]) -> Checked | None:
+        """The first promising swap that costs less than `best`, by more than is noise; what ran joins `checked`."""
+        costs = self.estimates()
+        for pattern in self._promising(best.pattern, flips, {item.pattern for item in checked}):
+            checked.append(self._run(Proposal(pattern, _total(costs, pattern))))
+            if checked[-1].cost < best.cost - self._judge.noise(pattern, best.pattern):
+                return checked[-1]
+        return None
+
+    def _promising(self, best: Pattern, flips: Flips, done: set[Pattern]) -> list[Pattern]:
+        """The swaps of a pattern that cost less where that tells most, without `done`; the best first."""
+        swaps = [pattern for pattern in best.neighbours(self._native.shared_layers) if pattern not in done]
+        if len(swaps) > FEW * len(best):
+            swaps = [pattern for pattern in flips.ranked(best) if pattern not in done][:TRIED]
+        tried = [item.mean for item in self._judge.scout(swaps, best, flips.rows)]
+        order = sorted(range(len(swaps)), key=lambda at: (tried[at], at))
+        return [swaps[at] for at in order[:RUN] if tried[at] < 0]
 
     def _run(self, proposal: Proposal) -> Checked:
-        [cost] = self._judge.scout([proposal.pattern], self._native, self._everything)
+        [cost] = self._judge.scout([proposal.pattern], self._native, self._judge.shares[-1])
         return Checked(proposal.pattern, proposal.predicted, cost.mean)
 
     def _measured_proposal(self, full_layers: int, checked: list[Checked]) -> Proposal | None:
@@ -211,7 +220,7 @@ class SegmentCosts:
         share = self._share(segments[0]) + 1
         full = [[layer for layer in self._heads[:-1] if not source < layer < end] for source, end in segments]
         patterns = [self._native.keeping(layers) for layers in full]
-        self._costs |= zip(segments, self._judge.scout(patterns, self._native, share), strict=True)
+        self._costs |= zip(segments, self._judge.scout(patterns, self._native, self._judge.shares[share]), strict=True)
         self._shares |= dict.fromkeys(segments, share)
 
     def _triples(self) -> list[tuple[int, int, int]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from indexcache_search.judge import Judge
 from indexcache_search.strategies.base import Goal, Outcome, Problem, Strategy
@@ -20,11 +23,43 @@ class Swap:
     loss: float
 
 
+class Flips:
+    """What a pattern costs when one layer alone is flipped in it, on the rows that tell most: one pattern a layer.
+
+    A swap costs about what its two flips cost together, and a second swap about what all four do.
+
+    Args:
+        pattern: where layers are flipped; it runs on all sequences.
+        native: the checkpoint's own; its `S` layers stay.
+        judge: evaluates.
+    """
+
+    def __init__(self, pattern: Pattern, native: Pattern, judge: Judge) -> None:
+        self._pattern, self._native, self._judge = pattern, native, judge
+        self.rows = judge.telling(pattern, native)
+
+    def ranked(self, pattern: Pattern) -> list[Pattern]:
+        """All swaps of a pattern near the flipped one, those that promise most first."""
+        swaps = list(pattern.neighbours(self._native.shared_layers))
+        return sorted(swaps, key=lambda item: (self._cost(item), item.roles))
+
+    def _cost(self, pattern: Pattern) -> float:
+        return math.fsum(cost for layer, cost in self._costs.items() if pattern[layer] != self._pattern[layer])
+
+    @cached_property
+    def _costs(self) -> dict[int, float]:
+        """What each layer costs, flipped alone."""
+        layers, before = self._native.full_layers[1:], self._pattern
+        flipped = [before.share(layer) if before[layer] == before.letter else before.unshare(layer) for layer in layers]
+        estimates = self._judge.scout(flipped, before, self.rows)
+        return {layer: item.mean for layer, item in zip(layers, estimates, strict=True)}
+
+
 def improve(pattern: Pattern, native: Pattern, judge: Judge, tries: int) -> Iterator[Swap]:
     """Swap layers of `pattern` while the loss falls by more than the standard error of the difference.
 
-    What each layer alone costs as `S` and gains as `F` is measured on a small share of the sequences; the `tries` swaps
-    that look best by the sum of both are raced, beside all moves of an `F` to the next layer, where sums mislead most.
+    The `tries` swaps that `Flips` holds for best are raced, beside all moves of an `F` to the next layer, where sums
+    mislead most.
 
     Args:
         pattern: where to begin.
@@ -33,32 +68,24 @@ def improve(pattern: Pattern, native: Pattern, judge: Judge, tries: int) -> Iter
         tries: swaps a round, moves to the next layer not counted.
     """
     while True:
-        full = [layer for layer in pattern.full_layers if layer != 0]
-        shared = [layer for layer in pattern.shared_layers if native[layer] == native.letter]
-        if not full or not shared:
+        ranked = Flips(pattern, native, judge).ranked(pattern)
+        if not ranked:
             return
-        alone = [pattern.share(layer) for layer in full] + [pattern.unshare(layer) for layer in shared]
-        change = {layer: cost.mean for layer, cost in zip([*full, *shared], judge.scout(alone, pattern), strict=True)}
-        ranked = sorted(
-            (
-                (change[newly_shared] + change[newly_full], newly_shared, newly_full)
-                for newly_shared in full
-                for newly_full in shared
-            ),
-        )
-        pairs = [(newly_shared, newly_full) for _, newly_shared, newly_full in ranked[:tries]]
-        pairs += [
-            (newly_shared, newly_full)
-            for _, newly_shared, newly_full in ranked[tries:]
-            if abs(newly_shared - newly_full) == 1
-        ]
-        patterns = [pattern.share(newly_shared).unshare(newly_full) for newly_shared, newly_full in pairs]
+        patterns = ranked[:tries] + [item for item in ranked[tries:] if abs(operator.sub(*_traded(pattern, item))) == 1]
         choice = judge.choose(patterns, pattern)
         swapped = patterns[choice.best]
         if choice.increases[choice.best] >= -judge.noise(swapped, pattern):
             return
+        swap = Swap(*_traded(pattern, swapped), swapped, choice.loss)
         pattern = swapped
-        yield Swap(*pairs[choice.best], swapped, choice.loss)
+        yield swap
+
+
+def _traded(pattern: Pattern, swapped: Pattern) -> tuple[int, int]:
+    """The layer that became `S`, and the one that became `F`."""
+    [newly_shared] = set(pattern.full_layers) - set(swapped.full_layers)
+    [newly_full] = set(swapped.full_layers) - set(pattern.full_layers)
+    return newly_shared, newly_full
 
 
 class Swapping(Strategy):
