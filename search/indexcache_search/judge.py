@@ -88,10 +88,10 @@ class Judge:
         return [estimates.increase(item, base, self._data) for item in evaluations]
 
     def telling(self, pattern: Plan, reference: Plan) -> list[int]:
-        """The rows that tell most about patterns near `pattern`, which runs on all sequences: where something is to be
-        gained, and where something else may be lost.
+        """The rows that tell most about patterns near `pattern`, which runs on all sequences.
 
-        The first share, and as many others on which `pattern` costs most over `reference`.
+        The first share, where something may be lost, and as many others on which `pattern` costs most over `reference`,
+        where something is to be gained.
         """
         rows, data = self.shares[-1], self._evaluator.data
         first, second = self._evaluator.evaluations([pattern, reference], rows)
