@@ -93,7 +93,7 @@ class Judge:
         The first share, where something may be lost, and as many others on which `pattern` costs most over `reference`,
         where something is to be gained.
         """
-        rows, data = self.shares[-1], self._evaluator.data
+        rows, data = self.shares[-1], self._data
         first, second = self._evaluator.evaluations([pattern, reference], rows)
         tokens = np.bincount(data.source_of[rows], first.tokens)  # each source counts the same
         excess = {

@@ -78,9 +78,8 @@ class Lightened:
         """Measure indexers on the share after the one they were measured on."""
         share = self._shares.get(items[0], -1) + 1
         patterns = [with_indexers(self._pattern, [item]) for item in items]
-        for item, estimate in zip(
-            items, self._judge.scout(patterns, self._pattern, self._judge.shares[share]), strict=True
-        ):
+        estimates = self._judge.scout(patterns, self._pattern, self._judge.shares[share])
+        for item, estimate in zip(items, estimates, strict=True):
             self._costs[item], self._shares[item] = estimate.mean, share
 
     def _picked(self, budget: float) -> list[Indexer] | None:

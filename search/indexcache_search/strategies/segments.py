@@ -147,7 +147,7 @@ class SegmentCosts:
         """The swaps of a pattern that cost less where that tells most, without `done`; the best first."""
         swaps = [pattern for pattern in best.neighbours(self._native.shared_layers) if pattern not in done]
         if len(swaps) > FEW * len(best):
-            swaps = [pattern for pattern in flips.ranked(best) if pattern not in done][:TRIED]
+            swaps = flips.ranked(swaps)[:TRIED]
         tried = [item.mean for item in self._judge.scout(swaps, best, flips.rows)]
         order = sorted(range(len(swaps)), key=lambda at: (tried[at], at))
         return [swaps[at] for at in order[:RUN] if tried[at] < 0]

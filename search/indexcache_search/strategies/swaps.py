@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -38,10 +38,9 @@ class Flips:
         self._pattern, self._native, self._judge = pattern, native, judge
         self.rows = judge.telling(pattern, native)
 
-    def ranked(self, pattern: Pattern) -> list[Pattern]:
-        """All swaps of a pattern near the flipped one, those that promise most first."""
-        swaps = list(pattern.neighbours(self._native.shared_layers))
-        return sorted(swaps, key=lambda item: (self._cost(item), item.roles))
+    def ranked(self, patterns: Iterable[Pattern]) -> list[Pattern]:
+        """Patterns near the flipped one, those that promise most first."""
+        return sorted(patterns, key=lambda item: (self._cost(item), item.roles))
 
     def _cost(self, pattern: Pattern) -> float:
         return math.fsum(cost for layer, cost in self._costs.items() if pattern[layer] != self._pattern[layer])
@@ -68,7 +67,7 @@ def improve(pattern: Pattern, native: Pattern, judge: Judge, tries: int) -> Iter
         tries: swaps a round, moves to the next layer not counted.
     """
     while True:
-        ranked = Flips(pattern, native, judge).ranked(pattern)
+        ranked = Flips(pattern, native, judge).ranked(pattern.neighbours(native.shared_layers))
         if not ranked:
             return
         patterns = ranked[:tries] + [item for item in ranked[tries:] if abs(operator.sub(*_traded(pattern, item))) == 1]
