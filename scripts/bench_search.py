@@ -292,7 +292,7 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--prefix-cache-gb", type=float, default=1.5)
+    parser.add_argument("--prefix-cache-gb", type=float, default=1.7)
     parser.add_argument("--against", default=DEFAULT[0])
     parser.add_argument("--output", type=Path, default=Path("bench_search.json"))
     parser.add_argument("--write-sets", type=Path, metavar="FOLDER", help="only write the token sets of all seeds")

@@ -182,7 +182,7 @@ def search(
     prefix_cache_gb: Annotated[
         float | None,
         typer.Option(
-            help="Host memory for layer outputs that candidates share; 0 turns it off. Default: 2, for the demo 1.",
+            help="Host memory for layer outputs that candidates share; 0 turns it off. Default: 2, for the demo 1.7.",
             min=0,
         ),
     ] = None,
@@ -254,7 +254,7 @@ def search(
             device,
             dtype,
             batch_size,
-            (1.0 if model is None else 2.0) if prefix_cache_gb is None else prefix_cache_gb,
+            (1.7 if model is None else 2.0) if prefix_cache_gb is None else prefix_cache_gb,
             attention,
             tuple(endpoint or ()),
             tuple(context.args),

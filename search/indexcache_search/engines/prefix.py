@@ -185,7 +185,7 @@ def run_from_cache(
         layers[above[number] - 1].register_forward_hook(
             lambda _m, _i, output, _number=number: recorder.keep(_number, output)
         )
-        for number in range(start, len(sites))
+        for number in range(start, len(sites) - 1)  # no other pattern begins behind the last
     ]
     try:
         with (

@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 Segment = tuple[int, int]
 """(source, end): layers `source` + 1 to `end` - 1 reuse the indices of `source`."""
 
-MOST_CHECKED = 5  # patterns that run on all sequences for each retention
+MOST_CHECKED = 3  # patterns that run on all sequences for each retention, before the last check
 PROPOSALS = 64  # cheapest patterns by their segments, among which the next one to run is chosen
 ROUNDS = 4  # of the last check, at most
-TRIED = 6  # swaps of an F and an S layer that a round tries
-RUN = 3  # of them that run on all sequences, at most
-FEW = 2  # swaps for each layer, up to which all of them are tried
+TRIED = 4  # swaps of an F and an S layer that a round tries on the rows that tell most
+RUN = 2  # of them that run on all sequences, at most
+FEW = 2  # swaps for each layer, up to which F layers are few
+GAIN = 0.5  # standard errors of a difference by which a swap has to cost less
 ROUNDING = 1e-9
 LEAST_OF_COST = 0.5  # of what was measured on few sequences, however uncertain
 
@@ -67,9 +68,13 @@ class SegmentCosts:
 
     The last check needs no expectation: swaps of an `F` and an `S` layer of the best pattern are tried, on the rows
     that tell most about it. Of those that cost less there the best run on all sequences, until one costs less by more
-    than the standard error of the difference; then swaps of that one. (What costs less by less is as likely to cost
-    more on other text.) Which swaps are tried is decided by what flips of single layers cost, once for the first best
-    pattern. Where swaps are few all of them are tried: few `F` layers make long segments, and flips say little.
+    than half of the standard error of the difference; then swaps of that one. (What costs less by less is as likely to
+    cost more on other text.) Which swaps are tried is decided by what flips of single layers cost, once for the first
+    best pattern.
+
+    Few `F` layers make long segments, and these and flips say little. There all swaps run on the first share, which
+    decides instead; and the check may begin at what is left of the pattern with more `F` layers that was found, once
+    the layers that cost least were taken from it one by one.
 
     Args:
         native: the checkpoint's own pattern.
@@ -124,6 +129,9 @@ class SegmentCosts:
         """
         if full_layers not in self._best:
             checked = self.cheapest(full_layers)
+            nested = self._nested(full_layers) if self._few(checked[0].pattern) else None
+            if nested is not None and nested not in {item.pattern for item in checked}:
+                checked = sorted([*checked, self._run(self._proposal(nested))], key=_rank)
             best, flips = checked[0], Flips(checked[0].pattern, self._native, self._judge)
             for _ in range(ROUNDS):
                 better = self._better(best, flips, checked)
@@ -134,23 +142,42 @@ class SegmentCosts:
         best = self._best[full_layers]
         return [best, *sorted((item for item in self._checked[full_layers] if item is not best), key=_rank)]
 
+    def _nested(self, full_layers: int) -> Pattern | None:
+        """What is left of the next larger pattern once layers were taken from it; `None` if none was asked for."""
+        larger = [count for count in self._checked if count > full_layers]
+        if not larger:
+            return None
+        pattern = start = self.last_check(min(larger))[0].pattern
+        rows = self._judge.telling(start, self._native)
+        while len(pattern.full_layers) > full_layers:
+            smaller = [pattern.share(layer) for layer in pattern.full_layers[1:]]
+            pattern = _sorted(smaller, self._judge.scout(smaller, start, rows))[0]
+        return pattern
+
     def _better(self, best: Checked, flips: Flips, checked: list[Checked]) -> Checked | None:
         """The first promising swap that costs less than `best`, by more than is noise; what ran joins `checked`."""
-        costs = self.estimates()
         for pattern in self._promising(best.pattern, flips, {item.pattern for item in checked}):
-            checked.append(self._run(Proposal(pattern, _total(costs, pattern))))
-            if checked[-1].cost < best.cost - self._judge.noise(pattern, best.pattern):
+            checked.append(self._run(self._proposal(pattern)))
+            if checked[-1].cost < best.cost - GAIN * self._judge.noise(pattern, best.pattern):
                 return checked[-1]
         return None
 
     def _promising(self, best: Pattern, flips: Flips, done: set[Pattern]) -> list[Pattern]:
         """The swaps of a pattern that cost less where that tells most, without `done`; the best first."""
-        swaps = [pattern for pattern in best.neighbours(self._native.shared_layers) if pattern not in done]
-        if len(swaps) > FEW * len(best):
-            swaps = flips.ranked(swaps)[:TRIED]
-        tried = [item.mean for item in self._judge.scout(swaps, best, flips.rows)]
-        order = sorted(range(len(swaps)), key=lambda at: (tried[at], at))
-        return [swaps[at] for at in order[:RUN] if tried[at] < 0]
+        swaps = [pattern for pattern in self._swaps(best) if pattern not in done]
+        ranked = _sorted(swaps, self._judge.scout(swaps, best)) if self._few(best) else flips.ranked(swaps)
+        tried = ranked[:TRIED]
+        costs = self._judge.scout(tried, best, flips.rows)
+        return _sorted(tried, costs)[: min(RUN, sum(item.mean < 0 for item in costs))]
+
+    def _few(self, pattern: Pattern) -> bool:
+        return len(self._swaps(pattern)) <= FEW * len(pattern)
+
+    def _swaps(self, pattern: Pattern) -> list[Pattern]:
+        return list(pattern.neighbours(self._native.shared_layers))
+
+    def _proposal(self, pattern: Pattern) -> Proposal:
+        return Proposal(pattern, _total(self.estimates(), pattern))
 
     def _run(self, proposal: Proposal) -> Checked:
         [cost] = self._judge.scout([proposal.pattern], self._native, self._judge.shares[-1])
@@ -236,6 +263,12 @@ def _row(pattern: Pattern) -> Iterator[Segment]:
 def _total(costs: NDArray[np.float64], pattern: Pattern) -> float:
     """What the segments of `pattern` cost together."""
     return float(sum(costs[segment] for segment in _row(pattern)))
+
+
+def _sorted(patterns: list[Pattern], costs: list[Estimate]) -> list[Pattern]:
+    """`patterns`, those that cost least first."""
+    pairs = sorted(zip(costs, patterns, strict=True), key=lambda item: item[0].mean)
+    return [pattern for _, pattern in pairs]
 
 
 def _rank(item: Checked) -> tuple[float, str]:
