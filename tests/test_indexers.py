@@ -240,7 +240,7 @@ def test_prefix_reuse_gives_the_same_bits(config: dict[str, Any]) -> None:
         )
         assert found.losses == expected.losses
     again = list(cached.evaluate(patterns[1:2], data, "kl"))
-    assert again[0].layer_tokens == (0,) * data.num_sequences  # it is still known
+    assert again[0].layer_tokens == (SEQ_LEN,) * data.num_sequences  # it is still known, but for the last layer
     losses = [item.losses for item in cached.evaluate(patterns[:4], data, "nll")]
     assert all(first != second for first, second in pairwise(losses))
 

@@ -157,6 +157,8 @@ class Priced(Strategy):
         goal, costs = problem.goal, SegmentCosts(problem.goal.native, problem.judge)
         plain: dict[Fraction, Pattern] = {}
         lightened: dict[Pattern, Lightened] = {}
+        for budget in goal.full_layers.values():
+            costs.cheapest(budget)  # the last check of one may begin at a larger one, whichever is asked for first
 
         def ranked(retention: Fraction) -> list[Pattern]:
             budget = goal.full_layers[retention]
