@@ -265,6 +265,7 @@ def test_another_pattern_is_found_where_half_of_the_sequences_did_not_show_what_
     engine = TableEngine(loss)
     costs = SegmentCosts(Pattern.full(7), judge_of(engine, data, race=True))
     assert costs.last_check(4)[0].pattern == Pattern("FFFSFSS")
+    assert sum(roles == "FFSFFFF" for roles, _ in engine.asked) == 4
 
 
 def test_a_pattern_is_believed_only_once_it_ran() -> None:

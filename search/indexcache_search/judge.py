@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from operator import itemgetter
+from typing import Self, TypeVar
 
 import numpy as np
 from scipy.stats import norm, t
@@ -16,6 +17,8 @@ from indexcache_search.engines.base import Evaluation
 from indexcache_search.estimates import Estimate
 from indexcache_search.evaluator import Evaluator
 from indexcache_search.plans import Plan
+
+P = TypeVar("P", bound=Plan)
 
 FIRST_SHARE = 8  # the first share holds 1/8 of the sequences
 CONFIDENCE = 2.0  # standard errors of a paired difference that count as real
@@ -86,6 +89,11 @@ class Judge:
         base = self._evaluator.evaluations([reference], rows)[0]
         evaluations = self._evaluator.evaluations(patterns, rows)
         return [estimates.increase(item, base, self._data) for item in evaluations]
+
+    def ranked(self, patterns: Sequence[P], reference: Plan, rows: Sequence[int] | None = None) -> dict[P, float]:
+        """What `scout` says of different `patterns`, the lowest increase first; ties stay in order."""
+        increases = [item.mean for item in self.scout(patterns, reference, rows)]
+        return dict(sorted(zip(patterns, increases, strict=True), key=itemgetter(1)))
 
     def telling(self, pattern: Plan, reference: Plan) -> list[int]:
         """The rows that tell most about patterns near `pattern`, which runs on all sequences.

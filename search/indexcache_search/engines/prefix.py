@@ -157,8 +157,9 @@ def run_from_cache(
 ) -> tuple[Tensor, int]:
     """Run `tokens` with `pattern` from the deepest state in `cache`, and leave the states of the layers that ran there.
 
-    Bit for bit what a run of all layers gives: the layers left out would have computed what is in the cache. What a
-    letter decides reaches up to the layer below the next letter's.
+    The last layer's is not kept: no other pattern begins behind it. Bit for bit what a run of all layers gives: the
+    layers left out would have computed what is in the cache. What a letter decides reaches up to the layer below the
+    next letter's.
 
     Args:
         model: a transformers model of a family in `sglang_indexcache.families`.
@@ -185,7 +186,7 @@ def run_from_cache(
         layers[above[number] - 1].register_forward_hook(
             lambda _m, _i, output, _number=number: recorder.keep(_number, output)
         )
-        for number in range(start, len(sites) - 1)  # no other pattern begins behind the last
+        for number in range(start, len(sites) - 1)
     ]
     try:
         with (

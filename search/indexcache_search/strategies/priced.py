@@ -190,9 +190,8 @@ class Priced(Strategy):
             near = [item for item in near if prices.cost(item) <= budget + 1e-9 and len(item.full_layers) <= most]
             if not near:
                 break
-            tried = judge.scout(near, native)
-            order = sorted(range(len(near)), key=lambda at: (tried[at].mean, at))[:TRIED]
-            winner = near[order[judge.choose([near[at] for at in order], native).best]]
+            tried = list(judge.ranked(near, native))[:TRIED]
+            winner = tried[judge.choose(tried, native).best]
             [losses[winner]] = judge.losses([winner])
             if losses[winner] >= losses[best]:
                 break

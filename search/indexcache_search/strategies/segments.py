@@ -129,7 +129,7 @@ class SegmentCosts:
         """
         if full_layers not in self._best:
             checked = self.cheapest(full_layers)
-            nested = self._nested(full_layers) if self._few(checked[0].pattern) else None
+            nested = self._nested(full_layers) if self._few(full_layers) else None
             if nested is not None and nested not in {item.pattern for item in checked}:
                 checked = sorted([*checked, self._run(self._proposal(nested))], key=_rank)
             best, flips = checked[0], Flips(checked[0].pattern, self._native, self._judge)
@@ -151,7 +151,7 @@ class SegmentCosts:
         rows = self._judge.telling(start, self._native)
         while len(pattern.full_layers) > full_layers:
             smaller = [pattern.share(layer) for layer in pattern.full_layers[1:]]
-            pattern = _sorted(smaller, self._judge.scout(smaller, start, rows))[0]
+            pattern = next(iter(self._judge.ranked(smaller, start, rows)))
         return pattern
 
     def _better(self, best: Checked, flips: Flips, checked: list[Checked]) -> Checked | None:
@@ -164,17 +164,16 @@ class SegmentCosts:
 
     def _promising(self, best: Pattern, flips: Flips, done: set[Pattern]) -> list[Pattern]:
         """The swaps of a pattern that cost less where that tells most, without `done`; the best first."""
-        swaps = [pattern for pattern in self._swaps(best) if pattern not in done]
-        ranked = _sorted(swaps, self._judge.scout(swaps, best)) if self._few(best) else flips.ranked(swaps)
-        tried = ranked[:TRIED]
-        costs = self._judge.scout(tried, best, flips.rows)
-        return _sorted(tried, costs)[: min(RUN, sum(item.mean < 0 for item in costs))]
+        swaps = [pattern for pattern in best.neighbours(self._native.shared_layers) if pattern not in done]
+        few = self._few(len(best.full_layers))
+        ranked = list(self._judge.ranked(swaps, best)) if few else flips.ranked(swaps)
+        tried = self._judge.ranked(ranked[:TRIED], best, flips.rows)
+        return [pattern for pattern, cost in tried.items() if cost < 0][:RUN]
 
-    def _few(self, pattern: Pattern) -> bool:
-        return len(self._swaps(pattern)) <= FEW * len(pattern)
-
-    def _swaps(self, pattern: Pattern) -> list[Pattern]:
-        return list(pattern.neighbours(self._native.shared_layers))
+    def _few(self, full_layers: int) -> bool:
+        """Whether patterns with so many `F` layers have at most `FEW` swaps a layer."""
+        swaps = (full_layers - 1) * (len(self._native.full_layers) - full_layers)
+        return swaps <= FEW * len(self._native)
 
     def _proposal(self, pattern: Pattern) -> Proposal:
         return Proposal(pattern, _total(self.estimates(), pattern))
@@ -263,12 +262,6 @@ def _row(pattern: Pattern) -> Iterator[Segment]:
 def _total(costs: NDArray[np.float64], pattern: Pattern) -> float:
     """What the segments of `pattern` cost together."""
     return float(sum(costs[segment] for segment in _row(pattern)))
-
-
-def _sorted(patterns: list[Pattern], costs: list[Estimate]) -> list[Pattern]:
-    """`patterns`, those that cost least first."""
-    pairs = sorted(zip(costs, patterns, strict=True), key=lambda item: item[0].mean)
-    return [pattern for _, pattern in pairs]
 
 
 def _rank(item: Checked) -> tuple[float, str]:
