@@ -22,9 +22,16 @@ def evaluation(losses: list[float], tokens: list[int]) -> Evaluation:
     return Evaluation(Pattern("F"), tuple(range(len(losses))), tuple(losses), zeros, tuple(tokens), zeros, 0.0)
 
 
-def test_one_source_is_the_per_token_mean() -> None:
-    estimate = estimates.loss(evaluation([10.0, 40.0], [10, 20]), token_set([0, 0]))
-    assert estimate.mean == pytest.approx(50 / 30)
+def test_one_source_of_packed_text_is_the_per_token_mean() -> None:
+    estimate = estimates.loss(evaluation([10.0, 40.0], [20, 20]), token_set([0, 0]))
+    assert estimate.mean == pytest.approx(50 / 40)
+
+
+def test_sequences_weigh_the_same_however_many_tokens_they_score() -> None:
+    data = token_set([0, 0, 0])
+    estimate = estimates.loss(evaluation([10.0, 40.0, 600.0], [10, 20, 200]), data)
+    assert (estimate.mean, estimate.stderr) == (pytest.approx(2.0), pytest.approx(1 / np.sqrt(3)))
+    assert estimates.loss(evaluation([10.0, 40.0, 0.0], [10, 20, 0]), data).mean == pytest.approx(1.5)
 
 
 def test_sources_weigh_the_same_however_many_tokens_they_score() -> None:

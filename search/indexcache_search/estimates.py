@@ -1,8 +1,10 @@
 """From per-sequence sums to one number, and how sure it is.
 
-A set's loss is the mean over its sources of the mean loss per scored token. With one source that is the paper's
-per-token loss; with several, each source counts the same, however many tokens of it are scored. Standard errors are
-over sequences (ratio estimator); differences are paired, since every pattern sees the same sequences.
+A set's loss is the mean over its sources of the mean over their sequences of the loss per scored token. With one source
+of packed text that is the paper's per-token loss. With several, each source counts the same, however many tokens of it
+are scored; and so does each sequence of a source, for where answers are long and short a mean over tokens hardly sees
+the short ones, and what a pattern does to them. Standard errors are over sequences; differences are paired, since every
+pattern sees the same sequences.
 """
 
 from __future__ import annotations
@@ -26,37 +28,36 @@ class Estimate:
 
 
 def loss(evaluation: Evaluation, data: TokenSet, source: int | None = None) -> Estimate:
-    """Mean loss per scored token, of all sources or of one."""
-    return _ratio(np.asarray(evaluation.losses), evaluation, data, source)
+    """Loss per scored token, of all sources or of one."""
+    return _mean(np.asarray(evaluation.losses), evaluation, data, source)
 
 
 def increase(evaluation: Evaluation, baseline: Evaluation, data: TokenSet, source: int | None = None) -> Estimate:
-    """Mean loss per scored token above the baseline's, paired by sequence."""
-    return _ratio(np.asarray(evaluation.losses) - np.asarray(baseline.losses), evaluation, data, source)
+    """Loss per scored token above the baseline's, paired by sequence."""
+    return _mean(np.asarray(evaluation.losses) - np.asarray(baseline.losses), evaluation, data, source)
 
 
 def share(counts: NDArray[np.float64], evaluation: Evaluation, data: TokenSet, source: int | None = None) -> Estimate:
     """`counts` per sequence as a share of the scored tokens, for instance of `evaluation.correct`."""
-    return _ratio(counts, evaluation, data, source)
+    return _mean(counts, evaluation, data, source)
 
 
-def _ratio(sums: NDArray[np.float64], evaluation: Evaluation, data: TokenSet, source: int | None) -> Estimate:
-    """Of `sums` to scored tokens, on the sequences of `evaluation`; sources that have none of them do not count."""
+def _mean(sums: NDArray[np.float64], evaluation: Evaluation, data: TokenSet, source: int | None) -> Estimate:
+    """Of `sums` per scored token. Sequences without such a token don't count, nor do sources without such sequences."""
     tokens, source_of = np.asarray(evaluation.tokens), data.source_of[list(evaluation.rows)]
+    values, source_of = sums[tokens > 0] / tokens[tokens > 0], source_of[tokens > 0]
     numbers = sorted(set(source_of.tolist())) if source is None else [source]
-    parts = [_source_ratio(sums[source_of == number], tokens[source_of == number]) for number in numbers]
-    mean = math.fsum(ratio.mean for ratio in parts) / len(parts)
-    errors = [ratio.stderr for ratio in parts]
-    known = [error for error in errors if error is not None]
-    if len(known) < len(errors):
+    parts = [_of_source(values[source_of == number]) for number in numbers]
+    mean = math.fsum(part.mean for part in parts) / len(parts)
+    known = [part.stderr for part in parts if part.stderr is not None]
+    if len(known) < len(parts):
         return Estimate(mean, None)
     return Estimate(mean, math.sqrt(math.fsum(error**2 for error in known)) / len(known))
 
 
-def _source_ratio(sums: NDArray[np.float64], tokens: NDArray[np.int64]) -> Estimate:
-    count = len(sums)
-    ratio = math.fsum(sums) / int(tokens.sum())
+def _of_source(values: NDArray[np.float64]) -> Estimate:
+    count = len(values)
+    mean = math.fsum(values) / count
     if count < 2:
-        return Estimate(ratio, None)
-    residuals = sums - ratio * tokens
-    return Estimate(ratio, math.sqrt(math.fsum(residuals**2) / (count * (count - 1))) / float(tokens.mean()))
+        return Estimate(mean, None)
+    return Estimate(mean, math.sqrt(math.fsum((values - mean) ** 2) / (count * (count - 1))))

@@ -103,10 +103,10 @@ class Judge:
         """
         rows, data = self.shares[-1], self._data
         first, second = self._evaluator.evaluations([pattern, reference], rows)
-        tokens = np.bincount(data.source_of[rows], first.tokens)  # each source counts the same
+        sequences = np.bincount(data.source_of[rows])  # each source counts the same, and each sequence of it
         excess = {
-            row: (mine - other) / tokens[data.source_of[row]]
-            for row, mine, other in zip(rows, first.losses, second.losses, strict=True)
+            row: (mine - other) / max(tokens, 1) / sequences[data.source_of[row]]
+            for row, mine, other, tokens in zip(rows, first.losses, second.losses, first.tokens, strict=True)
         }
         others = sorted(set(rows) - set(self.shares[0]), key=lambda row: (-excess[row], row))
         return sorted([*self.shares[0], *others[: len(self.shares[0])]])
