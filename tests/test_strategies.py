@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,8 @@ from indexcache_search.strategies.dynamic_program import cheapest_patterns
 from indexcache_search.strategies.exhaustive import count_patterns, every_pattern, layers_to_run
 from indexcache_search.strategies.greedy import greedy
 from indexcache_search.strategies.lazy import lazy_greedy
-from indexcache_search.strategies.segments import ROUNDS, TRIED, SegmentCosts
-from indexcache_search.strategies.swaps import improve
+from indexcache_search.strategies.segments import SegmentCosts
+from indexcache_search.strategies.swaps import Flips, improve
 from scripts.simulated import SimulatedEngine, Structure
 from sglang_indexcache import Pattern
 from tests.conftest import made_up
@@ -47,8 +47,8 @@ class Memory:
 class TableEngine:
     """Losses from a function of pattern and row; counts what it is asked."""
 
-    def __init__(self, loss: Callable[[Pattern, int], float]) -> None:
-        self.loss, self.asked = loss, list[tuple[str, int]]()
+    def __init__(self, loss: Callable[[Pattern, int], float], tokens: Callable[[int], int] = lambda row: 1) -> None:
+        self.loss, self.tokens, self.asked = loss, tokens, list[tuple[str, int]]()
 
     def evaluate(
         self, patterns: Sequence[Pattern], data: TokenSet, objective: str, rows: Sequence[int], fresh: bool = False
@@ -57,7 +57,7 @@ class TableEngine:
             self.asked += [(pattern.roles, row) for row in rows]
             losses = tuple(self.loss(pattern, row) for row in rows)
             ones = (1,) * len(rows)
-            yield Evaluation(pattern, tuple(rows), losses, ones, ones, ones, 0.0)
+            yield Evaluation(pattern, tuple(rows), losses, ones, tuple(map(self.tokens, rows)), ones, 0.0)
 
 
 def token_set(sequences: int = 16, sources: int = 1) -> TokenSet:
@@ -343,14 +343,49 @@ def test_where_few_layers_stay_the_last_check_may_begin_at_what_is_left_of_a_lar
     assert costs.last_check(3)[0].pattern == Pattern("FSFSFSSS")
 
 
-def test_where_there_are_many_swaps_the_last_check_tries_a_few() -> None:
+def swapped(best: Pattern, full: int, shared: int) -> Pattern:
+    return best.share(full).unshare(shared)
+
+
+def promising_on_few_rows(best: Pattern, pattern: Pattern, row: int) -> float:
+    """Each layer costs its number, and what is a swap away from `best` looks far better than it is."""
+    near = sum(a != b for a, b in zip(best.roles, pattern.roles, strict=True)) == 2
+    return float(sum(pattern.shared_layers)) + (100.0 if row >= 8 else -100.0) * near
+
+
+@pytest.mark.parametrize(("layers", "tries"), [(16, 4), (24, 10), (60, 16)])
+def test_the_last_check_tries_one_swap_in_fourteen_within_bounds(layers: int, tries: int) -> None:
     engine = TableEngine(lambda pattern, row: float(sum(pattern.shared_layers)))
-    costs = SegmentCosts(Pattern.full(20), judge_of(engine, token_set(32), race=True))
-    [best, *_] = costs.cheapest(10)
+    costs = SegmentCosts(Pattern.full(layers), judge_of(engine, token_set(32), race=True))
+    costs.cheapest(layers // 2)
     before = {roles for roles, _ in engine.asked}
-    costs.last_check(10)
-    assert len({roles for roles, _ in engine.asked} - before) <= 19 + TRIED * ROUNDS < 90  # and single flips
-    assert best.pattern == Pattern("F" + "S" * 10 + "F" * 9)
+    costs.last_check(layers // 2)
+    swaps = {roles for roles, _ in engine.asked if roles.count("F") == layers // 2} - before
+    assert len(swaps) == tries
+
+
+def test_swaps_of_the_same_layer_do_not_all_run() -> None:
+    best = Pattern("F" + "S" * 12 + "F" * 11)
+    engine = TableEngine(lambda pattern, row: promising_on_few_rows(best, pattern, row))
+    costs = SegmentCosts(Pattern.full(24), judge_of(engine, token_set(32), race=True))
+    assert costs.cheapest(12)[0].pattern == best
+    before = {roles for roles, row in engine.asked if row == 31}
+    assert costs.last_check(12)[0].pattern == best
+    ran = {roles for roles, row in engine.asked if row == 31} - before
+    assert ran == {swapped(best, 13, 12).roles, swapped(best, 14, 11).roles}
+
+
+def test_a_third_of_the_swaps_that_are_tried_run() -> None:
+    best = Pattern("F" + "S" * 12 + "F" * 11)
+    apart = [swapped(best, 13 + number, 12 - number) for number in range(11)]
+
+    class Apart(Flips):
+        def ranked(self, patterns: Iterable[Pattern]) -> list[Pattern]:
+            return [pattern for pattern in apart if pattern in set(patterns)]
+
+    judge = judge_of(TableEngine(lambda pattern, row: promising_on_few_rows(best, pattern, row)), token_set(32), True)
+    native = Pattern.full(24)
+    assert SegmentCosts(native, judge)._promising(best, Apart(best, native, judge), []) == apart[:4]
 
 
 def test_the_last_check_of_many_swaps_flips_single_layers() -> None:
@@ -404,6 +439,15 @@ def test_what_tells_most_counts_sources_alike() -> None:
     judge = judge_of(engine, data, race=True)
     rows = judge.telling(Pattern("FSF"), Pattern("FFF"))
     assert set(judge.shares[0]) < set(rows) and set(range(20, 24)) <= set(rows)
+
+
+def test_what_tells_most_counts_sequences_alike() -> None:
+    """Rows 20 to 23 cost most per token, and have few tokens."""
+    engine = TableEngine(
+        lambda pattern, row: (2.0 if row < 20 else 1.0) * (pattern[1] == "S"), lambda row: 100 if row < 20 else 10
+    )
+    judge = judge_of(engine, token_set(24), race=True)
+    assert {20, 21, 22} <= set(judge.telling(Pattern("FSF"), Pattern("FFF")))
 
 
 @pytest.mark.parametrize("full", range(1, 6))

@@ -30,8 +30,9 @@ Segment = tuple[int, int]
 MOST_CHECKED = 3  # patterns that run on all sequences for each retention, before the last check
 PROPOSALS = 64  # cheapest patterns by their segments, among which the next one to run is chosen
 ROUNDS = 4  # of the last check, at most
-TRIED = 4  # swaps of an F and an S layer that a round tries on the rows that tell most
-RUN = 2  # of them that run on all sequences, at most
+ONE_IN = 14  # swaps of an F and an S layer is tried by a round, on the rows that tell most,
+TRIED = (4, 16)  # but at least and at most so many
+RUN = 3  # times fewer of them run on all sequences, at least two
 FEW = 2  # swaps for each layer, up to which F layers are few
 GAIN = 0.5  # standard errors of a difference by which a swap has to cost less
 ROUNDING = 1e-9
@@ -67,7 +68,8 @@ class SegmentCosts:
     measured and run in turn, until none is expected to cost less than the best that ran.
 
     The last check needs no expectation: swaps of an `F` and an `S` layer of the best pattern are tried, on the rows
-    that tell most about it. Of those that cost less there the best run on all sequences, until one costs less by more
+    that tell most about it. Of those that cost less there the best run on all sequences, no two that change the same
+    layer: one that seems cheap on few rows makes all of its swaps seem so. The best is taken if it costs less by more
     than half of the standard error of the difference; then swaps of that one. (What costs less by less is as likely to
     cost more on other text.) Which swaps are tried is decided by what flips of single layers cost, once for the first
     best pattern.
@@ -129,7 +131,7 @@ class SegmentCosts:
         """
         if full_layers not in self._best:
             checked = self.cheapest(full_layers)
-            nested = self._nested(full_layers) if self._few(full_layers) else None
+            nested = self._nested(full_layers) if self._few(self._swaps(full_layers)) else None
             if nested is not None and nested not in {item.pattern for item in checked}:
                 checked = sorted([*checked, self._run(self._proposal(nested))], key=_rank)
             best, flips = checked[0], Flips(checked[0].pattern, self._native, self._judge)
@@ -155,24 +157,29 @@ class SegmentCosts:
         return pattern
 
     def _better(self, best: Checked, flips: Flips, checked: list[Checked]) -> Checked | None:
-        """The first promising swap that costs less than `best`, by more than is noise; what ran joins `checked`."""
-        for pattern in self._promising(best.pattern, flips, {item.pattern for item in checked}):
-            checked.append(self._run(self._proposal(pattern)))
-            if checked[-1].cost < best.cost - GAIN * self._judge.noise(pattern, best.pattern):
-                return checked[-1]
-        return None
+        """The promising swap that costs least, if less than `best` by more than is noise; what ran joins `checked`."""
+        ran = [self._run(self._proposal(pattern)) for pattern in self._promising(best.pattern, flips, checked)]
+        checked.extend(ran)
+        better = [item for item in ran if item.cost < best.cost - GAIN * self._judge.noise(item.pattern, best.pattern)]
+        return min(better, key=_rank, default=None)
 
-    def _promising(self, best: Pattern, flips: Flips, done: set[Pattern]) -> list[Pattern]:
-        """The swaps of a pattern that cost less where that tells most, without `done`; the best first."""
+    def _promising(self, best: Pattern, flips: Flips, checked: list[Checked]) -> list[Pattern]:
+        """The swaps that cost less where that tells most, of different layers, without `checked`; the best first."""
+        done = {item.pattern for item in checked}
         swaps = [pattern for pattern in best.neighbours(self._native.shared_layers) if pattern not in done]
-        few = self._few(len(best.full_layers))
-        ranked = list(self._judge.ranked(swaps, best)) if few else flips.ranked(swaps)
-        tried = self._judge.ranked(ranked[:TRIED], best, flips.rows)
-        return [pattern for pattern, cost in tried.items() if cost < 0][:RUN]
+        number = self._swaps(len(best.full_layers))
+        ranked = list(self._judge.ranked(swaps, best)) if self._few(number) else flips.ranked(swaps)
+        tries = min(max(math.ceil(number / ONE_IN), TRIED[0]), TRIED[1])
+        tried = self._judge.ranked(ranked[:tries], best, flips.rows)
+        promising = _apart([pattern for pattern, cost in tried.items() if cost < 0], best)
+        return promising[: max(2, math.ceil(tries / RUN))]
 
-    def _few(self, full_layers: int) -> bool:
-        """Whether patterns with so many `F` layers have at most `FEW` swaps a layer."""
-        swaps = (full_layers - 1) * (len(self._native.full_layers) - full_layers)
+    def _swaps(self, full_layers: int) -> int:
+        """How many swaps a pattern with so many `F` layers has."""
+        return (full_layers - 1) * (len(self._native.full_layers) - full_layers)
+
+    def _few(self, swaps: int) -> bool:
+        """Whether so many are at most `FEW` a layer."""
         return swaps <= FEW * len(self._native)
 
     def _proposal(self, pattern: Pattern) -> Proposal:
@@ -257,6 +264,18 @@ class SegmentCosts:
 def _row(pattern: Pattern) -> Iterator[Segment]:
     """The segments that `pattern` is made of."""
     return itertools.pairwise([*pattern.full_layers, len(pattern)])
+
+
+def _apart(swaps: list[Pattern], best: Pattern) -> list[Pattern]:
+    """Of swaps of `best`, the first, and what changes no layer that one before it changed."""
+    kept: list[Pattern] = []
+    touched: set[int] = set()
+    for swap in swaps:
+        changed = {layer for layer in range(len(best)) if swap[layer] != best[layer]}
+        if touched.isdisjoint(changed):
+            kept.append(swap)
+            touched |= changed
+    return kept
 
 
 def _total(costs: NDArray[np.float64], pattern: Pattern) -> float:
