@@ -49,7 +49,8 @@ Examples:
 
 \b
   indexcache-search --calibration long.parquet --calibration owner/dataset:subset --evaluation held_out.jsonl ...
-      Several sources count equally. Without --evaluation, held-out text is set aside from the calibration sources.
+      Several sources count equally, and so do the sequences of each. Without --evaluation, held-out text is set aside
+      from the calibration sources.
 
 \b
   indexcache-search ... --strategy greedy --objective nll
