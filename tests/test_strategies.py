@@ -375,6 +375,23 @@ def test_swaps_of_the_same_layer_do_not_all_run() -> None:
     assert ran == {swapped(best, 13, 12).roles, swapped(best, 14, 11).roles}
 
 
+def test_where_swaps_are_few_those_of_the_same_layer_may_run() -> None:
+    best, native = Pattern("FSSSSSFF"), Pattern.full(8)
+    judge = judge_of(TableEngine(lambda pattern, row: promising_on_few_rows(best, pattern, row)), token_set(32), True)
+    first, second = SegmentCosts(native, judge)._promising(best, Flips(best, native, judge), [])
+    assert first == swapped(best, 6, 5)
+    assert second in (swapped(best, 6, 4), swapped(best, 7, 5))
+
+
+def test_what_ran_before_is_taken_once_it_costs_less_by_more_than_noise() -> None:
+    engine = TableEngine(lambda pattern, row: float(sum(pattern.shared_layers)))
+    native, judge = Pattern.full(8), judge_of(engine, token_set(32), race=True)
+    costs = SegmentCosts(native, judge)
+    [best] = costs.cheapest(4)
+    worse = costs._run(costs._proposal(swapped(best.pattern, 7, 1)))
+    assert costs._better(worse, Flips(worse.pattern, native, judge), [worse, best]) == best
+
+
 def test_a_third_of_the_swaps_that_are_tried_run() -> None:
     best = Pattern("F" + "S" * 12 + "F" * 11)
     apart = [swapped(best, 13 + number, 12 - number) for number in range(11)]

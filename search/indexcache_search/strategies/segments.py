@@ -31,6 +31,7 @@ MOST_CHECKED = 3  # patterns that run on all sequences for each retention, befor
 PROPOSALS = 64  # cheapest patterns by their segments, among which the next one to run is chosen
 ROUNDS = 4  # of the last check, at most
 ONE_IN = 14  # swaps of an F and an S layer is tried by a round, on the rows that tell most,
+ONE_IN_FEW = 4  # where they are few,
 TRIED = (4, 16)  # but at least and at most so many
 RUN = 3  # times fewer of them run on all sequences, at least two
 FEW = 2  # swaps for each layer, up to which F layers are few
@@ -70,13 +71,13 @@ class SegmentCosts:
     The last check needs no expectation: swaps of an `F` and an `S` layer of the best pattern are tried, on the rows
     that tell most about it. Of those that cost less there the best run on all sequences, no two that change the same
     layer: one that seems cheap on few rows makes all of its swaps seem so. The best is taken if it costs less by more
-    than half of the standard error of the difference; then swaps of that one. (What costs less by less is as likely to
-    cost more on other text.) Which swaps are tried is decided by what flips of single layers cost, once for the first
-    best pattern.
+    than half of the standard error of the difference, as is what ran before; then swaps of that one. (What costs less
+    by less is as likely to cost more on other text.) Which swaps are tried is decided by what flips of single layers
+    cost, once for the first best pattern.
 
     Few `F` layers make long segments, and these and flips say little. There all swaps run on the first share, which
-    decides instead; and the check may begin at what is left of the pattern with more `F` layers that was found, once
-    the layers that cost least were taken from it one by one.
+    decides instead; those that run may change the same layer; and the check may begin at what is left of the pattern
+    with more `F` layers that was found, once the layers that cost least were taken from it one by one.
 
     Args:
         native: the checkpoint's own pattern.
@@ -157,22 +158,25 @@ class SegmentCosts:
         return pattern
 
     def _better(self, best: Checked, flips: Flips, checked: list[Checked]) -> Checked | None:
-        """The promising swap that costs least, if less than `best` by more than is noise; what ran joins `checked`."""
-        ran = [self._run(self._proposal(pattern)) for pattern in self._promising(best.pattern, flips, checked)]
-        checked.extend(ran)
-        better = [item for item in ran if item.cost < best.cost - GAIN * self._judge.noise(item.pattern, best.pattern)]
+        """What costs least of all that ran, if less than `best` by more than is noise; promising swaps run before."""
+        checked += [self._run(self._proposal(pattern)) for pattern in self._promising(best.pattern, flips, checked)]
+        cheaper = [item for item in checked if item.cost < best.cost]
+        better = [
+            item for item in cheaper if best.cost - item.cost > GAIN * self._judge.noise(item.pattern, best.pattern)
+        ]
         return min(better, key=_rank, default=None)
 
     def _promising(self, best: Pattern, flips: Flips, checked: list[Checked]) -> list[Pattern]:
-        """The swaps that cost less where that tells most, of different layers, without `checked`; the best first."""
+        """The swaps that cost less where that tells most, without `checked`; the best first."""
         done = {item.pattern for item in checked}
         swaps = [pattern for pattern in best.neighbours(self._native.shared_layers) if pattern not in done]
         number = self._swaps(len(best.full_layers))
-        ranked = list(self._judge.ranked(swaps, best)) if self._few(number) else flips.ranked(swaps)
-        tries = min(max(math.ceil(number / ONE_IN), TRIED[0]), TRIED[1])
+        few = self._few(number)
+        ranked = list(self._judge.ranked(swaps, best)) if few else flips.ranked(swaps)
+        tries = min(max(math.ceil(number / (ONE_IN_FEW if few else ONE_IN)), TRIED[0]), TRIED[1])
         tried = self._judge.ranked(ranked[:tries], best, flips.rows)
-        promising = _apart([pattern for pattern, cost in tried.items() if cost < 0], best)
-        return promising[: max(2, math.ceil(tries / RUN))]
+        promising = [pattern for pattern, cost in tried.items() if cost < 0]
+        return (promising if few else _apart(promising, best))[: max(2, math.ceil(tries / RUN))]
 
     def _swaps(self, full_layers: int) -> int:
         """How many swaps a pattern with so many `F` layers has."""
