@@ -30,10 +30,9 @@ Segment = tuple[int, int]
 MOST_CHECKED = 3  # patterns that run on all sequences for each retention, before the last check
 PROPOSALS = 64  # cheapest patterns by their segments, among which the next one to run is chosen
 ROUNDS = 4  # of the last check, at most
-ONE_IN = 14  # swaps of an F and an S layer is tried by a round, on the rows that tell most,
-ONE_IN_FEW = 4  # where they are few,
+ONE_IN = 7  # swaps of an F and an S layer is tried by a round, on the rows that tell most,
 TRIED = (4, 16)  # but at least and at most so many
-RUN = 3  # times fewer of them run on all sequences, at least two
+RUN = 2  # of them at most run on all sequences
 FEW = 2  # swaps for each layer, up to which F layers are few
 GAIN = 0.5  # standard errors of a difference by which a swap has to cost less
 ROUNDING = 1e-9
@@ -69,15 +68,14 @@ class SegmentCosts:
     measured and run in turn, until none is expected to cost less than the best that ran.
 
     The last check needs no expectation: swaps of an `F` and an `S` layer of the best pattern are tried, on the rows
-    that tell most about it. Of those that cost less there the best run on all sequences, no two that change the same
-    layer: one that seems cheap on few rows makes all of its swaps seem so. The best is taken if it costs less by more
-    than half of the standard error of the difference, as is what ran before; then swaps of that one. (What costs less
-    by less is as likely to cost more on other text.) Which swaps are tried is decided by what flips of single layers
-    cost, once for the first best pattern.
+    that tell most about it. The better half of them goes on to half of the sequences, and the best two of those that
+    still cost less run on all. The best is taken if it costs less by more than half of the standard error of the
+    difference, as is what ran before; then swaps of that one. (What costs less by less is as likely to cost more on
+    other text.) Which swaps are tried is decided by what flips of single layers cost, once for the first best pattern.
 
     Few `F` layers make long segments, and these and flips say little. There all swaps run on the first share, which
-    decides instead; those that run may change the same layer; and the check may begin at what is left of the pattern
-    with more `F` layers that was found, once the layers that cost least were taken from it one by one.
+    decides instead; and the check may begin at what is left of the pattern with more `F` layers that was found, once
+    the layers that cost least were taken from it one by one.
 
     Args:
         native: the checkpoint's own pattern.
@@ -171,12 +169,16 @@ class SegmentCosts:
         done = {item.pattern for item in checked}
         swaps = [pattern for pattern in best.neighbours(self._native.shared_layers) if pattern not in done]
         number = self._swaps(len(best.full_layers))
-        few = self._few(number)
-        ranked = list(self._judge.ranked(swaps, best)) if few else flips.ranked(swaps)
-        tries = min(max(math.ceil(number / (ONE_IN_FEW if few else ONE_IN)), TRIED[0]), TRIED[1])
-        tried = self._judge.ranked(ranked[:tries], best, flips.rows)
-        promising = [pattern for pattern, cost in tried.items() if cost < 0]
-        return (promising if few else _apart(promising, best))[: max(2, math.ceil(tries / RUN))]
+        ranked = list(self._judge.ranked(swaps, best)) if self._few(number) else flips.ranked(swaps)
+        tries = min(max(math.ceil(number / ONE_IN), TRIED[0]), TRIED[1])
+        promising = self._cheaper(ranked[:tries], best, flips.rows)[: max(RUN, math.ceil(tries / 2))]
+        if len(promising) > RUN:
+            promising = self._cheaper(promising, best, sorted({*flips.rows, *self._judge.shares[self._enough]}))
+        return promising[:RUN]
+
+    def _cheaper(self, patterns: list[Pattern], best: Pattern, rows: list[int]) -> list[Pattern]:
+        """Those that cost less than `best` on `rows`, the best first."""
+        return [pattern for pattern, cost in self._judge.ranked(patterns, best, rows).items() if cost < 0]
 
     def _swaps(self, full_layers: int) -> int:
         """How many swaps a pattern with so many `F` layers has."""
@@ -268,18 +270,6 @@ class SegmentCosts:
 def _row(pattern: Pattern) -> Iterator[Segment]:
     """The segments that `pattern` is made of."""
     return itertools.pairwise([*pattern.full_layers, len(pattern)])
-
-
-def _apart(swaps: list[Pattern], best: Pattern) -> list[Pattern]:
-    """Of swaps of `best`, the first, and what changes no layer that one before it changed."""
-    kept: list[Pattern] = []
-    touched: set[int] = set()
-    for swap in swaps:
-        changed = {layer for layer in range(len(best)) if swap[layer] != best[layer]}
-        if touched.isdisjoint(changed):
-            kept.append(swap)
-            touched |= changed
-    return kept
 
 
 def _total(costs: NDArray[np.float64], pattern: Pattern) -> float:
