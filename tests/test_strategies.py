@@ -144,7 +144,7 @@ def test_students_quantile(degrees: int, quantile: float) -> None:
 def test_lazy_takes_the_steps_of_greedy_where_flips_do_not_interact(seed: int, stop: int) -> None:
     plain, lazy = (simulated(12, seed, SEPARABLE) for _ in range(2))
     expected = [step.layer for step in greedy(Pattern.full(12), stop, plain.losses)]
-    found = list(lazy_greedy(Pattern.full(12), stop, lazy, 1, 1))
+    found = list(lazy_greedy(Pattern.full(12), stop, lazy, 1))
     assert [step.layer for step in found] == expected
     # The first step looks at all 11; each later one at the cheapest of them and at the one above the last flip.
     assert evaluations(lazy) <= 1 + 11 + 2 * max(len(found) - 1, 0)
@@ -156,20 +156,37 @@ def test_lazy_takes_the_steps_of_greedy_where_flips_do_not_interact(seed: int, s
 def test_lazy_that_looks_at_everything_is_greedy(seed: int) -> None:
     plain, lazy = (simulated(10, seed, NOISELESS) for _ in range(2))
     expected = [(step.layer, step.losses) for step in greedy(Pattern.full(10), 2, plain.losses)]
-    for step, (layer, losses) in zip(lazy_greedy(Pattern.full(10), 2, lazy, 10, 10), expected, strict=True):
+    for step, (layer, losses) in zip(lazy_greedy(Pattern.full(10), 2, lazy, 10), expected, strict=True):
         assert step.layer == layer
         assert step.losses == pytest.approx(losses)
 
 
-def test_lazy_goes_on_while_an_old_cost_is_within_noise_but_not_beyond_its_limit() -> None:
-    # All layers cost the same, but for noise by row: no flip beats the next old cost by more than its error.
-    engine = TableEngine(lambda pattern, row: len(pattern.shared_layers) * (1 + 0.5 * (row % 2)))
-    judge = judge_of(engine, token_set())
-    steps = list(lazy_greedy(Pattern.full(12), 9, judge, 2, 4))
-    assert [len(step.losses) for step in steps] == [11, 4, 4]
-    far = TableEngine(lambda pattern, row: float(sum(pattern.shared_layers)))
-    steps = list(lazy_greedy(Pattern.full(12), 9, judge_of(far, token_set()), 2, 4))
-    assert [len(step.losses) for step in steps] == [11, 2, 2]
+def test_lazy_goes_on_while_an_old_cost_is_lower_than_the_best_new_one() -> None:
+    """Flips cost their layer's number, and each more than the last: after layers 1 and 2 those above cost 3 each."""
+
+    def loss(pattern: Pattern, row: int) -> float:
+        costs = {1: 1.0, 2: 1.0, 3: 1.1, 4: 1.2, 5: 1.3, 6: 9.0}
+        dearer = 5.0 * ({1, 3} <= set(pattern.shared_layers))
+        return sum(costs[layer] for layer in pattern.shared_layers) + dearer
+
+    steps = list(lazy_greedy(Pattern.full(7), 4, judge_of(TableEngine(loss), token_set()), 1))
+    assert [step.layer for step in steps] == [1, 2, 4]
+    assert [sorted(step.losses) for step in steps] == [[1], [2], [3, 4]]  # 3 costs 6.1 beside 1, and 4 seemed cheaper
+
+
+def test_lazy_looks_at_half_of_the_sequences_once_and_flips_on_all() -> None:
+    """Layer 3 is cheap on the half that is looked at first, and dear on the rest."""
+    third = [0.5] * 16 + [9.0] * 16
+    engine = TableEngine(
+        lambda pattern, row: sum(third[row] if layer == 3 else float(layer) for layer in pattern.shared_layers)
+    )
+    judge = judge_of(engine, token_set(32), race=True)
+    assert set(judge.half) == set(range(16))
+    steps = list(lazy_greedy(Pattern.full(7), 5, judge, 1))
+    assert [step.layer for step in steps] == [1, 2]
+    assert sorted(steps[0].losses) == [1, 3]
+    asked = Counter(roles for roles, _ in engine.asked)
+    assert [asked[Pattern.full(7).share(layer).roles] for layer in range(1, 7)] == [32, 16, 32, 16, 16, 16]
 
 
 def test_lazy_looks_above_the_last_flip() -> None:
@@ -179,7 +196,7 @@ def test_lazy_looks_above_the_last_flip() -> None:
         costs = {1: 0.1, 2: 9.0 if pattern[1] == "F" else 0.0, 3: 1.0, 4: 2.0}
         return sum(costs[layer] for layer in pattern.shared_layers)
 
-    steps = list(lazy_greedy(Pattern.full(5), 2, judge_of(TableEngine(loss), token_set()), 1, 1))
+    steps = list(lazy_greedy(Pattern.full(5), 2, judge_of(TableEngine(loss), token_set()), 1))
     assert [step.layer for step in steps] == [1, 2, 3]
 
 

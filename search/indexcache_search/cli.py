@@ -120,8 +120,7 @@ def search(
     ] = DEFAULT_STRATEGY,
     candidates: Annotated[
         int, typer.Option(help="lazy: flips that a step evaluates at least. More: surer, dearer.", min=1)
-    ] = 3,
-    max_candidates: Annotated[int, typer.Option(help="lazy: flips that a step evaluates at most.", min=1)] = 6,
+    ] = 2,
     race: Annotated[
         bool, typer.Option(help="Compare candidates on growing shares of the sequences; off with greedy, exhaustive.")
     ] = True,
@@ -229,7 +228,7 @@ def search(
             retentions,
             strategy,
             blocks,
-            (candidates, max_candidates),
+            candidates,
             race,
             swaps,
             objective,

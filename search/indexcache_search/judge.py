@@ -60,6 +60,11 @@ class Judge:
         """A judge whose first share holds 1/8 of the sequences."""
         return cls(evaluator, growing_shares(evaluator.data, math.ceil(evaluator.data.num_sequences / FIRST_SHARE)))
 
+    @property
+    def half(self) -> Sequence[int]:
+        """The last share but one, about half of the sequences; all where there is no other."""
+        return self.shares[max(0, len(self.shares) - 2)]
+
     def losses(self, patterns: Sequence[Plan]) -> list[float]:
         """Mean losses on all sequences."""
         return [estimates.loss(item, self._data).mean for item in self._evaluator.evaluations(patterns)]

@@ -27,7 +27,7 @@ class Settings:
         retain: retentions wanted; the first is the pattern file's default.
         strategy: a name among `STRATEGIES`.
         blocks: parts that block-wise greedy divides the layers into; 1 is Algorithm 1.
-        candidates: flips that a lazy step evaluates at least and at most.
+        candidates: flips that a lazy step evaluates at least.
         race: compare patterns on growing shares of the sequences, where the strategy does that at all.
         swaps: swaps that local search tries a round; 0 for no local search.
         objective: what is minimised.
@@ -41,7 +41,7 @@ class Settings:
     retain: tuple[Fraction, ...]
     strategy: str = DEFAULT_STRATEGY
     blocks: int = 1
-    candidates: tuple[int, int] = (3, 6)
+    candidates: int = 2
     race: bool = True
     swaps: int = 0
     objective: Objective = "kl"
@@ -79,8 +79,6 @@ class Settings:
         Raises:
             SearchError: if a retention can't be reached, or a search would not end.
         """
-        if self.candidates[0] > self.candidates[1]:
-            raise SearchError(f"--max-candidates is {self.candidates[1]}, expected at least {self.candidates[0]}")
         full_layers = {retention: full_layer_count(model.num_layers, retention) for retention in self.retain}
         goal = Goal(
             native=model.native,

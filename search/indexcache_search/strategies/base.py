@@ -37,7 +37,7 @@ class Goal:
         native: the checkpoint's own pattern: nothing is shared but locked layers.
         full_layers: how many `F` layers each retention keeps.
         blocks: see `greedy`.
-        candidates: flips that a lazy step evaluates at least and at most.
+        candidates: flips that a lazy step evaluates at least.
         prices: of indexers that score less; `None` where there are none. Patterns may then have other numbers of `F`
             layers than `full_layers`, for together as much.
         most_full: how many `F` layers such patterns have at most, for each of them runs its indexer while decoding;
@@ -47,7 +47,7 @@ class Goal:
     native: Pattern
     full_layers: Mapping[Fraction, int]
     blocks: int = 1
-    candidates: tuple[int, int] = (3, 6)
+    candidates: int = 2
     prices: Prices | None = None
     most_full: int | None = None
 

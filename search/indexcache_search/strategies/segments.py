@@ -173,7 +173,7 @@ class SegmentCosts:
         tries = min(max(math.ceil(number / ONE_IN), TRIED[0]), TRIED[1])
         promising = self._cheaper(ranked[:tries], best, flips.rows)[: max(RUN, math.ceil(tries / 2))]
         if len(promising) > RUN:
-            promising = self._cheaper(promising, best, sorted({*flips.rows, *self._judge.shares[self._enough]}))
+            promising = self._cheaper(promising, best, sorted({*flips.rows, *self._judge.half}))
         return promising[:RUN]
 
     def _cheaper(self, patterns: list[Pattern], best: Pattern, rows: list[int]) -> list[Pattern]:
