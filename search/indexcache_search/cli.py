@@ -122,7 +122,10 @@ def search(
         int, typer.Option(help="lazy: flips that a step evaluates at least. More: surer, dearer.", min=1)
     ] = 2,
     race: Annotated[
-        bool, typer.Option(help="Compare candidates on growing shares of the sequences; off with greedy, exhaustive.")
+        bool,
+        typer.Option(
+            help="Compare on growing shares of the sequences; lazy: look at half first. Never with greedy, exhaustive."
+        ),
     ] = True,
     swaps: Annotated[
         int, typer.Option(help="Local search after the strategy: swaps to try a round; 0: none.", min=0)
