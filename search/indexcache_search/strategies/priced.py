@@ -51,7 +51,7 @@ class Lightened:
 
     def __init__(self, pattern: Pattern, judge: Judge, prices: Prices, native: Pattern) -> None:
         self._pattern, self._judge, self._prices = pattern, judge, prices
-        self._enough = max(0, len(judge.shares) - 2)
+        self._enough = judge.shares.index(judge.half)
         self._costs: dict[Indexer, float] = {}
         self._shares: dict[Indexer, int] = {}
         blocks = [number for number in prices.queries if number > 1]

@@ -84,7 +84,7 @@ class SegmentCosts:
 
     def __init__(self, native: Pattern, judge: Judge) -> None:
         self._native, self._judge = native, judge
-        self._enough = max(0, len(judge.shares) - 2)  # the share of the sequences that segments are measured on
+        self._enough = judge.shares.index(judge.half)  # the share of the sequences that segments are measured on
         self._heads = [*native.full_layers, len(native)]  # where a segment can begin or end
         self._unshared = set(itertools.pairwise(self._heads))  # segments of the native pattern; they cost nothing
         self._costs: dict[Segment, Estimate] = {}
