@@ -58,7 +58,7 @@ VARIANTS = {
     "greedy (Algorithm 1)": PLAIN,
     "lazy, no racing": replace(PLAIN, strategy="lazy"),
     "lazy": replace(PLAIN, strategy="lazy", race=True),
-    "lazy, 1 candidate": replace(PLAIN, strategy="lazy", race=True, candidates=1),
+    "lazy, 2 candidates": replace(PLAIN, strategy="lazy", race=True, candidates=2),
     "lazy, 3 candidates": replace(PLAIN, strategy="lazy", race=True, candidates=3),
     "lazy + swaps": replace(PLAIN, strategy="lazy", race=True, swaps=16),
     "segments": replace(PLAIN, strategy="segments", race=True),

@@ -17,12 +17,13 @@ from indexcache_search.data.tokens import TokenSet, growing_shares
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.evaluator import Evaluator
 from indexcache_search.judge import Judge, student
+from indexcache_search.strategies.base import Step
 from indexcache_search.strategies.dynamic_program import cheapest_patterns
 from indexcache_search.strategies.exhaustive import count_patterns, every_pattern, layers_to_run
 from indexcache_search.strategies.greedy import greedy
-from indexcache_search.strategies.lazy import lazy_greedy
+from indexcache_search.strategies.lazy import LazyFlips
 from indexcache_search.strategies.segments import SegmentCosts
-from indexcache_search.strategies.swaps import Flips, improve
+from indexcache_search.strategies.swaps import Flips, improve, swap_line
 from scripts.simulated import SimulatedEngine, Structure
 from sglang_indexcache import Pattern
 from tests.conftest import made_up
@@ -139,12 +140,17 @@ def test_students_quantile(degrees: int, quantile: float) -> None:
 # -- lazy greedy
 
 
+def lazy_steps(layers: int, stop: int, judge: Judge, candidates: int) -> list[Step]:
+    flips = LazyFlips(Pattern.full(layers), judge, candidates)
+    return [flips.flip() for _ in range(layers - stop)]
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 11))
 def test_lazy_takes_the_steps_of_greedy_where_flips_do_not_interact(seed: int, stop: int) -> None:
     plain, lazy = (simulated(12, seed, SEPARABLE) for _ in range(2))
     expected = [step.layer for step in greedy(Pattern.full(12), stop, plain.losses)]
-    found = list(lazy_greedy(Pattern.full(12), stop, lazy, 1))
+    found = lazy_steps(12, stop, lazy, 1)
     assert [step.layer for step in found] == expected
     # The first step looks at all 11; each later one at the cheapest of them and at the one above the last flip.
     assert evaluations(lazy) <= 1 + 11 + 2 * max(len(found) - 1, 0)
@@ -156,9 +162,9 @@ def test_lazy_takes_the_steps_of_greedy_where_flips_do_not_interact(seed: int, s
 def test_lazy_that_looks_at_everything_is_greedy(seed: int) -> None:
     plain, lazy = (simulated(10, seed, NOISELESS) for _ in range(2))
     expected = [(step.layer, step.losses) for step in greedy(Pattern.full(10), 2, plain.losses)]
-    for step, (layer, losses) in zip(lazy_greedy(Pattern.full(10), 2, lazy, 10), expected, strict=True):
+    for step, (layer, losses) in zip(lazy_steps(10, 2, lazy, 10), expected, strict=True):
         assert step.layer == layer
-        assert step.losses == pytest.approx(losses)
+        assert step.losses == pytest.approx({layer: losses[layer] for layer in step.losses})
 
 
 def test_lazy_goes_on_while_an_old_cost_is_lower_than_the_best_new_one() -> None:
@@ -169,7 +175,7 @@ def test_lazy_goes_on_while_an_old_cost_is_lower_than_the_best_new_one() -> None
         dearer = 5.0 * ({1, 3} <= set(pattern.shared_layers))
         return sum(costs[layer] for layer in pattern.shared_layers) + dearer
 
-    steps = list(lazy_greedy(Pattern.full(7), 4, judge_of(TableEngine(loss), token_set()), 1))
+    steps = lazy_steps(7, 4, judge_of(TableEngine(loss), token_set()), 1)
     assert [step.layer for step in steps] == [1, 2, 4]
     assert [sorted(step.losses) for step in steps] == [[1], [2], [3, 4]]  # 3 costs 6.1 beside 1, so 4 is evaluated, too
 
@@ -182,7 +188,7 @@ def test_lazy_looks_at_half_of_the_sequences_once_and_flips_on_all() -> None:
     )
     judge = judge_of(engine, token_set(32), race=True)
     assert set(judge.half) == set(range(16))
-    steps = list(lazy_greedy(Pattern.full(7), 5, judge, 1))
+    steps = lazy_steps(7, 5, judge, 1)
     assert [step.layer for step in steps] == [1, 2]
     assert sorted(steps[0].losses) == [1, 3]
     asked = Counter(roles for roles, _ in engine.asked)
@@ -196,7 +202,7 @@ def test_lazy_looks_above_the_last_flip() -> None:
         costs = {1: 0.1, 2: 9.0 if pattern[1] == "F" else 0.0, 3: 1.0, 4: 2.0}
         return sum(costs[layer] for layer in pattern.shared_layers)
 
-    steps = list(lazy_greedy(Pattern.full(5), 2, judge_of(TableEngine(loss), token_set()), 1))
+    steps = lazy_steps(5, 2, judge_of(TableEngine(loss), token_set()), 1)
     assert [step.layer for step in steps] == [1, 2, 3]
 
 
@@ -209,7 +215,7 @@ def test_what_swaps_trade_is_better_than_before(seed: int) -> None:
     structure = Structure(neighbours=1.0, pairs=1.0, sequences=(0.0, 0.0), idiosyncratic=(0.0, 0.0))
     native, judge = Pattern.full(10), simulated(10, seed, structure)
     plain = list(greedy(native, 4, judge.losses))[-1]
-    losses = [plain.loss, *(swap.loss for swap in improve(plain.pattern, native, judge, 100))]
+    losses = [plain.loss, *judge.losses(list(improve(plain.pattern, native, judge, 100)))]
     assert losses == sorted(losses, reverse=True)
 
 
@@ -221,7 +227,10 @@ def test_swaps_end_in_the_best_pattern_that_one_swap_can_reach() -> None:
 
     engine = TableEngine(loss)
     swaps = list(improve(start, native, judge_of(engine, token_set(), race=True), 8))
-    assert [(swap.shared, swap.full, swap.pattern.roles) for swap in swaps] == [(1, 3, "FSSFSS")]
+    assert swaps == [Pattern("FSSFSS")]
+    assert swap_line(start, swaps[0], judge_of(engine, token_set())) == (
+        "swap: layer   1 -> S,   3 -> F, 2 of 6 F, loss 1.0005"
+    )
     assert not list(improve(native, native, judge_of(engine, token_set()), 8))
 
 
@@ -229,7 +238,7 @@ def test_swaps_leave_locked_layers_alone() -> None:
     native = Pattern("FFSFFF")
     engine = TableEngine(lambda pattern, row: float(pattern[2] == "S") + (pattern[1] == "F"))
     for swap in improve(Pattern("FFSSFS"), native, judge_of(engine, token_set()), 8):
-        assert swap.pattern[2] == "S"
+        assert swap[2] == "S"
 
 
 @settings(deadline=None, max_examples=25)

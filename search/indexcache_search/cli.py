@@ -120,7 +120,7 @@ def search(
     ] = DEFAULT_STRATEGY,
     candidates: Annotated[
         int, typer.Option(help="lazy: flips that a step evaluates at least. More: surer, dearer.", min=1)
-    ] = 2,
+    ] = 1,
     race: Annotated[
         bool,
         typer.Option(

@@ -125,6 +125,10 @@ class Judge:
         """Standard error of the difference between two patterns that ran on all sequences; 0 where it is not known."""
         return self.difference(pattern, reference).stderr or 0.0
 
+    def clearly_worse(self, pattern: Plan, leader: Plan, rows: Sequence[int]) -> bool:
+        """Whether `pattern` costs more than `leader` on some rows, by more than a paired confidence bound."""
+        return self._clearly_worse(*(self._evaluator.evaluations([item], rows)[0] for item in (pattern, leader)))
+
     def _clearly_worse(self, evaluation: Evaluation, leader: Evaluation) -> bool:
         difference = estimates.increase(evaluation, leader, self._data)
         if difference.stderr is None:

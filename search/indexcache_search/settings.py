@@ -41,7 +41,7 @@ class Settings:
     retain: tuple[Fraction, ...]
     strategy: str = DEFAULT_STRATEGY
     blocks: int = 1
-    candidates: int = 2
+    candidates: int = 1
     race: bool = True
     swaps: int = 0
     objective: Objective = "kl"

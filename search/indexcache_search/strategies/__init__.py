@@ -15,7 +15,7 @@ from indexcache_search.strategies.uniform import Uniform
 
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
-    for strategy in (Segments(), Lazy(), Greedy(), Exhaustive(), Uniform(), Similarity(), Shift(), Recall())
+    for strategy in (Lazy(), Segments(), Greedy(), Exhaustive(), Uniform(), Similarity(), Shift(), Recall())
 }
 DEFAULT_STRATEGY = next(iter(STRATEGIES))
 

@@ -47,7 +47,7 @@ class Goal:
     native: Pattern
     full_layers: Mapping[Fraction, int]
     blocks: int = 1
-    candidates: int = 2
+    candidates: int = 1
     prices: Prices | None = None
     most_full: int | None = None
 

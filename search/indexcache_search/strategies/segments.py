@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from indexcache_search.strategies.base import Outcome, Problem, Strategy, find_each
 from indexcache_search.strategies.dynamic_program import cheapest_patterns
-from indexcache_search.strategies.swaps import Flips
+from indexcache_search.strategies.swaps import GAIN, Flips
 from sglang_indexcache import Pattern
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ ONE_IN = 7  # swaps of an F and an S layer is tried by a round, on the rows that
 TRIED = (4, 16)  # but at least and at most so many
 RUN = 2  # of them at most run on all sequences
 FEW = 2  # swaps for each layer, up to which F layers are few
-GAIN = 0.5  # standard errors of a difference by which a swap has to cost less
 ROUNDING = 1e-9
 LEAST_OF_COST = 0.5  # of what was measured on few sequences, however uncertain
 

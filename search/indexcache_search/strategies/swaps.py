@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from indexcache_search.judge import Judge
 from indexcache_search.strategies.base import Goal, Outcome, Problem, Strategy
 from sglang_indexcache import Pattern
 
-
-@dataclass(frozen=True)
-class Swap:
-    """`shared` became `S` and `full` became `F`, which gave `pattern` with `loss`."""
-
-    shared: int
-    full: int
-    pattern: Pattern
-    loss: float
+GAIN = 0.5  # standard errors of a difference by which the last check wants a swap to cost less
 
 
 class Flips:
@@ -54,7 +46,23 @@ class Flips:
         return {layer: item.mean for layer, item in zip(layers, estimates, strict=True)}
 
 
-def improve(pattern: Pattern, native: Pattern, judge: Judge, tries: int) -> Iterator[Swap]:
+def last_check(best: Pattern, swaps: Sequence[Pattern], judge: Judge) -> list[Pattern]:
+    """What is to be taken of `best` and `swaps` of it; behind that, what else ran on all sequences.
+
+    They run on growing shares of the sequences, and of those that cost less than `best` there the better half goes on.
+    What is left is taken if it costs less by more than half of the standard error of the difference: what costs less by
+    less is as likely to cost more on other text.
+    """
+    for rows in judge.shares[:-1]:
+        cheaper = [swap for swap, cost in judge.ranked(swaps, best, rows).items() if cost < 0]
+        swaps = cheaper[: math.ceil(len(cheaper) / 2)]
+    ran = list(judge.ranked(swaps, best, judge.shares[-1]))
+    if ran and judge.difference(ran[0], best).mean < -GAIN * judge.noise(ran[0], best):
+        return [ran[0], best, *ran[1:]]
+    return [best, *ran]
+
+
+def improve(pattern: Pattern, native: Pattern, judge: Judge, tries: int) -> Iterator[Pattern]:
     """Swap layers of `pattern` while the loss falls by more than the standard error of the difference.
 
     The `tries` swaps that `Flips` holds for best are raced, beside all moves of an `F` to the next layer, where sums
@@ -75,9 +83,15 @@ def improve(pattern: Pattern, native: Pattern, judge: Judge, tries: int) -> Iter
         swapped = patterns[choice.best]
         if choice.increases[choice.best] >= -judge.noise(swapped, pattern):
             return
-        swap = Swap(*_traded(pattern, swapped), swapped, choice.loss)
+        yield swapped
         pattern = swapped
-        yield swap
+
+
+def swap_line(pattern: Pattern, swapped: Pattern, judge: Judge) -> str:
+    """For people: what changed, and what that costs now."""
+    (shared, full), [loss] = _traded(pattern, swapped), judge.losses([swapped])
+    kept, total, letter = len(swapped.full_layers), len(swapped), swapped.letter
+    return f"swap: layer {shared:>3} -> S, {full:>3} -> {letter}, {kept} of {total} {letter}, loss {loss:.4f}"
 
 
 def _traded(pattern: Pattern, swapped: Pattern) -> tuple[int, int]:
@@ -107,11 +121,7 @@ class Swapping(Strategy):
         return replace(outcome, patterns=patterns)
 
     def _improved(self, pattern: Pattern, problem: Problem) -> Pattern:
-        for swap in improve(pattern, problem.goal.native, problem.judge, self._tries):
-            kept, total, letter = len(swap.pattern.full_layers), len(pattern), pattern.letter
-            problem.notice(
-                f"swap: layer {swap.shared:>3} -> S, {swap.full:>3} -> {letter}, {kept} of {total} {letter},"
-                f" loss {swap.loss:.4f}"
-            )
-            pattern = swap.pattern
+        for swapped in improve(pattern, problem.goal.native, problem.judge, self._tries):
+            problem.notice(swap_line(pattern, swapped, problem.judge))
+            pattern = swapped
         return pattern
