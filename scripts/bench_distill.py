@@ -51,7 +51,7 @@ class Row:
 
 
 def rows(layers: int) -> list[Row]:
-    searched = PatternFile.load(f"{demo.FOLDER / 'patterns' / 'segments.yaml'}@1/2").as_pattern()
+    searched = PatternFile.load(f"{demo.FOLDER / 'patterns' / 'lazy.yaml'}@1/2").as_pattern()
     half, quarter = Pattern.uniform(layers, 2), Pattern.uniform(layers, 4)
     return [
         Row("original, not trained", Pattern.full(layers), None),

@@ -61,15 +61,13 @@ VARIANTS = {
     "lazy, 2 candidates": replace(PLAIN, strategy="lazy", race=True, candidates=2),
     "lazy, 3 candidates": replace(PLAIN, strategy="lazy", race=True, candidates=3),
     "lazy + swaps": replace(PLAIN, strategy="lazy", race=True, swaps=16),
-    "segments": replace(PLAIN, strategy="segments", race=True),
-    "segments, blocks of queries": replace(PLAIN, strategy="segments", race=True, queries=(4, 16)),
-    "segments, candidates": replace(PLAIN, strategy="segments", race=True, rescore=(4,)),
-    "segments, both": replace(PLAIN, strategy="segments", race=True, queries=(4, 16), rescore=(4,)),
-    "segments + swaps": replace(PLAIN, strategy="segments", race=True, swaps=16),
+    "lazy, blocks of queries": replace(PLAIN, strategy="lazy", race=True, queries=(4, 16)),
+    "lazy, candidates": replace(PLAIN, strategy="lazy", race=True, rescore=(4,)),
+    "lazy, both": replace(PLAIN, strategy="lazy", race=True, queries=(4, 16), rescore=(4,)),
     "greedy + swaps": replace(PLAIN, swaps=32),
     "exhaustive": replace(PLAIN, strategy="exhaustive"),
 }
-DEFAULT = ("greedy (Algorithm 1)", "segments", "segments + swaps", "lazy")
+DEFAULT = ("greedy (Algorithm 1)", "lazy", "lazy + swaps")
 
 
 @dataclass(frozen=True)

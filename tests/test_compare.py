@@ -248,7 +248,7 @@ def test_the_shipped_patterns_are_for_the_demo_model() -> None:
     kept = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 8)]
     lines = named_lines([(None, PatternSpec.read(path)) for path in demo.PATTERNS], kept, (), model)
     names = [(line.name, str(line.retention)) for line in lines]
-    assert names == [(name, share) for name in ("segments", "similarity") for share in ("1/2", "1/4", "1/8")]
+    assert names == [(name, share) for name in ("lazy", "similarity") for share in ("1/2", "1/4", "1/8")]
 
 
 # -- the gate
@@ -262,7 +262,7 @@ def lines_of(kind: Kind, name: str, mean: float) -> Row:
     return Row(**about, **measured, by_source={"a": source})
 
 
-@pytest.mark.parametrize("name", ["segments", "uniform", "uniform4", "baseline-prod", "uniform phase 0", "baseline"])
+@pytest.mark.parametrize("name", ["lazy", "uniform", "uniform4", "baseline-prod", "uniform phase 0", "baseline"])
 def test_the_gate_looks_at_what_a_line_is_and_not_at_its_name(name: str) -> None:
     rows = [
         lines_of("baseline", "baseline", 9.0),

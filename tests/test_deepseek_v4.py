@@ -234,7 +234,7 @@ class Redundant(torch.nn.Module):
         return self._run(*self._inputs["args"])
 
 
-@pytest.mark.parametrize("strategy", ["greedy", "segments"])
+@pytest.mark.parametrize("strategy", ["greedy", "lazy"])
 def test_the_search_shares_exactly_what_is_redundant(strategy: str, tmp_path: Any) -> None:
     """Letters 2 and 4 of 6 copy the scores of the letter before: sharing them costs nothing, anything else does."""
     config = tiny_v4_config(num_hidden_layers=8, compress_ratios=[0, 4, 4, 4, 128, 4, 4, 4])
@@ -244,7 +244,7 @@ def test_the_search_shares_exactly_what_is_redundant(strategy: str, tmp_path: An
         compressor.indexer = Redundant(model, description.layers[letter - 1])
     engine = TransformersEngine(model, description)
     data = random_tokens(sequences=4, seq_len=SEQ_LEN, first_choice=4 * TOPK)
-    settings = Settings((Fraction(2, 3),), strategy, objective="kl", race=strategy == "segments")
+    settings = Settings((Fraction(2, 3),), strategy, objective="kl", race=strategy == "lazy")
     with Journal(tmp_path, identity(engine, data, data, "kl"), {}) as journal:
         calibration = Evaluator(engine, data, "kl", journal, "calibration")
         found = Search(engine, calibration, settings, lambda: None).find()

@@ -46,7 +46,7 @@ def test_a_search_writes_a_file_of_pages(found: Path) -> None:
     assert [len(file.pattern_at(kept).full_layers) for kept in (Fraction(1, 2), Fraction(1, 3))] == [3, 2]
     content = json.loads((found / "metrics.json").read_text())
     names = {(row["name"], row["retention"]) for row in content["held_out"]["rows"]}
-    wanted = {(name, kept) for name in ("segments", "shift", "recall", "uniform phase 0") for kept in ("1/2", "1/3")}
+    wanted = {(name, kept) for name in ("lazy", "shift", "recall", "uniform phase 0") for kept in ("1/2", "1/3")}
     assert names == {("baseline", "1"), *wanted}
     assert len(content["shift"][0]) == len(content["recall"]) == LAYERS and "similarity" not in content
     assert "4 pages of 4 tokens" in (found / "report.html").read_text()
@@ -129,11 +129,11 @@ def test_budgets_side_by_side(found: Path, dense_folder: Path, token_file: Path,
     assert result.exit_code == 0, result.output
     content = json.loads((tmp_path / "eval.json").read_text())
     rows = {row["name"]: row["increase"]["mean"] for row in content["held_out"]["rows"]}
-    assert {"segments, 2 pages", "mine, 4 pages", "mine, 7 pages", "uniform, mean of 3 phases, 7 pages"} <= set(rows)
+    assert {"lazy, 2 pages", "mine, 4 pages", "mine, 7 pages", "uniform, mean of 3 phases, 7 pages"} <= set(rows)
     assert abs(rows["mine, 7 pages"]) < abs(rows["mine, 2 pages"])
     alone = run(eval_app, *map(str, [*fixed, *named[:2], "--output", tmp_path / "alone", "--no-uniform"]))
     assert alone.exit_code == 0, alone.output
-    assert "segments" in alone.output and "pages" not in alone.output
+    assert "lazy" in alone.output and "pages" not in alone.output
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_the_wheel_runs_the_demo_outside_the_checkout(tmp_path: Path) -> None:
     for name in (
         "sglang_indexcache/py.typed",
         "sglang_indexcache/pattern_file.schema.json",
-        "indexcache_search/demo/patterns/segments.yaml",
+        "indexcache_search/demo/patterns/lazy.yaml",
         "indexcache_kernels/indexer_topk/triton.py",
         "indexcache_search/offload/page.html",
     ):

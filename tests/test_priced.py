@@ -217,12 +217,12 @@ def test_what_is_found_with_candidates_is_nearly_always_the_best() -> None:
         ({"queries": (3,)}, "--queries has 3, expected 2, 4, 8, 16, 64, at most 8"),
         ({"queries": (16,)}, "--queries has 16"),  # index_topk is 8
         ({"queries": (4,), "price_context": 128}, "--price-context is 128, expected more than 128"),
-        ({"queries": (4,), "strategy": "lazy"}, "--queries needs --strategy segments, without --swaps"),
+        ({"queries": (4,), "strategy": "greedy"}, "--queries needs --strategy lazy, without --swaps"),
         ({"queries": (4,), "swaps": 4}, "without --swaps"),
         ({"decode_retain": Fraction(1, 2)}, "--decode-retain is about patterns with --queries or --rescore"),
         ({"rescore": (1,)}, "--rescore has 1, expected 2 to 64"),
         ({"rescore": (65,)}, "--rescore has 65"),
-        ({"rescore": (4,), "strategy": "lazy"}, "--rescore needs --strategy segments, without --swaps"),
+        ({"rescore": (4,), "strategy": "greedy"}, "--rescore needs --strategy lazy, without --swaps"),
         (
             {"queries": (4,), "decode_retain": Fraction(1, 3)},
             "--decode-retain is 1/3, expected no less than --retain 1/2",
@@ -266,6 +266,6 @@ def test_a_search_from_the_command_line(model_folder: Path, token_file: Path, tm
     assert file.as_pattern().scored_layers <= 2.001
     rows = json.loads((tmp_path / "out" / "metrics.json").read_text())["held_out"]["rows"]
     names = [row["name"] for row in rows if row["kind"] == "named"]
-    assert names[:2] == ["segments", "segments, F and S"] and rows[1]["pattern"] == file.pattern
+    assert names[:2] == ["lazy", "lazy, F and S"] and rows[1]["pattern"] == file.pattern
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 0 and PatternFile.load(tmp_path / "out" / "pattern.yaml@1/3") == file

@@ -204,11 +204,11 @@ def test_a_search_that_keeps_everything_has_a_report() -> None:
     metrics = sample_content()
     metrics["held_out"]["rows"] = [
         row("baseline", "1", 8, "F" * 8, 0.0, "baseline"),
-        row("segments", "1", 8, "F" * 8, 0.0),
+        row("lazy", "1", 8, "F" * 8, 0.0),
         row("uniform phase 0", "1", 8, "F" * 8, 0.0, "phase", 0),
     ]
-    metrics["steps"], metrics["pattern_file"]["search"]["strategy"] = [], "segments"
-    assert "segments" in render(sample_metrics(metrics))
+    metrics["steps"], metrics["pattern_file"]["search"]["strategy"] = [], "lazy"
+    assert "lazy" in render(sample_metrics(metrics))
 
 
 def test_names_that_look_like_markup_are_shown_as_they_are() -> None:

@@ -10,9 +10,9 @@ from indexcache_search.errors import SearchError
 from indexcache_search.objectives import Objective
 from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
 from indexcache_search.strategies.base import Goal, Strategy
+from indexcache_search.strategies.lazy import Lazy
 from indexcache_search.strategies.priced import Priced
 from indexcache_search.strategies.prices import PRICE_CONTEXT, Prices
-from indexcache_search.strategies.segments import Segments
 from indexcache_search.strategies.swaps import Swapping
 from sglang_indexcache import SparseModel
 from sglang_indexcache.indexers import EXACT_ROWS, MOST_CANDIDATES, QUERIES
@@ -68,8 +68,8 @@ class Settings:
         if self.blocks > 1 and not strategy.takes_blocks:
             raise SearchError(f"--blocks {self.blocks} needs --strategy greedy, found {self.strategy}")
         if self._flag:
-            if self.strategy != Segments.name or self.swaps:
-                raise SearchError(f"{self._flag} needs --strategy segments, without --swaps")
+            if self.strategy != Lazy.name or self.swaps:
+                raise SearchError(f"{self._flag} needs --strategy lazy, without --swaps")
             return Priced()
         return Swapping(strategy, self.swaps) if self.swaps else strategy
 

@@ -11,7 +11,7 @@ from indexcache_search.errors import DataError
 
 FOLDER = Path(__file__).parent
 MODEL = FOLDER / "indexcache-demo"
-PATTERNS = tuple(str(FOLDER / "patterns" / f"{strategy}.yaml") for strategy in ("segments", "similarity"))
+PATTERNS = tuple(str(FOLDER / "patterns" / f"{strategy}.yaml") for strategy in ("lazy", "similarity"))
 RECALL_TASKS = ("kv_end", "chain", "multi", "update", "copy")
 CALIBRATION = ("demo:calibration-text", "demo:calibration-recall")
 EVALUATION = ("demo:text", *(f"demo:{task}" for task in RECALL_TASKS))

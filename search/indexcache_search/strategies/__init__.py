@@ -8,14 +8,12 @@ from indexcache_search.strategies.greedy import Greedy
 from indexcache_search.strategies.lazy import Lazy
 from indexcache_search.strategies.measured import MeasuredStrategy
 from indexcache_search.strategies.recall import Recall
-from indexcache_search.strategies.segments import Segments
 from indexcache_search.strategies.shift import Shift
 from indexcache_search.strategies.similarity import Similarity
 from indexcache_search.strategies.uniform import Uniform
 
 STRATEGIES: dict[str, Strategy] = {
-    strategy.name: strategy
-    for strategy in (Lazy(), Segments(), Greedy(), Exhaustive(), Uniform(), Similarity(), Shift(), Recall())
+    strategy.name: strategy for strategy in (Lazy(), Greedy(), Exhaustive(), Uniform(), Similarity(), Shift(), Recall())
 }
 DEFAULT_STRATEGY = next(iter(STRATEGIES))
 

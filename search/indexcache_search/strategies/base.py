@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
@@ -144,23 +144,6 @@ class Strategy(ABC):
         Raises:
             SearchError: if it can't be done with this engine.
         """
-
-
-class SteppingStrategy(Strategy):
-    """Flips one layer after the other, so that one walk passes through every retention."""
-
-    @abstractmethod
-    def walk(self, problem: Problem) -> Iterator[Step]:
-        """Flips from the native pattern to the smallest retention."""
-
-    def find(self, problem: Problem) -> Outcome:
-        steps: list[Step] = []
-        for step in self.walk(problem):
-            steps.append(step)
-            problem.on_step(step, tuple(steps))
-        by_count = {len(pattern.full_layers): pattern for pattern in (problem.goal.native, *(s.pattern for s in steps))}
-        full_layers = problem.goal.full_layers
-        return Outcome({retention: by_count[count] for retention, count in full_layers.items()}, tuple(steps))
 
 
 class DirectStrategy(Strategy):

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from indexcache_search.errors import SearchError
-from indexcache_search.strategies.base import Goal, Problem, Step, SteppingStrategy, too_many
+from indexcache_search.strategies.base import Goal, Outcome, Problem, Step, Strategy, too_many
 from sglang_indexcache import Pattern
 
 EvaluateLosses = Callable[[Sequence[Pattern]], Sequence[float]]
@@ -90,7 +90,7 @@ def count_evaluations(start: Pattern, stop: int, blocks: int = 1) -> int:
     return asked
 
 
-class Greedy(SteppingStrategy):
+class Greedy(Strategy):
     """Algorithm 1, in blocks if that is wanted; everything runs on all sequences."""
 
     name = "greedy"
@@ -105,6 +105,10 @@ class Greedy(SteppingStrategy):
     def planned(self, goal: Goal) -> int:
         return count_evaluations(goal.native, goal.fewest, goal.blocks)
 
-    def walk(self, problem: Problem) -> Iterator[Step]:
-        goal = problem.goal
-        return greedy(goal.native, goal.fewest, problem.judge.losses, goal.blocks)
+    def find(self, problem: Problem) -> Outcome:
+        goal, steps = problem.goal, list[Step]()
+        for step in greedy(goal.native, goal.fewest, problem.judge.losses, goal.blocks):
+            steps.append(step)
+            problem.on_step(step, tuple(steps))
+        by_count = {len(pattern.full_layers): pattern for pattern in (goal.native, *(step.pattern for step in steps))}
+        return Outcome({retention: by_count[count] for retention, count in goal.full_layers.items()}, tuple(steps))

@@ -6,7 +6,7 @@ Minoux, "Accelerated greedy algorithms for maximizing submodular set functions",
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from indexcache_search.strategies.base import Outcome, Problem, Step, Strategy
@@ -109,29 +109,35 @@ class LazyFlips:
         return Step(best, self.pattern, after, {layer: before + costs[layer] for layer in sorted(costs)})
 
 
+def trajectory(problem: Problem, stop: int, wanted: Collection[int]) -> tuple[list[Step], dict[int, list[Pattern]]]:
+    """Flips to `stop` `F` layers, and for each of the numbers in `wanted` what ran on all sequences, the best first."""
+    native, judge = problem.goal.native, problem.judge
+    flips, steps = LazyFlips(native, judge, problem.goal.candidates), list[Step]()
+    ranked, tries = {len(native.full_layers): [native]}, math.ceil(len(native) / LAYERS_A_SWAP)
+    while len(flips.pattern.full_layers) > stop:
+        before, step = flips.pattern, flips.flip()
+        steps.append(step)
+        problem.on_step(step, tuple(steps))
+        count = len(step.pattern.full_layers)
+        if count in wanted:
+            others = [before.share(layer) for layer in step.losses if layer != step.layer]
+            ranked[count] = [*last_check(step.pattern, flips.swaps()[:tries], judge), *others]
+            if ranked[count][0] != step.pattern:
+                problem.notice(swap_line(step.pattern, ranked[count][0], judge))
+    return steps, ranked
+
+
 class Lazy(Strategy):
     """Algorithm 1 with few candidates a step, and a look at swaps of each pattern that is asked for."""
 
     name = "lazy"
-    summary = "every flip once, then a few each step; a trajectory that serves any retention"
+    summary = "every flip once, then a few each step, then swaps; a trajectory that serves any retention"
 
     def find(self, problem: Problem) -> Outcome:
-        goal, judge = problem.goal, problem.judge
-        flips, steps = LazyFlips(goal.native, judge, goal.candidates), list[Step]()
-        ranked, tries = {len(goal.native.full_layers): [goal.native]}, math.ceil(len(goal.native) / LAYERS_A_SWAP)
-        while len(flips.pattern.full_layers) > goal.fewest:
-            before, step = flips.pattern, flips.flip()
-            steps.append(step)
-            problem.on_step(step, tuple(steps))
-            count = len(step.pattern.full_layers)
-            if count in goal.full_layers.values():
-                others = [before.share(layer) for layer in step.losses if layer != step.layer]
-                ranked[count] = [*last_check(step.pattern, flips.swaps()[:tries], judge), *others]
-                if ranked[count][0] != step.pattern:
-                    problem.notice(swap_line(step.pattern, ranked[count][0], judge))
-        counts = goal.full_layers.items()
+        counts = problem.goal.full_layers
+        steps, ranked = trajectory(problem, problem.goal.fewest, counts.values())
         return Outcome(
-            {retention: ranked[count][0] for retention, count in counts},
+            {retention: ranked[count][0] for retention, count in counts.items()},
             tuple(steps),
-            {retention: ranked[count][1:] for retention, count in counts},
+            {retention: ranked[count][1:] for retention, count in counts.items()},
         )

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.strategies.base import Goal, Outcome, Problem, Strategy, find_each
+from indexcache_search.strategies.lazy import Lazy, trajectory
 from indexcache_search.strategies.prices import Prices
-from indexcache_search.strategies.segments import SegmentCosts, Segments
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.indexers import Indexer
@@ -148,24 +148,24 @@ def with_indexers(pattern: Pattern, indexers: Iterable[Indexer]) -> Pattern:
 
 
 class Priced(Strategy):
-    """The cheapest row of segments for several numbers of `F` layers, made as cheap as is asked for, then raced."""
+    """Patterns on the way of `Lazy`, with several numbers of `F` layers, made as cheap as is asked for, then raced."""
 
-    name = Segments.name
-    summary = Segments.summary
+    name = Lazy.name
+    summary = Lazy.summary
 
     def find(self, problem: Problem) -> Outcome:
-        goal, costs = problem.goal, SegmentCosts(problem.goal.native, problem.judge)
-        plain: dict[Fraction, Pattern] = {}
+        goal, budgets = problem.goal, problem.goal.full_layers
+        fewest = min(count for budget in budgets.values() for count in (budget, *_counts(budget, goal)))
+        steps, ranked = trajectory(problem, fewest, budgets.values())
+        on_the_way = {len(pattern.full_layers): pattern for pattern in (goal.native, *(step.pattern for step in steps))}
+        plain = {retention: ranked[budget][0] for retention, budget in budgets.items()}
         lightened: dict[Pattern, Lightened] = {}
-        for budget in goal.full_layers.values():
-            costs.cheapest(budget)  # the last check of one may begin at a larger one, whichever is asked for first
 
-        def ranked(retention: Fraction) -> list[Pattern]:
-            budget = goal.full_layers[retention]
-            plain[retention] = costs.last_check(budget)[0].pattern
+        def checked(retention: Fraction) -> list[Pattern]:
+            budget = budgets[retention]
             found = [plain[retention]]
             for count in _counts(budget, goal):
-                base = plain[retention] if count == budget else costs.proposed(count)
+                base = plain[retention] if count == budget else on_the_way[count]
                 if base not in lightened:
                     lightened[base] = Lightened(base, problem.judge, _prices(goal), goal.native)
                 pattern = lightened[base].within(budget)
@@ -173,10 +173,8 @@ class Priced(Strategy):
                     found.append(pattern)
             return self._checked(found, budget, problem)
 
-        outcome = find_each(problem, ranked)
-        problem.notice(
-            f"measured {len(costs)} segments of layers, and indexers that score less on {len(lightened)} patterns"
-        )
+        outcome = find_each(problem, checked)
+        problem.notice(f"tried indexers that score less on {len(lightened)} patterns")
         return Outcome(outcome.patterns, rivals=outcome.rivals, plain=plain)
 
     def _checked(self, patterns: Sequence[Pattern], budget: float, problem: Problem) -> list[Pattern]:
