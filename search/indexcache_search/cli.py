@@ -124,7 +124,7 @@ def search(
     race: Annotated[
         bool,
         typer.Option(
-            help="Compare on growing shares of the sequences; lazy: look at half first. Never with greedy, exhaustive."
+            help="Look at a part of the sequences first, where the strategy does that. Never with greedy, exhaustive."
         ),
     ] = True,
     swaps: Annotated[

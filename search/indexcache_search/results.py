@@ -73,7 +73,7 @@ class HeldOut(_Section):
 
 
 class StepResult(_Section):
-    """A committed flip of `layer`; `candidates` are the losses of all flips that were tried, by layer."""
+    """A committed flip of `layer`; `candidates` are the losses of flips that ran on all sequences, by layer."""
 
     layer: int
     full_layers: int

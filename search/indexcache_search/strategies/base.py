@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """One committed flip of `layer`, giving `pattern` with `loss`; `losses` are those of the candidates evaluated."""
+    """One committed flip of `layer`, giving `pattern` with `loss`.
+
+    `losses` are those of the candidates that ran on all sequences.
+    """
 
     layer: int
     pattern: Pattern

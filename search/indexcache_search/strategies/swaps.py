@@ -18,7 +18,7 @@ GAIN = 0.5  # standard errors of a difference by which the last check wants a sw
 class Flips:
     """What a pattern costs when one layer alone is flipped in it, on the rows that tell most: one pattern a layer.
 
-    A swap costs about what its two flips cost together, and a second swap about what all four do.
+    A swap costs about what its two flips cost together.
 
     Args:
         pattern: where layers are flipped; it runs on all sequences.
@@ -28,7 +28,7 @@ class Flips:
 
     def __init__(self, pattern: Pattern, native: Pattern, judge: Judge) -> None:
         self._pattern, self._native, self._judge = pattern, native, judge
-        self.rows = judge.telling(pattern, native)
+        self._rows = judge.telling(pattern, native)
 
     def ranked(self, patterns: Iterable[Pattern]) -> list[Pattern]:
         """Patterns near the flipped one, those that promise most first."""
@@ -42,7 +42,7 @@ class Flips:
         """What each layer costs, flipped alone."""
         layers, before = self._native.full_layers[1:], self._pattern
         flipped = [before.share(layer) if before[layer] == before.letter else before.unshare(layer) for layer in layers]
-        estimates = self._judge.scout(flipped, before, self.rows)
+        estimates = self._judge.scout(flipped, before, self._rows)
         return {layer: item.mean for layer, item in zip(layers, estimates, strict=True)}
 
 
