@@ -23,9 +23,8 @@ from sglang_indexcache.pattern import parse_retention
 
 FIRST_CHOICE = "index_topk (DeepSeek-V4: 4 times that; dense models: pages x page tokens)"  # below, all is seen
 
-# Calibration sequences, held-out sequences, tokens a sequence (None: 4 times `FIRST_CHOICE`).
-SIZES = (32, 32, None)
-DEMO_SIZES = (32, 48, 512)
+SEQUENCES = 32  # of the calibration set, and held out
+DEMO_LENGTH = 512  # tokens a sequence; of other models 4 times `FIRST_CHOICE`
 
 
 EngineName = Literal["transformers", "sglang"]
@@ -104,9 +103,7 @@ def search(
         int | None, typer.Option(help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", min=1)
     ] = None,
     num_sequences: Annotated[int | None, typer.Option(help="Calibration sequences. Default: 32.", min=1)] = None,
-    num_eval_sequences: Annotated[
-        int | None, typer.Option(help="Held-out sequences. Default: 32, for the demo 48.", min=1)
-    ] = None,
+    num_eval_sequences: Annotated[int | None, typer.Option(help="Held-out sequences. Default: 32.", min=1)] = None,
     retain: Annotated[
         str, typer.Option(help="Shares of layers that stay F, or D; the first is the file's default.")
     ] = "1/2,1/4,1/8",
@@ -241,13 +238,12 @@ def search(
             price_context,
             None if decode_retain is None else parse_retention(decode_retain),
         )
-        size, eval_size, length = DEMO_SIZES if model is None else SIZES
         data = Data(
             tuple(calibration),
             tuple(evaluation or calibration),
-            seq_len or length,
-            num_sequences or size,
-            num_eval_sequences or eval_size,
+            seq_len or (DEMO_LENGTH if model is None else None),
+            num_sequences or SEQUENCES,
+            num_eval_sequences or SEQUENCES,
             reply,
         )
         folder = output or Path(f"indexcache-{_short_name(model)}")
