@@ -159,16 +159,15 @@ class Priced(Strategy):
         steps, ranked = trajectory(problem, fewest, budgets.values())
         on_the_way = {len(pattern.full_layers): pattern for pattern in (goal.native, *(step.pattern for step in steps))}
         plain = {retention: ranked[budget][0] for retention, budget in budgets.items()}
-        lightened: dict[Pattern, Lightened] = {}
+        lightened: dict[int, Lightened] = {}  # by the number of `F` layers
 
         def checked(retention: Fraction) -> list[Pattern]:
             budget = budgets[retention]
             found = [plain[retention]]
             for count in _counts(budget, goal):
-                base = plain[retention] if count == budget else on_the_way[count]
-                if base not in lightened:
-                    lightened[base] = Lightened(base, problem.judge, _prices(goal), goal.native)
-                pattern = lightened[base].within(budget)
+                if count not in lightened:
+                    lightened[count] = Lightened(on_the_way[count], problem.judge, _prices(goal), goal.native)
+                pattern = lightened[count].within(budget)
                 if pattern is not None and pattern not in found:
                     found.append(pattern)
             return self._checked(found, budget, problem)
