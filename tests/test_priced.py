@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from indexcache_search.cli import app
 from indexcache_search.errors import SearchError
 from indexcache_search.settings import Settings
-from indexcache_search.strategies.base import Goal, Problem
+from indexcache_search.strategies.base import Goal
 from indexcache_search.strategies.priced import Lightened, Priced, with_indexers
 from indexcache_search.strategies.prices import GATHERED, Prices, candidate_price, price
 from sglang_indexcache import Pattern, PatternFile
@@ -25,7 +25,7 @@ from sglang_indexcache.families import describe
 from sglang_indexcache.indexers import Indexer
 from sglang_indexcache.pattern_file import ModelSection
 from tests.conftest import tiny_config, tiny_dense_config
-from tests.test_strategies import TableEngine, judge_of, token_set
+from tests.test_strategies import TableEngine, found_by, judge_of, token_set
 
 PRICES = Prices(queries={1: 1.0, 4: 0.25, 16: 0.0625})
 ALL_PRICES = Prices(queries=PRICES.queries, candidates={2: 0.125, 4: 0.25}, selecting={2: 0.125, 4: 0.375})
@@ -93,19 +93,10 @@ def search(
     model: Model, budget: int, most_full: int | None = None, prices: Prices = PRICES
 ) -> tuple[Pattern, Pattern, list[str]]:
     """What is found, the best of F and S alone, and what was noticed."""
-    retention, notices = Fraction(budget, 5), list[str]()
+    retention = Fraction(budget, 5)
     goal = Goal(native=model.native, full_layers={retention: budget}, prices=prices, most_full=most_full)
     judge = judge_of(TableEngine(model.loss), token_set(16), race=True)
-    problem = Problem(
-        goal=goal,
-        judge=judge,
-        engine="table",
-        measured=lambda name: None,
-        on_step=lambda step, steps: None,
-        on_pattern=lambda kept, patterns: None,
-        notice=notices.append,
-    )
-    outcome = Priced().find(problem)
+    outcome, notices = found_by(Priced(), goal, judge)
     return outcome.patterns[retention], outcome.plain[retention], notices
 
 

@@ -18,7 +18,7 @@ from indexcache_search.data.tokens import TokenSet, growing_shares
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.evaluator import Evaluator
 from indexcache_search.judge import Judge, student
-from indexcache_search.strategies.base import Goal, Outcome, Problem, Step
+from indexcache_search.strategies.base import Goal, Outcome, Problem, Step, Strategy
 from indexcache_search.strategies.dynamic_program import cheapest_segments
 from indexcache_search.strategies.exhaustive import count_patterns, every_pattern, layers_to_run
 from indexcache_search.strategies.greedy import greedy
@@ -223,12 +223,11 @@ def test_lazy_drops_what_half_of_the_sequences_call_clearly_worse() -> None:
         assert asked["FSSFF"] == ran and asked["FSFSF"] == 32
 
 
-def found_by_lazy(native: Pattern, judge: Judge, full_layers: Sequence[int]) -> tuple[Outcome, list[str]]:
-    """What is found for as many `F` layers, and what there is notice of."""
+def found_by(strategy: Strategy, goal: Goal, judge: Judge) -> tuple[Outcome, list[str]]:
+    """What is found, and what there is notice of."""
     notices = list[str]()
-    retentions = {Fraction(count, len(native)): count for count in full_layers}
     problem = Problem(
-        goal=Goal(native=native, full_layers=retentions),
+        goal=goal,
         judge=judge,
         engine="table",
         measured=lambda name: None,
@@ -236,7 +235,13 @@ def found_by_lazy(native: Pattern, judge: Judge, full_layers: Sequence[int]) -> 
         on_pattern=lambda retention, patterns: None,
         notice=notices.append,
     )
-    return Lazy().find(problem), notices
+    return strategy.find(problem), notices
+
+
+def found_by_lazy(native: Pattern, judge: Judge, full_layers: Sequence[int]) -> tuple[Outcome, list[str]]:
+    """The same, for as many `F` layers."""
+    retentions = {Fraction(count, len(native)): count for count in full_layers}
+    return found_by(Lazy(), Goal(native=native, full_layers=retentions), judge)
 
 
 def test_lazy_looks_at_swaps_of_each_pattern_that_is_asked_for() -> None:

@@ -23,7 +23,6 @@ from sglang_indexcache.pattern import parse_retention
 
 FIRST_CHOICE = "index_topk (DeepSeek-V4: 4 times that; dense models: pages x page tokens)"  # below, all is seen
 
-SEQUENCES = 32  # of the calibration set, and held out
 DEMO_LENGTH = 512  # tokens a sequence; of other models 4 times `FIRST_CHOICE`
 
 
@@ -102,8 +101,8 @@ def search(
     seq_len: Annotated[
         int | None, typer.Option(help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", min=1)
     ] = None,
-    num_sequences: Annotated[int | None, typer.Option(help="Calibration sequences. Default: 32.", min=1)] = None,
-    num_eval_sequences: Annotated[int | None, typer.Option(help="Held-out sequences. Default: 32.", min=1)] = None,
+    num_sequences: Annotated[int, typer.Option(help="Calibration sequences.", min=1)] = 32,
+    num_eval_sequences: Annotated[int, typer.Option(help="Held-out sequences.", min=1)] = 32,
     retain: Annotated[
         str, typer.Option(help="Shares of layers that stay F, or D; the first is the file's default.")
     ] = "1/2,1/4,1/8",
@@ -242,8 +241,8 @@ def search(
             tuple(calibration),
             tuple(evaluation or calibration),
             seq_len or (DEMO_LENGTH if model is None else None),
-            num_sequences or SEQUENCES,
-            num_eval_sequences or SEQUENCES,
+            num_sequences,
+            num_eval_sequences,
             reply,
         )
         folder = output or Path(f"indexcache-{_short_name(model)}")

@@ -13,7 +13,6 @@ from scipy.stats import norm, t
 
 from indexcache_search import estimates
 from indexcache_search.data.tokens import growing_shares
-from indexcache_search.engines.base import Evaluation
 from indexcache_search.estimates import Estimate
 from indexcache_search.evaluator import Evaluator
 from indexcache_search.plans import Plan
@@ -82,9 +81,9 @@ class Judge:
                 increases[at] = estimates.increase(evaluations[at], base, self._data).mean
             alive.sort(key=lambda at: (increases[at], at))
             if number + 1 < len(self.shares):
-                leader = evaluations[alive[0]]
+                leader = patterns[alive[0]]
                 half = alive[: math.ceil(len(alive) / 2)]
-                alive = [at for at in half if not self._clearly_worse(evaluations[at], leader)]
+                alive = [at for at in half if not self.clearly_worse(patterns[at], leader, rows)]
         best = alive[0]
         return Choice(best, estimates.loss(evaluations[best], self._data).mean, increases)
 
@@ -116,9 +115,9 @@ class Judge:
         others = sorted(set(rows) - set(self.shares[0]), key=lambda row: (-excess[row], row))
         return sorted([*self.shares[0], *others[: len(self.shares[0])]])
 
-    def difference(self, pattern: Plan, other: Plan) -> Estimate:
-        """How much `pattern` costs more than `other`, both run on all sequences; paired."""
-        first, second = (self._evaluator.evaluations([item], self.shares[-1])[0] for item in (pattern, other))
+    def difference(self, pattern: Plan, other: Plan, rows: Sequence[int] | None = None) -> Estimate:
+        """How much `pattern` costs more than `other`, both run on `rows`, by default on all sequences; paired."""
+        first, second = (self._evaluator.evaluations([item], rows)[0] for item in (pattern, other))
         return estimates.increase(first, second, self._data)
 
     def noise(self, pattern: Plan, reference: Plan) -> float:
@@ -127,14 +126,11 @@ class Judge:
 
     def clearly_worse(self, pattern: Plan, leader: Plan, rows: Sequence[int]) -> bool:
         """Whether `pattern` costs more than `leader` on some rows, by more than a paired confidence bound."""
-        return self._clearly_worse(*(self._evaluator.evaluations([item], rows)[0] for item in (pattern, leader)))
-
-    def _clearly_worse(self, evaluation: Evaluation, leader: Evaluation) -> bool:
-        difference = estimates.increase(evaluation, leader, self._data)
+        difference = self.difference(pattern, leader, rows)
         if difference.stderr is None:
             return False
-        sources = len(set(self._data.source_of[list(evaluation.rows)].tolist()))
-        return difference.mean > student(CONFIDENCE, len(evaluation.rows) - sources) * difference.stderr
+        sources = len(set(self._data.source_of[list(rows)].tolist()))
+        return difference.mean > student(CONFIDENCE, len(rows) - sources) * difference.stderr
 
 
 def student(z: float, degrees: int) -> float:

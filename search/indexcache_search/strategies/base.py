@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
@@ -158,6 +158,11 @@ class DirectStrategy(Strategy):
 
     def find(self, problem: Problem) -> Outcome:
         return find_each(problem, lambda retention: self.ranked(problem, retention))
+
+
+def by_count(native: Pattern, steps: Sequence[Step]) -> dict[int, Pattern]:
+    """`native` and what each step left of it, by the number of `F` layers."""
+    return {len(pattern.full_layers): pattern for pattern in (native, *(step.pattern for step in steps))}
 
 
 def too_many(count: int, native: Pattern) -> SearchError:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from indexcache_search.errors import SearchError
-from indexcache_search.strategies.base import Goal, Outcome, Problem, Step, Strategy, too_many
+from indexcache_search.strategies.base import Goal, Outcome, Problem, Step, Strategy, by_count, too_many
 from sglang_indexcache import Pattern
 
 EvaluateLosses = Callable[[Sequence[Pattern]], Sequence[float]]
@@ -110,5 +110,5 @@ class Greedy(Strategy):
         for step in greedy(goal.native, goal.fewest, problem.judge.losses, goal.blocks):
             steps.append(step)
             problem.on_step(step, tuple(steps))
-        by_count = {len(pattern.full_layers): pattern for pattern in (goal.native, *(step.pattern for step in steps))}
-        return Outcome({retention: by_count[count] for retention, count in goal.full_layers.items()}, tuple(steps))
+        patterns = by_count(goal.native, steps)
+        return Outcome({retention: patterns[count] for retention, count in goal.full_layers.items()}, tuple(steps))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.strategies.base import Goal, Outcome, Problem, Strategy, find_each
+from indexcache_search.strategies.base import Goal, Outcome, Problem, Strategy, by_count, find_each
 from indexcache_search.strategies.lazy import Lazy, trajectory
 from indexcache_search.strategies.prices import Prices
 from sglang_indexcache import Pattern
@@ -157,7 +157,7 @@ class Priced(Strategy):
         goal, budgets = problem.goal, problem.goal.full_layers
         fewest = min(count for budget in budgets.values() for count in (budget, *_counts(budget, goal)))
         steps, ranked = trajectory(problem, fewest, budgets.values())
-        on_the_way = {len(pattern.full_layers): pattern for pattern in (goal.native, *(step.pattern for step in steps))}
+        on_the_way = by_count(goal.native, steps)
         plain = {retention: ranked[budget][0] for retention, budget in budgets.items()}
         lightened: dict[int, Lightened] = {}  # by the number of `F` layers
 
