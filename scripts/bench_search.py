@@ -146,6 +146,11 @@ def _token_sets(options: argparse.Namespace) -> Iterator[tuple[int, TokenSet, To
                 raise SystemExit(f"{options.sets}: has no sets of seed {seed}; expected --write-sets before")
             yield seed, calibration, held_out
         return
+    folder, sources = options.data, (demo.CALIBRATION, demo.EVALUATION)
+    if folder is not None:
+        sources = tuple(
+            tuple(str(folder / f"{name.removeprefix('demo:')}.jsonl") for name in names) for names in sources
+        )
     reader = TokenReader(lambda: load_tokenizer(options.model), read_config(options.model).vocab_size, options.seq_len)
     for seed in map(int, options.seeds.split(",")):
         yield (
@@ -153,8 +158,7 @@ def _token_sets(options: argparse.Namespace) -> Iterator[tuple[int, TokenSet, To
             *build_token_sets(
                 reader,
                 describe_model(options.model),
-                demo.CALIBRATION,
-                demo.EVALUATION,
+                *sources,
                 seq_len=options.seq_len,
                 num_calibration=options.sequences,
                 num_evaluation=options.eval_sequences,
@@ -288,6 +292,7 @@ def main() -> None:
     parser.add_argument(
         "--reply", type=int, help="tokens of a sequence that count, behind a prompt (blocks of queries)"
     )
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="as of build_demo --data; by default the demo's")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--prefix-cache-gb", type=float, default=1.7)

@@ -1,6 +1,10 @@
 """Put a trained demo model and its data where the package ships them.
 
 python -m scripts.build_demo --corpus build/corpus --model build/demo
+
+Or write data of the same kind to another folder, of any length and as much as is asked for (`bench_search --data`):
+
+python -m scripts.build_demo --corpus build/corpus --data build/data4096 --seq-len 4096 --calibration-recall 64
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -44,39 +49,53 @@ def write_text(source: Path, target: Path, characters: int) -> None:
     target.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def write_recall(tasks: RecallTasks, names: tuple[str, ...], each: int, target: Path) -> None:
+def write_recall(tasks: RecallTasks, names: tuple[str, ...], each: int, seq_len: int, target: Path) -> None:
     """Write `each` sequences of every task; only answers count in their loss mask."""
     lines = []
     for name in names:
-        batch = tasks.sample(name, each, SEQ_LEN)
+        batch = tasks.sample(name, each, seq_len)
         for tokens, kind in zip(batch.tokens.tolist(), (batch.kind == ANSWER).int().tolist(), strict=True):
             lines.append(json.dumps({"input_ids": tokens, "loss_mask": kind}, separators=(",", ":")))
     target.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def main(corpus: Path, model: Path) -> None:
-    demo.MODEL.mkdir(parents=True, exist_ok=True)
-    data = demo.FOLDER / "data"
-    data.mkdir(exist_ok=True)
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(model / name, demo.MODEL / name)
-    shutil.copyfile(corpus / "tokenizer.json", demo.MODEL / "tokenizer.json")
-    (demo.MODEL / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=2) + "\n")
-    write_text(corpus / "calibration.jsonl", data / "calibration-text.jsonl", TEXT_CHARS["calibration"])
-    write_text(corpus / "evaluation.jsonl", data / "text.jsonl", TEXT_CHARS["evaluation"])
+def write_data(corpus: Path, data: Path, seq_len: int, calibration_recall: int, text_chars: Mapping[str, int]) -> None:
+    """Write the calibration and held-out sets: text as it is, recall tasks as sequences of `seq_len` tokens."""
+    data.mkdir(parents=True, exist_ok=True)
+    write_text(corpus / "calibration.jsonl", data / "calibration-text.jsonl", text_chars["calibration"])
+    write_text(corpus / "evaluation.jsonl", data / "text.jsonl", text_chars["evaluation"])
     arrays = np.load(corpus / "corpus.npz")
     words = torch.from_numpy(arrays["words"])
     parts = {name: torch.from_numpy(arrays[name].astype(np.int32)) for name in ("calibration", "evaluation")}
     tasks = RecallTasks(parts["calibration"], words, CALIBRATION_SEED)
-    write_recall(tasks, demo.RECALL_TASKS, CALIBRATION_RECALL_PER_TASK, data / "calibration-recall.jsonl")
+    write_recall(tasks, demo.RECALL_TASKS, calibration_recall, seq_len, data / "calibration-recall.jsonl")
     for name in demo.RECALL_TASKS:
         tasks = RecallTasks(parts["evaluation"], words, EVALUATION_SEED)
-        write_recall(tasks, (name,), EVALUATION_RECALL, data / f"{name}.jsonl")
+        write_recall(tasks, (name,), EVALUATION_RECALL, seq_len, data / f"{name}.jsonl")
+
+
+def main(corpus: Path, model: Path) -> None:
+    demo.MODEL.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(model / name, demo.MODEL / name)
+    shutil.copyfile(corpus / "tokenizer.json", demo.MODEL / "tokenizer.json")
+    (demo.MODEL / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=2) + "\n")
+    write_data(corpus, demo.FOLDER / "data", SEQ_LEN, CALIBRATION_RECALL_PER_TASK, TEXT_CHARS)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=Path("build/corpus"))
     parser.add_argument("--model", type=Path, default=Path("build/demo"))
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="write data alone, here")
+    parser.add_argument("--seq-len", type=int, default=SEQ_LEN, help="tokens of a sequence, for --data")
+    parser.add_argument("--calibration-recall", type=int, default=CALIBRATION_RECALL_PER_TASK, help="sequences a task")
+    parser.add_argument("--text-chars", type=int, default=TEXT_CHARS["calibration"], help="of calibration text")
     options = parser.parse_args()
-    main(options.corpus, options.model)
+    if options.data is None:
+        main(options.corpus, options.model)
+    else:
+        characters = {**TEXT_CHARS, "calibration": options.text_chars}
+        if options.seq_len > SEQ_LEN:
+            characters["evaluation"] *= options.seq_len // SEQ_LEN
+        write_data(options.corpus, options.data, options.seq_len, options.calibration_recall, characters)

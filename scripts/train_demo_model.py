@@ -10,6 +10,11 @@ model: every stage has optimizers and random numbers of its own.
     python -m scripts.demo_model.corpus --output build/corpus
     python -m scripts.train_demo_model --corpus build/corpus --output build/demo --seed 0
     python -m scripts.train_demo_model --architecture deepseek_v4 --layers 21 --index-topk 16 --output build/v4
+
+A trained model goes on with longer sequences, in the sparse stage (the demo model, to 4,096 tokens):
+
+    python -m scripts.train_demo_model --base search/indexcache_search/demo/indexcache-demo --length 4096 \\
+        --output build/demo4096
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from scripts.demo_model import deepseek_v4, glm
@@ -45,6 +51,7 @@ MIXTURE = {
     "text": 0.28,
 }
 ARCHITECTURES: dict[str, Any] = {"glm": glm, "deepseek_v4": deepseek_v4}
+TRAINED = 1024  # tokens of a sequence in the three stages
 ANSWER_WEIGHT = 4.0  # of an answer token in the training loss; unpredictable tokens weigh nothing
 
 
@@ -147,7 +154,10 @@ class Trainer:
     def sparse_step(self, batch: Batch, rope: Any) -> Callable[[], dict[str, Any]]:
         x, divergences = self.embed(batch.tokens), []
         for layer in self.layers:
-            x, divergence = self.sparse(layer, x, rope, self.config["index_topk"])
+            if batch.tokens.shape[1] > TRAINED + self.architecture.EXTRA_TOKENS:  # [B, H, S, S] of one layer at a time
+                x, divergence = checkpoint(self.sparse, layer, x, rope, self.config["index_topk"], use_reentrant=False)
+            else:
+                x, divergence = self.sparse(layer, x, rope, self.config["index_topk"])
             divergences.append(divergence)
         loss, metrics = self.train_loss(x, batch)
         (loss + torch.stack(divergences).sum()).backward()
@@ -195,7 +205,8 @@ class Trainer:
                 factor = ramp * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done / total)))
                 for group, peak in zip(groups, peaks, strict=True):
                     group["lr"] = peak * factor
-                batch = self.tasks.mixture(MIXTURE, stage.batch, length)
+                draw = self.tasks.mixture if stage.length <= TRAINED else self.tasks.drawn
+                batch = draw(MIXTURE, stage.batch, length)
                 with torch.autocast(self.device.type, dtype=torch.bfloat16):
                     metrics = step(batch, rope)
                 parameters = [parameter for group in groups for parameter in group["params"]]
@@ -230,7 +241,7 @@ class Trainer:
         return torch.optim.AdamW(parameters, rate, betas=(0.9, 0.98), weight_decay=0.0)
 
     @torch.no_grad()
-    def evaluate(self, name: str, sparse: bool, sequences: int = 48, length: int = 1024) -> None:
+    def evaluate(self, name: str, sparse: bool, sequences: int = 48, length: int = TRAINED) -> None:
         """Log held-out loss and answer accuracy of every task."""
         tasks = RecallTasks(self.streams["evaluation"], self.words, 777, self.device)
         length += self.architecture.EXTRA_TOKENS
@@ -302,6 +313,20 @@ def train(trainer: Trainer, scale: float) -> None:
     trainer.save()
 
 
+def lengthen(trainer: Trainer, base: Path, length: int, scale: float) -> None:
+    """Go on from the weights in `base` with sequences of `length` tokens, in the sparse stage."""
+    trainer.model.load_state_dict(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).state_dict())
+    torch.manual_seed(trainer.seed + 3000)
+    trainer.tasks = RecallTasks(trainer.streams["train"], trainer.words, trainer.seed + 3001, trainer.device)
+    sequences = max(1, 48 * TRAINED // length)
+    trainer.evaluate(f"base at {length}", sparse=True, sequences=sequences, length=length)
+    stage = Stage(f"sparse {length}", max(2, int(700 * scale)), 4, length, warmup=30)
+    trainer.run_stages([stage], [*trainer.body_optimizers(4e-4), trainer.indexer_optimizer(1e-3)], trainer.sparse_step)
+    for tokens in (TRAINED, length):
+        trainer.evaluate(f"final at {tokens}", sparse=True, sequences=48 * TRAINED // tokens, length=tokens)
+    trainer.save()
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=Path("build/corpus"))
@@ -311,10 +336,20 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--index-topk", type=int, default=64)
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies every stage's steps (a smoke test: 0.01)")
+    parser.add_argument("--base", type=Path, help="a model to go on from, with --length")
+    parser.add_argument("--length", type=int, help="tokens of a sequence, for --base")
     parser.add_argument("--no-compile", action="store_true")
     options = parser.parse_args()
     configure_pytorch()
     architecture = ARCHITECTURES[options.architecture]
-    config = architecture.demo_config(options.layers, options.index_topk)
+    if (options.base is None) != (options.length is None):
+        parser.error("--base and --length belong together")
+    if options.base is None:
+        config = architecture.demo_config(options.layers, options.index_topk)
+    else:
+        config = json.loads((options.base / "config.json").read_text())
     trainer = Trainer(architecture, options.corpus, options.output, options.seed, config, not options.no_compile)
-    train(trainer, options.scale)
+    if options.base is None:
+        train(trainer, options.scale)
+    else:
+        lengthen(trainer, options.base, options.length, options.scale)

@@ -99,7 +99,8 @@ def download(archive: Archive, folder: Path) -> Path:
     """Fetch `archive` with pip into `folder` and check its sha256; return the file."""
     known = [path for path in folder.glob("*") if path.is_file() and _sha256(path) == archive.sha256]
     if not known:
-        kind = ["--no-binary", ":all:"] if archive.source else ["--only-binary", ":all:"]
+        name, _, _ = archive.requirement.partition("==")
+        kind = ["--no-binary", name] if archive.source else ["--only-binary", ":all:"]  # what builds it may be binary
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *kind, "-d", str(folder)]
         subprocess.run([*command, archive.requirement], check=True)
         known = [path for path in folder.glob("*") if path.is_file() and _sha256(path) == archive.sha256]

@@ -72,6 +72,14 @@ class RecallTasks:
         parts = [self.sample(task, count, length) for task, count in counts.items() if count > 0]
         return Batch(torch.cat([part.tokens for part in parts]), torch.cat([part.kind for part in parts]))
 
+    def drawn(self, shares: dict[str, float], batch: int, length: int) -> Batch:
+        """Draw a small batch: each sequence is of a task drawn by the shares."""
+        weights = torch.tensor(list(shares.values()), device=self.device)
+        names = list(shares)
+        chosen = torch.multinomial(weights, batch, replacement=True, generator=self.generator).tolist()
+        parts = [self.sample(names[number], 1, length) for number in chosen]
+        return Batch(torch.cat([part.tokens for part in parts]), torch.cat([part.kind for part in parts]))
+
     # -- drawing
 
     def _integers(self, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
