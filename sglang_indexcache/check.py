@@ -91,9 +91,9 @@ def check(spec: PatternSpec, model: str, user_overrides: str = "{}", allow_confi
         problems.append(str(error))
     installed, effective = SglangSource.installed(), None
     if pattern.indexers and override is not None:
-        notes.append("blocks of queries are set after loading: SGLang has no rule that could be asked before")
-        lacking = None if installed is None or family.blocks is None else installed.refusal(family.blocks)
-        problems += [] if lacking is None else [lacking]
+        notes.append("what scores less is set after loading: SGLang has no rule that could be asked before")
+        lacking = [] if installed is None else [installed.refusal(feature) for feature in family.needed(pattern)]
+        problems += [reason for reason in lacking if reason is not None]
     if installed is None:
         notes.append("SGLang is not installed here: what it would run was not checked")
     elif (reason := installed.refusal(family.serving)) is not None:

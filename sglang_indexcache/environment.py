@@ -31,7 +31,10 @@ def family_features() -> tuple[Feature, ...]:
     features = (
         item
         for family in FAMILIES
-        for item in (family.serving, family.pipeline, family.rule, family.blocks, family.told, *family.variants)
+        for item in (
+            *(family.serving, family.pipeline, family.rule, family.blocks, family.candidates, family.told),
+            *family.variants,
+        )
     )
     return tuple(dict.fromkeys(item for item in features if item is not None))
 

@@ -311,19 +311,9 @@ class Pattern:
         if self.indexers:
             raise PatternError(f"{self.indexers[0]} {why}; expected F and S alone")
 
-    def check_no_candidates(self, why: str) -> None:
-        """Check that no layer re-scores candidates; `why` says of one why it should not.
-
-        Raises:
-            PatternError: if one does.
-        """
-        candidates = [indexer for indexer in self.indexers if indexer.candidates]
-        if candidates:
-            raise PatternError(f"{candidates[0]} {why}; expected F and S, and blocks of queries")
-
     def scoring_everything(self) -> Self:
-        """This pattern's letters with indexers that score everything or nothing."""
-        return replace(self, indexers=())
+        """This pattern with indexers that score everything or nothing: a `C` becomes an `F`."""
+        return replace(self, roles=self.roles.replace(CANDIDATES, FULL), indexers=())
 
     def check_kind(self, native: Pattern) -> None:
         """Check that a model with the pattern `native` has what this pattern's letters are about.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels import KernelInputError, candidate_topk, causal_ranges, indexer_topk
+from indexcache_kernels.candidate_topk import Pages
 from indexcache_kernels.indexer_topk.naive import indexer_scores
 from tests.interpreter import DEVICE, INTERPRETED, KERNELS, poisoned
 
@@ -108,6 +109,54 @@ def test_parts_of_rows_and_of_candidates(rows: int, monkeypatch: pytest.MonkeyPa
     assert torch.equal(candidate_topk(**given, topk=32, backend="triton"), expected)
     one = {name: tensor[:1] if name in ("q", "weights", "candidates") else tensor for name, tensor in given.items()}
     assert torch.equal(candidate_topk(**one, topk=32, backend="triton"), expected[:1])
+
+
+@pytest.mark.parametrize("backend", ["naive", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_keys_in_pages(backend: Any, dtype: torch.dtype) -> None:
+    """Pages in any order, scales behind the keys of each, as SGLang keeps them: what it is without."""
+    page, dim, lengths = 16, 32, [100, 37, 160]
+    generator = torch.Generator().manual_seed(1)
+    pages = [-(-length // page) for length in lengths]
+    order = torch.randperm(sum(pages) + 3, generator=generator).int()
+    table = torch.zeros(len(lengths), max(pages) + 2, dtype=torch.int32)
+    width = dim * torch.empty(0, dtype=dtype).element_size()
+    cache = torch.zeros(len(order), page * (width + 4), dtype=torch.uint8)
+    keys, scales = in_pages(cache, page, dim, dtype)
+    requests, parts = torch.tensor([2, 0, 0, 1, 2], dtype=torch.int32), []
+    for request, length in enumerate(lengths):
+        table[request, : pages[request]] = order[sum(pages[:request]) :][: pages[request]]
+        given = inputs(len(requests), length, 90, dtype=dtype, seed=request)
+        scale = torch.ones(length) if "k_scale" not in given else given["k_scale"].cpu()
+        for position in range(length):
+            at = int(table[request, position // page]), position % page
+            keys.view(torch.uint8)[at] = given["k"].cpu().view(torch.uint8)[position]
+            scales[at] = scale[position]
+        parts.append({**given, "k_scale": scale.to(DEVICE)})
+    rows = list(enumerate(requests.tolist()))
+    own = [
+        {name: parts[request][name][row : row + 1] for name in ("q", "weights", "candidates")} for row, request in rows
+    ]
+    expected = [
+        candidate_topk(**given, k=parts[request]["k"], k_scale=parts[request]["k_scale"], topk=32, backend=backend)
+        for given, (_, request) in zip(own, rows, strict=True)
+    ]
+    keys, scales = in_pages(cache.to(DEVICE), page, dim, dtype)
+    found = candidate_topk(
+        **{name: torch.cat([given[name] for given in own]) for name in own[0]},
+        k=keys,
+        k_scale=scales,
+        pages=Pages(table.to(DEVICE), requests.to(DEVICE)),
+        topk=32,
+        backend=backend,
+    )
+    assert torch.equal(found, torch.cat(expected))
+
+
+def in_pages(cache: Tensor, page: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys `[P, page, dim]` and scales `[P, page]` of `[P, bytes]`."""
+    width = page * dim * torch.empty(0, dtype=dtype).element_size()
+    return cache[:, :width].view(dtype).unflatten(1, (page, dim)), cache[:, width:].view(torch.float32)
 
 
 @pytest.mark.parametrize("backend", ["naive", "triton"])

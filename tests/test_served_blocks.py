@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Sequence
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from indexcache_search.hf.indexers import block_selection
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError, ProofError
-from sglang_indexcache.families.dsa import Dsa, blocks
+from sglang_indexcache.families.dsa import Dsa, blocks, placing
 from sglang_indexcache.families.dsa.index_space import in_index_space, positions_of
 from sglang_indexcache.families.hy_v4 import HyV4
 from sglang_indexcache.indexers import EXACT_ROWS, Indexer
 from sglang_indexcache.serving.preflight import refused_flags
 from sglang_indexcache.serving.proof import other_indexers
 from sglang_indexcache.serving.ranks import RankReport, read_back
+from tests.served import (
+    DIM,
+    HEADS,
+    PAGED,
+    RAGGED,
+    TOPK,
+    UNFUSED,
+    Metadata,
+    SglangIndexer,
+    sglang_modules,
+)
 
-TOPK, HEADS, DIM = 16, 8, 8
-PAGED, RAGGED, UNFUSED = "PAGED", "RAGGED", "unfused"
+__all__ = ["sglang_modules"]
+pytestmark = pytest.mark.usefixtures("sglang_modules")
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -44,119 +52,6 @@ def test_blocks_are_whole_before_the_end_and_have_a_choice(seed: int) -> None:
         row += length
     found = blocks.blocks_of(prefixes, lengths, queries, topk)
     assert list(zip(found.rows, found.begins, found.requests, strict=True)) == expected
-
-
-class Backend:
-    """SGLang's unfused top-k, in no order."""
-
-    def topk_func(self, score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor) -> Tensor:
-        rows = []
-        for row, start, length in zip(score, row_starts.tolist(), lengths.tolist(), strict=True):
-            best = row[start : start + length].topk(min(topk, length)).indices.sort().values
-            rows.append(torch.nn.functional.pad(best.int(), (0, topk - len(best)), value=-1))
-        return torch.stack(rows)
-
-
-class Metadata:
-    """Of a prefill: what SGLang's class says, for requests with a prefix."""
-
-    def __init__(self, prefixes: Sequence[int], lengths: Sequence[int], kind: str) -> None:
-        totals = [prefix + length for prefix, length in zip(prefixes, lengths, strict=True)]
-        bases = [sum(totals[:number]) for number in range(len(totals))]
-        rows = [
-            (number, bases[number], position)
-            for number, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True))
-            for position in range(prefix, prefix + length)
-        ]
-        self.requests, self.starts, positions = (
-            torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True)
-        )
-        self.lengths = positions + 1
-        self.topk_backend, self.kind, self.calls = Backend(), kind, 0
-        self.force_unfused_topk = kind == UNFUSED
-        self.topk_transform_method = SimpleNamespace(name=kind)
-        table = torch.stack([torch.randperm(max(totals)).int() + 1000 * number for number in range(len(totals))])
-        offsets = self.starts if kind == RAGGED else None
-        self.attn_metadata = SimpleNamespace(topk_indices_offset=offsets, page_table_1=table)
-
-    def get_indexer_kvcache_range(self) -> tuple[Tensor, Tensor]:
-        return self.starts, self.starts + self.lengths
-
-    def get_seqlens_expanded(self) -> Tensor:
-        return self.lengths
-
-    def get_token_to_batch_idx(self) -> Tensor:
-        return self.requests
-
-    def topk_transform(
-        self,
-        logits: Tensor,
-        topk: int,
-        ks: Tensor,
-        cu_seqlens_q: Tensor | None = None,
-        ke_offset: Tensor | None = None,
-        batch_idx_list: Tensor | None = None,
-        topk_indices_offset_override: Tensor | None = None,
-    ) -> Tensor:
-        lengths = self.lengths if ke_offset is None else ke_offset
-        chosen = self.topk_backend.topk_func(logits, lengths, topk, ks)
-        if self.kind == UNFUSED:
-            return chosen
-        if self.kind == RAGGED:
-            offset = self.attn_metadata.topk_indices_offset if ke_offset is None else topk_indices_offset_override
-            return torch.where(chosen < 0, chosen, chosen + offset[:, None])
-        requests = self.requests if ke_offset is None else batch_idx_list
-        assert ke_offset is None or cu_seqlens_q.tolist() == [1] * len(logits)
-        slots = self.attn_metadata.page_table_1[requests].gather(1, chosen.clamp_min(0).long())
-        return torch.where(chosen < 0, chosen, slots)
-
-
-class SglangIndexer:
-    """Selects as SGLang's, for all rows at once or a few at a time."""
-
-    index_topk = TOPK
-    chunk: int | None = None
-
-    def __init__(self, keys: Tensor) -> None:
-        self.keys = keys
-
-    def _get_topk_ragged(
-        self, dual: bool, batch: Any, layer: int, q: Tensor, w: Tensor, metadata: Any, topk_result: Tensor | None = None
-    ) -> Tensor:
-        starts, ends = metadata.get_indexer_kvcache_range()
-        scores = torch.einsum(
-            "tk,tkd->td", w[..., 0], torch.relu(torch.einsum("thd,kd->thk", q[: len(starts)], self.keys))
-        )
-        column = torch.arange(len(self.keys))
-        scores[(column < starts[:, None]) | (column >= ends[:, None])] = float("nan")
-        if topk_result is None:
-            topk_result = torch.full((len(q), TOPK), -1, dtype=torch.int32)
-        if self.chunk is None:
-            topk_result[: len(starts)] = metadata.topk_transform(scores, TOPK, ks=starts)
-            return topk_result
-        offsets, lengths = metadata.attn_metadata.topk_indices_offset, metadata.get_seqlens_expanded()
-        for at in range(0, len(starts), self.chunk):
-            rows = slice(at, at + self.chunk)
-            topk_result[rows] = metadata.topk_transform(
-                scores[rows],
-                TOPK,
-                ks=starts[rows],
-                cu_seqlens_q=None if offsets is not None else torch.ones(len(scores[rows]), dtype=torch.int32),
-                ke_offset=lengths[rows],
-                batch_idx_list=None if offsets is not None else metadata.get_token_to_batch_idx()[rows],
-                topk_indices_offset_override=None if offsets is None else offsets[rows],
-            )
-        return topk_result
-
-
-@pytest.fixture(autouse=True)
-def _sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands in for the one thing that is imported: whether selections are given as slots."""
-    module = ModuleType("sglang.srt.environ")
-    module.envs = SimpleNamespace(SGLANG_DSA_FUSE_TOPK=SimpleNamespace(get=lambda: True))  # type: ignore[attr-defined]
-    for name in ("sglang", "sglang.srt"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "sglang.srt.environ", module)
 
 
 @pytest.mark.parametrize("kind", [PAGED, RAGGED, UNFUSED])
@@ -272,19 +167,23 @@ def test_modules_are_read_back() -> None:
     in_blocks = SglangIndexer(torch.zeros(1))
     in_blocks._get_topk_ragged = blocks.BlockSelection(in_blocks, 4)  # type: ignore[method-assign]
     modules = [SimpleNamespace(indexer=item) for item in (plain, None, in_blocks)]
-    assert list(blocks.installed(enumerate(modules))) == [Indexer(layer=2, queries=4)]
+    assert list(placing.installed(enumerate(modules))) == [Indexer(layer=2, queries=4)]
     other._get_topk_ragged = print  # type: ignore[assignment]
     with pytest.raises(ProofError, match="letter 0 selects by builtin_function_or_method"):
-        list(blocks.installed([(0, SimpleNamespace(indexer=other))]))
+        list(placing.installed([(0, SimpleNamespace(indexer=other))]))
 
 
 def test_what_servers_refuse() -> None:
-    with pytest.raises(PatternError, match="3c4 is not served yet; expected F and S, and blocks of queries"):
-        Dsa().handed_over({}, Pattern.parse("FSFC+3c4"))
+    assert Dsa().handed_over({}, Pattern.parse("FSFC+3c4"))["index_topk_pattern"] == "FSFF"
     assert Dsa().handed_over({}, Pattern.parse("FSFF+2q4"))["index_topk_pattern"] == "FSFF"
     with pytest.raises(PatternError, match="2q4 is not served on hy_v4"):
         HyV4().handed_over({}, Pattern.parse("FSFF+2q4"))
-    for name in Dsa.refused_with_blocks:
+    with pytest.raises(PatternError, match="3c4 is not served on hy_v4"):
+        HyV4().handed_over({}, Pattern.parse("FSFC+3c4"))
+    refused = Dsa().refused_with(Pattern.parse("FSFC+3c4"))
+    assert set(refused) - set(Dsa().refused_with(Pattern.parse("FSFF+2q4"))) == {"speculative_algorithm"}
+    assert not Dsa().refused_with(Pattern("FSFF"))
+    for name in refused:
         given: Any = 2 if name.endswith("size") else True
-        [(flag, reason)] = refused_flags(Dsa.refused_with_blocks, SimpleNamespace(**{name: given}))
+        [(flag, reason)] = refused_flags(refused, SimpleNamespace(**{name: given}))
         assert flag.startswith("--") and "never tried" in reason

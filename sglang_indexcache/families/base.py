@@ -38,7 +38,9 @@ class Family(ABC):
         told: what it must have so that a calibration server can tell what queries select; `None` where none can.
         refused_flags: attributes of SGLang's server arguments that can't be combined with S layers, and why.
         blocks: what it must have for F layers that select for blocks of prompt queries; `None` where no server does.
-        refused_with_blocks: as `refused_flags`, of patterns with such layers.
+        candidates: the same of C layers.
+        refused_with_indexers: as `refused_flags`, of patterns with one or the other.
+        refused_with_candidates: as `refused_flags`, of patterns with C layers besides.
         not_in_transformers: why transformers' model computes something else than the checkpoint; `None` if it does not.
         on_kernels: whether the project's kernels can take the place of transformers' attention.
     """
@@ -55,7 +57,9 @@ class Family(ABC):
     told: ClassVar[Feature | None] = None
     refused_flags: ClassVar[Mapping[str, str]] = MappingProxyType({})
     blocks: ClassVar[Feature | None] = None
-    refused_with_blocks: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    candidates: ClassVar[Feature | None] = None
+    refused_with_indexers: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    refused_with_candidates: ClassVar[Mapping[str, str]] = MappingProxyType({})
     not_in_transformers: ClassVar[str | None] = None
     on_kernels: ClassVar[bool] = True
 
@@ -92,6 +96,23 @@ class Family(ABC):
         """The model layers that can choose, by the names of a checkpoint's tensors; NextN/MTP layers included."""
 
     # -- SGLang, before it loads
+
+    def needed(self, pattern: Pattern) -> tuple[Feature, ...]:
+        """What SGLang must have for those of a pattern's indexers that don't score everything.
+
+        Raises:
+            PatternError: if no server has such indexers.
+        """
+        features = [self.blocks if item.queries else self.candidates for item in pattern.indexers]
+        if None in features:
+            pattern.check_plain(f"is not served on {self.name}")
+        return tuple(dict.fromkeys(item for item in features if item is not None))
+
+    def refused_with(self, pattern: Pattern) -> Mapping[str, str]:
+        """Attributes of SGLang's server arguments that these indexers can't be combined with, and why."""
+        candidates = any(item.candidates for item in pattern.indexers)
+        refused = {**self.refused_with_indexers, **(self.refused_with_candidates if candidates else {})}
+        return refused if pattern.indexers else {}
 
     @abstractmethod
     def handed_over(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class Preflight:
         family = self.family_at(arguments.model_path)
         for given, reason in refused_flags(family.refused_flags, arguments):
             raise PreflightError(f"{given} can't be combined with a pattern: {reason}")
-        for given, reason in refused_flags(family.refused_with_blocks if pattern.indexers else {}, arguments):
+        for given, reason in refused_flags(family.refused_with(pattern), arguments):
             raise PreflightError(f"{given} can't be combined with {pattern.indexers[0]}: {reason}")
         if getattr(arguments, "pp_size", 1) > 1:
             if family.pipeline is None:
@@ -112,8 +112,8 @@ class Preflight:
             for error in checkpoint.misfits(request.pattern, request.file, request.allow_config_mismatch):
                 raise error
             self._source.require(checkpoint.family.serving)
-            if request.pattern.indexers and checkpoint.family.blocks is not None:
-                self._source.require(checkpoint.family.blocks)
+            for feature in checkpoint.family.needed(request.pattern):
+                self._source.require(feature)
             self._families[model] = checkpoint.family
         return self._families[model]
 

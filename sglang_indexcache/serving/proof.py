@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from sglang_indexcache.errors import IndexCacheError, ProofError
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.indexers import Indexer
+from sglang_indexcache.indexers import CANDIDATES, Indexer
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.probes import LOAD_MODEL, Need
 from sglang_indexcache.serving.ranks import (
@@ -137,7 +137,7 @@ def effective_roles(family: Family, model: Any) -> dict[int, Effective]:
     for site, module in family.modules(model):
         indexer, role = family.indexer(module), family.role(site, module)
         unloaded = None
-        if indexer is not None and role == FULL:
+        if indexer is not None and role in (FULL, CANDIDATES):
             names = (
                 name for name, parameter in _checkpoint_tensors(indexer) if parameter.data.float().isnan().any().item()
             )
@@ -161,10 +161,10 @@ def mismatch(pattern: Pattern, effective: dict[int, Effective], begins_every_sta
             return f"the loaded model has a DSA layer {layer}, the pattern has {len(pattern)} letters"
         if module.role != pattern[layer]:
             return f"letter {layer} would run as {module.role}, the pattern says {pattern[layer]}"
-        if module.role == FULL and not module.has_indexer:
-            return f"letter {layer} is F, but the loaded model has no indexer there"
+        if module.role in (FULL, CANDIDATES) and not module.has_indexer:
+            return f"letter {layer} is {module.role}, but the loaded model has no indexer there"
         if module.unloaded is not None:
-            return f"letter {layer} is F, but no weights were loaded into its indexer's {module.unloaded}"
+            return f"letter {layer} is {module.role}, but no weights were loaded into its indexer's {module.unloaded}"
     if begins_every_stage and effective[min(effective)].role == SHARED:
         first = min(effective)
         return (

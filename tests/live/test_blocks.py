@@ -18,7 +18,7 @@ from dsa_cpu_platform import recorder
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
-from sglang_indexcache.families.dsa import blocks
+from sglang_indexcache.families.dsa import placing
 from sglang_indexcache.families.dsa.blocks import blocks_of
 from tests.live import models
 from tests.live.inprocess import Served, _ended, call, generate, launch, load, load_runner
@@ -158,7 +158,7 @@ def passes(runs: Sequence[recorder.Run], request: str) -> list[tuple[int, int]]:
     [
         (
             "--enable-hisparse",
-            "--enable-hisparse can't be combined with 2q4: layers that select for blocks of queries were never tried"
+            "--enable-hisparse can't be combined with 2q4: indexers that score less than everything were never tried"
             " with it",
         ),
         ("--enable-lmcache", "--enable-lmcache can't be combined with a pattern: its cache keys don't carry"),
@@ -174,7 +174,7 @@ def test_what_does_not_go_together(flag: str, line: str, tmp_path: Path) -> None
 
 def without_blocks(folder: Path) -> tuple[int, list[str]]:
     """Load a model where nothing makes indexers select in blocks."""
-    blocks.install = lambda *_: None  # type: ignore[assignment]
+    placing.install = lambda *_: None  # type: ignore[assignment]
     return _ended(lambda: load_runner(folder))
 
 

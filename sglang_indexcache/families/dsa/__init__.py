@@ -14,15 +14,15 @@ from sglang_indexcache.families.dsa.modeling import attentions
 from sglang_indexcache.families.dsa.overrides import merge_overrides
 from sglang_indexcache.families.dsa.rule import RULE_FEATURE, effective_pattern
 from sglang_indexcache.families.dsa.spellings import Rule, read_spelling
-from sglang_indexcache.indexers import Indexer
+from sglang_indexcache.indexers import CANDIDATES, Indexer
 from sglang_indexcache.model import SparseModel, config_digest, layer_count, positive
-from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern import FULL, Pattern
 from sglang_indexcache.probes import Feature, SglangSource
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_UNTRIED = "layers that select for blocks of queries were never tried with it"
+_UNTRIED = "indexers that score less than everything were never tried with it"
 _INDEXER_WEIGHT = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.indexer\.")
 
 
@@ -41,7 +41,8 @@ class Dsa(Family):
     rule: ClassVar[Feature | None] = RULE_FEATURE
     told: ClassVar[Feature | None] = needs.POSITIONS
     blocks: ClassVar[Feature | None] = needs.BLOCKS
-    refused_with_blocks: ClassVar[Mapping[str, str]] = MappingProxyType(
+    candidates: ClassVar[Feature | None] = needs.CANDIDATES
+    refused_with_indexers: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             "enable_prefill_cp": _UNTRIED,
             "enable_prefill_context_parallel": _UNTRIED,
@@ -51,6 +52,7 @@ class Dsa(Family):
             "enable_hisparse": _UNTRIED,
         }
     )
+    refused_with_candidates: ClassVar[Mapping[str, str]] = MappingProxyType({"speculative_algorithm": _UNTRIED})
 
     def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> SparseModel:
         num_layers = layer_count(config, name)
@@ -81,17 +83,14 @@ class Dsa(Family):
         return frozenset(int(match[1]) for name in tensors if (match := _INDEXER_WEIGHT.search(name)))
 
     def handed_over(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
-        if self.blocks is None:
-            pattern.check_plain(f"is not served on {self.name}")
-        pattern.check_no_candidates("is not served yet")
+        self.needed(pattern)
         return merge_overrides(overrides, pattern.scoring_everything())
 
     def loaded(self, runner: Any, pattern: Pattern) -> None:
         if pattern.indexers:
-            from sglang_indexcache.families.dsa import blocks
+            from sglang_indexcache.families.dsa import placing
 
-            queries = {indexer.layer: indexer.queries for indexer in pattern.indexers}
-            blocks.install(attention.modules(runner.model), queries)
+            placing.install(attention.modules(runner.model), pattern)
 
     def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> Pattern:
         return effective_pattern(source, model, overrides, letters)
@@ -100,12 +99,15 @@ class Dsa(Family):
         return attention.modules(model)
 
     def role(self, site: int, module: Any) -> str:
-        return attention.role(site, module)
+        from sglang_indexcache.families.dsa import placing
+
+        role = attention.role(site, module)
+        return CANDIDATES if role == FULL and placing.chooses(module) else role
 
     def indexers(self, model: Any) -> tuple[Indexer, ...]:
-        from sglang_indexcache.families.dsa import blocks
+        from sglang_indexcache.families.dsa import placing
 
-        return tuple(blocks.installed(attention.modules(model)))
+        return tuple(placing.installed(attention.modules(model)))
 
     def indexer(self, module: Any) -> Any:
         return getattr(module, "indexer", None)

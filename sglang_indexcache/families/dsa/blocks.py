@@ -12,7 +12,7 @@ sglang/srt/layers/attention/dsa of 0.5.17 and 0.5.23.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,53 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_indexcache.errors import ProofError
 from sglang_indexcache.families.dsa.index_space import in_index_space
-from sglang_indexcache.families.dsa.needs import METHOD
+from sglang_indexcache.families.dsa.needs import PREFILL
 from sglang_indexcache.hooks import refusing_around
-from sglang_indexcache.indexers import EXACT_ROWS, Indexer
+from sglang_indexcache.indexers import EXACT_ROWS
 
 _PLANS = "_indexcache_blocks"
-
-
-def install(modules: Iterable[tuple[int, Any]], queries: dict[int, int]) -> None:
-    """Make indexers select in blocks.
-
-    Args:
-        modules: attention modules by layer.
-        queries: of a block, by layer; layers that are elsewhere are left out.
-
-    Raises:
-        ProofError: if a layer's indexer is of another kind, or selects less than a block.
-    """
-    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer as SglangIndexer
-
-    for layer, module in modules:
-        if layer not in queries:
-            continue
-        indexer = module.indexer
-        if torch.version.hip is not None or indexer.wq_b.weight.device.type not in ("cuda", "cpu"):
-            raise ProofError(f"letter {layer} selects in blocks, which was never tried on such a device; expected CUDA")
-        if getattr(type(indexer), METHOD, None) is not getattr(SglangIndexer, METHOD):
-            raise ProofError(f"letter {layer}: {type(indexer).__name__} selects in a way of its own, not in blocks")
-        if indexer.num_init_tokens or indexer.num_local_tokens:
-            raise ProofError(f"letter {layer} always selects the first or last tokens, so it does not select in blocks")
-        if queries[layer] > indexer.index_topk:
-            raise ProofError(
-                f"letter {layer} selects for {queries[layer]} queries at a time, expected at most index_topk"
-                f" ({indexer.index_topk})"
-            )
-        setattr(indexer, METHOD, BlockSelection(indexer, queries[layer]))
-
-
-def installed(modules: Iterable[tuple[int, Any]]) -> Iterator[Indexer]:
-    """What the indexers of attention modules would do, read from them; those that score everything are left out."""
-    for layer, module in modules:
-        selects = vars(module.indexer).get(METHOD) if getattr(module, "indexer", None) is not None else None
-        if isinstance(selects, BlockSelection):
-            yield Indexer(layer=layer, queries=selects.queries)
-        elif selects is not None:
-            raise ProofError(f"letter {layer} selects by {type(selects).__name__}, expected SGLang's own method")
 
 
 @dataclass(frozen=True)
@@ -115,7 +74,7 @@ class BlockSelection:
 
     def __init__(self, indexer: Any, queries: int) -> None:
         self._indexer, self.queries = indexer, queries
-        self._sglangs, self._guarded = getattr(type(indexer), METHOD), refusing_around(self._select)
+        self._sglangs, self._guarded = getattr(type(indexer), PREFILL), refusing_around(self._select)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """As SGLang's method; what goes wrong in ours ends the process."""

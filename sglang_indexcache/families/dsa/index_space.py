@@ -18,7 +18,7 @@ PAGED, RAGGED = "PAGED", "RAGGED"
 
 
 def in_index_space(metadata: Any, positions: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
-    """Positions as what `metadata.topk_transform` gives, for the same prefill.
+    """Positions as what `metadata.topk_transform` gives, for the same forward pass.
 
     Args:
         metadata: a `DSAIndexerMetadata`.
@@ -35,7 +35,8 @@ def in_index_space(metadata: Any, positions: Tensor, rows: Tensor, requests: Ten
     if kind == RAGGED:
         indices = positions + attention.topk_indices_offset[rows][:, None]
     else:
-        indices = attention.page_table_1[requests[:, None], positions.clamp_min(0).long()]
+        page, at = attention.page_size, positions.clamp_min(0).long()
+        indices = metadata.get_page_table_64()[requests[:, None], at // page] * page + at % page
     return torch.where(positions < 0, positions, indices.to(positions.dtype))
 
 

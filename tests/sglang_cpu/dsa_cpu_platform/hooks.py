@@ -8,9 +8,10 @@ import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from dsa_cpu_platform.attention import gather_decode, gather_prefill, sparse_attention
-from dsa_cpu_platform.indexer import indexer_forward, select_ragged
+from dsa_cpu_platform.indexer import indexer_forward, read_buffer, select_paged, select_ragged
 
 _BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend."
+_INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer."
 _GATHER = "sglang.kernels.ops.attention.dsa.transform_index."
 
 
@@ -24,8 +25,10 @@ def register_hooks() -> None:
         _GATHER + "transform_index_page_table_prefill": gather_prefill,
         _BACKEND + "_forward_tilelang": sparse_attention,
         _BACKEND + "_forward_flashmla_sparse": sparse_attention,  # the only one with attention sinks
-        "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_native": indexer_forward,
-        "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer._get_topk_ragged": select_ragged,
+        _INDEXER + "forward_native": indexer_forward,
+        _INDEXER + "_get_topk_ragged": select_ragged,
+        _INDEXER + "_get_topk_paged": select_paged,
+        _INDEXER + "_get_index_k_read_buffer": staticmethod(read_buffer),
     }
     for target, replacement in replacements.items():
         HookRegistry.register(target, replacement, HookType.REPLACE)

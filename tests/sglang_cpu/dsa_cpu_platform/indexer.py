@@ -1,4 +1,7 @@
-"""The lightning indexer in float32: no fp8, no Hadamard rotation; index keys in a side buffer of the KV pool."""
+"""The lightning indexer in float32: no fp8, no Hadamard rotation; index keys in a side buffer of the KV pool.
+
+The buffer is as SGLang's: of each page first the keys, then a scale for each, here 1.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dsa_cpu_platform import recorder
+
+_BUFFERS = "_dsa_cpu_index_keys"
 
 
 def indexer_forward(
@@ -35,8 +40,8 @@ def indexer_forward(
     from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 
     queries, keys, weights = _project(indexer, x, q_lora, positions)
-    cache = _index_keys(get_token_to_kv_pool(), layer_id, indexer.head_dim)
-    cache[forward_batch.out_cache_loc] = keys
+    cache, page = _index_keys(get_token_to_kv_pool(), layer_id, indexer.head_dim), get_token_to_kv_pool().page_size
+    cache[forward_batch.out_cache_loc // page, forward_batch.out_cache_loc % page] = keys
     if not return_indices:
         recorder.record(layer_id, forward_batch, positions, None)
         return None
@@ -49,16 +54,38 @@ def indexer_forward(
         )
     else:
         rows = forward_batch.batch_size
-        table = metadata.get_page_table_1()
-        scores = torch.stack(
-            [
-                _scores(queries[row, None], weights[row, None], cache[table[row].long()], indexer.softmax_scale)[0]
-                for row in range(rows)
-            ]
-        )
-        selected[:rows] = metadata.topk_transform(scores, indexer.index_topk)
+        selected[:rows] = indexer._get_topk_paged(forward_batch, layer_id, queries, weights[..., None], metadata)[:rows]
     recorder.record(layer_id, forward_batch, positions, selected[:rows])
     return maybe_capture_indexer_topk(layer_id, selected)
+
+
+def read_buffer(pool: Any, layer_id: int) -> Tensor:
+    """Replaces `Indexer._get_index_k_read_buffer`: `[pages, bytes]`."""
+    buffer: Tensor = pool.__dict__[_BUFFERS][layer_id]
+    return buffer
+
+
+def select_paged(
+    indexer: Any, forward_batch: Any, layer_id: int, q_fp8: Tensor, weights: Tensor, metadata: Any
+) -> Tensor:
+    """Replaces `Indexer._get_topk_paged`, for decoding alone; arguments as of `select_ragged`."""
+    from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+
+    pool = get_token_to_kv_pool()
+    cache, table = _index_keys(pool, layer_id, indexer.head_dim), metadata.get_page_table_1().long()
+    rows = forward_batch.batch_size
+    scores = [
+        _scores(
+            q_fp8[row, None],
+            weights[row, None, :, 0],
+            cache[table[row] // pool.page_size, table[row] % pool.page_size],
+            indexer.softmax_scale,
+        )
+        for row in range(rows)
+    ]
+    selected = torch.full((len(q_fp8), indexer.index_topk), -1, dtype=torch.int32)
+    selected[:rows] = metadata.topk_transform(torch.cat(scores), indexer.index_topk)
+    return selected
 
 
 def select_ragged(
@@ -79,9 +106,11 @@ def select_ragged(
     """
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
-    cache = _index_keys(get_token_to_kv_pool(), layer_id, indexer.head_dim)
+    pool = get_token_to_kv_pool()
+    cache = _index_keys(pool, layer_id, indexer.head_dim)
     lengths, table = metadata.get_indexer_seq_len_cpu().tolist(), metadata.get_page_table_1()
-    keys = torch.cat([cache[slots[:length].long()] for slots, length in zip(table, lengths, strict=True)])
+    slots = torch.cat([row[:length].long() for row, length in zip(table, lengths, strict=True)])
+    keys = cache[slots // pool.page_size, slots % pool.page_size]
     starts, ends = metadata.get_indexer_kvcache_range()
     column = torch.arange(len(keys))
     scores = _scores(q_fp8, weights[..., 0], keys, indexer.softmax_scale)
@@ -113,7 +142,10 @@ def _project(indexer: Any, x: Tensor, q_lora: Tensor, positions: Tensor) -> tupl
 
 
 def _index_keys(pool: Any, layer_id: int, head_dim: int) -> Tensor:
-    buffers: dict[int, Tensor] = pool.__dict__.setdefault("_dsa_cpu_index_keys", {})
+    """`[pages, page, dim]` in the buffer of a layer."""
+    buffers: dict[int, Tensor] = pool.__dict__.setdefault(_BUFFERS, {})
+    page = pool.page_size
     if layer_id not in buffers:
-        buffers[layer_id] = torch.zeros(pool.size + pool.page_size, head_dim)
-    return buffers[layer_id]
+        buffers[layer_id] = torch.zeros(pool.size // page + 2, page * (4 * head_dim + 4), dtype=torch.uint8)
+        buffers[layer_id][:, 4 * page * head_dim :].view(torch.float32).fill_(1.0)
+    return buffers[layer_id][:, : 4 * page * head_dim].view(torch.float32).unflatten(1, (page, head_dim))

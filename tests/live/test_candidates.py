@@ -1,0 +1,168 @@
+"""Layers that choose among candidates: what SGLang selects is what the definition does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("sglang")
+
+from dsa_cpu_platform import recorder
+from indexcache_search.hf.roles import apply_roles
+from sglang_indexcache import Pattern
+from sglang_indexcache.check import main as check_main
+from sglang_indexcache.families.dsa import candidates, placing
+from tests.live import models
+from tests.live.inprocess import Served, _ended, call, generate, launch, load_runner
+from tests.live.reference import load_reference, selections
+from tests.live.server import running
+from tests.live.test_blocks import passes, random_prompts
+from tests.live.test_parity import TOLERANCE
+from tests.live.test_server import states
+from tests.patterns import write_pattern
+
+pytestmark = pytest.mark.sglang
+
+STEPS = 5
+CHUNK = 256
+PATTERNS = {
+    "glm-moe": ("FCSFSC+1c2+5c4", "FCCSFF+1c3+2c2+4q4"),
+    "deepseek-v3.2": ("FCSFSC+1c2+5c1",),
+}
+
+
+def check_selections(model: Any, pattern: Pattern, served: Served, requests: Sequence[str], runs: Any) -> Tensor:
+    """All selections and logprobs of a sequence are those of transformers; returns which letters chose, as seen."""
+    chosen = selections(runs, requests)
+    expected: dict[int, Tensor] = {}
+
+    def observe(layer: int, indices: Tensor) -> None:
+        if pattern[layer] in "FC":
+            expected[layer] = indices[0]
+
+    ids = torch.tensor([list(served.ids[:-1])])
+    with torch.inference_mode(), apply_roles(model, pattern, observe):
+        logits = model(ids, use_cache=False).logits[0]
+    assert set(expected) == {layer for layer, letter in enumerate(pattern.roles) if letter in "FC"}
+    for layer, rows in expected.items():
+        for position, row in enumerate(rows.tolist()):
+            assert {index for index in row if 0 <= index <= position} == chosen[layer][position], (layer, position)
+    logprobs = logits.log_softmax(-1).gather(1, torch.tensor(served.ids[1:])[:, None])[:, 0]
+    found = torch.tensor(served.logprobs)
+    assert (logprobs[-len(found) :] - found).abs().max().item() <= TOLERANCE
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("kind", "letters"), [(kind, text) for kind, texts in PATTERNS.items() for text in texts if "q" not in text]
+)
+def test_served_selections_are_the_definitions(kind: str, letters: str, tmp_path: Path) -> None:
+    """A batch of mixed lengths, one of them with nothing to choose, and decoded tokens."""
+    folder, pattern, record = models.build(kind, tmp_path / kind), Pattern.parse(letters), tmp_path / "record"
+    record.mkdir()
+    file = write_pattern(pattern, folder, tmp_path / "pattern.yaml")
+    answers, model = generate(folder, file, random_prompts(333, 120, 10), STEPS, record), load_reference(folder)
+    runs = recorder.read(record)
+    for index, served in enumerate(answers):
+        check_selections(model, pattern, served, [str(index)], runs)
+    assert {run.mode for run in recorder.indexers(runs)} == {"EXTEND", "DECODE"}
+
+
+@pytest.mark.parametrize(("letters", "plain"), [("FCFSFF+1c4", "FFFSFF"), ("FCFSFF+1c1", "FSFSFF")])
+def test_all_candidates_are_f_and_one_times_is_s(letters: str, plain: str, tmp_path: Path) -> None:
+    """With as many candidates as tokens a C layer selects what F does; with index_topk of them, what S has."""
+    folder = models.build("glm-dense", tmp_path / "glm")
+    found = []
+    for number, text in enumerate((letters, plain)):
+        record = tmp_path / f"record{number}"
+        record.mkdir()
+        file = write_pattern(Pattern.parse(text), folder, tmp_path / f"{number}.yaml")
+        [served] = generate(folder, file, random_prompts(60), STEPS, record)  # 64 = 4 x index_topk with what is written
+        found.append((served, selections(recorder.read(record), ["0"])))
+    (first, mine), (second, theirs) = found
+    assert first.ids == second.ids
+    for layer in (0, 1, 2, 4, 5):
+        assert mine[layer] == theirs[0 if plain[layer] == "S" else layer]
+
+
+def test_the_comparison_can_fail(tmp_path: Path) -> None:
+    """Fewer candidates than the pattern says are seen."""
+    folder, record = models.build("glm-dense", tmp_path / "glm"), tmp_path / "record"
+    record.mkdir()
+    file = write_pattern(Pattern.parse("FSCFSF+2c2"), folder, tmp_path / "pattern.yaml")
+    [served] = generate(folder, file, random_prompts(333), STEPS, record)
+    with pytest.raises(AssertionError):
+        check_selections(load_reference(folder), Pattern.parse("FSCFSF+2c3"), served, ["0"], recorder.read(record))
+
+
+@pytest.mark.slow
+def test_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks, chunks, a batch and a prefix hit; status and check say what was proven."""
+    folder, pattern, record = models.build("glm-moe", tmp_path / "glm"), Pattern.parse("FCSFCS+1c2+4c3"), tmp_path / "r"
+    record.mkdir()
+    file, model = write_pattern(pattern, folder, tmp_path / "pattern.yaml"), load_reference(folder)
+    changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    flags = ("--chunked-prefill-size", str(CHUNK), "--tp-size", "2", "--skip-tokenizer-init")
+    with running(folder, tmp_path / "log", "--indexcache-pattern", file, *flags, **changes) as server:
+        [state] = states(server)
+        assert state["pattern"] == pattern.letters and state["fingerprint"] == pattern.fingerprint
+        assert state["proven_ranks"] == 2
+        assert check_main([file, "--server", server.url]) == 0
+        other = write_pattern(Pattern("FFSFFS"), folder, tmp_path / "other.yaml")
+        assert check_main([other, "--server", server.url]) == 1
+        assert "serves fingerprint" in capsys.readouterr().out
+
+        long, prefix = random_prompts(600)[0], 384
+        [(first, _)] = server.generate([long], ["first"], steps=STEPS)
+        branch = long[:prefix] + random_prompts(250)[0]
+        [(second, cached)] = server.generate([branch], ["second"], steps=STEPS, inputs=False)
+        assert cached == prefix
+        runs = recorder.read(record)
+        assert len(passes(runs, "first")) == 3
+        check_selections(model, pattern, first, ["first"], runs)
+        check_selections(model, pattern, second, ["first", "second"], runs)
+
+
+@pytest.mark.parametrize("flag", ["--enable-hisparse", "--speculative-algorithm=EAGLE"])
+def test_what_does_not_go_together(flag: str, tmp_path: Path) -> None:
+    folder = models.build("glm-dense", tmp_path / "glm")
+    file = write_pattern(Pattern.parse("FFCFFF+2c4"), folder, tmp_path / "pattern.yaml")
+    code, lines = launch(["--indexcache-pattern", file, "--model-path", str(folder), "--device", "cpu", flag])
+    [line] = lines
+    assert code == 2 and "can't be combined with 2c4: indexers that score less than everything were never tried" in line
+
+
+def without_placing(folder: Path) -> tuple[int, list[str]]:
+    """Load a model where nothing makes its indexers choose among candidates."""
+    placing.install = lambda *_: None  # type: ignore[assignment]
+    return _ended(lambda: load_runner(folder))
+
+
+def without_giving(folder: Path) -> tuple[int, list[str]]:
+    """Load a model whose F layers keep nothing."""
+
+    class Giving(candidates.Giving):
+        def __init__(self, indexer: Any, method: str, layer: int, counts: Any) -> None:
+            super().__init__(indexer, method, layer, ())
+
+    placing.Giving = Giving  # type: ignore[misc]
+    return _ended(lambda: load_runner(folder))
+
+
+@pytest.mark.parametrize(
+    ("load", "line"),
+    [
+        (without_placing, "letter 2 would run as F, the pattern says C"),
+        (without_giving, "letter 2 chooses from what letter 0 scored highest, which gives nothing"),
+    ],
+)
+def test_what_was_not_made_to_choose_is_not_served(load: Any, line: str, tmp_path: Path) -> None:
+    folder = models.build("glm-dense", tmp_path / "glm")
+    file = write_pattern(Pattern.parse("FSCFFF+2c4"), folder, tmp_path / "pattern.yaml")
+    code, lines = call(load, folder, SGLANG_INDEXCACHE_PATTERN=file)
+    assert code == 2 and lines == [f"indexcache: {line}"]
