@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from indexcache_search.cli import app
 from indexcache_search.errors import SearchError
 from indexcache_search.settings import Settings
+from indexcache_search.strategies import priced
 from indexcache_search.strategies.base import Goal
 from indexcache_search.strategies.priced import Lightened, Priced, with_indexers
 from indexcache_search.strategies.prices import GATHERED, Prices, candidate_price, price
@@ -111,6 +112,37 @@ def test_what_is_found_costs_no_more_and_is_nearly_always_the_best() -> None:
         best += model.loss(found) == pytest.approx(least)
         assert "indexers that score less on" in notices[-1]
     assert best >= 21  # of 24: layers with cheap blocks need not be those that are dear to share
+
+
+class Rare(Model):
+    """Blocks of 16 in some layers cost nothing but on one sequence, which is in the second half."""
+
+    def __init__(self, seed: int, row: int) -> None:
+        super().__init__(seed)
+        self._row, self._rare = row, set(random.Random(seed).sample(range(5), 2))
+        self.blocks |= {(layer, 16): 0.0 for layer in self._rare}
+
+    def loss(self, pattern: Pattern, row: int = 0) -> float:
+        rare = [item for item in pattern.indexers if item.queries == 16 and item.layer in self._rare]
+        return super().loss(pattern) + (50.0 * len(rare) if row == self._row else 0.0)
+
+    def mean(self, pattern: Pattern) -> float:
+        return sum(self.loss(pattern, row) for row in range(16)) / 16
+
+
+def test_what_is_lost_on_rare_sequences_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = judge_of(TableEngine(Model(0).loss), token_set(16), race=True)
+    row = next(row for row in range(16) if row not in judge.half)
+    best, worse = 0, 0
+    for seed in range(12):
+        model = Rare(seed, row)
+        found, _, _ = search(model, 2)
+        best += model.mean(found) == pytest.approx(min(map(model.mean, model.everything(2))))
+        with monkeypatch.context() as patch:
+            patch.setattr(priced, "LOOKS", 1)
+            worse += model.mean(search(model, 2)[0]) > model.mean(found) + 1e-9
+            assert model.mean(search(model, 2)[0]) >= model.mean(found) - 1e-9
+    assert best >= 10 and worse >= 6, (best, worse)
 
 
 def test_decoding_limits_the_layers_that_choose() -> None:

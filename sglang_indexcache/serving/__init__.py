@@ -18,8 +18,8 @@ What is hooked, and when each runs:
 | before `CommonKVManager.__init__` | `identity` | the handshake of prefill and decode servers |
 
 Before the two on `ModelConfig`, `load_model` and `Scheduler.__init__`, it is looked whether SGLang applied all of them.
-On DSA models nothing runs in the forward pass, but for layers that select for blocks of prompt queries; with metrics
-on, two counters are added to after it.
+On DSA models nothing runs in the forward pass, but for layers that score less than everything; with metrics on, two
+counters are added to after it.
 """
 
 from __future__ import annotations

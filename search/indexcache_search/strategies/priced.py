@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 UNITS = 512  # of an `F` layer's price, in the knapsack
 SPARSER = (0.25, 0.5, 0.75)  # times as many `F` layers as can be paid in full, where others may choose among candidates
 DENSER = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)  # and where blocks make them cheaper, or not
+LOOKS = 4  # at what a pattern costs more than its indexers do, at most
 ROUNDS = 3  # of the last check, at most
 TRIED = 8  # patterns that a round races
 
@@ -40,7 +41,9 @@ class Lightened:
     """Makes one pattern as cheap as is asked for, where that costs least.
 
     First every layer is tried with every indexer that it may have on the first share of the sequences; what an exact
-    knapsack over those picks is measured on half of them, until it picks what was measured so.
+    knapsack over those picks is measured on half of them, until it picks what was measured so. Some indexers cost
+    nothing but on rare sequences: where a pick as a whole costs more than its indexers did, they are tried on those
+    sequences, too.
 
     Args:
         pattern: of `F` and `S`.
@@ -73,6 +76,19 @@ class Lightened:
                 return with_indexers(self._pattern, picked)
             least = min(self._shares[item] for item in rough)
             self._measure([item for item in rough if self._shares[item] == least])
+
+    def expected(self, pattern: Pattern) -> float:
+        """The loss of `pattern` on all sequences, if its indexers cost together what each costs alone."""
+        [alone] = self._judge.losses([self._pattern])
+        return alone + sum(self._costs[item] for item in pattern.indexers)
+
+    def look_again(self, pattern: Pattern) -> None:
+        """Try the indexers of `pattern` where it costs most as a whole; elsewhere they can't cost much."""
+        items, rows = list(pattern.indexers), self._judge.telling(pattern, self._pattern)
+        share = len(rows) / len(self._judge.shares[-1])
+        patterns = [with_indexers(self._pattern, [item]) for item in items]
+        for item, estimate in zip(items, self._judge.scout(patterns, self._pattern, rows), strict=True):
+            self._costs[item] = max(self._costs[item], share * estimate.mean)
 
     def _measure(self, items: list[Indexer]) -> None:
         """Measure indexers on the share after the one they were measured on."""
@@ -163,14 +179,11 @@ class Priced(Strategy):
 
         def checked(retention: Fraction) -> list[Pattern]:
             budget = budgets[retention]
-            found = [plain[retention]]
             for count in _counts(budget, goal):
                 if count not in lightened:
                     lightened[count] = Lightened(on_the_way[count], problem.judge, _prices(goal), goal.native)
-                pattern = lightened[count].within(budget)
-                if pattern is not None and pattern not in found:
-                    found.append(pattern)
-            return self._checked(found, budget, problem)
+            looked_at = [lightened[count] for count in _counts(budget, goal)]
+            return self._checked(_hopeful(plain[retention], looked_at, budget, problem.judge), budget, problem)
 
         outcome = find_each(problem, checked)
         problem.notice(f"tried indexers that score less on {len(lightened)} patterns")
@@ -193,6 +206,20 @@ class Priced(Strategy):
             if losses[winner] >= losses[best]:
                 break
         return sorted(losses, key=lambda pattern: (losses[pattern], pattern.letters))
+
+
+def _hopeful(plain: Pattern, lightened: Sequence[Lightened], budget: float, judge: Judge) -> list[Pattern]:
+    """`plain`, and what each of `lightened` makes of its own; anew while that should be the best of all, but is not."""
+    losses = dict(zip([plain], judge.losses([plain]), strict=True))
+    asked = list(lightened)
+    for _ in range(LOOKS):
+        picked = {item: pattern for item in asked if (pattern := item.within(budget)) and pattern not in losses}
+        losses |= zip(picked.values(), judge.losses(list(picked.values())), strict=True)
+        least = min(losses.values())
+        asked = [item for item, pattern in picked.items() if item.expected(pattern) < least]
+        for item in asked:
+            item.look_again(picked[item])
+    return list(losses)
 
 
 def _prices(goal: Goal) -> Prices:

@@ -25,7 +25,7 @@ from sglang_indexcache.families.dsa.index_space import in_index_space
 from sglang_indexcache.hooks import refusing_around
 
 _GIVEN = "_indexcache_candidates"
-_SCORES = 1 << 27  # that are looked at a time: half a gigabyte
+_SCORES = 1 << 26  # that are looked at a time: with copies half a gigabyte
 
 
 class _Method:

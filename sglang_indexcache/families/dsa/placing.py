@@ -21,7 +21,7 @@ def install(modules: Iterable[tuple[int, Any]], pattern: Pattern) -> None:
     Raises:
         ProofError: if a layer's indexer is of another kind, selects less than a block, or has its candidates elsewhere.
     """
-    indexers = {layer: module.indexer for layer, module in modules}
+    indexers = {layer: getattr(module, "indexer", None) for layer, module in modules}
     given: dict[int, set[int]] = {}
     for item in pattern.indexers:
         if item.layer not in indexers:
@@ -58,6 +58,8 @@ def _replaceable(layer: int, indexer: Any) -> Any:
     """
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer as SglangIndexer
 
+    if indexer is None:
+        raise ProofError(f"letter {layer} should score something, but the loaded model has no indexer there")
     if torch.version.hip is not None or indexer.wq_b.weight.device.type not in ("cuda", "cpu"):
         raise ProofError(
             f"letter {layer} does not score everything, which was never tried on such a device; expected CUDA"
