@@ -142,7 +142,9 @@ def test_nothing_given_ends_the_process(sglang_modules: dict[int, Any], capsys: 
     first, second, third = placed("FFC+2c2", [torch.randn(100, DIM) for _ in range(3)])
     q, w = torch.randn(100, HEADS, DIM), torch.rand(100, HEADS, 1)
     sglang_modules[2] = third, metadata
-    for batch in (SimpleNamespace(), SimpleNamespace(_indexcache_candidates=(0, {2: torch.zeros(100, 32).int()}))):
+    some = torch.zeros(100, 32).int()
+    for given in ({}, {"_indexcache_candidates": (0, {2: some})}, {"_indexcache_candidates": (1, {3: some})}):
+        batch = SimpleNamespace(**given)
         first._get_topk_ragged(False, batch, 0, q, w, metadata)
         with pytest.raises(SystemExit) as end:
             third._get_topk_ragged(False, batch, 2, q, w, metadata)
