@@ -140,7 +140,7 @@ def search(
         str,
         typer.Option(
             help="Let layers choose among the best 2 to 64 x index_topk tokens of the F before them, such as 4; then"
-            " --retain is such a share, too. No server takes such patterns."
+            " --retain is such a share, too. Nothing was won by it so far (docs/indexers.md)."
         ),
     ] = "",
     price_context: Annotated[
@@ -154,7 +154,11 @@ def search(
     ] = None,
     reply: Annotated[
         int | None,
-        typer.Option(help="Only the last tokens of each sequence count, so many; before them is a prompt.", min=2),
+        typer.Option(
+            help="Only the last tokens of each sequence count, so many; before them is a prompt. The fewer they are,"
+            " the more --num-sequences.",
+            min=2,
+        ),
     ] = None,
     method: Annotated[
         Literal["patterns", "key_delta"],

@@ -83,8 +83,9 @@ class Lightened:
         return alone + sum(self._costs[item] for item in pattern.indexers)
 
     def look_again(self, pattern: Pattern) -> None:
-        """Try the indexers of `pattern` where it costs most as a whole; elsewhere they can't cost much."""
-        items, rows = list(pattern.indexers), self._judge.telling(pattern, self._pattern)
+        """Try the blocks of `pattern` where it costs most as a whole; elsewhere they can't cost much."""
+        items = [item for item in pattern.indexers if item.queries]  # candidates cost less than nothing
+        rows = self._judge.telling(pattern, self._pattern)
         share = len(rows) / len(self._judge.shares[-1])
         patterns = [with_indexers(self._pattern, [item]) for item in items]
         for item, estimate in zip(items, self._judge.scout(patterns, self._pattern, rows), strict=True):
