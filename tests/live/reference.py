@@ -23,6 +23,9 @@ from dsa_cpu_platform.recorder import Run, indexers
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe, family_of_modules
+from tests.live.inprocess import Served
+
+TOLERANCE = 1e-5  # of logprobs, random models: 3e-6 is seen
 
 Selections = dict[int, dict[int, frozenset[int]]]
 """Model layer, position, what it attends to: positions, or entries of four tokens (DeepSeek-V4)."""
@@ -72,6 +75,43 @@ def selections(runs: Sequence[Run], requests: Sequence[str]) -> Selections:
         for layer, rows in own.items():
             chosen.setdefault(layer, {}).update(rows)
     return chosen
+
+
+def check_selections(
+    model: Any,
+    pattern: Pattern,
+    served: Served,
+    requests: Sequence[str],
+    runs: Sequence[Run],
+    prompt: Tensor | None = None,
+) -> None:
+    """All selections and logprobs of a sequence are those of transformers, exactly: for models without close calls.
+
+    Args:
+        model: transformers'.
+        pattern: that was served.
+        served: the sequence.
+        requests: by which it was computed.
+        runs: what the indexers did.
+        prompt: which queries select in blocks, `[1, tokens]`.
+    """
+    chosen = selections(runs, requests)
+    expected: dict[int, Tensor] = {}
+
+    def observe(layer: int, indices: Tensor) -> None:
+        if pattern[layer] != "S":
+            expected[layer] = indices[0]
+
+    ids = torch.tensor([list(served.ids[:-1])])
+    with torch.inference_mode(), apply_roles(model, pattern, observe, prompt=prompt):
+        logits = model(ids, use_cache=False).logits[0]
+    assert set(expected) == {layer for layer, letter in enumerate(pattern.roles) if letter != "S"}
+    for layer, rows in expected.items():
+        for position, row in enumerate(rows.tolist()):
+            assert {index for index in row if 0 <= index <= position} == chosen[layer][position], (layer, position)
+    logprobs = logits.log_softmax(-1).gather(1, torch.tensor(served.ids[1:])[:, None])[:, 0]
+    found = torch.tensor(served.logprobs)
+    assert (logprobs[-len(found) :] - found).abs().max().item() <= TOLERANCE
 
 
 def replay(model: Any, pattern: Pattern, ids: Sequence[int], chosen: Selections) -> Replay:

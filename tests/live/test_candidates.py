@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 pytest.importorskip("sglang")
 
 from dsa_cpu_platform import recorder
-from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.dsa import candidates, placing
 from tests.live import models
-from tests.live.inprocess import Served, _ended, call, generate, launch, load_runner
-from tests.live.reference import load_reference, selections
+from tests.live.inprocess import _ended, call, generate, launch, load_runner
+from tests.live.reference import check_selections, load_reference, selections
 from tests.live.server import running
-from tests.live.test_blocks import passes, random_prompts
-from tests.live.test_parity import TOLERANCE
+from tests.live.test_blocks import in_blocks, passes, random_prompts
 from tests.live.test_server import states
 from tests.patterns import write_pattern
 
@@ -36,40 +31,19 @@ PATTERNS = {
 }
 
 
-def check_selections(model: Any, pattern: Pattern, served: Served, requests: Sequence[str], runs: Any) -> Tensor:
-    """All selections and logprobs of a sequence are those of transformers; returns which letters chose, as seen."""
-    chosen = selections(runs, requests)
-    expected: dict[int, Tensor] = {}
-
-    def observe(layer: int, indices: Tensor) -> None:
-        if pattern[layer] in "FC":
-            expected[layer] = indices[0]
-
-    ids = torch.tensor([list(served.ids[:-1])])
-    with torch.inference_mode(), apply_roles(model, pattern, observe):
-        logits = model(ids, use_cache=False).logits[0]
-    assert set(expected) == {layer for layer, letter in enumerate(pattern.roles) if letter in "FC"}
-    for layer, rows in expected.items():
-        for position, row in enumerate(rows.tolist()):
-            assert {index for index in row if 0 <= index <= position} == chosen[layer][position], (layer, position)
-    logprobs = logits.log_softmax(-1).gather(1, torch.tensor(served.ids[1:])[:, None])[:, 0]
-    found = torch.tensor(served.logprobs)
-    assert (logprobs[-len(found) :] - found).abs().max().item() <= TOLERANCE
-    return ids
-
-
-@pytest.mark.parametrize(
-    ("kind", "letters"), [(kind, text) for kind, texts in PATTERNS.items() for text in texts if "q" not in text]
-)
+@pytest.mark.parametrize(("kind", "letters"), [(kind, text) for kind, texts in PATTERNS.items() for text in texts])
 def test_served_selections_are_the_definitions(kind: str, letters: str, tmp_path: Path) -> None:
-    """A batch of mixed lengths, one of them with nothing to choose, and decoded tokens."""
+    """A batch of mixed lengths, one of them with nothing to choose, and decoded tokens; beside a layer in blocks."""
     folder, pattern, record = models.build(kind, tmp_path / kind), Pattern.parse(letters), tmp_path / "record"
     record.mkdir()
     file = write_pattern(pattern, folder, tmp_path / "pattern.yaml")
     answers, model = generate(folder, file, random_prompts(333, 120, 10), STEPS, record), load_reference(folder)
     runs = recorder.read(record)
     for index, served in enumerate(answers):
-        check_selections(model, pattern, served, [str(index)], runs)
+        prompt = None
+        if any(indexer.queries for indexer in pattern.indexers):
+            prompt = in_blocks([(0, served.prompt)], len(served.ids) - 1, pattern, model.config.index_topk)
+        check_selections(model, pattern, served, [str(index)], runs, prompt)
     assert {run.mode for run in recorder.indexers(runs)} == {"EXTEND", "DECODE"}
 
 

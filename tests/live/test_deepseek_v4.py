@@ -27,9 +27,8 @@ from sglang_indexcache.checkpoint import Checkpoint
 from tests.live import models
 from tests.live.inprocess import launch, load
 from tests.live.models import LAYERS, TOPK, VOCAB
-from tests.live.reference import load_reference
+from tests.live.reference import TOLERANCE, load_reference
 from tests.live.server import Server, command, ended, environment, running
-from tests.live.test_parity import TOLERANCE
 from tests.live.test_server import PLAIN, check_modes, metric, positions_of, states
 from tests.patterns import write_pattern
 

@@ -30,8 +30,8 @@ from tests.live import models
 from tests.live.dense_reference import decoded, distance, logprobs, reference
 from tests.live.inprocess import Served, call, generate, launch, load
 from tests.live.models import VOCAB
+from tests.live.reference import TOLERANCE
 from tests.live.server import Server, command, ended, running
-from tests.live.test_parity import TOLERANCE
 from tests.live.test_server import PLAIN, metric, states
 from tests.patterns import write_pattern
 
