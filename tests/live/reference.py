@@ -84,8 +84,11 @@ def check_selections(
     requests: Sequence[str],
     runs: Sequence[Run],
     prompt: Tensor | None = None,
-) -> None:
-    """All selections and logprobs of a sequence are those of transformers, exactly: for models without close calls.
+    most: float = 0.0,
+) -> bool:
+    """All selections and logprobs of a sequence are those of transformers.
+
+    A close call that rounding decides changes what comes after it, too. How close they are differs between processors.
 
     Args:
         model: transformers'.
@@ -94,6 +97,10 @@ def check_selections(
         requests: by which it was computed.
         runs: what the indexers did.
         prompt: which queries select in blocks, `[1, tokens]`.
+        most: share of the selections that may differ; then logprobs are not compared.
+
+    Returns:
+        Whether none differs.
     """
     chosen = selections(runs, requests)
     expected: dict[int, Tensor] = {}
@@ -106,12 +113,19 @@ def check_selections(
     with torch.inference_mode(), apply_roles(model, pattern, observe, prompt=prompt):
         logits = model(ids, use_cache=False).logits[0]
     assert set(expected) == {layer for layer, letter in enumerate(pattern.roles) if letter != "S"}
-    for layer, rows in expected.items():
-        for position, row in enumerate(rows.tolist()):
-            assert {index for index in row if 0 <= index <= position} == chosen[layer][position], (layer, position)
+    rows = [
+        (layer, position, {index for index in row if 0 <= index <= position} ^ chosen[layer][position])
+        for layer, indices in expected.items()
+        for position, row in enumerate(indices.tolist())
+    ]
+    differing = [f"layer {layer}, position {position}: {sorted(tokens)}" for layer, position, tokens in rows if tokens]
+    assert len(differing) <= most * len(rows), f"{len(differing)} of {len(rows)} differ: {'; '.join(differing[:5])}"
+    if differing:
+        return False
     logprobs = logits.log_softmax(-1).gather(1, torch.tensor(served.ids[1:])[:, None])[:, 0]
     found = torch.tensor(served.logprobs)
     assert (logprobs[-len(found) :] - found).abs().max().item() <= TOLERANCE
+    return True
 
 
 def replay(model: Any, pattern: Pattern, ids: Sequence[int], chosen: Selections) -> Replay:

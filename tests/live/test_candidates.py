@@ -25,8 +25,10 @@ pytestmark = pytest.mark.sglang
 
 STEPS = 5
 CHUNK = 256
+LENGTHS = (260, 120, 110, 100, 90, 80, 10)
+MOST = 0.05  # of a sequence's selections differ where rounding decided one
 PATTERNS = {
-    "glm-moe": ("FCSFSC+1c2+5c4", "FCCSFF+1c3+2c2+4q4"),
+    "glm-moe": ("FCSFSC+1c2+5c4", "FCCSFF+1c2+2c3+4q4"),
     "deepseek-v3.2": ("FCSFSC+1c2+5c1",),
 }
 
@@ -37,13 +39,14 @@ def test_served_selections_are_the_definitions(kind: str, letters: str, tmp_path
     folder, pattern, record = models.build(kind, tmp_path / kind), Pattern.parse(letters), tmp_path / "record"
     record.mkdir()
     file = write_pattern(pattern, folder, tmp_path / "pattern.yaml")
-    answers, model = generate(folder, file, random_prompts(333, 120, 10), STEPS, record), load_reference(folder)
-    runs = recorder.read(record)
+    answers, model = generate(folder, file, random_prompts(*LENGTHS), STEPS, record), load_reference(folder)
+    runs, same = recorder.read(record), 0
     for index, served in enumerate(answers):
         prompt = None
         if any(indexer.queries for indexer in pattern.indexers):
             prompt = in_blocks([(0, served.prompt)], len(served.ids) - 1, pattern, model.config.index_topk)
-        check_selections(model, pattern, served, [str(index)], runs, prompt)
+        same += check_selections(model, pattern, served, [str(index)], runs, prompt, MOST)
+    assert same >= len(LENGTHS) - 2
     assert {run.mode for run in recorder.indexers(runs)} == {"EXTEND", "DECODE"}
 
 
@@ -71,7 +74,8 @@ def test_the_comparison_can_fail(tmp_path: Path) -> None:
     file = write_pattern(Pattern.parse("FSCFSF+2c2"), folder, tmp_path / "pattern.yaml")
     [served] = generate(folder, file, random_prompts(333), STEPS, record)
     with pytest.raises(AssertionError):
-        check_selections(load_reference(folder), Pattern.parse("FSCFSF+2c3"), served, ["0"], recorder.read(record))
+        other = Pattern.parse("FSCFSF+2c3")
+        check_selections(load_reference(folder), other, served, ["0"], recorder.read(record), most=MOST)
 
 
 @pytest.mark.slow
@@ -98,8 +102,8 @@ def test_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cached == prefix
         runs = recorder.read(record)
         assert len(passes(runs, "first")) == 3
-        check_selections(model, pattern, first, ["first"], runs)
-        check_selections(model, pattern, second, ["first", "second"], runs)
+        check_selections(model, pattern, first, ["first"], runs, most=MOST)
+        check_selections(model, pattern, second, ["first", "second"], runs, most=MOST)
 
 
 @pytest.mark.parametrize("flag", ["--enable-hisparse", "--speculative-algorithm=EAGLE"])
