@@ -152,8 +152,9 @@ def best_tokens(scores: Tensor, starts: Tensor | None, lengths: Tensor, tokens: 
     found = torch.full((rows, tokens), -1, device=scores.device, dtype=torch.int32)
     column, most = torch.arange(width, device=scores.device), min(tokens, width)
     first = torch.zeros_like(lengths) if starts is None else starts
-    for at in range(0, rows, max(1, _SCORES // max(1, width))):
-        part = slice(at, at + max(1, _SCORES // max(1, width)))
+    step = max(1, _SCORES // max(1, width))
+    for at in range(0, rows, step):
+        part = slice(at, at + step)
         begin, length = first[part, None], lengths[part, None]
         seen = (column >= begin) & (column < begin + length)
         best = scores[part].masked_fill(~seen, float("-inf")).topk(most, dim=1, sorted=False).indices

@@ -39,7 +39,7 @@ def install(modules: Iterable[tuple[int, Any]], pattern: Pattern) -> None:
         if giver not in indexers:
             raise ProofError(
                 f"letter {item.layer} chooses from what letter {giver} scored highest, which is in another pipeline"
-                f" stage; expected an F layer between them"
+                " stage; expected an F layer between them"
             )
         given.setdefault(giver, set()).add(item.candidates)
         for method in METHODS:
