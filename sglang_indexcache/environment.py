@@ -64,11 +64,15 @@ class Environment:
 
     def as_text(self) -> str:
         lines = [f"SGLang {self.sglang} in {self.path}", ""]
+        width = max(len(row.name) for row in self.features) + 2
+        margin = " " * (9 + width)
         for row in self.features:
             state = "enabled" if row.refused is None else "refused"
-            lines.append(f"{state:<9}{row.name:<10}{row.does}")
+            lines.append(f"{state:<9}{row.name:<{width}}{row.does}")
             if row.refused is not None:
-                lines += textwrap.wrap(row.refused, 100, initial_indent=" " * 19, subsequent_indent=" " * 19)
-                lines.append(f"{'':<19}then: {row.otherwise}")
+                lines += textwrap.wrap(
+                    row.refused, 100, initial_indent=margin, subsequent_indent=margin, break_long_words=False
+                )
+                lines.append(f"{margin}then: {row.otherwise}")
         lines += ["", "patterns can be served" if self.can_serve else "patterns can't be served with this SGLang"]
         return "\n".join(lines)

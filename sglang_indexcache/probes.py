@@ -29,6 +29,7 @@ class Need:
         parameters: names that the function must take.
         mentions: attributes or string keys that must occur in the body.
         without: attributes or string keys that must not: with them, SGLang does by itself what we would do.
+        closed: whether the function must take no others; what stands in for it would not know what they say.
     """
 
     module: str
@@ -36,6 +37,7 @@ class Need:
     parameters: tuple[str, ...] = ()
     mentions: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    closed: bool = False
 
     @property
     def target(self) -> str:
@@ -192,6 +194,10 @@ class SglangSource:
             lacking = [name for name in need.parameters if name not in names]
             if lacking:
                 return f"needs {need.target}({lacking[0]}), found ({', '.join(names)}) in SGLang {self.version}"
+            rest = [f"*{item.arg}" for item in (arguments.vararg, arguments.kwarg) if item is not None]
+            unknown = [name for name in (*names, *rest) if name not in ("self", *need.parameters)]
+            if need.closed and unknown:
+                return f"SGLang {self.version} hands {unknown[0]} to {need.target}, which this plugin does not know yet"
         mentioned = _mentioned(node) if need.mentions or need.without else set()
         lacking = [name for name in need.mentions if name not in mentioned]
         if lacking:

@@ -69,6 +69,17 @@ def test_a_missing_parameter_names_what_is_there(tmp_path: Path) -> None:
     assert source.refusal(Feature("x", "", (need,), "")) is not None
 
 
+@pytest.mark.parametrize(("more", "named"), [(("c",), "c"), (("*rows",), "*rows"), (("*", "d"), "d")])
+def test_a_closed_function_takes_nothing_else(more: tuple[str, ...], named: str, tmp_path: Path) -> None:
+    """What stands in for it would hand on what it does not know."""
+    need = Need("srt.x", "f", ("a", "b"), closed=True)
+    assert write_sglang(tmp_path / "as-known", [need]).missing(need) is None
+    source = write_sglang(tmp_path / "newer", [Need("srt.x", "f", ("a", "b", *more))])
+    assert (
+        source.missing(need) == f"SGLang unknown hands {named} to sglang.srt.x.f, which this plugin does not know yet"
+    )
+
+
 def test_an_sglang_that_does_it_by_itself_is_refused(tmp_path: Path) -> None:
     need = Need("srt.x", "A", without=("index_topk_pattern",))
     source = write_sglang(tmp_path, [Need("srt.x", "A", mentions=("other",))])

@@ -3,53 +3,30 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 pytest.importorskip("sglang")
 
 from dsa_cpu_platform import recorder
 from sglang_indexcache import Pattern
-from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.dsa import placing
-from sglang_indexcache.families.dsa.blocks import blocks_of
 from tests.live import models
 from tests.live.inprocess import Served, _ended, call, generate, launch, load, load_runner
 from tests.live.reference import check_selections, load_reference
-from tests.live.server import running
-from tests.live.test_server import states
+from tests.live.selecting import in_blocks, passes, random_prompts, serve_a_branch
 from tests.patterns import write_pattern
 
 pytestmark = pytest.mark.sglang
 
 STEPS = 4
-CHUNK = 256
 PATTERNS = {
     "glm-moe": ("FSFFSF+2q4+3q4", "FFSFSS+0q16+1q16"),
     "deepseek-v3.2": ("FSFFSF+0q8+5q8",),
 }
-
-
-def random_prompts(*lengths: int) -> list[list[int]]:
-    rng = random.Random(2)
-    return [[rng.randrange(2, models.VOCAB) for _ in range(length)] for length in lengths]
-
-
-def in_blocks(passes: Sequence[tuple[int, int]], length: int, pattern: Pattern, topk: int) -> Tensor:
-    """Which queries of a sequence select in blocks, `[1, length]`; `passes` have a prefix and a length each."""
-    [queries] = {indexer.queries for indexer in pattern.indexers if indexer.queries}
-    shared = torch.zeros(1, length, dtype=torch.bool)
-    for prefix, computed in passes:
-        shared[0, prefix : prefix + computed] = False
-        for begin in blocks_of([prefix], [computed], queries, topk).begins:
-            shared[0, begin : begin + queries] = True
-    return shared
 
 
 def check_blocks(
@@ -95,45 +72,12 @@ def test_the_comparison_can_fail(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two ranks, chunks, a batch and a prefix hit; status and check say what was proven."""
-    folder, pattern, record = models.build("glm-moe", tmp_path / "glm"), Pattern.parse("FSFFSF+2q4+3q4"), tmp_path / "r"
-    record.mkdir()
-    file, model = write_pattern(pattern, folder, tmp_path / "pattern.yaml"), load_reference(folder)
-    changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    flags = ("--chunked-prefill-size", str(CHUNK), "--tp-size", "2", "--skip-tokenizer-init")
-    with running(folder, tmp_path / "log", "--indexcache-pattern", file, *flags, **changes) as server:
-        [state] = states(server)
-        assert state["pattern"] == pattern.letters and state["fingerprint"] == pattern.fingerprint
-        assert state["proven_ranks"] == 2
-        assert check_main([file, "--server", server.url]) == 0
-        other = write_pattern(Pattern("FSFFSF"), folder, tmp_path / "other.yaml")
-        assert check_main([other, "--server", server.url]) == 1
-        assert "serves fingerprint" in capsys.readouterr().out
-
-        long, prefix = random_prompts(600)[0], 384
-        [(first, _)] = server.generate([long], ["first"], steps=STEPS)
-        branch = long[:prefix] + random_prompts(250)[0]
-        [(second, cached)] = server.generate([branch], ["second"], steps=STEPS, inputs=False)
-        assert cached == prefix
-        runs = recorder.read(record)
-        computed = passes(runs, "first")
-        assert len(computed) == 3 and all(length <= CHUNK for _, length in computed)
-        assert check_blocks(model, pattern, first, ["first"], computed, runs) > 200
-        again = passes(runs, "second")
-        assert again[0][0] == prefix
-        both = [*computed[:2], *again]
-        assert check_blocks(model, pattern, second, ["first", "second"], both, runs) > 200
-
-
-def passes(runs: Sequence[recorder.Run], request: str) -> list[tuple[int, int]]:
-    """Prefix and length of each prefill of a request."""
-    layer = min(run.layer for run in runs)
-    found = set()
-    for run in recorder.indexers(runs):
-        rows = [at for rid, at in zip(run.requests, run.positions, strict=True) if rid == request]
-        if run.layer == layer and run.mode == "EXTEND" and rows:
-            found.add((rows[0], len(rows)))
-    return sorted(found)
+    folder, pattern = models.build("glm-moe", tmp_path / "glm"), Pattern.parse("FSFFSF+2q4+3q4")
+    first, second, runs = serve_a_branch(folder, pattern, tmp_path, STEPS)
+    assert "serves fingerprint" in capsys.readouterr().out
+    model, computed, again = load_reference(folder), passes(runs, "first"), passes(runs, "second")
+    assert check_blocks(model, pattern, first, ["first"], computed, runs) > 200
+    assert check_blocks(model, pattern, second, ["first", "second"], [*computed[:2], *again], runs) > 200
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,16 @@ pytest.importorskip("sglang")
 
 from dsa_cpu_platform import recorder
 from sglang_indexcache import Pattern
-from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.dsa import candidates, placing
 from tests.live import models
 from tests.live.inprocess import _ended, call, generate, launch, load_runner
 from tests.live.reference import check_selections, load_reference, selections
-from tests.live.server import running
-from tests.live.test_blocks import in_blocks, passes, random_prompts
-from tests.live.test_server import states
+from tests.live.selecting import in_blocks, random_prompts, serve_a_branch
 from tests.patterns import write_pattern
 
 pytestmark = pytest.mark.sglang
 
 STEPS = 5
-CHUNK = 256
 LENGTHS = (260, 120, 110, 100, 90, 80, 10)
 MOST = 0.05  # of a sequence's selections differ where rounding decided one
 PATTERNS = {
@@ -80,30 +76,12 @@ def test_the_comparison_can_fail(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two ranks, chunks, a batch and a prefix hit; status and check say what was proven."""
-    folder, pattern, record = models.build("glm-moe", tmp_path / "glm"), Pattern.parse("FCSFCS+1c2+4c3"), tmp_path / "r"
-    record.mkdir()
-    file, model = write_pattern(pattern, folder, tmp_path / "pattern.yaml"), load_reference(folder)
-    changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    flags = ("--chunked-prefill-size", str(CHUNK), "--tp-size", "2", "--skip-tokenizer-init")
-    with running(folder, tmp_path / "log", "--indexcache-pattern", file, *flags, **changes) as server:
-        [state] = states(server)
-        assert state["pattern"] == pattern.letters and state["fingerprint"] == pattern.fingerprint
-        assert state["proven_ranks"] == 2
-        assert check_main([file, "--server", server.url]) == 0
-        other = write_pattern(Pattern("FFSFFS"), folder, tmp_path / "other.yaml")
-        assert check_main([other, "--server", server.url]) == 1
-        assert "serves fingerprint" in capsys.readouterr().out
-
-        long, prefix = random_prompts(600)[0], 384
-        [(first, _)] = server.generate([long], ["first"], steps=STEPS)
-        branch = long[:prefix] + random_prompts(250)[0]
-        [(second, cached)] = server.generate([branch], ["second"], steps=STEPS, inputs=False)
-        assert cached == prefix
-        runs = recorder.read(record)
-        assert len(passes(runs, "first")) == 3
-        check_selections(model, pattern, first, ["first"], runs, most=MOST)
-        check_selections(model, pattern, second, ["first", "second"], runs, most=MOST)
+    folder, pattern = models.build("glm-moe", tmp_path / "glm"), Pattern.parse("FCSFCS+1c2+4c3")
+    first, second, runs = serve_a_branch(folder, pattern, tmp_path, STEPS)
+    assert "serves fingerprint" in capsys.readouterr().out
+    model = load_reference(folder)
+    check_selections(model, pattern, first, ["first"], runs, most=MOST)
+    check_selections(model, pattern, second, ["first", "second"], runs, most=MOST)
 
 
 @pytest.mark.parametrize("flag", ["--enable-hisparse", "--speculative-algorithm=EAGLE"])

@@ -42,9 +42,8 @@ def _backend(
     name: str, module: str, stock: str, home: str, *needs: tuple[str, tuple[str, ...], tuple[str, ...]]
 ) -> Backend:
     module = f"srt.layers.attention.{module}"
-    return Backend(
-        name, module, stock, home, tuple(Need(module, f"{stock}.{method}", *more) for method, *more in needs)
-    )
+    found = (Need(module, f"{stock}.{method}", parameters, mentions) for method, parameters, mentions in needs)
+    return Backend(name, module, stock, home, tuple(found))
 
 
 _DECODE = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")

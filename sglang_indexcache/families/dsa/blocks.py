@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sglang_indexcache.families.dsa.index_space import in_index_space
+from sglang_indexcache.families.dsa.method import Method
 from sglang_indexcache.families.dsa.needs import PREFILL
-from sglang_indexcache.hooks import refusing_around
 from sglang_indexcache.indexers import EXACT_ROWS
 
 _PLANS = "_indexcache_blocks"
@@ -64,8 +63,8 @@ def blocks_of(prefixes: Sequence[int], lengths: Sequence[int], queries: int, top
     return Blocks(rows, begins, requests)
 
 
-class BlockSelection:
-    """In the place of an indexer's method that selects for the queries of prompts.
+class BlockSelection(Method):
+    """Of an F layer: selects for the queries of a prompt in blocks.
 
     Args:
         indexer: SGLang's.
@@ -73,59 +72,35 @@ class BlockSelection:
     """
 
     def __init__(self, indexer: Any, queries: int) -> None:
-        self._indexer, self.queries = indexer, queries
-        self._sglangs, self._guarded = getattr(type(indexer), PREFILL), refusing_around(self._select)
+        super().__init__(indexer, PREFILL)
+        self.queries = queries
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As SGLang's method; what goes wrong in ours ends the process."""
-        selected: Tensor = self._guarded(self._sglangs, *args, **kwargs)
-        return selected
-
-    def _select(
-        self,
-        sglangs: Callable[..., Tensor],
-        enable_dual_stream: bool,
-        forward_batch: Any,
-        layer_id: int,
-        q_fp8: Tensor,
-        weights: Tensor,
-        metadata: Any,
-        topk_result: Tensor | None = None,
-    ) -> Tensor:
-        """What each row attends to, `[rows, index_topk]`, int32, -1 for none.
-
-        Args:
-            sglangs: SGLang's method.
-            enable_dual_stream: handed on.
-            forward_batch: requests and their lengths.
-            layer_id: handed on.
-            q_fp8: index queries `[rows, heads, dim]`, perhaps with rows behind the last token.
-            weights: of the heads, with all scales, `[rows, heads, 1]`.
-            metadata: a `DSAIndexerMetadata`.
-            topk_result: to be filled, where given.
-        """
-        select = partial(sglangs, self._indexer, enable_dual_stream, forward_batch, layer_id)
-        plan = self._plan(forward_batch, q_fp8.device)
+    def select(self, sglangs: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
+        q, weights, metadata, result = given["q_fp8"], given["weights"], given["metadata"], given.get("topk_result")
+        plan = self._plan(given["forward_batch"], q.device)
         if plan is None:
-            return select(q_fp8, weights, metadata, topk_result)
-        if topk_result is None:
-            shape = len(q_fp8), self._indexer.index_topk
-            topk_result = torch.full(shape, -1, device=q_fp8.device, dtype=torch.int32)
+            return sglangs(**given)
+        if result is None:
+            result = torch.full((len(q), self.indexer.index_topk), -1, device=q.device, dtype=torch.int32)
+
+        def selected(queries: Tensor, gates: Tensor, rows: _Rows) -> Tensor:
+            return sglangs(**given | {"q_fp8": queries, "weights": gates, "metadata": rows, "topk_result": None})
+
         exact = _Rows(metadata, plan.exact, plan.exact_requests)
-        topk_result[plan.exact] = select(_take(q_fp8, plan.exact), weights[plan.exact], exact)
+        result[plan.exact] = selected(_take(q, plan.exact), weights[plan.exact], exact)
 
         members, (count, size) = plan.members.flatten(), plan.members.shape
-        leaders = _take(q_fp8, members).float().view(count, size, *q_fp8.shape[1:]).mean(1).to(q_fp8.dtype)
+        leaders = _take(q, members).float().view(count, size, *q.shape[1:]).mean(1).to(q.dtype)
         gates = weights[members].view(count, size, *weights.shape[1:]).mean(1)
-        best = select(leaders, gates, _Leaders(metadata, plan.members[:, 0], plan.requests, plan.begins))
+        best = selected(leaders, gates, _Leaders(metadata, plan.members[:, 0], plan.requests, plan.begins))
         positions = _with_own(best, plan.begins, size).flatten(0, 1)
-        topk_result[members] = in_index_space(metadata, positions, members, plan.requests.repeat_interleave(size))
-        return topk_result
+        result[members] = in_index_space(metadata, positions, members, plan.requests.repeat_interleave(size))
+        return result
 
     def _plan(self, forward_batch: Any, device: torch.device) -> _Plan | None:
         """Where the rows of a forward pass are, worked out once for all layers; `None` where no block is."""
         plans: dict[tuple[int, int], _Plan | None] = forward_batch.__dict__.setdefault(_PLANS, {})
-        key = (self.queries, self._indexer.index_topk)
+        key = (self.queries, self.indexer.index_topk)
         if key not in plans:
             prefixes, lengths = (
                 [int(count) for count in counts]

@@ -11,7 +11,6 @@ sglang/srt/layers/attention/dsa, dsa_backend.py beside it, and mem_cache/memory_
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,31 +21,13 @@ from indexcache_kernels import candidate_topk
 from indexcache_kernels.candidate_topk import Pages
 from sglang_indexcache.errors import ProofError
 from sglang_indexcache.families.dsa.index_space import in_index_space
-from sglang_indexcache.hooks import refusing_around
+from sglang_indexcache.families.dsa.method import Method
 
 _GIVEN = "_indexcache_candidates"
 _SCORES = 1 << 26  # that are looked at a time: with copies half a gigabyte
 
 
-class _Method:
-    """In the place of one of the two methods of an indexer; what goes wrong in ours ends the process."""
-
-    def __init__(self, indexer: Any, method: str, layer: int) -> None:
-        self._indexer, self.layer = indexer, layer
-        self._sglangs = getattr(type(indexer), method)
-        self._signature, self._guarded = inspect.signature(self._sglangs), refusing_around(self._select)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As SGLang's method."""
-        selected: Tensor = self._guarded(self._sglangs, self._signature.bind(self._indexer, *args, **kwargs))
-        return selected
-
-    def _select(self, sglangs: Callable[..., Tensor], call: inspect.BoundArguments) -> Tensor:
-        """What each row attends to, `[rows, index_topk]`, int32, -1 for none."""
-        raise NotImplementedError
-
-
-class Giving(_Method):
+class Giving(Method):
     """Of an F layer: selects as ever, and keeps each query's best tokens for the C layers above.
 
     Args:
@@ -57,20 +38,19 @@ class Giving(_Method):
     """
 
     def __init__(self, indexer: Any, method: str, layer: int, counts: Iterable[int]) -> None:
-        super().__init__(indexer, method, layer)
-        self.counts = frozenset(counts)
+        super().__init__(indexer, method)
+        self.layer, self.counts = layer, frozenset(counts)
 
-    def _select(self, sglangs: Callable[..., Tensor], call: inspect.BoundArguments) -> Tensor:
-        sizes = {count: count * self._indexer.index_topk for count in sorted(self.counts)}
-        watched = _Watched(call.arguments["metadata"], sizes)
-        call.arguments["metadata"] = watched
-        selected = sglangs(*call.args, **call.kwargs)
-        given = {count: torch.cat(parts) for count, parts in watched.best.items() if parts}
-        setattr(call.arguments["forward_batch"], _GIVEN, (self.layer, given))
+    def select(self, sglangs: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
+        sizes = {count: count * self.indexer.index_topk for count in sorted(self.counts)}
+        watched = _Watched(given["metadata"], sizes)
+        selected = sglangs(**given | {"metadata": watched})
+        best = {count: torch.cat(parts) for count, parts in watched.best.items() if parts}
+        setattr(given["forward_batch"], _GIVEN, (self.layer, best))
         return selected
 
 
-class Choosing(_Method):
+class Choosing(Method):
     """Of a C layer: scores its candidates alone.
 
     Args:
@@ -82,22 +62,21 @@ class Choosing(_Method):
     """
 
     def __init__(self, indexer: Any, method: str, layer: int, giver: int, count: int) -> None:
-        super().__init__(indexer, method, layer)
-        self.giver, self.count = giver, count
+        super().__init__(indexer, method)
+        self.layer, self.giver, self.count = layer, giver, count
 
-    def _select(self, sglangs: Callable[..., Tensor], call: inspect.BoundArguments) -> Tensor:
-        given = call.arguments
+    def select(self, sglangs: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
         q, metadata, result = given["q_fp8"], given["metadata"], given.get("topk_result")
         candidates = self._candidates(given["forward_batch"])
         number = torch.arange(len(candidates), device=q.device)
         requests = metadata.get_token_to_batch_idx() if "enable_dual_stream" in given else number  # decoding: one each
-        keys, scales = index_keys(self._indexer, given["layer_id"], q, metadata.attn_metadata.page_size)
+        keys, scales = index_keys(self.indexer, given["layer_id"], q, metadata.attn_metadata.page_size)
         positions = candidate_topk(
             q[: len(candidates)],
             keys,
             given["weights"][: len(candidates), :, 0],
             candidates=candidates,
-            topk=self._indexer.index_topk,
+            topk=self.indexer.index_topk,
             k_scale=scales,
             pages=Pages(metadata.get_page_table_64(), requests.int()),
         )

@@ -12,12 +12,14 @@ RAGGED = Need(
     "Indexer." + PREFILL,
     ("enable_dual_stream", "forward_batch", "layer_id", "q_fp8", "weights", "metadata", "topk_result"),
     ("get_indexer_kvcache_range", "get_seqlens_expanded", "get_token_to_batch_idx", "topk_transform", "attn_metadata"),
+    closed=True,
 )
 TRANSFORM = Need(
     _MODULE + "dsa_indexer_metadata",
     "DSAIndexerMetadata.topk_transform",
-    ("ks", "cu_seqlens_q", "ke_offset", "batch_idx_list", "topk_indices_offset_override"),
+    ("logits", "topk", "ks", "cu_seqlens_q", "ke_offset", "batch_idx_list", "topk_indices_offset_override"),
     ("force_unfused_topk", "topk_transform_method"),
+    closed=True,
 )
 BACKEND = Need("srt.model_executor.forward_context", "get_attn_backend")
 INDEXER_METADATA = Need(
@@ -31,6 +33,7 @@ PAGED = Need(
     "Indexer." + DECODING,
     ("forward_batch", "layer_id", "q_fp8", "weights", "metadata"),
     ("topk_transform", "_get_index_k_read_buffer"),
+    closed=True,
 )
 READ_BUFFER = Need(_MODULE + "dsa_indexer", "Indexer._get_index_k_read_buffer", ("pool", "layer_id"))
 POOL = Need("srt.model_executor.forward_context", "get_token_to_kv_pool")
