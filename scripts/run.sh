@@ -2,7 +2,7 @@
 # Run a command in one of the project's two environments, setting it up on first use:
 #     scripts/run.sh indexcache-search
 #     scripts/run.sh pytest
-#     scripts/run.sh --sglang pytest -m sglang -n 2 --dist loadfile       (SGLang 0.5.23 on CPU: Linux, 11 GB)
+#     scripts/run.sh --sglang pytest -m "sglang and not slow"             (SGLang 0.5.23 on CPU: Linux, 11 GB)
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 if [ "${1:-}" = --sglang ]; then

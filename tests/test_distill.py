@@ -118,7 +118,6 @@ def test_the_same_command_again_trains_nothing(trained: Path, model_folder: Path
     ) == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lines", [4, 7])
 def test_a_killed_run_goes_on_to_the_same_losses(
     trained: Path, model_folder: Path, training: Path, tmp_path: Path, lines: int
@@ -228,7 +227,6 @@ distill()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["glm_moe_dsa", "deepseek_v32"])
 @pytest.mark.parametrize(("dtype", "attention", "bound"), [("float32", "naive", 1e-5), ("bfloat16", "kernels", 1e-2)])
 def test_two_processes_train_as_one_does(

@@ -245,7 +245,6 @@ for selected in (True, False):
 """
 
 
-@pytest.mark.slow
 def test_kernels_compile_for_hopper_and_use_its_tensor_cores() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(

@@ -53,7 +53,6 @@ def test_the_demo_fits_into_git() -> None:
         assert demo.data_file(source.removeprefix("demo:")).is_file()
 
 
-@pytest.mark.slow
 def test_the_wheel_runs_the_demo_outside_the_checkout(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True, timeout=600)

@@ -170,7 +170,6 @@ def test_a_strategy_without_steps_has_no_loss_figure() -> None:
     assert "Loss per step" not in render(sample_metrics({**sample_content(), "steps": []}))
 
 
-@pytest.mark.slow
 def test_a_real_browser_draws_it(tmp_path: Path) -> None:
     """What would break: a figure that does not render, a page wider than the window, a blank page."""
     if BROWSER is None:

@@ -312,7 +312,6 @@ def server() -> Iterator[Any]:
     yield context
 
 
-@pytest.mark.slow
 def test_twenty_kills_at_random_moments_end_in_twenty_identical_files(
     server: Any, model_folder: Path, token_file: Path, tmp_path: Path
 ) -> None:

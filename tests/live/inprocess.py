@@ -85,6 +85,8 @@ def call(function: Callable[..., Any], *args: Any, **environment: str) -> Any:
 def _child(pipe: Connection, environment: dict[str, str], function: Callable[..., Any], args: Any) -> None:
     os.environ.update(environment)
     try:
+        if "TEST_SABOTAGE" in os.environ:
+            exec(Path(os.environ["TEST_SABOTAGE"]).read_text(), {})
         answer: Any = (False, function(*args))
     except Exception:
         answer = (True, traceback.format_exc())
@@ -101,8 +103,6 @@ def launch(arguments: Sequence[str], **environment: str) -> tuple[int, list[str]
 
 def _launch(arguments: list[str]) -> tuple[int, list[str]]:
     sys.argv = ["launch_server", *arguments]
-    if "TEST_SABOTAGE" in os.environ:
-        exec(Path(os.environ["TEST_SABOTAGE"]).read_text(), {})
     return _ended(lambda: runpy.run_module("sglang_indexcache.launch_server", run_name="__main__", alter_sys=True))
 
 

@@ -70,7 +70,6 @@ def test_the_comparison_can_fail(tmp_path: Path) -> None:
         check_blocks(load_reference(folder), other, served, ["0"], [(0, 333)], recorder.read(record))
 
 
-@pytest.mark.slow
 def test_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, pattern = models.build("glm-moe", tmp_path / "glm"), Pattern.parse("FSFFSF+2q4+3q4")
     first, second, runs = serve_a_branch(folder, pattern, tmp_path, STEPS)

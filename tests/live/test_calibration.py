@@ -37,7 +37,7 @@ from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.residency import hisparse_misses
 from tests.live.server import FLAGS, Server, command, ended, environment, running
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+pytestmark = pytest.mark.sglang
 
 MODEL = describe_model(str(demo.MODEL))
 CHUNK, LENGTH = 64, 192
@@ -189,7 +189,7 @@ def test_sending_ahead_changes_nothing(server: Server, data: TokenSet) -> None:
     ("flags", "lanes", "ranks"),
     [
         (("--tp-size", "2", "--admin-api-key", "secret"), 1, "2"),
-        (("--dp-size", "2"), 2, "1"),
+        pytest.param(("--dp-size", "2"), 2, "1", marks=pytest.mark.slow),
     ],
     ids=["tp", "dp"],
 )
@@ -218,6 +218,7 @@ def test_ranks_search_alike(
             assert len(set(patterns)) == 2  # one each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -320,6 +321,7 @@ def wait_for_evaluations(folder: Path, number: int, process: subprocess.Popen[by
     assert process.poll() is None
 
 
+@pytest.mark.slow
 def test_two_servers_and_kills_end_in_the_identical_file(
     server: Server, single: TokenSet, expected: list[tuple[int, dict[int, float]]], tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from tests.live.server import running
 from tests.patterns import write_pattern
 
 PLAIN = (sys.executable, "-m", "sglang.launch_server")
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+pytestmark = pytest.mark.sglang
 PATTERN = Pattern("FSSFSSFSFSSSSSSS")
 DATA = ["--evaluation", "demo:text", "--evaluation", "demo:copy", "--num-sequences", "4", "--tasks", "multi_key"]
 

@@ -32,7 +32,7 @@ from tests.live.server import Server, command, ended, environment, running
 from tests.live.test_server import PLAIN, check_modes, metric, positions_of, states
 from tests.patterns import write_pattern
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+pytestmark = pytest.mark.sglang
 PAGE = 256  # of DeepSeek-V4's caches
 FIRST_DIFFERENCE = 4 * (TOPK + 1) - 1  # the first query that sees more than k entries
 CALIBRATE = ("--indexcache-calibrate", "--skip-tokenizer-init", "--chunked-prefill-size", str(PAGE), "--sleep-on-idle")
@@ -233,6 +233,7 @@ def test_a_model_that_does_not_run_the_pattern(model: Path, broken: str, message
     assert code == 2 and len(lines) == 1 and lines[0].endswith(message), lines
 
 
+@pytest.mark.slow
 def test_a_pipeline_stage_that_begins_with_an_s(model: Path) -> None:
     """Layers 0 to 3 and 4 to 7: letter 2 is the first of the second stage, which gets no indices from the first."""
     flags = ("--indexcache-pattern", "FFSFSS", "--skip-tokenizer-init", "--pp-size", "2")

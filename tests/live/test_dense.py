@@ -35,7 +35,7 @@ from tests.live.server import Server, command, ended, running
 from tests.live.test_server import PLAIN, metric, states
 from tests.patterns import write_pattern
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+pytestmark = pytest.mark.sglang
 FEW = Selection(page_tokens=4, pages=8, recent_pages=2, sink_pages=0, score="token_max")
 ALL = replace(FEW, page_tokens=16, pages=64)
 PATTERN = Pattern("DDSSDS", FEW)

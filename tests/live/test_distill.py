@@ -23,7 +23,7 @@ from tests.live.server import running
 from tests.live.test_parity import check_parity, numbered, prompts
 from tests.live.test_server import CHUNK, check_modes, random_prompts, states
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore::FutureWarning")]
 PATTERN = Pattern("FSSFFS")
 
 

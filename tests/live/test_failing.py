@@ -15,11 +15,11 @@ pytest.importorskip("sglang")
 from indexcache_search.engines.own_server import die_with_parent, free_port
 from sglang_indexcache import Pattern
 from tests.live import models
-from tests.live.inprocess import launch
+from tests.live.inprocess import launch, load
 from tests.live.server import LAUNCHER, START_TIMEOUT, _kill_group, command, environment, running
 from tests.patterns import write_pattern
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+pytestmark = pytest.mark.sglang
 
 PATTERN = Pattern("FSSFSS")
 PLAIN = (LAUNCHER[0], "-m", "sglang.launch_server")
@@ -125,9 +125,11 @@ MAIN = [
     ("sglang_indexcache.hooks:Hooks._register", "KeyError", "the plugin could not be registered: KeyError: 'BEFORE'"),
     ("sglang_indexcache.checkpoint:Checkpoint.read", "AttributeError", "AttributeError: gone"),
 ]
-SCHEDULER = [
+LOADING = [
     ("sglang_indexcache.serving.proof:@preparer", "AttributeError", "AttributeError: gone"),
     ("sglang_indexcache.serving.proof:effective_roles", "KeyError", "KeyError: 'BEFORE'"),
+]
+SCHEDULER = [
     ("sglang_indexcache.serving.proof:@prover", "OSError", "OSError: [Errno 5] bad disk"),
     ("sglang_indexcache.serving.ready:@reporter", "AttributeError", "AttributeError: gone"),
     ("sglang_indexcache.serving.metrics:@reporter", "KeyError", "KeyError: 'BEFORE'"),
@@ -144,6 +146,14 @@ def test_steps_of_the_main_process(model: Path, file: str, sabotage: str, step: 
     code, lines = launch(arguments[len(LAUNCHER) :], **changes)
     assert code == 2 and len(lines) == 1
     assert line in lines[0] and lines[0].endswith("; see the traceback above")
+
+
+@pytest.mark.parametrize(("step", "error", "line"), LOADING, ids=[step for step, _, _ in LOADING])
+def test_steps_of_loading_a_model(model: Path, file: str, sabotage: str, step: str, error: str, line: str) -> None:
+    """In a model runner alone, which is what a scheduler has."""
+    changes = {"TEST_SABOTAGE": str(Path(sabotage.partition(":")[0]) / "sitecustomize.py"), "TEST_STEP": step}
+    code, lines = load(model, SGLANG_INDEXCACHE_PATTERN=file, TEST_ERROR=error, **changes)
+    assert code == 2 and len(lines) == 1 and line in lines[0]
 
 
 @pytest.mark.parametrize(("step", "error", "line"), SCHEDULER, ids=[step for step, _, _ in SCHEDULER])

@@ -62,7 +62,6 @@ def patterns(native: Pattern) -> list[Pattern]:
     return [Pattern.full(layers, {*pattern.shared_layers, *native.shared_layers}) for pattern in wanted]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("index", range(8))
 def test_served_logprobs_match_transformers(served_model: tuple[Path, Any], index: int, tmp_path: Path) -> None:
     folder, model = served_model

@@ -22,11 +22,11 @@ from sglang_indexcache import Pattern, probes
 from sglang_indexcache.families.dsa import Dsa, attention
 from sglang_indexcache.families.dsa.spellings import indexer_types
 from tests.live import models
-from tests.live.inprocess import launch
+from tests.live.inprocess import launch, load
 from tests.live.server import LAUNCHER, command, ended, environment
 from tests.patterns import pattern_file, write_pattern
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+pytestmark = pytest.mark.sglang
 
 PATTERN = Pattern("FSSFSS")
 OVERRIDES = "--json-model-override-args"
@@ -157,9 +157,8 @@ def test_models_that_take_no_pattern(
     ],
 )
 def test_a_model_that_does_not_run_the_pattern(model: Path, file: str, broken: str, message: str) -> None:
-    arguments = command(model, "--indexcache-pattern", file, "--skip-tokenizer-init")
-    code, lines = ended(arguments, DSA_CPU_BREAK=broken)
-    assert code != 0 and lines == [f"indexcache: {message}"]
+    code, lines = load(model, SGLANG_INDEXCACHE_PATTERN=file, DSA_CPU_BREAK=broken)
+    assert code == 2 and lines == [f"indexcache: {message}"]
 
 
 def two_nodes(model: Path, first: dict[str, str], second: dict[str, str]) -> list[tuple[int, list[str]]]:
@@ -176,6 +175,7 @@ def two_nodes(model: Path, first: dict[str, str], second: dict[str, str]) -> lis
         return list(pool.map(run, (0, 1), (first, second)))
 
 
+@pytest.mark.slow
 def test_two_nodes_with_different_files(model: Path, file: str, tmp_path: Path) -> None:
     """Each node reads its own copy of the file; all ranks compare what they serve before the first request."""
     other = write_pattern(Pattern("FSFFSS"), model, tmp_path / "other.yaml")

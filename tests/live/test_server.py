@@ -29,7 +29,7 @@ from tests.live.server import Server, environment, running
 from tests.live.test_parity import check_parity
 from tests.patterns import write_pattern
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+pytestmark = pytest.mark.sglang
 CHUNK = 128  # a multiple of SGLang's page of 64
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from torch import Tensor
@@ -22,12 +23,12 @@ class Method(ABC):
 
     def __init__(self, indexer: Any, name: str) -> None:
         self.indexer = indexer
-        self._sglangs = getattr(type(indexer), name)
+        self._sglangs = MethodType(getattr(type(indexer), name), indexer)
         self._signature, self._guarded = inspect.signature(self._sglangs), refusing_around(self.select)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """As SGLang's method."""
-        selected: Tensor = self._guarded(self._sglangs, self._signature.bind(self.indexer, *args, **kwargs).arguments)
+        selected: Tensor = self._guarded(self._sglangs, self._signature.bind(*args, **kwargs).arguments)
         return selected
 
     @abstractmethod
