@@ -92,9 +92,11 @@ class BlockSelection(Method):
         members, (count, size) = plan.members.flatten(), plan.members.shape
         leaders = _take(q, members).float().view(count, size, *q.shape[1:]).mean(1).to(q.dtype)
         gates = weights[members].view(count, size, *weights.shape[1:]).mean(1)
-        best = selected(leaders, gates, _Leaders(metadata, plan.members[:, 0], plan.requests, plan.begins))
-        positions = _with_own(best, plan.begins, size).flatten(0, 1)
-        result[members] = in_index_space(metadata, positions, members, plan.requests.repeat_interleave(size))
+        first = plan.members[:, 0]
+        best = selected(leaders, gates, _Leaders(metadata, first, plan.requests, plan.begins))
+        own = plan.begins[:, None] + torch.arange(size, device=q.device, dtype=torch.int32)
+        own, best = (in_index_space(metadata, positions, first, plan.requests) for positions in (own, best))
+        result[members] = _with_own(own, best).flatten(0, 1)
         return result
 
     def _plan(self, forward_batch: Any, device: torch.device) -> _Plan | None:
@@ -199,16 +201,14 @@ def _take(values: Tensor, rows: Tensor) -> Tensor:
     return values.view(torch.uint8)[rows].view(values.dtype)
 
 
-def _with_own(best: Tensor, begins: Tensor, queries: int) -> Tensor:
-    """Positions that the queries of blocks attend to, `[blocks, queries, k]`: the block up to the query, then the best.
+def _with_own(own: Tensor, best: Tensor) -> Tensor:
+    """What the queries of blocks attend to, `[blocks, queries, k]`: the block up to the query, then the best before it.
 
     Args:
-        best: positions before each block, the best first, `[blocks, k]`.
-        begins: of each block, `[blocks]`.
-        queries: of a block.
+        own: the tokens of each block, `[blocks, queries]`.
+        best: those before it, the best first, `[blocks, k]`.
     """
-    rank = torch.arange(best.shape[1], device=best.device)
-    query = torch.arange(queries, device=best.device)[:, None]
-    far = best[:, (rank - query - 1).clamp_min(0)]
-    own = begins[:, None, None].to(best.dtype) + rank.to(best.dtype)
-    return torch.where(rank <= query, own, far)
+    size, topk = own.shape[1], best.shape[1]
+    query = torch.arange(size, device=best.device)[:, None]
+    rank = torch.arange(topk, device=best.device)
+    return torch.cat([own, best], dim=1)[:, torch.where(rank <= query, rank, size + rank - query - 1)]
