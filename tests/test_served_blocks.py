@@ -141,6 +141,8 @@ def test_errors_of_ours_end_the_process_and_sglangs_pass(capsys: pytest.CaptureF
     assert end.value.code == 2 and "selections as OTHER, expected PAGED or RAGGED" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         blocks.BlockSelection(indexer, 4)(False, SimpleNamespace(), 0, q, w, Metadata([0], [300], PAGED))
+    with pytest.raises(SystemExit):  # an argument that nobody knows
+        blocks.BlockSelection(indexer, 4)(False, batch, 0, q, w, Metadata([0], [300], PAGED), other=1)
     with pytest.raises(RuntimeError):  # shapes that SGLang's method does not take
         blocks.BlockSelection(indexer, 4)(False, batch, 0, q, w[:, :3], Metadata([0], [300], PAGED))
 

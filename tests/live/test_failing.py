@@ -137,13 +137,17 @@ SCHEDULER = [
 ]
 
 
+def in_a_fork(sabotage: str, step: str, error: str) -> dict[str, str]:
+    """The environment of a process that does not begin with `sitecustomize`."""
+    script = Path(sabotage.partition(":")[0]) / "sitecustomize.py"
+    return {"TEST_SABOTAGE": str(script), "TEST_STEP": step, "TEST_ERROR": error}
+
+
 @pytest.mark.parametrize(("step", "error", "line"), MAIN, ids=[step for step, _, _ in MAIN])
 def test_steps_of_the_main_process(model: Path, file: str, sabotage: str, step: str, error: str, line: str) -> None:
     """Refused before there is a port; in a process that has imported SGLang already, which takes a second."""
     arguments = command(model, "--indexcache-pattern", file, "--skip-tokenizer-init")
-    script = Path(sabotage.partition(":")[0]) / "sitecustomize.py"
-    changes = {"TEST_SABOTAGE": str(script), "TEST_STEP": step, "TEST_ERROR": error}
-    code, lines = launch(arguments[len(LAUNCHER) :], **changes)
+    code, lines = launch(arguments[len(LAUNCHER) :], **in_a_fork(sabotage, step, error))
     assert code == 2 and len(lines) == 1
     assert line in lines[0] and lines[0].endswith("; see the traceback above")
 
@@ -151,8 +155,7 @@ def test_steps_of_the_main_process(model: Path, file: str, sabotage: str, step: 
 @pytest.mark.parametrize(("step", "error", "line"), LOADING, ids=[step for step, _, _ in LOADING])
 def test_steps_of_loading_a_model(model: Path, file: str, sabotage: str, step: str, error: str, line: str) -> None:
     """In a model runner alone, which is what a scheduler has."""
-    changes = {"TEST_SABOTAGE": str(Path(sabotage.partition(":")[0]) / "sitecustomize.py"), "TEST_STEP": step}
-    code, lines = load(model, SGLANG_INDEXCACHE_PATTERN=file, TEST_ERROR=error, **changes)
+    code, lines = load(model, SGLANG_INDEXCACHE_PATTERN=file, **in_a_fork(sabotage, step, error))
     assert code == 2 and len(lines) == 1 and line in lines[0]
 
 

@@ -24,12 +24,15 @@ class Method(ABC):
     def __init__(self, indexer: Any, name: str) -> None:
         self.indexer = indexer
         self._sglangs = MethodType(getattr(type(indexer), name), indexer)
-        self._signature, self._guarded = inspect.signature(self._sglangs), refusing_around(self.select)
+        self._signature, self._guarded = inspect.signature(self._sglangs), refusing_around(self._called)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """As SGLang's method."""
-        selected: Tensor = self._guarded(self._sglangs, self._signature.bind(*args, **kwargs).arguments)
+        selected: Tensor = self._guarded(self._sglangs, *args, **kwargs)
         return selected
+
+    def _called(self, sglangs: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return self.select(sglangs, self._signature.bind(*args, **kwargs).arguments)
 
     @abstractmethod
     def select(self, sglangs: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
