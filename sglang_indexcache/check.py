@@ -73,15 +73,30 @@ class Report:
     notes: tuple[str, ...]
 
 
-def check(spec: PatternSpec, model: str, user_overrides: str = "{}", allow_config_mismatch: bool = False) -> Report:
+def check(
+    spec: PatternSpec,
+    model: str,
+    user_overrides: str = "{}",
+    allow_config_mismatch: bool = False,
+    unpacked: Path | None = None,
+) -> Report:
     """Check what `spec` names against `model`, a folder or hub id.
+
+    Args:
+        spec: the pattern.
+        model: folder or hub id.
+        user_overrides: `--json-model-override-args`.
+        allow_config_mismatch: whether the file may be made for another config.json.
+        unpacked: an SGLang that is read in the place of the installed one.
 
     Raises:
         IndexCacheError: if the model or the overrides can't be read.
     """
     checkpoint = Checkpoint.read(model)
-    pattern = spec.unchecked(checkpoint.model.native)
+    pattern = spec.unchecked(checkpoint.model.native, checkpoint.locked)
     problems, notes = [str(error) for error in checkpoint.misfits(pattern, spec.file, allow_config_mismatch)], []
+    if spec.is_uniform and len(checkpoint.locked) and pattern != spec.unchecked(checkpoint.model.native, ()):
+        notes.append("uniform keeps F the layers that are nearest to its places, since others are locked")
     if checkpoint.indexer_layers is None:
         notes.append("no safetensors files at hand: indexer weights were not checked")
     family, override = checkpoint.family, None
@@ -89,7 +104,7 @@ def check(spec: PatternSpec, model: str, user_overrides: str = "{}", allow_confi
         override = family.handed_over(parse_overrides(user_overrides), pattern)
     except IndexCacheError as error:
         problems.append(str(error))
-    installed, effective = SglangSource.installed(), None
+    installed, effective = SglangSource.installed() if unpacked is None else SglangSource.at(unpacked), None
     if pattern.indexers and override is not None:
         notes.append("what scores less is set after loading: SGLang has no rule that could be asked before")
         lacking = [] if installed is None else [installed.refusal(feature) for feature in family.needed(pattern)]
@@ -100,6 +115,8 @@ def check(spec: PatternSpec, model: str, user_overrides: str = "{}", allow_confi
         problems.append(reason)
     elif family.rule is None:
         notes.append("roles are written after loading: SGLang has no rule that could be asked before")
+    elif unpacked is not None:
+        notes.append(f"SGLang {installed.version} in {unpacked} was read, not run: what it would run was not checked")
     elif override is not None and len(pattern) == checkpoint.model.num_layers:
         try:
             effective = family.would_run(installed, model, override, len(pattern))
@@ -180,6 +197,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("expected either a pattern or --environment")
     if options.pattern is not None and options.model is None and not options.server:
         parser.error("expected --model or --server to check the pattern against")
+    for flag, given, wanted in (
+        ("--model", options.environment and options.model, "a pattern"),
+        ("--server", options.environment and options.server, "a pattern"),
+        (FLAG, options.model is None and options.json_model_override_args != "{}", "--model"),
+        ("--allow-config-mismatch", options.model is None and options.allow_config_mismatch, "--model"),
+        ("--sglang", options.model is None and not options.environment and options.sglang, "--model or --environment"),
+    ):
+        if given:
+            parser.error(f"{flag} is used with {wanted} alone")
     try:
         return _environment(options) if options.environment else _pattern(options)
     except Exception as error:
@@ -202,7 +228,8 @@ def _pattern(options: argparse.Namespace) -> int:
     result: dict[str, Any] = {}
     text, problems, report = [], [], None
     if options.model is not None:
-        report = check(spec, options.model, options.json_model_override_args, options.allow_config_mismatch)
+        overrides, unpacked = options.json_model_override_args, options.sglang
+        report = check(spec, options.model, overrides, options.allow_config_mismatch, unpacked)
         result, text, problems = asdict(report), [as_text(report)], list(report.problems)
     if options.server:
         pattern = spec.known() if report is None else Pattern.parse(report.pattern, report.selection)

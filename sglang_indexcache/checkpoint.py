@@ -14,8 +14,10 @@ from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.files import read_json_object, read_regular, reason
 from sglang_indexcache.model import SparseModel
+from sglang_indexcache.model_name import ModelName
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file import PatternFile
+from sglang_indexcache.pointers import check_no_pointers
 
 _INDEX_FILE = "model.safetensors.index.json"
 _MAX_CONFIG_BYTES = 1 << 20
@@ -23,6 +25,7 @@ _MAX_HEADER_BYTES = 100 << 20
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
 _EVICTION_HEADS = "eviction_heads"  # a folder in that of a dense model, see indexcache-distill --train eviction
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+_NO_MODELS = (".gguf", "adapter_config.json")  # which hold the weights of one in another form, or a part of them
 _HASHED_WHOLE = 256 << 20
 _BLOCK, _SAMPLE = 1 << 20, 4 << 10
 
@@ -63,8 +66,8 @@ class Checkpoint:
             ModelConfigError: if it is not there, or not a DSA model.
         """
         config, name = read_config(model)
-        folder = Path(model)
-        if folder.is_dir():
+        folder = ModelName.parse(model).folder
+        if folder is not None:
             names = _tensor_names(folder)
         else:
             try:
@@ -106,10 +109,15 @@ def read_config(model: str) -> tuple[dict[str, Any], str]:
     Raises:
         ModelConfigError: if it is not there, or not a JSON object of reasonable size.
     """
-    folder = Path(model)
-    if folder.is_dir():
-        return _read_json(folder / "config.json", _MAX_CONFIG_BYTES), folder.resolve().name
-    return _read_json(_from_hub(model, "config.json"), _MAX_CONFIG_BYTES), model
+    named = ModelName.parse(model)
+    if named.folder is None:
+        return _read_json(_from_hub(model, "config.json"), _MAX_CONFIG_BYTES), named.name
+    check_no_pointers(named.folder)
+    if not (named.folder / "config.json").exists():
+        other = next((path.name for path in sorted(named.folder.glob("*")) if path.name.endswith(_NO_MODELS)), None)
+        if other is not None:
+            raise ModelConfigError(f"{named.folder}: has {other} and no config.json; expected a whole checkpoint")
+    return _read_json(named.folder / "config.json", _MAX_CONFIG_BYTES), named.name
 
 
 def weights_digest(model: str) -> str:
@@ -124,7 +132,7 @@ def weights_digest(model: str) -> str:
     folder = Path(model)
     if not folder.is_dir():
         commit = _from_hub(model, "config.json").parent.name
-        return hashlib.sha256(f"{model}@{commit}".encode()).hexdigest()
+        return hashlib.sha256(f"{ModelName.parse(model).repository}@{commit}".encode()).hexdigest()
     places = [folder, *(place for place in (folder / _EVICTION_HEADS,) if place.is_dir())]
     found = (path for place in places for path in place.iterdir())
     files = sorted(path for path in found if path.suffix in _WEIGHT_ENDINGS and path.is_file())
@@ -189,17 +197,16 @@ def _read_json(path: Path, limit: int) -> dict[str, Any]:
 
 
 def _from_hub(model: str, name: str) -> Path:
-    if model.count("/") != 1 or model.startswith((".", "/", "~")):
-        raise ModelConfigError(f"{model}: no such folder, and not a hub id like owner/name")
+    named = ModelName.parse(model)
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
         raise ModelConfigError(f"{model}: no such folder, and huggingface_hub is not installed") from None
     try:
-        return Path(hf_hub_download(model, name))
+        return Path(hf_hub_download(named.repository, name, revision=named.revision))
     except Exception as error:  # the client has many, and a proxy more
         reason = " ".join(str(error).split())[:160]
-        raise HubFileError(f"{model}: {name} can't be had: {reason}") from None
+        raise HubFileError(f"{model}: no such folder, and {name} can't be had from the hub: {reason}") from None
 
 
 def _tensor_names(folder: Path) -> set[str] | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.families.base import Family
+from sglang_indexcache.model_name import at_revision
 from sglang_indexcache.overrides import parse_overrides
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import MODEL_CONFIG, Feature, Need, SglangError, SglangSource
@@ -83,7 +84,7 @@ def give_pattern(args: Any, kwargs: Any, plan_for: Callable[[str], tuple[Family,
     bound = bound_arguments(MODEL_CONFIG, args, kwargs)
     if bound.arguments["is_draft_model"]:
         return None
-    family, pattern = plan_for(bound.arguments["model_path"])
+    family, pattern = plan_for(at_revision(bound.arguments["model_path"], bound.arguments.get("revision")))
     merged = family.handed_over(parse_overrides(bound.arguments["model_override_args"]), pattern)
     bound.arguments["model_override_args"] = json.dumps(merged)
     return bound.args, bound.kwargs

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_indexcache.errors import ModelConfigError
 from sglang_indexcache.pattern import Pattern
 
 MOST_LAYERS = 4096
-
-# Not part of what the model computes: the same checkpoint quantised, converted or re-saved keeps its digest.
-_INCIDENTAL_KEYS = {
-    "_name_or_path",
-    "auto_map",
-    "dtype",
-    "quantization_config",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +23,10 @@ class SparseModel:
         index_topk: tokens that each query selects; of dense models, for the selection of `native`.
         first_choice: position of the first query with a choice; up to there every pattern gives the same output.
         native: the checkpoint's own pattern; nothing is shared unless it was trained so.
-        config_sha256: digest of config.json without incidental keys, see `config_digest`.
+        config_sha256: digest of `config`, see `config_keys.facts_digest`.
+        config: what config.json says beyond its architecture's defaults that changes what the model computes.
+        earlier_sha256: digest of config.json itself, which is what earlier pattern files have.
+        redundant: keys of config.json that say what their absence does, or nothing of what the model computes.
     """
 
     name: str
@@ -46,6 +36,9 @@ class SparseModel:
     first_choice: int
     native: Pattern
     config_sha256: str
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    earlier_sha256: str = field(default="", compare=False)
+    redundant: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def num_layers(self) -> int:
@@ -80,13 +73,3 @@ def layer_count(config: Mapping[str, Any], name: str) -> int:
     if num_layers > MOST_LAYERS:
         raise ModelConfigError(f"{name}: config.json: {num_layers} layers, expected at most {MOST_LAYERS}")
     return num_layers
-
-
-def config_digest(config: Mapping[str, Any]) -> str:
-    """sha256 over config.json in canonical form (sorted keys, no spaces), incidental keys left out.
-
-    GLM-5 and GLM-5-FP8 have the same digest; another index_topk, another depth or another native schedule have not.
-    """
-    kept = {key: value for key, value in config.items() if key not in _INCIDENTAL_KEYS}
-    text = json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -47,7 +47,7 @@ class Pattern:
     indexers: tuple[Indexer, ...] = ()
 
     def __post_init__(self) -> None:
-        letters = (FULL, SHARED, *self._candidate_letters()) if self.selection is None else (DENSE, FULL, SHARED)
+        letters = (FULL, SHARED, CANDIDATES) if self.selection is None else (DENSE, FULL, SHARED)
         expected = "F or S" if self.selection is None else "D, F or S"
         if not isinstance(self.roles, str):
             raise PatternError(f"pattern is {type(self.roles).__name__}, expected a string of {expected}")
@@ -56,6 +56,7 @@ class Pattern:
         for layer, letter in enumerate(self.roles):
             if letter not in letters:
                 more = " (D needs a selection)" if letter == DENSE else ""
+                more = " in capitals" if letter.upper() in letters else more
                 raise PatternError(f"pattern has {letter!r} for layer {layer}, expected {expected}{more}")
         if self.roles[0] in (SHARED, CANDIDATES):
             raise PatternError(
@@ -63,10 +64,6 @@ class Pattern:
                 f" {self.letter}"
             )
         self._check_indexers()
-
-    def _candidate_letters(self) -> tuple[str, ...]:
-        """`C`, where a pattern says what its `C` layers choose from."""
-        return (CANDIDATES,) if any(indexer.candidates for indexer in self.indexers) else ()
 
     def _check_indexers(self) -> None:
         """Check that every indexer stands at a letter of its kind, and the other way round."""
@@ -348,17 +345,36 @@ def full_layer_count(num_layers: int, retention: Fraction) -> int:
     return math.ceil(num_layers * retention)
 
 
-def uniform_pattern(native: Pattern, retention: Fraction, phase: int = 0) -> Pattern:
+def uniform_pattern(
+    native: Pattern, retention: Fraction, phase: int = 0, locked: Collection[int] | None = None
+) -> Pattern:
     """The paper's uniform pattern at `retention`, for a checkpoint whose own pattern is `native`.
 
+    Where layers are locked each of its `F` layers is the nearest to its place that can be one, of two the first.
+
+    Args:
+        native: the checkpoint's own.
+        retention: 1/n.
+        phase: see `Pattern.uniform`.
+        locked: layers that can't be `F`; `None` for those that `native` shares.
+
     Raises:
-        PatternError: if the retention is not 1/n, or a locked layer would have to be `F`.
+        PatternError: if the retention is not 1/n, or fewer layers can be `F` than it keeps.
     """
     if retention.numerator != 1:
         raise PatternError(f"uniform needs retentions of the form 1/n, found {retention}")
     pattern = Pattern.uniform(len(native), retention.denominator, phase, native.selection)
-    try:
-        pattern.check_fits(len(native), native.shared_layers)
-    except PatternError as error:
-        raise PatternError(f"uniform {retention}: {error}") from None
-    return pattern
+    locked = native.shared_layers if locked is None else locked
+    free = [layer for layer in range(len(native)) if layer not in locked]
+    places = pattern.full_layers
+    if len(places) > len(free):
+        raise PatternError(
+            f"uniform {retention} keeps {len(places)} of {len(native)} layers {pattern.letter}, but the checkpoint has"
+            f" indexers for {len(free)}; expected a smaller retention"
+        )
+    kept: list[int] = []
+    for number, place in enumerate(places):
+        first = free.index(kept[-1]) + 1 if kept else 0
+        reachable = free[first : len(free) - (len(places) - number - 1)]
+        kept.append(min(reachable, key=lambda layer, place=place: abs(layer - place)))  # type: ignore[misc]
+    return native.keeping(kept)

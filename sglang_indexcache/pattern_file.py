@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sglang_indexcache import strict_yaml
+from sglang_indexcache.config_keys import differing, facts_digest
 from sglang_indexcache.errors import FileError, IndexCacheError, PatternError, PatternFileError, is_hidden, one_line
 from sglang_indexcache.fields import Count, Finite
 from sglang_indexcache.files import read_regular, write_atomically
@@ -35,9 +36,12 @@ class ModelSection(_Section):
 
     architecture: str = Field(description="as in config.json, for instance GlmMoeDsaForCausalLM")
     num_layers: int = Field(ge=1, description="layers that can choose, NextN/MTP layers not counted")
-    config_sha256: _Sha256 = Field(description="digest of config.json, see sglang_indexcache.model")
+    config_sha256: _Sha256 = Field(description="digest of config; in files without one, of config.json itself")
     name: str = Field(description="hub id or folder name, for people")
     locked_layers: _Layers = Field(default=(), description="layers shared in the checkpoint: they can't be F")
+    config: dict[str, Any] | None = Field(
+        default=None, description="what config.json says beyond its architecture's defaults that changes the model"
+    )
 
     @classmethod
     def of(cls, model: SparseModel) -> Self:
@@ -48,6 +52,33 @@ class ModelSection(_Section):
             config_sha256=model.config_sha256,
             name=model.name,
             locked_layers=model.locked,
+            config=dict(model.config),
+        )
+
+    def check(self, model: SparseModel) -> None:
+        """Check that this is the section of `model`.
+
+        Raises:
+            PatternFileError: if architecture, depth, locked layers or what config.json says differ, naming the keys.
+        """
+        for field, value, expected in (
+            ("architecture", self.architecture, model.architecture),
+            ("num_layers", self.num_layers, model.num_layers),
+            ("locked_layers", list(self.locked_layers), list(model.locked)),
+        ):
+            if value != expected:
+                raise PatternFileError(f"model.{field}: file has {value}, {model.name} has {expected}")
+        if self.config_sha256 in (model.config_sha256, model.earlier_sha256):
+            return
+        found = list(differing(self.config or model.config, model.config, "the file", model.name))
+        if found:
+            more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+            raise PatternFileError(f"model.config: {'; '.join(found[:8])}{more}; expected a file made for this model")
+        added = ", ".join(model.redundant[:12]) + (", ..." if len(model.redundant) > 12 else "")
+        raise PatternFileError(
+            f"model.config_sha256: file has {self.config_sha256}, {model.name} has {model.earlier_sha256}; expected the"
+            " config.json that the file was made with, or a file made again: this one is of a version that does not say"
+            f" which keys it saw (a copy that another program saved may have more, such as {added})"
         )
 
 
@@ -118,6 +149,8 @@ class PatternFile(_Section):
             self.as_pattern()
         except PatternError as error:
             raise PatternError(f"pattern: {error}") from None
+        if model.config is not None and facts_digest(model.architecture, model.config) != model.config_sha256:
+            raise PatternError("model.config_sha256: is not that of model.config, expected both as they were written")
         outside = [layer for layer in model.locked_layers if not 1 <= layer < model.num_layers]
         if outside:
             raise PatternError(f"model.locked_layers: found {outside[0]}, expected 1 to {model.num_layers - 1}")
@@ -190,17 +223,9 @@ class PatternFile(_Section):
         """Check that the file was made for `model`.
 
         Raises:
-            PatternFileError: if architecture, depth, locked layers or config digest differ.
+            PatternFileError: as `ModelSection.check`.
         """
-        own, right = self.model, model
-        for field, value, expected in (
-            ("architecture", own.architecture, right.architecture),
-            ("num_layers", own.num_layers, right.num_layers),
-            ("locked_layers", list(own.locked_layers), list(right.locked)),
-            ("config_sha256", own.config_sha256, right.config_sha256),
-        ):
-            if value != expected:
-                raise PatternFileError(f"model.{field}: file has {value}, {right.name} has {expected}")
+        self.model.check(model)
 
     # -- reading and writing
 
@@ -250,6 +275,8 @@ class PatternFile(_Section):
     def dumps(self) -> str:
         """The file's text; `loads` gives back an equal object."""
         content = self.model_dump(by_alias=True, exclude_defaults=True, mode="json")
+        if "config" in content["model"]:
+            content["model"]["config"] = _Inline(content["model"]["config"])
         content = {"schema": SCHEMA, **{key: value for key, value in content.items() if key != "schema"}}
         if "selection" in content:
             content["selection"] = _Inline(content["selection"])

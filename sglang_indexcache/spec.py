@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -12,10 +13,12 @@ from sglang_indexcache.indexers import CANDIDATES
 from sglang_indexcache.model import SparseModel
 from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern, parse_retention, uniform_pattern
 from sglang_indexcache.pattern_file import PatternFile, split_retention
+from sglang_indexcache.quotes import unquoted
 from sglang_indexcache.selection import Selection
 
 GRAMMAR = "FILE, FILE@1/4, uniform@1/4 or letters"
 _UNIFORM = "uniform@"
+_LETTERS = frozenset((DENSE, FULL, SHARED, CANDIDATES))
 _IN_INDEXERS = frozenset("0123456789qc+")
 
 
@@ -47,8 +50,9 @@ class PatternSpec:
         Raises:
             IndexCacheError: one line.
         """
+        _check_spelling(text)
         letters, _, indexers = text.partition("+")
-        if letters and not set(letters) - {DENSE, FULL, SHARED, CANDIDATES} and not set(indexers) - _IN_INDEXERS:
+        if letters and not set(letters) - _LETTERS and not set(indexers) - _IN_INDEXERS:
             if DENSE in letters:
                 selection = selection or fallback
                 if selection is None:
@@ -58,6 +62,11 @@ class PatternSpec:
             return cls(text, retention=parse_retention(text.removeprefix(_UNIFORM)))
         _, retention = split_retention(text)
         return cls(text, PatternFile.load(text), None if retention is None else parse_retention(retention))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether it is `uniform@1/4`."""
+        return self.file is None and self.letters is None
 
     @property
     def label(self) -> str:
@@ -79,15 +88,19 @@ class PatternSpec:
         pattern.check_fits(model.num_layers, model.locked)
         return pattern
 
-    def unchecked(self, native: Pattern) -> Pattern:
+    def unchecked(self, native: Pattern, locked: Collection[int] | None = None) -> Pattern:
         """The pattern for a checkpoint whose own pattern is `native`, whether it fits or not.
+
+        Args:
+            native: the checkpoint's own.
+            locked: layers that uniform can't keep `F`; `None` for those that `native` shares.
 
         Raises:
             PatternError: if there is no such uniform pattern.
         """
-        if self.file is None and self.letters is None:
+        if self.is_uniform:
             assert self.retention is not None
-            return uniform_pattern(native, self.retention)
+            return uniform_pattern(native, self.retention, locked=locked)
         return self.known()
 
     def by_retention(self, model: SparseModel, retentions: Sequence[Fraction]) -> list[tuple[Fraction, Pattern]]:
@@ -118,3 +131,20 @@ def split_name(text: str) -> tuple[str | None, str]:
     """`NAME=` before a pattern, and the rest; a path may hold a `=` as well, behind a `/`."""
     name, mark, rest = text.partition("=")
     return (name, rest) if mark and name and "/" not in name else (None, text)
+
+
+def _check_spelling(text: str) -> None:
+    """Refuse what nobody means as a file's name: quotes or white space around it, letters that are not capitals.
+
+    Raises:
+        PatternError: saying what is meant, unless there is such a file.
+    """
+    if os.path.exists(split_retention(text)[0]):  # noqa: PTH110 (Path.exists raises for names that are too long)
+        return
+    if unquoted(text) != text:
+        raise PatternError(f"pattern is {text!r}, quotes or white space and all; expected {unquoted(text)}")
+    letters, _, indexers = text.partition("+")
+    if letters and not set(letters.upper()) - _LETTERS and not set(indexers.lower()) - _IN_INDEXERS:
+        meant = letters.upper() + text[len(letters) :].lower()
+        if meant != text:
+            raise PatternError(f"{text}: letters of patterns are capitals, and there is no such file; expected {meant}")

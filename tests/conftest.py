@@ -111,7 +111,8 @@ def tiny_v4_config(**changes: Any) -> dict[str, Any]:
     }
 
 
-DENSE = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+DENSE = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mistral": "Mistral"}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 PAGES = Selection(page_tokens=4, pages=4, recent_pages=1, sink_pages=0, score="token_max")
 
 
@@ -136,6 +137,7 @@ def tiny_dense_config(model_type: str = "llama", layers: int = LAYERS, **changes
         "bos_token_id": 1,
         "eos_token_id": 2,
         "tie_word_embeddings": False,
+        **(EXPERTS if model_type == "qwen3_moe" else {}),
         **changes,
     }
 

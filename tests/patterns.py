@@ -13,14 +13,7 @@ from sglang_indexcache.pattern_file import ModelSection
 
 def pattern_file(pattern: Pattern, config: dict[str, Any], name: str = "glm") -> PatternFile:
     """A file that says `pattern` and was made for the model with this config.json."""
-    model = describe(config, name)
-    section = ModelSection(
-        architecture=model.architecture,
-        num_layers=len(pattern),
-        config_sha256=model.config_sha256,
-        name=name,
-        locked_layers=list(model.locked),
-    )
+    section = ModelSection.of(describe(config, name)).model_copy(update={"num_layers": len(pattern)})
     return PatternFile(
         schema="indexcache/v1",
         model=section,

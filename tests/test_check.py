@@ -125,7 +125,9 @@ def test_other_models_and_lengths_are_problems(
     assert lines[0] == "problem: pattern has 5 letters, model has 6 DSA layers"
     other = write_file(config=tiny_config(index_topk=16))
     [line] = problems([other, "--model", str(model)], capsys)
-    assert line.startswith("problem: model.config_sha256: file has ")
+    assert line == (
+        "problem: model.config: index_topk is 16 in the file, 8 in glm; expected a file made for this model"
+    )
     assert main([other, "--model", str(model), "--allow-config-mismatch"]) == 0
 
 
@@ -174,11 +176,48 @@ def test_bad_overrides_are_refused(given: str, message: str) -> None:
         merge_overrides(parse_overrides(given), PATTERN)
 
 
-@pytest.mark.parametrize("arguments", [[], ["p.yaml"], ["p.yaml", "--environment"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["p.yaml"],
+        ["p.yaml", "--environment"],
+        ["--environment", "--model", "x"],
+        ["--environment", "--server", "http://x"],
+        ["--environment", "--allow-config-mismatch"],
+        ["p.yaml", "--server", "http://x", "--sglang", "folder"],
+        ["p.yaml", "--server", "http://x", "--allow-config-mismatch"],
+        ["p.yaml", "--server", "http://x", "--json-model-override-args", '{"rope_theta": 1}'],
+    ],
+)
 def test_what_to_check_must_be_said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
-    assert caught.value.code == 2 and "expected" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and ("expected" in error or " is used with " in error)
+
+
+def test_an_unpacked_sglang_is_read(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "wheel" / "sglang"
+    (root / "srt").mkdir(parents=True)
+    (tmp_path / "wheel" / "sglang-9.9.9.dist-info").mkdir()
+    assert main(["FSSFSS", "--model", str(model), "--sglang", str(tmp_path / "wheel"), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["sglang"] == "9.9.9" and report["problems"]
+    assert main(["FSSFSS", "--model", str(model), "--sglang", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_uniform_keeps_to_layers_that_have_an_indexer(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file(weights([0, 1, 2, 4, 5]), model / "model.safetensors")
+    assert main(["uniform@1/2", "--model", str(model), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pattern"] == "FSFSFS"
+    assert main(["uniform@1/3", "--model", str(model), "--json"]) == 0  # FSSFSS needs layer 3
+    report = json.loads(capsys.readouterr().out)
+    assert report["pattern"] == "FSFSSS" and "nearest to its places" in report["notes"][0]
+    save_file(weights([0, 1]), model / "model.safetensors")
+    assert main(["uniform@1/2", "--model", str(model)]) == 2
+    assert "uniform 1/2 keeps 3 of 6 layers F, but the checkpoint has indexers for 2;" in capsys.readouterr().err
 
 
 def test_unreadable_input_exits_with_2(
@@ -188,7 +227,7 @@ def test_unreadable_input_exits_with_2(
         (["nothing.yaml", "--model", str(model)], "nothing.yaml: No such file"),
         ([write_file(), "--model", "nowhere"], "nowhere: no such folder, and not a hub id"),
         ([write_file(), "--model", str(tmp_path)], "config.json: No such file"),
-        ([write_file(), "--model", "owner/nothing"], "owner/nothing: config.json can't be had"),
+        ([write_file(), "--model", "owner/nothing"], "owner/nothing: no such folder, and config.json can't be had"),
     ):
         assert main(arguments) == 2
         error = capsys.readouterr().err

@@ -10,7 +10,6 @@ from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import load_model
 from sglang_indexcache.errors import ModelConfigError
 from sglang_indexcache.families import FAMILIES, describe, family_of
-from sglang_indexcache.model import config_digest
 from tests.conftest import tiny_config
 
 
@@ -21,12 +20,16 @@ def test_reads_layers_topk_and_native_sharing() -> None:
     assert describe(tiny_config(), "glm").locked == ()
 
 
+def digest(config: dict[str, Any]) -> str:
+    return describe(config, "glm").config_sha256
+
+
 def test_digest_ignores_what_does_not_change_the_model() -> None:
     config = tiny_config()
     same = {**config, "quantization_config": {"bits": 8}, "dtype": "bfloat16", "transformers_version": "9"}
-    assert config_digest(dict(reversed(same.items()))) == config_digest(config)
+    assert digest(dict(reversed(same.items()))) == digest(config)
     for change in ({"index_topk": 16}, {"num_hidden_layers": 7}, {"index_topk_pattern": "FFSFFF"}):
-        assert config_digest({**config, **change}) != config_digest(config)
+        assert digest({**config, **change}) != digest(config)
 
 
 @pytest.mark.parametrize(

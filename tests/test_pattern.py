@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
-from sglang_indexcache.pattern import full_layer_count, parse_retention
+from sglang_indexcache.pattern import full_layer_count, parse_retention, uniform_pattern
 
 ROLES = st.text(alphabet="FS", max_size=90).map(lambda tail: "F" + tail)
 
@@ -128,3 +128,40 @@ def test_neighbours_trade_one_layer_for_another() -> None:
     assert found == {"FSFSF", "FFFSS"}
     assert len(set(pattern.neighbours())) == 4 and pattern not in set(pattern.neighbours())
     assert not list(Pattern("FFF").neighbours()) and not list(Pattern("FSS").neighbours())
+
+
+@pytest.mark.parametrize(
+    ("native", "retention", "phase", "expected"),
+    [
+        ("F" * 8, 4, 0, "FSSSFSSS"),
+        ("FFFSSSFSSSFSSSFS", 8, 0, "FSSSSSFSSSSSSSSS"),
+        ("FFFSSSFSSSFSSSFS", 4, 0, "FSFSSSFSSSFSSSSS"),
+        ("FFSSSSSS", 4, 0, "FFSSSSSS"),
+        ("FFFSSSSS", 4, 3, "FSFSSSSS"),
+    ],
+)
+def test_uniform_among_locked_layers_keeps_the_nearest(native: str, retention: int, phase: int, expected: str) -> None:
+    """GLM-5.2 and 5.3 have an indexer in one layer of four."""
+    found = uniform_pattern(Pattern(native), Fraction(1, retention), phase)
+    assert found.roles == expected
+    found.check_fits(len(native), Pattern(native).shared_layers)
+
+
+def test_uniform_asks_for_no_more_layers_than_have_an_indexer() -> None:
+    with pytest.raises(PatternError, match="uniform 1/2 keeps 4 of 8 layers F, but the checkpoint has indexers for 3"):
+        uniform_pattern(Pattern("FFSSFSSS"), Fraction(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("letters", "message"),
+    [
+        ("FSCF", r"layer 2 is C, expected what it chooses from behind the letters: \+2c4"),
+        ("FSXF", "pattern has 'X' for layer 2, expected F or S$"),
+        ("FSfF", "pattern has 'f' for layer 2, expected F or S in capitals"),
+        ("FSDF", r"expected F or S \(D needs a selection\)"),
+        ("CSSF", "pattern begins with C"),
+    ],
+)
+def test_what_is_said_of_other_letters(letters: str, message: str) -> None:
+    with pytest.raises(PatternError, match=message):
+        Pattern.parse(letters)

@@ -9,6 +9,7 @@ import pytest
 
 from sglang_indexcache import IndexCacheError, Pattern
 from sglang_indexcache.check import main
+from sglang_indexcache.errors import PatternError
 from sglang_indexcache.families import describe
 from sglang_indexcache.families.dsa.spellings import indexer_types
 from sglang_indexcache.serving.request import Request
@@ -76,12 +77,12 @@ def test_mistakes_are_one_line(text: str, message: str, tmp_path: Path, monkeypa
 
 def test_a_pattern_of_another_model_or_on_a_locked_layer_is_refused(path: Path) -> None:
     other = describe(tiny_config(hidden_size=64), "other")
-    with pytest.raises(IndexCacheError, match="config_sha256"):
+    with pytest.raises(IndexCacheError, match="hidden_size is 48 in the file, 64 in other"):
         PatternSpec.read(str(path)).pattern(other)
     locked = describe(tiny_config(indexer_types=indexer_types(Pattern("FFSFFF"))), "locked")
-    for text in ("FSFSFS", "uniform@1/2"):
-        with pytest.raises(IndexCacheError, match="F for layer 2, but the checkpoint has no indexer there"):
-            PatternSpec.read(text).pattern(locked)
+    with pytest.raises(IndexCacheError, match="F for layer 2, but the checkpoint has no indexer there"):
+        PatternSpec.read("FSFSFS").pattern(locked)
+    assert PatternSpec.read("uniform@1/2").pattern(locked) == Pattern("FFSSFS")
 
 
 def test_serving_takes_files_and_letters(path: Path) -> None:
@@ -99,3 +100,31 @@ def test_check_takes_every_form(path: Path, tmp_path: Path, capsys: pytest.Captu
         assert '"pattern": "FSSFSS"' in capsys.readouterr().out
     assert main(["FSSFS", "--model", str(model)]) == 1
     assert "problem: pattern has 5 letters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ffsfss", "ffsfss: letters of patterns are capitals, and there is no such file; expected FFSFSS"),
+        ("FfsFsS", "expected FFSFSS"),
+        ("ffsf+1Q16", r"expected FFSF\+1q16"),
+        ("FFSF+1Q16", r"expected FFSF\+1q16"),
+        ('"FFSFSS"', "pattern is '\"FFSFSS\"', quotes or white space and all; expected FFSFSS"),
+        (" FFSFSS", "expected FFSFSS"),
+        ("FFSFSS\n", "expected FFSFSS"),
+        ("'uniform@1/4'", "expected uniform@1/4"),
+        ("\u201cp.yaml\u201d", "expected p.yaml"),
+        ('"p.yaml"@1/4', "expected p.yaml@1/4"),
+    ],
+)
+def test_letters_and_quotes_that_are_not_meant_so(text: str, message: str) -> None:
+    with pytest.raises(PatternError, match=message):
+        PatternSpec.read(text)
+
+
+def test_files_with_odd_names_are_files(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parent)
+    for name in ("ffss", "it's.yaml", '"quoted"'):
+        path.with_name(name).write_bytes(path.read_bytes())
+        assert str(PatternSpec.read(name).known()) == "FSFSFS"
+        assert str(PatternSpec.read(f"{name}@1/3").known()) == "FSSFSS"

@@ -12,6 +12,7 @@ from indexcache_search.data.sketch import Sketch
 from indexcache_search.errors import SearchError
 from indexcache_search.key_plan import KeyPlan
 from sglang_indexcache import SparseModel
+from sglang_indexcache.errors import PatternFileError
 from sglang_indexcache.fields import Finite
 from sglang_indexcache.files import read_json_object, write_atomically
 from sglang_indexcache.pattern_file import ModelSection
@@ -68,8 +69,10 @@ class KeyFile(BaseModel):
         Raises:
             SearchError: if not.
         """
-        if self.model != ModelSection.of(model):
-            raise SearchError(f"the thresholds are of {self.model.name}, expected those of {model.name}")
+        try:
+            self.model.check(model)
+        except PatternFileError as error:
+            raise SearchError(f"the thresholds are of {self.model.name}, not {model.name}: {error}") from None
         return self.plan
 
     def calibrated_on(self) -> Sketch:

@@ -46,15 +46,17 @@ class Line:
 
 
 def uniform_lines(native: Pattern, retention: Fraction, more: str = "") -> list[Line]:
-    """Uniform at every phase in which no locked layer would be `F`; none where the retention is not 1/n.
+    """Uniform at every phase, each pattern once; none where the retention is not 1/n, or too large for locked layers.
 
     `more` goes behind the names.
     """
-    lines = []
+    lines: list[Line] = []
     for phase in range(retention.denominator):
         try:
             pattern = uniform_pattern(native, retention, phase)
         except PatternError:
+            continue
+        if pattern in [line.pattern for line in lines]:  # of locked layers, the nearest free ones may be the same
             continue
         lines.append(Line(PHASE, f"uniform phase {phase}{more}", retention, pattern, phase))
     return lines

@@ -10,6 +10,7 @@ from sglang_indexcache.checkpoint import Checkpoint, weights_digest
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.hooks import bound_arguments, give_pattern
+from sglang_indexcache.model_name import at_revision
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import Feature, SglangSource
 from sglang_indexcache.serving.preflight import FOREIGN_CACHES, flag, refused_flags
@@ -79,7 +80,7 @@ class Calibration:
                 " pattern"
             )
 
-        family, _ = self._schedule(server_args.model_path)
+        family, _ = self._schedule(at_revision(server_args.model_path, getattr(server_args, "revision", None)))
         for given, reason in refused_flags(family.refused_flags, server_args):
             raise CalibrationError(f"{given} can't be combined with calibration: {reason}")
         if family.begins_every_stage and getattr(server_args, "pp_size", 1) > 1:

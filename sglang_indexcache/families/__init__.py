@@ -8,18 +8,15 @@ from typing import Any
 from sglang_indexcache.errors import ModelConfigError
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.deepseek_v4 import DeepseekV4
-from sglang_indexcache.families.dense_gqa import REFUSED, DenseGqa
+from sglang_indexcache.families.dense_gqa import DenseGqa
 from sglang_indexcache.families.dsa import Dsa
 from sglang_indexcache.families.hy_v4 import HyV4
+from sglang_indexcache.families.refused import REFUSED
 from sglang_indexcache.model import SparseModel
 
 FAMILIES: tuple[Family, ...] = (Dsa(), HyV4(), DeepseekV4(), DenseGqa())
 
 _BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
-_REFUSED = {
-    **REFUSED,
-    "LongcatFlashForCausalLM": "LongCat's sharing (cli_factor) is trained in and wins over any pattern",
-}
 
 
 def family_of(architecture: str) -> Family:
@@ -60,7 +57,7 @@ def describe(config: Mapping[str, Any], name: str) -> SparseModel:
     architecture = next((item for item in _BY_ARCHITECTURE if item in architectures), None)
     if architecture is not None:
         return _BY_ARCHITECTURE[architecture].describe(config, name, architecture)
-    reason = next((_REFUSED[item] for item in map(str, architectures) if item in _REFUSED), None)
+    reason = next((REFUSED[item] for item in map(str, architectures) if item in REFUSED), None)
     if reason is not None:
         raise ModelConfigError(f"{name}: {reason}; expected {_known()}")
     listed = ", ".join(map(str, architectures)) or config.get("model_type", "no architecture")

@@ -8,9 +8,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sglang_indexcache.errors import PatternError
+from sglang_indexcache.config_keys import ConfigKeys, check_unknown
+from sglang_indexcache.errors import ModelConfigError, PatternError
 from sglang_indexcache.indexers import Indexer
 from sglang_indexcache.model import SparseModel
+from sglang_indexcache.overrides import FLAG
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import LOAD_MODEL, Feature, Need, SglangSource
 from sglang_indexcache.selection import Selection
@@ -27,7 +29,7 @@ class Family(ABC):
 
     Attributes:
         name: short, for tables.
-        architectures: as in config.json.
+        keys: which keys of a config.json their code reads, by architecture as it stands there.
         serving: what SGLang must have for these models to be served with a pattern, and proven.
         pipeline: what it must have for pipeline stages; `None` where no SGLang has them.
         variants: what it may have, for some of its flags.
@@ -46,7 +48,7 @@ class Family(ABC):
     """
 
     name: ClassVar[str]
-    architectures: ClassVar[tuple[str, ...]]
+    keys: ClassVar[Mapping[str, ConfigKeys]]
     serving: ClassVar[Feature]
     pipeline: ClassVar[Feature | None]
     variants: ClassVar[tuple[Feature, ...]] = ()
@@ -62,6 +64,11 @@ class Family(ABC):
     refused_with_candidates: ClassVar[Mapping[str, str]] = MappingProxyType({})
     not_in_transformers: ClassVar[str | None] = None
     on_kernels: ClassVar[bool] = True
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """As in config.json."""
+        return tuple(self.keys)
 
     # -- the checkpoint
 
@@ -96,6 +103,22 @@ class Family(ABC):
         """The model layers that can choose, by the names of a checkpoint's tensors; NextN/MTP layers included."""
 
     # -- SGLang, before it loads
+
+    def check_overrides(self, overrides: Mapping[str, Any]) -> None:
+        """Refuse model overrides that a config.json is refused for.
+
+        Raises:
+            ModelConfigError: naming the key.
+        """
+        for key in ("architectures", "model_type"):
+            if key in overrides:
+                raise ModelConfigError(
+                    f"{FLAG}: {key} changes which model this is; expected a file made for that model"
+                )
+        known = [item.known for item in self.keys.values()]
+        check_unknown(overrides, known[0].union(*known[1:]), FLAG)
+        for item in self.keys.values():
+            item.check_only({key: value for key, value in overrides.items() if key in item.only}, FLAG)
 
     def needed(self, pattern: Pattern) -> tuple[Feature, ...]:
         """What SGLang must have for those of a pattern's indexers that don't score everything.

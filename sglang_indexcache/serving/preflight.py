@@ -10,6 +10,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import IndexCacheError, ProofError
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.hooks import bound_arguments, give_pattern
+from sglang_indexcache.model_name import at_revision
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import SglangSource
 from sglang_indexcache.serving.request import Request
@@ -78,7 +79,7 @@ class Preflight:
                     f"{flag(name)} can't be combined with a pattern: its cache keys don't carry the "
                     "pattern, so KV of another one would be restored; expected --hicache-storage-backend"
                 )
-        family = self.family_at(arguments.model_path)
+        family = self.family_at(at_revision(arguments.model_path, getattr(arguments, "revision", None)))
         for given, reason in refused_flags(family.refused_flags, arguments):
             raise PreflightError(f"{given} can't be combined with a pattern: {reason}")
         for given, reason in refused_flags(family.refused_with(pattern), arguments):

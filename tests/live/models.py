@@ -148,13 +148,15 @@ _DENSE: dict[str, Any] = {
 }
 
 KINDS = (*_DSA_KINDS, "deepseek-v4")
-DENSE_KINDS = ("llama", "qwen2", "qwen3", "mistral")
+DENSE_KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
 def build(kind: str, folder: Path, **changes: Any) -> Path:
     """Save a random model of `kind`, bfloat16 values: what float32 engines then read alike."""
     if kind in DENSE_KINDS:
-        model_type, content, extra = kind, {**_DENSE, **changes}, {}
+        more = _EXPERTS if kind == "qwen3_moe" else {}
+        model_type, content, extra = kind, {**_DENSE, **more, **changes}, {}
     elif kind == "deepseek-v4":
         model_type, content, extra = "deepseek_v4", {**_V4, **changes}, {**_ONLY_SGLANG_READS_OF_V4, **changes}
     else:

@@ -120,7 +120,7 @@ def test_another_length(model: Path, tmp_path: Path) -> None:
 
 def test_another_config(model: Path, file: str, tmp_path: Path) -> None:
     other = copy_with(model, tmp_path / "other", index_topk=32)
-    assert "model.config_sha256: file has" in refused(other, file)
+    assert "model.config: index_topk is 16 in the file, 32 in other" in refused(other, file)
 
 
 def test_layers_without_indexer_weights(model: Path, file: str, tmp_path: Path) -> None:

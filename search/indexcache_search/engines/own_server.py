@@ -18,6 +18,7 @@ from pathlib import Path
 
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
 from indexcache_search.errors import SearchError
+from sglang_indexcache.model_name import ModelName
 from sglang_indexcache.refusal import ADMIN_KEY_VARIABLE
 
 START_SECONDS = 3600  # hundreds of gigabytes from a slow disk
@@ -42,11 +43,15 @@ def own_server(model: str, arguments: Sequence[str], log: Path) -> Iterator[Cali
     keys = [word for word in arguments if word.partition("=")[0] in ("--api-key", "--admin-api-key")]
     if keys:
         raise SearchError(f"{keys[0].partition('=')[0]} is given, but a server of the search's own makes its own key")
+    if any(word.partition("=")[0] == "--revision" for word in arguments):
+        raise SearchError("--revision is given, which the search would not read; expected --model owner/name@REVISION")
     if find_spec("sglang") is None:
         raise SearchError("SGLang is not installed here; expected it, or --endpoint with servers that run elsewhere")
     port = free_port()
     command = [sys.executable, "-m", "sglang_indexcache.launch_server", "--indexcache-calibrate"]
-    command += ["--model-path", model, "--host", "127.0.0.1", "--port", str(port), *arguments]
+    named = ModelName.parse(model)
+    command += ["--model-path", named.repository, *(("--revision", named.revision) if named.revision else ())]
+    command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
     key = secrets.token_urlsafe(32)
     log.parent.mkdir(parents=True, exist_ok=True)
     log.touch()

@@ -12,6 +12,8 @@ from indexcache_search.errors import SearchError
 from sglang_indexcache import SparseModel, checkpoint
 from sglang_indexcache.errors import one_line
 from sglang_indexcache.families import describe, family_of
+from sglang_indexcache.families.base import Family
+from sglang_indexcache.model_name import ModelName
 from sglang_indexcache.selection import Selection
 
 
@@ -40,7 +42,7 @@ def load_model(model: str, description: SparseModel, dtype: torch.dtype | str) -
     except (OSError, MemoryError):
         raise
     except Exception as error:  # transformers, safetensors and PyTorch each have their own
-        raise SearchError(f"{model}: can't be loaded: {_one_line(error)}") from None
+        raise SearchError(f"{model}: can't be loaded: {_one_line(error)}{_way_out(model, family)}") from None
     locked = {description.layers[letter] for letter in description.locked}
     missing = sorted(name for name in info["missing_keys"] if not family.indexer_layers([name]) & locked)
     wrong = sorted(str(item[0] if isinstance(item, tuple) else item) for item in info["mismatched_keys"])
@@ -77,7 +79,7 @@ def read_config(model: str) -> PreTrainedConfig:
         SearchError: if it refuses it.
     """
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(**_place(model), trust_remote_code=False)
     except Exception as error:  # checks of transformers and of the hub's client, and whatever odd values run into
         raise SearchError(f"{model}: config.json is refused: {_one_line(error)}") from None
     return config
@@ -106,10 +108,25 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         SearchError: if there is none.
     """
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**_place(model), trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain exceptions
         raise SearchError(f"{model}: no tokenizer found, and the data is text: {_one_line(error)}") from None
     return tokenizer
+
+
+def _way_out(model: str, family: Family) -> str:
+    """What to do about a quantised checkpoint that transformers can't load here."""
+    quantised = checkpoint.read_config(model)[0].get("quantization_config")
+    if not isinstance(quantised, dict):
+        return ""
+    instead = "--engine sglang" if family.calibrated else "a copy that is not quantised"
+    return f"; its weights are quantised ({quantised.get('quant_method')}), expected {instead}"
+
+
+def _place(model: str) -> dict[str, Any]:
+    """Where transformers finds a folder or hub id, at its revision."""
+    named = ModelName.parse(model)
+    return {"pretrained_model_name_or_path": named.repository, "revision": named.revision or "main"}
 
 
 def _one_line(error: Exception) -> str:

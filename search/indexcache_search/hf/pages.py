@@ -31,7 +31,6 @@ from indexcache_search.hf.choosing import (
 )
 from indexcache_search.hf.eviction import EvictionHeads, heads_of
 from sglang_indexcache import Pattern
-from sglang_indexcache.families.dense_gqa import sliding_window
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
 from sglang_indexcache.selection import COMPRESSED_KEYS, Selection
 
@@ -155,8 +154,8 @@ def check_layers(model: Any) -> None:
     Raises:
         SearchError: naming what they see instead.
     """
-    window = sliding_window(vars(model.config))
-    if window:
+    window, kinds = (getattr(model.config, key, None) for key in ("sliding_window", "layer_types"))
+    if window and (kinds is None or set(kinds) != {"full_attention"}):
         name = type(model).__name__
         raise SearchError(f"{name}: sliding_window is {window}, expected layers that see everything")
 

@@ -14,16 +14,25 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from sglang_indexcache.config_keys import ConfigKeys, identity, rope_facts
 from sglang_indexcache.errors import ModelConfigError, SpellingError
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.deepseek_v4 import indexer
-from sglang_indexcache.families.deepseek_v4.schedule import CHOOSING_RATIO, compression_ratios
-from sglang_indexcache.model import SparseModel, config_digest, positive
+from sglang_indexcache.families.deepseek_v4.keys import DEFAULT_HASH_LAYERS, KEYS
+from sglang_indexcache.families.deepseek_v4.schedule import (
+    CHOOSING_RATIO,
+    compression_ratios,
+    hash_layers,
+    rotary,
+)
+from sglang_indexcache.model import SparseModel, positive
 from sglang_indexcache.overrides import FLAG
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import Feature
 
-_INDEXER_WEIGHT = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:attn|self_attn|self_attn\.compressor)\.indexer\.")
+_INDEXER_WEIGHT = re.compile(
+    r"^(?:(?!mtp|nextn|draft)\w+\.)*layers\.(\d+)\.(?:attn|self_attn|self_attn\.compressor)\.indexer\."
+)
 _SCHEDULE_KEYS = ("compress_ratios", "compress_rates", "layer_types", "num_hidden_layers", "index_topk")
 _SHARING_KEYS = ("index_topk_pattern", "index_topk_freq", "indexer_types")
 _OWN_SWAPS = "its buffer holds slots of one layer, which S layers can't use"
@@ -34,7 +43,7 @@ class DeepseekV4(Family):
     """The layers with compression ratio 4 are the sites. Roles are written once the model is loaded."""
 
     name = "deepseek_v4"
-    architectures: ClassVar[tuple[str, ...]] = ("DeepseekV4ForCausalLM",)
+    keys: ClassVar[Mapping[str, ConfigKeys]] = KEYS
     serving = Feature("deepseek_v4", "patterns of F and S on DeepSeek-V4", indexer.NEEDS, "no server for DeepSeek-V4")
     pipeline: ClassVar[Feature | None] = Feature(
         "pipeline (V4)",
@@ -68,8 +77,24 @@ class DeepseekV4(Family):
             index_topk=index_topk,
             first_choice=CHOOSING_RATIO * index_topk,
             native=Pattern.full(len(layers)),
-            config_sha256=config_digest(config),
+            **identity(architecture, self._facts(config, name, architecture, ratios), config),
         )
+
+    def _facts(
+        self, config: Mapping[str, Any], name: str, architecture: str, ratios: tuple[int, ...]
+    ) -> dict[str, Any]:
+        """What changes the model, schedules and rotary parameters in the one form that they are compared in.
+
+        Raises:
+            ModelConfigError: if a key is not known, or of another kind.
+        """
+        facts = {**self.keys[architecture].facts(config, name), "compress_ratios": list(ratios)}
+        hashed = hash_layers(config, len(ratios), name)
+        if hashed != DEFAULT_HASH_LAYERS:
+            facts["num_hash_layers"] = hashed
+        for kind, rope in rotary(config, name).items():
+            facts |= rope_facts(rope, name, f"rope_parameters.{kind}")
+        return facts
 
     def indexer_layers(self, tensors: Iterable[str]) -> frozenset[int]:
         return frozenset(int(match[1]) for name in tensors if (match := _INDEXER_WEIGHT.search(name)))
@@ -82,6 +107,7 @@ class DeepseekV4(Family):
         for key in _SHARING_KEYS:
             if key in overrides:
                 raise SpellingError(f"{FLAG}: {key} is not read on DeepSeek-V4; expected the pattern file alone")
+        self.check_overrides(overrides)
         return dict(overrides)
 
     def loaded(self, runner: Any, pattern: Pattern) -> None:

@@ -1,4 +1,4 @@
-"""Dense models with grouped-query attention: Llama, Qwen2, Qwen3 and Mistral (DELTA, arXiv 2510.09883).
+"""Dense models with grouped-query attention: Llama, Qwen2, Qwen3 (also its MoE) and Mistral (DELTA, arXiv 2510.09883).
 
 Nothing in them chooses, so a pattern brings along what is chosen: pages of the cache. While decoding, a `D` layer
 attends to everything, and one that an `S` follows also scores the pages; `S` layers attend to the best of them. Prompts
@@ -13,58 +13,32 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from sglang_indexcache.config_keys import ConfigKeys, identity, rope_facts
 from sglang_indexcache.errors import ModelConfigError, SpellingError
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.dense_gqa import attention
 from sglang_indexcache.families.dense_gqa.backends import BACKENDS
-from sglang_indexcache.model import SparseModel, config_digest, layer_count, positive
+from sglang_indexcache.families.dense_gqa.keys import KEYS, WINDOW_KEYS
+from sglang_indexcache.families.dense_gqa.windows import check_layers
+from sglang_indexcache.model import SparseModel, layer_count, positive
 from sglang_indexcache.overrides import FLAG
 from sglang_indexcache.pattern import FULL, Pattern
 from sglang_indexcache.probes import LOAD_BACKENDS, Feature, Need
+from sglang_indexcache.rope import rope_parameters
 from sglang_indexcache.selection import DEFAULT, TOKEN_MAX, Selection
 from sglang_indexcache.steps import NO_MEMORY
 
-_QUERIES = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:q_proj|qkv_proj)\.weight$")
-_SHAPE_KEYS = ("num_hidden_layers", "layer_types", "sliding_window", "use_sliding_window")
-_FULL_ATTENTION = "full_attention"
+_QUERIES = re.compile(r"^(?:(?!mtp|nextn|draft)\w+\.)*layers\.(\d+)\.self_attn\.(?:q_proj|qkv_proj)\.\w*weight")
 
 _UNTRIED = "it was never tried with one on dense models"
 _CHOSEN_IN_DECODING = "pages are chosen while single tokens are decoded"
-
-REFUSED = {
-    **dict.fromkeys(
-        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "its latent attention (MLA) has no pages of keys"
-    ),
-    **dict.fromkeys(
-        ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Cohere2ForCausalLM"),
-        "some of its layers see a sliding window",
-    ),
-    "GptOssForCausalLM": "its layers have attention sinks, and some see a sliding window",
-    **dict.fromkeys(
-        ("Qwen3NextForCausalLM", "MiniMaxText01ForCausalLM", "KimiLinearForCausalLM"), "most of its layers are linear"
-    ),
-    **dict.fromkeys(("MiniMaxM3ForCausalLM", "MiniCPMForCausalLM"), "its attention was trained to be sparse"),
-    **dict.fromkeys(("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"), "it sees images, too"),
-    "MllamaForConditionalGeneration": "it has layers of cross attention",
-    "T5ForConditionalGeneration": "it has an encoder",
-}
-
-
-def sliding_window(config: Mapping[str, Any]) -> Any:
-    """The window that layers see, as a configuration of transformers has it; `None` where it is not used."""
-    return config.get("sliding_window") if config.get("use_sliding_window", True) else None
 
 
 class DenseGqa(Family):
     """Every layer is a site. Roles are written once SGLang has built its attention backend."""
 
     name = "dense_gqa"
-    architectures: ClassVar[tuple[str, ...]] = (
-        "LlamaForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-        "MistralForCausalLM",
-    )
+    keys: ClassVar[Mapping[str, ConfigKeys]] = KEYS
     serving = Feature(
         "dense_gqa", "patterns of D and S on Llama, Qwen2, Qwen3 and Mistral", attention.NEEDS, "no server for these"
     )
@@ -91,11 +65,11 @@ class DenseGqa(Family):
 
     def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> SparseModel:
         num_layers = layer_count(config, name)
+        check_layers(config, name, num_layers, architecture)
         heads = positive(config, "num_attention_heads", name)
         groups = heads if config.get("num_key_value_heads") is None else positive(config, "num_key_value_heads", name)
         if heads % groups:
             raise ModelConfigError(f"{name}: config.json: {heads} heads share {groups} key heads, expected a divisor")
-        self._check_layers(config, name)
         return SparseModel(
             name=name,
             architecture=architecture,
@@ -103,24 +77,24 @@ class DenseGqa(Family):
             index_topk=DEFAULT.tokens,
             first_choice=DEFAULT.tokens,
             native=Pattern.full(num_layers, selection=DEFAULT),
-            config_sha256=config_digest(config),
+            **identity(architecture, self._facts(config, name, architecture), config),
         )
 
-    def _check_layers(self, config: Mapping[str, Any], name: str) -> None:
-        """Every layer must attend to everything.
+    def _facts(self, config: Mapping[str, Any], name: str, architecture: str) -> dict[str, Any]:
+        """What changes the model, sizes that follow from others written out.
 
         Raises:
-            ModelConfigError: naming what says otherwise.
+            ModelConfigError: if a key is not known, or of another kind.
         """
-        kinds = config.get("layer_types")
-        if kinds is not None and (not isinstance(kinds, list) or set(map(str, kinds)) - {_FULL_ATTENTION}):
-            other = (
-                next((kind for kind in kinds if kind != _FULL_ATTENTION), "none") if isinstance(kinds, list) else kinds
-            )
-            raise ModelConfigError(f"{name}: config.json: layer_types has {other!r}, expected {_FULL_ATTENTION} alone")
-        window = sliding_window(config)
-        if window:
-            raise ModelConfigError(f"{name}: config.json: sliding_window is {window!r}, expected layers that see all")
+        keys = self.keys[architecture]
+        facts = keys.facts(config, name)
+        sizes = {**keys.defaults, **facts}
+        if sizes["num_key_value_heads"] is None:
+            facts["num_key_value_heads"] = sizes["num_attention_heads"]
+        if sizes["head_dim"] is None:
+            facts["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
+        lengths = {"max_position_embeddings": sizes["max_position_embeddings"]}
+        return {**facts, **rope_facts(rope_parameters({**lengths, **config}, name), name)}
 
     def selecting(self, model: SparseModel, selection: Selection | None) -> SparseModel:
         return super().selecting(model, selection or DEFAULT)
@@ -129,7 +103,8 @@ class DenseGqa(Family):
         return frozenset(int(match[1]) for name in tensors if (match := _QUERIES.search(name)))
 
     def handed_over(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
-        for key in _SHAPE_KEYS:
+        self.check_overrides(overrides)
+        for key in ("num_hidden_layers", *WINDOW_KEYS):
             if key in overrides:
                 raise SpellingError(
                     f"{FLAG}: {key} changes which layers there are; expected a file made for that model"

@@ -7,30 +7,34 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sglang_indexcache.config_keys import ConfigKeys, identity, rope_facts
 from sglang_indexcache.errors import ModelConfigError, SpellingError
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.dsa import attention, needs
+from sglang_indexcache.families.dsa.keys import KEYS
 from sglang_indexcache.families.dsa.modeling import attentions
 from sglang_indexcache.families.dsa.overrides import merge_overrides
 from sglang_indexcache.families.dsa.rule import RULE_FEATURE, effective_pattern
-from sglang_indexcache.families.dsa.spellings import Rule, read_spelling
+from sglang_indexcache.families.dsa.schedule import check_layer_types, expert_layers
+from sglang_indexcache.families.dsa.spellings import PATTERN_KEY, Rule, read_spelling
 from sglang_indexcache.indexers import CANDIDATES, Indexer
-from sglang_indexcache.model import SparseModel, config_digest, layer_count, positive
+from sglang_indexcache.model import SparseModel, layer_count, positive
 from sglang_indexcache.pattern import FULL, Pattern
 from sglang_indexcache.probes import Feature, SglangSource
+from sglang_indexcache.rope import rope_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _UNTRIED = "indexers that score less than everything were never tried with it"
-_INDEXER_WEIGHT = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.indexer\.")
+_INDEXER_WEIGHT = re.compile(r"^(?:(?!mtp|nextn|draft)\w+\.)*layers\.(\d+)\.(?:self_attn|attn|attention)\.indexer\.")
 
 
 class Dsa(Family):
     """Every layer is a site. SGLang reads the pattern from its configuration while it builds the model."""
 
     name = "dsa"
-    architectures: ClassVar[tuple[str, ...]] = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+    keys: ClassVar[Mapping[str, ConfigKeys]] = KEYS
     serving = Feature("dsa", "patterns of F and S on DeepSeek-V3.2 and GLM-5", attention.NEEDS, "no server for these")
     pipeline: ClassVar[Feature | None] = Feature(
         "pipeline",
@@ -68,8 +72,27 @@ class Dsa(Family):
             index_topk=index_topk,
             first_choice=index_topk,
             native=native,
-            config_sha256=config_digest(config),
+            **identity(architecture, self._facts(config, name, architecture, native), config),
         )
+
+    def _facts(self, config: Mapping[str, Any], name: str, architecture: str, native: Pattern) -> dict[str, Any]:
+        """What changes the model, the schedules of its layers in the one form that they are compared in.
+
+        Raises:
+            ModelConfigError: if a key is not known, or says what these models don't have.
+        """
+        keys = self.keys[architecture]
+        facts = keys.facts(config, name)
+        num_layers = len(native)
+        check_layer_types(config, name)
+        dense = {**keys.defaults, **facts}.get("first_k_dense_replace", 1)
+        experts = config.get("mlp_layer_types")
+        if experts is not None and experts[:num_layers] != expert_layers(num_layers, dense):
+            facts["mlp_layer_types"] = experts[:num_layers]
+        if native.shared_layers:
+            facts[PATTERN_KEY] = native.roles
+        lengths = {"max_position_embeddings": keys.defaults["max_position_embeddings"]}
+        return {**facts, **rope_facts(rope_parameters({**lengths, **config}, name), name)}
 
     def native(self, config: Mapping[str, Any], num_layers: int) -> Pattern:
         """The pattern that a config.json declares; all `F` where it says nothing.
@@ -83,6 +106,7 @@ class Dsa(Family):
         return frozenset(int(match[1]) for name in tensors if (match := _INDEXER_WEIGHT.search(name)))
 
     def handed_over(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
+        self.check_overrides(overrides)
         self.needed(pattern)
         return merge_overrides(overrides, pattern.scoring_everything())
 

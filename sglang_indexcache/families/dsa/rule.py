@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any
 
+from sglang_indexcache.model_name import ModelName
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import Feature, Need, SglangError, SglangSource
 
@@ -33,8 +34,10 @@ def effective_pattern(source: SglangSource, model: str, overrides: Mapping[str, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang's imports warn of every device that is not there
         get_config, skips_topk = _imported(CONFIG_READER), _imported(RULE)
+    named = ModelName.parse(model)
+    revision = {"revision": named.revision} if named.revision else {}
     try:
-        config = get_config(model, trust_remote_code=False, model_override_args=dict(overrides))
+        config = get_config(named.repository, trust_remote_code=False, model_override_args=dict(overrides), **revision)
         roles = "".join("S" if skips_topk(config, layer) else "F" for layer in range(num_layers))
     except Exception as error:  # whatever SGLang or transformers raise on a model they don't take
         reason = " ".join(str(error).split())[:160] or type(error).__name__

@@ -80,7 +80,7 @@ def read_spelling(config: Mapping[str, Any], num_layers: int, rule: Rule) -> Rea
     """Read the pattern that an engine with `rule` takes from `config` (a config.json, overrides merged in).
 
     Engines are lenient: a pattern that is too short leaves the tail `F`, other letters count as `F`. Here both are
-    errors, since nobody means them.
+    errors, since nobody means them. One that is longer by no more than the NextN layers is cut.
 
     Raises:
         SpellingError: if the winning key has a wrong length, letter or type.
@@ -116,12 +116,20 @@ def _read_key(config: Mapping[str, Any], key: str, num_layers: int) -> Pattern:
         offset = config.get(OFFSET_KEY)
         return freq_pattern(num_layers, value, DEFAULT_OFFSET if offset is None else offset)
     roles = _roles_of_types(value) if key == TYPES_KEY or isinstance(value, list) else value
+    if isinstance(roles, str):
+        roles = roles[: max(num_layers, len(roles) - _nextn_layers(config))]  # engines read no entry of those
     try:
         pattern = Pattern(roles)
         pattern.check_fits(num_layers)
     except PatternError as error:
         raise SpellingError(f"{key}: {error}") from None
     return pattern
+
+
+def _nextn_layers(config: Mapping[str, Any]) -> int:
+    """How many NextN layers come behind the last one, as far as a config.json says it."""
+    given = config.get("num_nextn_predict_layers")
+    return given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else 0
 
 
 def _roles_of_types(value: Any) -> str:

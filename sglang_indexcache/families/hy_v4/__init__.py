@@ -13,6 +13,7 @@ from typing import Any
 
 from sglang_indexcache.families.dsa import Dsa, attention
 from sglang_indexcache.families.dsa.spellings import TYPES_KEY, freq_pattern
+from sglang_indexcache.families.hy_v4.keys import KEYS
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import Feature, Need
 
@@ -23,7 +24,7 @@ class HyV4(Dsa):
     """DSA whose layers 0, 1, 5, 9, ... have an indexer; the others are locked."""
 
     name = "hy_v4"
-    architectures = ("HYV4ForCausalLM",)
+    keys = KEYS
     serving = Feature("hy_v4", "patterns of F and S on HY-V4", (MODEL, *attention.NEEDS), "no server for HY-V4")
     pipeline = None
     blocks = candidates = told = None  # never compared with a reference there
