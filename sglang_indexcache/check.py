@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_indexcache.address import Address
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.command_line import ending
 from sglang_indexcache.environment import Environment
@@ -192,7 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--environment", action="store_true", help="show what this SGLang offers, feature by feature")
     parser.add_argument("--sglang", type=Path, metavar="FOLDER", help="an unpacked wheel instead of the installed one")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:  # argparse would print their values, keys among them
+        parser.error(f"no such option: {unknown[0].partition('=')[0]}")
     if options.environment == (options.pattern is not None):
         parser.error("expected either a pattern or --environment")
     if options.pattern is not None and options.model is None and not options.server:
@@ -233,12 +236,13 @@ def _pattern(options: argparse.Namespace) -> int:
         result, text, problems = asdict(report), [as_text(report)], list(report.problems)
     if options.server:
         pattern = spec.known() if report is None else Pattern.parse(report.pattern, report.selection)
-        server_problems = [line for url in options.server for line in differences(url, pattern)]
-        result = {**result, "servers": options.server, "fingerprint": pattern.fingerprint}
+        servers = [Address.of(url) for url in options.server]
+        server_problems = [line for server in servers for line in differences(server, pattern)]
+        result = {**result, "servers": [server.label for server in servers], "fingerprint": pattern.fingerprint}
         result["problems"] = problems = problems + server_problems
         text.append(
             "\n".join(f"problem: {line}" for line in server_problems)
-            or f"{len(options.server)} server(s) serve fingerprint {pattern.fingerprint[:16]}"
+            or f"{len(servers)} server(s) serve fingerprint {pattern.fingerprint[:16]}"
         )
     sys.stdout.write((json.dumps(result, indent=1) if options.json else "\n\n".join(text)) + "\n")
     return 1 if problems else 0

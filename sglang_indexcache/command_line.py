@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from sglang_indexcache.errors import IndexCacheError, one_line
 from sglang_indexcache.files import reason
+from sglang_indexcache.redaction import redacted
 
 BAD_INPUT, UNFORESEEN = 2, 70  # 70 is EX_SOFTWARE of sysexits.h
 
@@ -45,7 +46,7 @@ def _saved(error: Exception) -> str:
     try:
         descriptor, path = tempfile.mkstemp(prefix="indexcache-", suffix=".traceback")
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            traceback.print_exception(error, file=file)
+            file.write(redacted("".join(traceback.format_exception(error))))
     except OSError as problem:
         return f"its traceback can't be written: {reason(problem)}"
     return f"traceback in {path}; please report it"

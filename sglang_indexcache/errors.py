@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import unicodedata
 
+from sglang_indexcache.redaction import redacted
+
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories that a terminal acts on, or does not show
 _WHITE = {"\n", "\r", "\t"}
 
@@ -14,7 +16,7 @@ def is_hidden(character: str) -> bool:
 
 
 def one_line(text: object, limit: int = 1000) -> str:
-    """`text` on one line that is safe to print: white space becomes a space, what does not show is escaped.
+    """`text` on one line that is safe to print: without secrets, spaces for white space, what does not show escaped.
 
     Args:
         text: anything with a `str`.
@@ -22,7 +24,7 @@ def one_line(text: object, limit: int = 1000) -> str:
     """
     shown = "".join(
         " " if letter in _WHITE else f"\\u{ord(letter):04x}" if is_hidden(letter) else letter
-        for letter in str(text)[: 2 * limit]
+        for letter in redacted(str(text))[: 2 * limit]
     ).strip()
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 

@@ -29,7 +29,7 @@ from indexcache_search.data.packing import TokenReader, build_token_sets
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerBusyError, ServerLostError
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.loading import read_config
-from sglang_indexcache import IndexCacheError, PatternFile, files, http_client
+from sglang_indexcache import IndexCacheError, PatternFile, connection, files, http_client
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.families import describe
 from sglang_indexcache.servers import served_fingerprints
@@ -201,7 +201,7 @@ def test_two_hundred_answers_of_servers(monkeypatch: pytest.MonkeyPatch) -> None
             one_line_or(lambda: CalibrationServer(url).logprobs([[1, 2, 3]], 1), lost)
 
 
-def test_an_answer_is_bounded_in_time_and_size() -> None:
+def test_an_answer_is_bounded_in_time_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
     form: TypeAdapter[Any] = TypeAdapter(Any)
 
     def drip(connection: socket.socket) -> None:
@@ -214,11 +214,24 @@ def test_an_answer_is_bounded_in_time_and_size() -> None:
         while True:
             connection.sendall(b"x" * 65536)
 
-    for answer, message in ((drip, "gave no whole answer within 1 s"), (flood, "answers with more than 100000 bytes")):
+    def chunks(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while True:
+            connection.sendall(b"1\r\n \r\n" * 100)
+
+    def hints(connection: socket.socket) -> None:
+        while True:
+            connection.sendall(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100)
+
+    slow = "gave [0-9]+ bytes in 0.3 s and more, and no whole answer"
+    cases = [(drip, 1.0, 8.0, "gave no whole answer within 1 s"), (drip, 300.0, 0.3, slow)]
+    cases += [(answer, 300.0, 8.0, "answers with more than 100000 bytes") for answer in (flood, chunks, hints)]
+    for answer, seconds, begun, message in cases:
+        monkeypatch.setattr(connection, "BEGUN_SECONDS", begun)
         with server(answer) as url:
             began = time.monotonic()
             with pytest.raises(http_client.NoAnswerError, match=message):
-                http_client.ask(url, "/", form, seconds=1, max_bytes=100_000)
+                http_client.ask(url, "/", form, seconds=seconds, max_bytes=100_000)
             assert time.monotonic() - began < SECONDS
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from indexcache_search.engines import calibration_server, own_server
-from indexcache_search.engines.calibration_server import CalibrationServer, _same_tokens
+from indexcache_search.engines.answers import same_tokens
+from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
 from sglang_indexcache import IndexCacheError, Pattern
@@ -39,6 +40,11 @@ def divergence(pattern: str, ranges: list[list[int]]) -> tuple[float, float, int
     rows = [row for first, last in ranges for row in range(first, last)]
     values = [(made_up(pattern, row) % 1000) / 1000 for row in rows]
     return sum(values), sum(value * value for value in values), len(values)
+
+
+def missed(layer: int, row: int, size: int) -> int:
+    """Made up, and no more than 4 steps select."""
+    return made_up(layer, row, size) % (4 * MODEL.index_topk + 1)
 
 
 def scored(value: float = -1.0, shift: int = 0, last: int | None = None) -> dict[str, Any]:
@@ -66,6 +72,7 @@ class Stub:
         self.positions: list[int] = []
         self.range, self.recorded = (0, 0), list[int]()
         self.sampled = 0
+        self.asked: list[tuple[str, str | None]] = []
         self.fail: Callable[[str], tuple[int, Any] | None] = lambda path: None
         stub = self
 
@@ -73,7 +80,9 @@ class Stub:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 stub.requests += 1
-                code, answer = stub.fail(self.path) or (200, stub.answer(self.path, body))
+                stub.asked.append((self.path, self.headers.get("Authorization")))
+                path = self.path.partition("?")[0]
+                code, answer = stub.fail(path) or (200, stub.answer(path, body))
                 if code == 0:  # the server is killed in mid-answer
                     self.connection.close()
                     return
@@ -125,7 +134,7 @@ class Stub:
             case "misses":
                 full = [layer for layer, role in enumerate(self.patterns[rank]) if role == "F"]
                 [row] = self.recorded
-                return {"misses": {str(layer): [made_up(layer, row, size) for size in body["sizes"]] for layer in full}}
+                return {"misses": {str(layer): [missed(layer, row, size) for size in body["sizes"]] for layer in full}}
         return {}
 
     def generate(self, body: Any) -> Any:
@@ -249,7 +258,7 @@ def test_misses_are_what_a_server_counted(stubs: list[Stub]) -> None:
     live, pattern = engine(*stubs, patience=0.5), PATTERNS[1]
     for row in (1, 0):
         found = live.misses(pattern, DATA, row, 4, [8, 16])
-        assert found == {layer: [made_up(layer, row, size) for size in (8, 16)] for layer in pattern.full_layers}
+        assert found == {layer: [missed(layer, row, size) for size in (8, 16)] for layer in pattern.full_layers}
     stubs[0].fail = lambda path: (0, None)
     assert sorted(live.misses(pattern, DATA, 1, 4, [8])) == list(pattern.full_layers)
 
@@ -354,7 +363,14 @@ def test_a_busy_server_is_waited_for(stubs: list[Stub], monkeypatch: pytest.Monk
         ("/indexcache/switch", (400, {"error": "CUDA graphs are on"}), "CUDA graphs are on"),
         (
             "/indexcache/switch",
-            (200, {"ranks": [{**STATUS, "dp_rank": 1, "pattern": "FFFFFF", "fingerprint": "x"}]}),
+            (
+                200,
+                {
+                    "ranks": [
+                        {**STATUS, "dp_rank": 1, "pattern": "FFFFFF", "fingerprint": Pattern("FFFFFF").fingerprint}
+                    ]
+                },
+            ),
             "rank 1 runs FFFFFF, expected FS",
         ),
         ("/indexcache/switch", (200, {"ranks": []}), "has no data-parallel rank None"),
@@ -463,4 +479,4 @@ def test_a_server_with_other_weights_is_refused(stubs: list[Stub]) -> None:
     ],
 )
 def test_an_answer_is_about_the_tokens_that_were_sent(answered: list[int], sent: list[int], same: bool) -> None:
-    assert _same_tokens(answered, sent) is same
+    assert same_tokens(answered, sent) is same

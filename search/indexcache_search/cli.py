@@ -18,6 +18,7 @@ from indexcache_search.errors import NonFiniteLossError, SearchError
 from indexcache_search.objectives import Objective
 from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
 from indexcache_search.strategies.prices import PRICE_CONTEXT
+from sglang_indexcache.address import Address
 from sglang_indexcache.command_line import ending
 from sglang_indexcache.pattern import parse_retention
 
@@ -216,7 +217,7 @@ def search(
     console = Console(stderr=True, highlight=False)
     with errors_in_one_line(console, "indexcache-search"):
         if context.args and (engine != "sglang" or endpoint):
-            raise SearchError(f"no such option: {context.args[0]}; see indexcache-search --help")
+            raise SearchError(f"no such option: {context.args[0].partition('=')[0]}; see indexcache-search --help")
         if endpoint and engine != "sglang":
             raise SearchError("--endpoint needs --engine sglang")
         near = near_of(window, max_window, recent_keys)
@@ -258,7 +259,7 @@ def search(
             batch_size,
             (1.7 if model is None else 2.0) if prefix_cache_gb is None else prefix_cache_gb,
             attention,
-            tuple(endpoint or ()),
+            tuple(map(Address.of, endpoint or ())),
             tuple(context.args),
             flags.only(
                 flags.selections_of(

@@ -15,6 +15,7 @@ from indexcache_search import demo
 from indexcache_search import selection_flags as flags
 from indexcache_search.cli import FIRST_CHOICE, errors_in_one_line, near_of
 from indexcache_search.errors import SearchError
+from sglang_indexcache.address import Address
 from sglang_indexcache.pattern import parse_retention
 from sglang_indexcache.spec import GRAMMAR
 
@@ -163,7 +164,7 @@ def evaluate(
             patterns=tuple(pattern or (demo.PATTERNS if is_demo and not endpoint else ())),
             retentions=tuple(parse_retention(item) for item in retain.split(",")),
             uniform=uniform,
-            endpoints=tuple(endpoint or ()),
+            endpoints=tuple(map(Address.of, endpoint or ())),
             selections=selections,
         )
         data = Data(

@@ -37,6 +37,7 @@ from indexcache_search.search import Found, Listeners, Search
 from indexcache_search.settings import Settings
 from indexcache_search.strategies import measured_strategies
 from indexcache_search.strategies.base import Step
+from sglang_indexcache.address import Address
 from sglang_indexcache.command_line import doing
 from sglang_indexcache.families import family_of
 from sglang_indexcache.files import write_atomically
@@ -75,7 +76,7 @@ class Runtime:
     batch_size: int
     prefix_cache_gb: float
     attention: str
-    endpoints: tuple[str, ...] = ()
+    endpoints: tuple[Address, ...] = ()
     server_arguments: tuple[str, ...] = ()
     selection: Selection | None = None
 

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AllowInfNan, BaseModel, Field, TypeAdapter
+from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, TypeAdapter
 
 from indexcache_search.errors import SearchError
-from sglang_indexcache.http_client import StatusError, ask, shown
+from sglang_indexcache.address import Address
+from sglang_indexcache.fields import Count
+from sglang_indexcache.http_client import StatusError, ask
 
 REQUEST_SECONDS = 3600.0
 ROUNDING = 1e-3  # nats by which a logprob may be above 0
@@ -19,26 +21,38 @@ _Logprob = Annotated[float, AllowInfNan(False), Field(le=ROUNDING)]
 _Answer = TypeVar("_Answer")
 
 
-class _Model(BaseModel):
-    id: str
+class _Frozen(BaseModel):
+    """Answers may say more than is asked for."""
+
+    model_config = ConfigDict(frozen=True)
 
 
-class _Models(BaseModel):
+class _Model(_Frozen):
+    id: Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class _Models(_Frozen):
     data: Annotated[list[_Model], Field(min_length=1)]
 
 
-class _Logprobs(BaseModel):
+class _Logprobs(_Frozen):
     token_logprobs: list[_Logprob | None]
     top_logprobs: list[dict[str, _Logprob] | None]
+    tokens: list[str] | None = None
 
 
-class _Choice(BaseModel):
+class _Choice(_Frozen):
     text: str = ""
     logprobs: _Logprobs | None = None
 
 
-class _Completion(BaseModel):
-    choices: Annotated[list[_Choice], Field(min_length=1)]
+class _Usage(_Frozen):
+    prompt_tokens: Count | None = None
+
+
+class _Completion(_Frozen):
+    choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
+    usage: _Usage | None = None
 
 
 _MODELS: TypeAdapter[_Models] = TypeAdapter(_Models)
@@ -49,12 +63,15 @@ class Endpoint:
     """A server.
 
     Args:
-        url: such as `http://host:30000`, without `/v1`; a key is taken from `SGLANG_API_KEY`.
+        address: such as `http://host:30000`, with or without `/v1`; a key is taken from `SGLANG_API_KEY`.
+
+    Attributes:
+        url: for people, without secrets.
     """
 
-    def __init__(self, url: str) -> None:
-        self.address = url.rstrip("/").removesuffix("/v1")
-        self.url = shown(self.address)
+    def __init__(self, address: str | Address) -> None:
+        self.address = Address.of(address).without("/v1")
+        self.url = self.address.label
 
     @cached_property
     def model(self) -> str:
@@ -71,14 +88,18 @@ class Endpoint:
         Raises:
             SearchError: if the server does not give logprobs of a prompt.
         """
-        logprobs = self._complete(tokens, 1, {"echo": True, "logprobs": 1}).logprobs
-        own = [] if logprobs is None else logprobs.token_logprobs[1 : len(tokens)]
-        best = [] if logprobs is None else logprobs.top_logprobs[1 : len(tokens)]
-        pairs = [
-            (value, value >= max(top.values()))
-            for value, top in zip(own, best, strict=False)
-            if top and value is not None
-        ]
+        found = self._complete(tokens, 1, {"echo": True, "logprobs": 1}).logprobs
+        lengths = set() if found is None else {len(found.token_logprobs), len(found.top_logprobs)}
+        if found is not None and found.tokens is not None:
+            lengths.add(len(found.tokens))
+        pairs: list[tuple[float, bool]] = []
+        if found is not None and len(lengths) == 1 and lengths <= {len(tokens), len(tokens) + 1}:  # one was generated
+            for value, top in zip(found.token_logprobs[1:], found.top_logprobs[1:], strict=True):
+                if value is None or not top or len(pairs) == len(tokens) - 1:
+                    break
+                if value > max(top.values()) + ROUNDING:
+                    raise SearchError(f"{self.url}: gives a token that is likelier than the likeliest")
+                pairs.append((value, value >= max(top.values())))
         if len(pairs) != len(tokens) - 1:
             raise SearchError(
                 f"{self.url}: gives no logprobs of a prompt, expected a server that does for echo with logprobs"
@@ -95,7 +116,11 @@ class Endpoint:
 
     def _complete(self, tokens: Sequence[int], count: int, more: dict[str, Any]) -> _Choice:
         body = {"model": self.model, "prompt": list(tokens), "max_tokens": count, "temperature": 0, **more}
-        return self._ask("/v1/completions", _COMPLETION, body, len(tokens) + count).choices[0]
+        answer = self._ask("/v1/completions", _COMPLETION, body, len(tokens) + count)
+        read = None if answer.usage is None else answer.usage.prompt_tokens
+        if read not in (None, len(tokens)):
+            raise SearchError(f"{self.url}: read {read} tokens, expected the {len(tokens)} that were sent")
+        return answer.choices[0]
 
     def _ask(self, path: str, form: TypeAdapter[_Answer], body: Any, tokens: int) -> _Answer:
         limit = _BYTES + tokens * _BYTES_A_TOKEN

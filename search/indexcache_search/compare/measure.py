@@ -16,6 +16,7 @@ from indexcache_search.evaluator import Evaluator
 from indexcache_search.line import NAMED, Line
 from indexcache_search.plans import order
 from sglang_indexcache import Pattern
+from sglang_indexcache.address import Address
 
 TOGETHER = 24  # sequences that all patterns run before the next ones: the states of one pattern's run are kept
 Done = Callable[[int], None]
@@ -67,15 +68,15 @@ def _whole(evaluation: Evaluation, held_out: HeldOut) -> dict[int, float]:
     return {row: float(evaluation.correct[row] == evaluation.tokens[row]) for row in held_out.answers}
 
 
-def servers(urls: Sequence[str], held_out: HeldOut, done: Done) -> list[Compared]:
+def servers(addresses: Sequence[Address], held_out: HeldOut, done: Done) -> list[Compared]:
     """Each server: loss and accuracy of the prompt's tokens, and what it generates for the tasks.
 
     Raises:
         SearchError: if a server does not answer, or gives no logprobs of a prompt.
     """
     data, compared = held_out.data, []
-    for number, url in enumerate(urls):
-        endpoint, began = Endpoint(url), time.monotonic()
+    for number, address in enumerate(addresses):
+        endpoint, began = Endpoint(address), time.monotonic()
         losses, correct, generated = [], [], {}
         for row in range(data.num_sequences):
             tokens, scored = data.tokens[row].tolist(), data.scored[row]

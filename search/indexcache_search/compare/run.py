@@ -25,6 +25,7 @@ from indexcache_search.line import NAMED, Line, uniform_lines
 from indexcache_search.results import ComparisonResult
 from indexcache_search.selection_flags import suffix
 from sglang_indexcache import Pattern, SparseModel
+from sglang_indexcache.address import Address
 from sglang_indexcache.pattern import full_layer_count
 from sglang_indexcache.selection import DEFAULT, Selection
 from sglang_indexcache.spec import PatternSpec, split_name
@@ -70,7 +71,7 @@ class Candidates:
     patterns: tuple[str, ...]
     retentions: tuple[Fraction, ...]
     uniform: bool
-    endpoints: tuple[str, ...]
+    endpoints: tuple[Address, ...]
     selections: tuple[Selection, ...] = ()
 
     def check(self) -> None:
@@ -127,7 +128,7 @@ def run(
         if candidates.endpoints:
             bar = progress.add_task("servers", total=len(candidates.endpoints) * number)
             compared = measure.servers(candidates.endpoints, built, lambda done: progress.advance(bar, done))
-            engine = ", ".join(candidates.endpoints)
+            engine = ", ".join(map(str, candidates.endpoints))
         else:
             distinct = len({description.native, *(line.pattern for line in lines)})
             bar = progress.add_task("patterns", total=2 * distinct * number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,8 @@ from sglang_indexcache.files import reason
 SHUFFLE_BUFFER = 10_000  # documents held while streaming
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text", ".rst": "text"}
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/+")
+
 Row = Mapping[str, Any]
 
 
@@ -25,6 +28,8 @@ def rows(source: str, seed: int) -> Iterator[Row]:
     Raises:
         DataError: if it can't be found or read.
     """
+    if (url := _URL.match(source)) is not None:  # it may hold a password
+        raise DataError(f"{url.group()}...: found a URL, expected a file, folder or hub id; download it first")
     from datasets import IterableDataset, load_dataset  # takes seconds to import
 
     try:

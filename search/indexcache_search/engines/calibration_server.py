@@ -2,77 +2,37 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from pydantic import BaseModel, Field, TypeAdapter
+import numpy as np
+from pydantic import TypeAdapter
 
+from indexcache_search.engines.answers import GENERATED, RANKS, Rank, divergence, token_logprobs
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern, protocol
-from sglang_indexcache.fields import Finite
-from sglang_indexcache.http_client import KEY_VARIABLE, NoAnswerError, ServerError, StatusError, ask, shown
+from sglang_indexcache.address import Address
+from sglang_indexcache.http_client import NoAnswerError, ServerError, StatusError, ask
 from sglang_indexcache.protocol import Range
+from sglang_indexcache.redaction import KEY_VARIABLE
 
+STATUS_SECONDS = 30.0
 CONTROL_SECONDS = 300.0  # a switch is quick; a baseline is announced in megabytes
 REQUEST_SECONDS = 3600.0  # one sequence of hundreds of thousands of tokens on a busy machine
 BUSY_SECONDS = 120
-ROUNDING = 1e-3  # nats by which a sum that can't be negative may be
+_ROUNDING = 1e-6  # of means of counts
 _BYTES, _BYTES_A_TOKEN = 4 << 20, 1 << 10  # of an answer
 
-_Number = Finite | None  # JSON has null where a number is not finite
 _Answer = TypeVar("_Answer")
-
-
-class Rank(BaseModel):
-    """What one data-parallel rank answers to a control request: what it runs, and what it was asked for.
-
-    Attributes:
-        weights_sha256: digest of the checkpoint that it has loaded.
-        missing: sequences whose baseline is still to be run.
-        sums: sum, sum of squares and count of the divergence, by request.
-        misses: tokens that buffers would miss, by layer that chooses and by their sizes.
-    """
-
-    dp_rank: Annotated[int, Field(ge=0)]
-    pattern: str
-    fingerprint: str
-    config_sha256: str
-    weights_sha256: str
-    versions: dict[str, str]
-    measures: list[str]
-    process: int = 0
-    missing: list[Annotated[int, Field(ge=0)]] = []
-    sums: dict[str, tuple[_Number, _Number, Annotated[int, Field(gt=0)]]] = {}
-    overlap: list[list[Finite]] = []
-    queries: Annotated[int, Field(ge=0)] = 0
-    misses: dict[Annotated[int, Field(ge=0)], list[Annotated[int, Field(ge=0)]]] = {}
-
-
-class _Ranks(BaseModel):
-    ranks: list[Rank]
-
-
-class _Meta(BaseModel):
-    input_token_logprobs: list[tuple[_Number, int, Any]]
-    input_top_logprobs: list[list[tuple[_Number, int, Any]] | None]
-
-
-class _Generated(BaseModel):
-    meta_info: _Meta
-
-
-_RANKS: TypeAdapter[_Ranks] = TypeAdapter(_Ranks)
-_GENERATED: TypeAdapter[list[_Generated]] = TypeAdapter(list[_Generated])
 
 
 class ServerLostError(Exception):
     """A server that went away or broke; it may come back."""
 
 
-class ServerBusyError(Exception):
-    """A server that has other requests running."""
+class ServerBusyError(ServerLostError):
+    """A server that has other requests running; they will end."""
 
 
 class CalibrationServer:
@@ -82,10 +42,14 @@ class CalibrationServer:
         url: such as `http://host:30000`.
         dp_rank: the data-parallel rank to work with; by default the server as a whole.
         key: the admin key; by default what `SGLANG_API_KEY` holds.
+
+    Attributes:
+        url: for people, without secrets.
     """
 
-    def __init__(self, url: str, dp_rank: int | None = None, key: str | None = None) -> None:
-        self.address, self.url, self.dp_rank, self._key = url.rstrip("/"), shown(url), dp_rank, key
+    def __init__(self, url: str | Address, dp_rank: int | None = None, key: str | None = None) -> None:
+        self.address, self.dp_rank, self._key = Address.of(url), dp_rank, key
+        self.url = self.address.label
 
     def status(self) -> Rank:
         """What runs there: pattern, fingerprint, versions, what can be measured, digests of the model.
@@ -152,19 +116,13 @@ class CalibrationServer:
         if self.dp_rank is not None:
             body["routed_dp_rank"] = self.dp_rank
         tokens = sum(map(len, sequences))
-        answers = self._ask("/generate", body, _GENERATED, REQUEST_SECONDS, _BYTES + tokens * _BYTES_A_TOKEN)
+        answers = self._ask("/generate", body, GENERATED, REQUEST_SECONDS, _BYTES + tokens * _BYTES_A_TOKEN)
         if len(answers) != len(sequences):
             raise SearchError(f"{self.url}: /generate gave {len(answers)} answers to {len(sequences)} sequences")
-        return [self._pairs(item.meta_info, prompt[start:]) for item, prompt in zip(answers, sequences, strict=True)]
-
-    def _pairs(self, meta: _Meta, prompt: Sequence[int]) -> list[tuple[float, bool]]:
-        """Logprob, NaN for null, and whether it is the likeliest, of each token of `prompt`; the first has none."""
-        own, best = meta.input_token_logprobs[1:], meta.input_top_logprobs[1:]
-        if not _same_tokens([token for _, token, _ in own], prompt) or len(best) != len(own) or not all(best):
-            raise SearchError(f"{self.url}: /generate answers without input logprobs of the tokens that were sent")
-        if any(value is not None and value > ROUNDING for value, _, _ in own):
-            raise SearchError(f"{self.url}: /generate answers with a logprob above 0")
-        return [(_number(value), token == top[0][1]) for (value, token, _), top in zip(own, best, strict=True) if top]
+        try:
+            return [token_logprobs(item, prompt[start:]) for item, prompt in zip(answers, sequences, strict=True)]
+        except ValueError as error:
+            raise SearchError(f"{self.url}: /generate answers {error}") from None
 
     def missing_baselines(self, data: str, ranges: Sequence[Range]) -> list[int]:
         """Announce a data set whose divergence will be measured.
@@ -194,12 +152,17 @@ class CalibrationServer:
             SearchError: if it was not measured there.
         """
         sums = self._control(protocol.KL, requests=requests)[0].sums
-        for rid, ranges in requests.items():
-            expected = sum(last - first for first, last in ranges)
-            total, _, count = sums.get(rid, (None, None, 0))
-            if count != expected or (total is not None and total < -ROUNDING):
-                raise SearchError(f"{self.url}: gave a divergence of {total} over {count} tokens, expected {expected}")
-        return {rid: (_number(total), _number(squares), count) for rid, (total, squares, count) in sums.items()}
+        if set(sums) != set(requests):
+            raise SearchError(
+                f"{self.url}: gave divergences of {len(sums)} requests, expected those of {len(requests)}"
+            )
+        try:
+            return {
+                rid: divergence(*sums[rid], expected=sum(last - first for first, last in ranges))
+                for rid, ranges in requests.items()
+            }
+        except ValueError as error:
+            raise SearchError(f"{self.url}: gave {error}") from None
 
     def sample_indices(self, positions: Sequence[int]) -> None:
         """Begin to sample the queries at `positions` of requests that ask for it.
@@ -210,16 +173,25 @@ class CalibrationServer:
         """
         self._control(protocol.SAMPLE, positions=[int(position) for position in positions])
 
-    def index_overlap(self) -> tuple[list[list[float]], int]:
+    def index_overlap(self, layers: int) -> tuple[list[list[float]], int]:
         """End sampling; the mean overlap of layers i and j, and how many queries were sampled.
+
+        Args:
+            layers: how many there are.
 
         Raises:
             ServerLostError: if the server goes away.
-            SearchError: if nothing was sampled there.
+            SearchError: if nothing was sampled there, or what it gives are no shares of one number of tokens.
         """
         answer = self._control(protocol.OVERLAP)[0]
-        if not answer.overlap or {len(row) for row in answer.overlap} != {len(answer.overlap)}:
-            raise SearchError(f"{self.url}: gave no overlap of all layers")
+        if len(answer.overlap) != layers or {len(row) for row in answer.overlap} != {layers}:
+            raise SearchError(f"{self.url}: gave no overlap of all {layers} layers")
+        found = np.asarray(answer.overlap)
+        beyond = max(-found.min(), found.max() - 1.0, np.abs(found - found.T).max(), np.abs(found.diagonal() - 1).max())
+        if beyond > _ROUNDING:
+            raise SearchError(
+                f"{self.url}: gave an overlap that is none: expected 0 to 1, symmetric, 1 of a layer's own"
+            )
         return answer.overlap, answer.queries
 
     def record_selections(self, first: int, tokens: int) -> None:
@@ -231,33 +203,35 @@ class CalibrationServer:
         """
         self._control(protocol.RECORD, first=first, tokens=tokens)
 
-    def misses(self, layers: Sequence[int], sizes: Sequence[int]) -> dict[int, list[int]]:
+    def misses(self, layers: Sequence[int], sizes: Sequence[int], most: int) -> dict[int, list[int]]:
         """End recording: the tokens that SGLang's HiSparse would bring, by layer, with buffers of `sizes` tokens.
 
         Args:
             layers: those that choose.
             sizes: in tokens.
+            most: what a layer selects in all steps: no buffer misses more.
 
         Raises:
             ServerLostError: if the server goes away.
-            SearchError: if it recorded something else.
+            SearchError: if it recorded something else, or counted more.
         """
         found = self._control(protocol.MISSES, sizes=list(sizes))[0].misses
         if sorted(found) != sorted(layers) or any(len(counts) != len(sizes) for counts in found.values()):
             raise SearchError(f"{self.url}: counted layers {sorted(found)}, expected {sorted(layers)}")
+        worst = max((count for counts in found.values() for count in counts), default=0)
+        if worst > most:
+            raise SearchError(f"{self.url}: counted {worst} misses of a layer, which selects {most} tokens in all")
         return found
 
     def _control(self, action: str, **body: Any) -> list[Rank]:
         """The answers of all ranks that `action` was meant for."""
         path, content = protocol.path(action), {**body, "dp_rank": self.dp_rank}
-        ranks = [
-            rank
-            for rank in self._ask(path, content, _RANKS, CONTROL_SECONDS, 16 * _BYTES).ranks
-            if self.dp_rank in (None, rank.dp_rank)
-        ]
-        if not ranks:
+        seconds = STATUS_SECONDS if action == protocol.STATUS else CONTROL_SECONDS
+        ranks = self._ask(path, content, RANKS, seconds, 16 * _BYTES).ranks
+        meant = [rank for rank in ranks if self.dp_rank in (None, rank.dp_rank)]
+        if not meant:
             raise SearchError(f"{self.url}: has no data-parallel rank {self.dp_rank}")
-        return ranks
+        return meant
 
     def _ask(
         self, path: str, body: dict[str, Any], form: TypeAdapter[_Answer], seconds: float, max_bytes: int
@@ -281,16 +255,3 @@ class CalibrationServer:
         if error.code >= 500:
             raise ServerLostError(f"{self.url}: answers {error.code}") from None
         raise SearchError(f"{error}: {error.detail}") from None
-
-
-def _number(value: float | None) -> float:
-    """JSON has null where a number is not finite."""
-    return math.nan if value is None else value
-
-
-def _same_tokens(answered: Sequence[int], sent: Sequence[int]) -> bool:
-    """Whether the answer is about the tokens that were sent: SGLang 0.5.23 calls the vocabulary's last one 0."""
-    last = max(sent, default=0)
-    return len(answered) == len(sent) and all(
-        one == other or (one == 0 and other == last) for one, other in zip(answered, sent, strict=True)
-    )

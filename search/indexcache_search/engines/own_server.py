@@ -10,20 +10,25 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import IO
 
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
 from indexcache_search.errors import SearchError
 from sglang_indexcache.model_name import ModelName
+from sglang_indexcache.redaction import KEY_VARIABLE, keep_secret, redacted
 from sglang_indexcache.refusal import ADMIN_KEY_VARIABLE
 
 START_SECONDS = 3600  # hundreds of gigabytes from a slow disk
 _PORTS = range(10000, 30000)
 _OURS = "indexcache: "
+_KEYS = ("--api-key", "--admin-api-key")
+_LINE_BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -31,20 +36,16 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def own_server(model: str, arguments: Sequence[str], log: Path) -> Iterator[CalibrationServer]:
     """Start SGLang in calibration mode on a free port of this machine; end it with the block.
 
-    Only this process can switch its patterns, with a key that is in no command line.
+    Only this process can switch its patterns, with a key that is in no command line and no file.
 
     Args:
         arguments: more flags of `sglang.launch_server`, such as `--tp 8`.
-        log: where its output goes.
+        log: where its output goes, without secrets.
 
     Raises:
-        SearchError: if SGLang is not here, a key is given, or the server ends before it answers.
+        SearchError: if SGLang is not here, a key or a certificate is given, or the server ends before it answers.
     """
-    keys = [word for word in arguments if word.partition("=")[0] in ("--api-key", "--admin-api-key")]
-    if keys:
-        raise SearchError(f"{keys[0].partition('=')[0]} is given, but a server of the search's own makes its own key")
-    if any(word.partition("=")[0] == "--revision" for word in arguments):
-        raise SearchError("--revision is given, which the search would not read; expected --model owner/name@REVISION")
+    check_arguments(arguments)
     if find_spec("sglang") is None:
         raise SearchError("SGLang is not installed here; expected it, or --endpoint with servers that run elsewhere")
     port = free_port()
@@ -53,21 +54,25 @@ def own_server(model: str, arguments: Sequence[str], log: Path) -> Iterator[Cali
     command += ["--model-path", named.repository, *(("--revision", named.revision) if named.revision else ())]
     command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
     key = secrets.token_urlsafe(32)
+    keep_secret(key)  # SGLang logs its arguments, and may echo requests
     log.parent.mkdir(parents=True, exist_ok=True)
-    log.touch()
-    log.chmod(0o600)  # SGLang logs its arguments
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, ADMIN_KEY_VARIABLE: key},
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+    with log.open("wb"):
+        log.chmod(0o600)
+    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}  # of other servers
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**environment, ADMIN_KEY_VARIABLE: key},
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
+    assert process.stdout is not None
+    logging = threading.Thread(target=write_log, args=(process.stdout, log), daemon=True)
+    logging.start()
     try:
         server = CalibrationServer(f"http://127.0.0.1:{port}", key=key)
-        _wait(process, server, log)
+        _wait(process, logging, server, log)
         yield server
     finally:
         with suppress(ProcessLookupError):
@@ -77,6 +82,31 @@ def own_server(model: str, arguments: Sequence[str], log: Path) -> Iterator[Cali
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        logging.join(5)
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Refuse flags that a server of the search's own can't have, also where SGLang takes them abbreviated.
+
+    Raises:
+        SearchError: naming the flag, not its value.
+    """
+    for word in arguments:
+        name = word.partition("=")[0]
+        if any(flag.startswith(name) for flag in _KEYS) and len(name) > len("--a"):
+            raise SearchError(f"{name} is given, but a server of the search's own makes its own key")
+        if name.startswith("--ssl"):
+            raise SearchError(f"{name} is given, but a server of the search's own is asked over loopback, without TLS")
+        if name == "--revision":
+            raise SearchError("--revision is given, which the search would not read; expected --model owner/name@REVISION")
+
+
+def write_log(output: IO[bytes], log: Path) -> None:
+    """Copy what a server says into `log`, line by line, without secrets."""
+    with output, log.open("ab", buffering=0) as file:
+        while line := output.readline(_LINE_BYTES):
+            with suppress(OSError):  # a full disk must not stop the server, which would wait for its reader
+                file.write(redacted(line.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape"))
 
 
 def free_port() -> int:
@@ -98,10 +128,11 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _wait(process: subprocess.Popen[bytes], server: CalibrationServer, log: Path) -> None:
+def _wait(process: subprocess.Popen[bytes], logging: threading.Thread, server: CalibrationServer, log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
+            logging.join(5)
             lines = log.read_text(errors="replace").splitlines()
             ours = [line.removeprefix(_OURS) for line in lines if line.startswith(_OURS)]
             reason = ours[-1] if ours else (lines[-1] if lines else "no output")

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.data.tokens import TokenSet, sampled_queries
+from indexcache_search.engines.answers import Rank
 from indexcache_search.engines.base import Evaluation
-from indexcache_search.engines.calibration_server import CalibrationServer, Rank, ServerBusyError, ServerLostError
+from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
 from indexcache_search.errors import SearchError
 from indexcache_search.key_plan import KeyPlan
 from indexcache_search.objectives import Objective
@@ -169,7 +170,7 @@ class SglangEngine:
             lane.switch(pattern)
             lane.record_selections(data.seq_len - steps, data.seq_len)
             lane.logprobs([data.tokens[row].tolist()], data.seq_len - 1, [Measured.new(MISSES, row).rid])
-            return lane.misses(pattern.full_layers, sizes)
+            return lane.misses(pattern.full_layers, sizes, most=steps * min(self.model.index_topk, data.seq_len))
 
         return self._anywhere(count)
 
@@ -205,6 +206,10 @@ class SglangEngine:
         """A server that has another model or version must not answer for the first one, now or after a restart."""
         if status.config_sha256 != self.model.config_sha256:
             raise SearchError(f"{lane.url}: serves another model than --model {self.model.name}")
+        if len(status.pattern) != self.model.num_layers:
+            raise SearchError(
+                f"{lane.url}: runs {len(status.pattern)} layers that choose, expected {self.model.num_layers}"
+            )
         if status.weights_sha256 != self.weights_sha256:
             raise SearchError(f"{lane.url}: has other weights than {self._lanes[0].url} had; expected the same")
         kind = self._kind(status)
@@ -258,7 +263,7 @@ class SglangEngine:
             loss.pause = min(2 * loss.pause, LONGEST_PAUSE)
             try:
                 status = lane.status()
-            except (ServerLostError, ServerBusyError, SearchError):  # one that is starting has no route yet
+            except (ServerLostError, SearchError):  # one that is starting has no route yet
                 continue
             self._check_same(lane, status)
             if not loss.was_back:
@@ -319,7 +324,7 @@ class SglangEngine:
         lane.sample_indices(positions.tolist())
         for row in range(data.num_sequences):
             lane.logprobs([data.tokens[row].tolist()], data.seq_len - 1, [Measured.new(OVERLAP, row).rid])
-        overlap, queries = lane.index_overlap()
+        overlap, queries = lane.index_overlap(self.model.num_layers)
         if queries != len(positions) * data.num_sequences:
             raise SearchError(f"{lane.url}: sampled {queries} queries, expected {len(positions) * data.num_sequences}")
         return np.asarray(overlap)

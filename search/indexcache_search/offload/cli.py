@@ -15,6 +15,7 @@ from indexcache_search import demo
 from indexcache_search import selection_flags as flags
 from indexcache_search.cli import FIRST_CHOICE, errors_in_one_line
 from indexcache_search.errors import SearchError
+from sglang_indexcache.address import Address
 from sglang_indexcache.spec import GRAMMAR
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def offload(
             sequences=num_sequences,
             steps=decode_steps,
             buffers=_sizes(buffers),
-            endpoints=tuple(endpoint or ()),
+            endpoints=tuple(map(Address.of, endpoint or ())),
             kv_dtype=kv_dtype,  # type: ignore[arg-type]  # one of these two
             limits=_limits(max_transfer, max_device_gb),
         )

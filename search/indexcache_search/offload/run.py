@@ -36,6 +36,7 @@ from indexcache_search.offload.result import Buffer, Choice, Limits, OffloadResu
 from indexcache_search.progress import warn
 from indexcache_search.selection_flags import suffix
 from sglang_indexcache import Pattern, PatternFile, SparseModel
+from sglang_indexcache.address import Address
 from sglang_indexcache.families import family_of
 from sglang_indexcache.pattern import DENSE, FULL
 from sglang_indexcache.pattern_file import ModelSection
@@ -71,7 +72,7 @@ class Asked:
     steps: int
     buffers: tuple[float, ...]
     kv_dtype: KvDtype
-    endpoints: tuple[str, ...]
+    endpoints: tuple[Address, ...]
     limits: Limits | None
 
 
