@@ -50,7 +50,7 @@ class Address:
         good = url.isascii() and url.isprintable() and " " not in url and "@" not in beyond and "\\" not in url
         if not good or parts.scheme not in ("http", "https") or port == 0 or not _HOST.fullmatch(host):
             secret = set("@?#") & set(url)
-            shown = "a URL with user, query or fragment" if secret else repr(url[:80])
+            shown = "a URL with user, query or fragment" if secret else url[:80]
             more = "; write special characters of a password as %40" if "@" in url else ""
             raise AddressError(f"{shown}: {_EXPECTED}{more}")
         netloc = (f"[{host}]" if ":" in host else host) + ("" if port is None else f":{port}")

@@ -38,7 +38,7 @@ def ending(error: Exception) -> tuple[str, int]:
         where = f"{error.filename}: " if error.filename else ""
         return one_line(f"{where}{reason(error)}{while_doing}"), BAD_INPUT
     line = one_line(f"{type(error).__name__}: {error}", 200)
-    return f"unforeseen{while_doing}: {line} ({_saved(error)})", UNFORESEEN
+    return f"unforeseen{redacted(while_doing)}: {line} ({_saved(error)})", UNFORESEEN
 
 
 def _saved(error: Exception) -> str:

@@ -70,24 +70,11 @@ def run(
     """Run a command with some URLs; its exit code, and all it printed."""
     pattern_file(Pattern("FSSFSS"), tiny_config()).save(tmp_path / "p.yaml")
     data = ["--evaluation", str(token_file), "--seq-len", "32", "--model", str(model_folder)]
+    small = ["--retain", "1/2", "--num-sequences", "2", "--num-eval-sequences", "2"]
     options: dict[str, tuple[Any, list[str]]] = {
         "search": (
             search,
-            [
-                *data,
-                "--calibration",
-                str(token_file),
-                "--engine",
-                "sglang",
-                "--strategy",
-                "uniform",
-                "--retain",
-                "1/2",
-                "--num-sequences",
-                "2",
-                "--num-eval-sequences",
-                "2",
-            ],
+            [*data, "--calibration", str(token_file), "--engine", "sglang", "--strategy", "uniform", *small],
         ),
         "offload": (offload, [*data, "--num-sequences", "2", "--decode-steps", "4", "--pattern", "a=FSSFSS"]),
         "eval": (evaluate, [*data, "--num-sequences", "2"]),
@@ -101,7 +88,7 @@ def run(
         app, words = options[command]
         named = [word for url in urls for word in ("--endpoint", url)]
         result = CliRunner().invoke(app, [*words, *named, "--output", str(tmp_path / "out")])
-        return result.exit_code, result.output + result.stderr
+        return result.exit_code, result.output
 
     return started
 

@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
 from sglang_indexcache import Pattern
 from sglang_indexcache.fields import Count, Finite
+from sglang_indexcache.redaction import redacted
 
 ROUNDING = 1e-3  # nats by which a sum that can't be negative may be
 _MOST_RANKS = 1 << 16
@@ -17,7 +18,7 @@ _MOST_RANKS = 1 << 16
 _Number = Finite | None  # JSON has null where a number is not finite
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,64}$")]
-_Word = Annotated[str, Field(pattern=r"^[ -~]{1,200}$")]
+_Word = Annotated[str, Field(pattern=r"^[ -~]{1,200}$"), AfterValidator(redacted)]  # it gets into files
 _Token = tuple[_Number, Count, Any]  # logprob, id, text
 
 
