@@ -92,13 +92,15 @@ def check_arguments(arguments: Sequence[str]) -> None:
         SearchError: naming the flag, not its value.
     """
     for word in arguments:
-        name = word.partition("=")[0]
+        name = word.partition("=")[0].replace("_", "-")
         if any(flag.startswith(name) for flag in _KEYS) and len(name) > len("--a"):
             raise SearchError(f"{name} is given, but a server of the search's own makes its own key")
         if name.startswith("--ssl"):
             raise SearchError(f"{name} is given, but a server of the search's own is asked over loopback, without TLS")
         if name == "--revision":
-            raise SearchError("--revision is given, which the search would not read; expected --model owner/name@REVISION")
+            raise SearchError(
+                "--revision is given, which the search would not read; expected --model owner/name@REVISION"
+            )
 
 
 def write_log(output: IO[bytes], log: Path) -> None:
