@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # of `typing`, which takes milliseconds in which Ctrl-C would be Python's
 if TYPE_CHECKING:
+    from typing import Any
+
     from sglang_indexcache.errors import IndexCacheError
     from sglang_indexcache.model import SparseModel
     from sglang_indexcache.pattern import Pattern

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before all else is imported: Ctrl-C while it loads is one line, too
+    from sglang_indexcache.process import begin
+
+    begin("indexcache-check")
+
 import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from sglang_indexcache import process
 from sglang_indexcache.address import Address
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.command_line import ending
+from sglang_indexcache.command_line import ending, exit_codes
 from sglang_indexcache.environment import Environment
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.overrides import FLAG, parse_overrides
@@ -23,13 +29,15 @@ from sglang_indexcache.servers import differences
 from sglang_indexcache.spec import GRAMMAR, PatternSpec
 from sglang_indexcache.steps import NO_MEMORY
 
-DESCRIPTION = """\
+DESCRIPTION = f"""\
 Check a pattern file, without starting a server.
 
 With --model: read the model's config.json and the names of its weights, and ask the installed SGLang's own code which
 layers would run their indexer. With --server: compare with what running servers report, so that prefill and decode
 servers, replicas and nodes are known to serve one pattern. With --environment: what the plugin can do with the
-installed SGLang. Exit codes: 0 all is well, 1 problems were found, 2 something could not be read."""
+installed SGLang.
+
+{exit_codes("problems were found")}"""
 
 EXAMPLES = """\
 examples:
@@ -175,9 +183,16 @@ def _selection(selection: Selection) -> str:
     return f"{pages} ({selection.recent_pages} recent{sinks}), by {selection.score}{steps}{buffer}"
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         "indexcache-check",
         description=DESCRIPTION,
         epilog=EXAMPLES,
@@ -249,4 +264,4 @@ def _pattern(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.run("indexcache-check", main)

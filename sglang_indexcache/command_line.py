@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from sglang_indexcache import process
 from sglang_indexcache.errors import IndexCacheError, one_line
 from sglang_indexcache.files import reason
 from sglang_indexcache.redaction import redacted
 
-BAD_INPUT, UNFORESEEN = 2, 70  # 70 is EX_SOFTWARE of sysexits.h
+BAD_INPUT, UNFORESEEN, INTERRUPTED = 2, 70, 130  # 70 is EX_SOFTWARE of sysexits.h
+OURS = ("sglang_indexcache", "indexcache_")
+NO_MEMORY = (
+    *("not enough memory", "out of memory", "annot allocate memory", "an't allocate memory", "Unable to allocate"),
+    *("std::bad_alloc", "an't start new thread", "failed to map segment", "memory allocation"),
+)
 
 
 @contextmanager
@@ -25,15 +33,37 @@ def doing(what: str) -> Iterator[None]:
         raise
 
 
-def ending(error: Exception) -> tuple[str, int]:
-    """The line and the exit code that a command ends with.
+def exit_codes(one: str) -> str:
+    """What exit codes mean, for `--help`; `one` is what 1 means."""
+    return (
+        f"Exit codes: 0 done, 1 {one}, 2 bad input or a machine that refuses (memory, disk, a missing package),"
+        " 70 a bug of ours, 130 Ctrl-C, 141 nobody read the result, 143 SIGTERM."
+    )
+
+
+def ending(error: BaseException) -> tuple[str, int]:
+    """The line and the exit code that a command ends with; no line where something else has said it.
 
     What a user can mend has a line of its own; the operating system's word is passed on; of anything else the traceback
     goes into a file that the line names.
     """
+    stopped = process.stopped()
+    if stopped is not None or isinstance(error, KeyboardInterrupt):  # whatever Ctrl-C was turned into on its way
+        return process.last_words(), stopped or INTERRUPTED
+    if isinstance(error, SystemExit):
+        return ("", error.code or 0) if isinstance(error.code, int | None) else (one_line(error.code), BAD_INPUT)
     if isinstance(error, IndexCacheError):
         return str(error), BAD_INPUT
+    if hasattr(error, "format_message"):  # a flag that typer refuses; where its classes are depends on its version
+        return one_line(error.format_message()), BAD_INPUT
     while_doing = "".join(f" while {note}" for note in getattr(error, "__notes__", [])[:1])
+    if lacks_memory(error):
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        allowed = "" if limit == resource.RLIM_INFINITY else f" (ulimit -v {limit // 1024})"
+        return one_line(f"out of memory{while_doing}{allowed}: {str(error) or type(error).__name__}", 300), BAD_INPUT
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(OURS):
+        missing = (error.name or str(error)).partition(".")[0]
+        return f"{missing} is not installed; expected: pip install {process.requirement()}", BAD_INPUT
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return one_line(f"{where}{reason(error)}{while_doing}"), BAD_INPUT
@@ -41,7 +71,21 @@ def ending(error: Exception) -> tuple[str, int]:
     return f"unforeseen{redacted(while_doing)}: {line} ({_saved(error)})", UNFORESEEN
 
 
-def _saved(error: Exception) -> str:
+def lacks_memory(error: BaseException) -> bool:
+    """Whether `error`, or what it came from, says that there is no memory, in any of the ways that libraries do."""
+    seen: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in seen:
+        seen.append(found)
+        if isinstance(found, MemoryError) or getattr(found, "errno", None) == errno.ENOMEM:
+            return True
+        if isinstance(found, RuntimeError | ImportError) and any(words in str(found) for words in NO_MEMORY):
+            return True
+        found = found.__cause__ or found.__context__
+    return False
+
+
+def _saved(error: BaseException) -> str:
     """Where the traceback is."""
     try:
         descriptor, path = tempfile.mkstemp(prefix="indexcache-", suffix=".traceback")

@@ -11,6 +11,11 @@ All flags of `sglang.launch_server`, and three of ours:
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before all else is imported: Ctrl-C while it loads is one line, too
+    from sglang_indexcache.process import begin
+
+    begin("indexcache", "sglang")
+
 import os
 import runpy
 import sys
@@ -19,6 +24,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
+from sglang_indexcache import process
 from sglang_indexcache.calibration.preflight import LAUNCH_FLAGS
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.overrides import FLAG as OVERRIDES_FLAG
@@ -163,6 +169,7 @@ def main(arguments: Sequence[str]) -> None:
         refuse(str(error))
     except Exception as error:
         refuse_unforeseen("the launcher", error)
+    process.hand_over()
     sys.argv = ["sglang.launch_server", *rest]
     runpy.run_module("sglang.launch_server", run_name="__main__")
 

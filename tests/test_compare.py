@@ -137,7 +137,8 @@ def test_sequences_that_run_in_parts_give_the_same(
 def test_mistakes_get_one_line(
     model_folder: Path, token_file: Path, tmp_path: Path, more: list[str], message: str
 ) -> None:
-    result = run(*options(model_folder, token_file, tmp_path / "out"), *more)
+    given = options(model_folder, token_file, tmp_path / "out")
+    result = run(*(given[:-2] if "--endpoint" in more else given), *more)  # servers have a device of their own
     assert result.exit_code == 2, result.output
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     assert len(lines) == 1 and lines[0].startswith("indexcache-eval: ") and message in lines[0]
@@ -282,4 +283,4 @@ def test_a_uniform_pattern_passes_no_gate_by_its_name(model_folder: Path, token_
         result = run(
             *options(model_folder, token_file, tmp_path / "out"), "--pattern", "a=FSSSSS", "--max-increase", bad
         )
-        assert result.exit_code == 2 and "--max-increase is" in result.stderr
+        assert result.exit_code == 2 and "--max-increase" in result.stderr

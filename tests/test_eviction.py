@@ -282,8 +282,8 @@ def test_losses_that_are_no_numbers_end_it(
         (["--pattern", "DDDDDD"], "--pattern is DDDDDD, expected D and F"),
         (["--pattern", "FFF"], "pattern has 3 letters, model has 6 layers"),
         (["--steps", 0], "--steps is 0, expected at least one step"),
-        (["--loss", "own"], "--loss does not go with --train eviction"),
-        (["--warmup-steps", 3], "--warmup-steps does not go with --train eviction"),
+        (["--loss", "own"], "--loss needs --train indexers"),
+        (["--warmup-steps", 3], "--warmup-steps needs --train indexers"),
         (["--attention", "kernels"], "--attention kernels does not train eviction heads"),
         (["--page-tokens", 16], "nosa with page_tokens 16 and recent_pages 2, expected at least 32 and 2"),
         (["--query-pages", 2], "query_pages is 2, expected at most 1"),
@@ -303,7 +303,7 @@ def test_flags_of_one_training_are_not_the_others(model_folder: Path, texts: Pat
         return CliRunner().invoke(app, [str(word) for word in words])
 
     done = run("--model", model_folder, "--training", texts, "--pages", 4)
-    assert done.exit_code == 2 and "--pages does not go with --train indexers" in done.output
+    assert done.exit_code == 2 and "--pages needs --train eviction" in done.output
     done = run("--train", "eviction")
     assert done.exit_code == 2 and "--train eviction needs the --model of a dense model" in done.output
     done = run("--train", "eviction", "--model", model_folder, "--training", texts)

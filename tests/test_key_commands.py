@@ -203,13 +203,13 @@ def test_what_cannot_be_done_is_one_line(dense_folder: Path, model_folder: Path,
     broken = tmp_path / "broken.json"
     broken.write_text('{"schema": "indexcache-keys/v1"}')
     for options, words in (
-        (["--threshold", "0.5", *dense], "need --attention key_delta"),
+        (["--threshold", "0.5", *dense], "needs --attention key_delta"),
         ([*KEYS, "--evaluation", texts], "needs the --model of a dense model"),
         ([*KEYS, *dense, "--model", model_folder], "has indexers that choose"),
         ([*KEYS, *dense, "--threshold", "0.5,nothing"], "'nothing' is neither a number nor a file"),
         ([*KEYS, *dense, "--threshold", "-1"], "a value is -1.0"),
         ([*KEYS, *dense, "--threshold", "nan"], "a value is nan"),
-        ([*KEYS, *dense, "--window", "2"], "window is 2.0"),
+        ([*KEYS, *dense, "--window", "2"], "expected 0 to 1"),
         ([*KEYS, *dense, "--threshold", broken], "model: Field required"),
     ):
         done = evaluate(*options)
@@ -221,13 +221,13 @@ def test_what_cannot_be_done_is_one_line(dense_folder: Path, model_folder: Path,
         ([*calibrated, *sizes, "--skip", "1.5"], "expected shares between 0 and 1"),
         ([*calibrated, *sizes, "--skip", "0.99"], "expected at most 0."),
         ([*calibrated, *sizes, "--engine", "sglang"], "runs on transformers alone"),
-        ([*calibrated, *sizes, "--objective", "nll"], "no --objective"),
+        ([*calibrated, *sizes, "--objective", "nll"], "--objective needs --method patterns"),
         (["--calibration", texts], "needs a --model"),
     ):
         done = search(*options)
         assert done.exit_code == 2 and words in done.stderr, done.output
     done = CliRunner().invoke(cli.app, [str(item) for item in [*calibrated, "--skip", "0.5"]])
-    assert done.exit_code == 2 and "need --method key_delta" in done.stderr
+    assert done.exit_code == 2 and "needs --method key_delta" in done.stderr
 
 
 def test_a_file_of_another_model_is_refused(tmp_path: Path, dense_folder: Path, texts: Path) -> None:

@@ -40,7 +40,13 @@ def test_help_is_quick_and_teaches_by_example() -> None:
     code += "print('torch' in sys.modules, 'datasets' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip().endswith("False False")
-    for text in ("Examples:", "indexcache-search --model zai-org/GLM-5", "Exit codes", "--retain", "--work-dir"):
+    for text in (
+        "Examples:",
+        "indexcache-search --engine sglang --model zai-org/GLM-5-FP8",
+        "Exit codes",
+        "--retain",
+        "--work-dir",
+    ):
         assert text in result.stdout
 
 

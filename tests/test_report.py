@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.image
@@ -17,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from indexcache_search import tables
+from indexcache_search.progress import Remaining, bar
 from indexcache_search.report import render
 from indexcache_search.report.figures import changes_figure
 from indexcache_search.results import SearchResult
@@ -223,6 +225,44 @@ def test_names_that_look_like_markup_are_shown_as_they_are() -> None:
     assert r"$\frac$ [/b]" in render(result)
     assert "<svg" in changes_figure(result.held_out)
     console = Console(width=300, file=io.StringIO())
-    console.print(tables.terminal_table(result.held_out))
+    console.print(*tables.terminal_tables(result.held_out, 300))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert r"$\frac$ [/b]" in text and "[red]x[bold].jsonl" in text
+
+
+@pytest.mark.parametrize(("width", "parts"), [(80, 3), (100, 2), (300, 1)])
+def test_a_terminal_of_any_width_shows_all_columns(width: int, parts: int) -> None:
+    """As the demo's: names of 25 letters, six sources; where one table is too wide there are several."""
+    content = sample_content()
+    sources = ["demo:text", "demo:kv_end", "demo:chain", "demo:multi", "demo:update", "demo:copy"]
+    content["held_out"] |= {"sources": sources, "answer_sources": sources[1:]}
+    for line in content["held_out"]["rows"]:
+        measured = next(iter(line["by_source"].values())) | {"accuracy": estimate(0.25)}
+        line["by_source"] = dict.fromkeys(sources, measured)
+        line["name"] = line["name"][:8] + " [/b] and 10 more"
+    result = sample_metrics(content)
+    console = Console(width=width, file=io.StringIO())
+    found = tables.terminal_tables(result.held_out, width)
+    console.print(*found, sep="\n")
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(found) == parts and max(map(len, lines)) <= width
+    titles = [line for line in lines if line.startswith("┃") and "pattern" in line]
+    assert len(titles) == len(found) and all("kept" in line for line in titles)
+    words = " ".join(titles).replace("┃", " ").split()
+    shown = ["F", "loss", "increase", *(source.removeprefix("demo:") for source in sources)]
+    assert [word for word in words if word not in ("pattern", "kept")] == shown
+    assert all("…" not in line for line in lines)
+    named = [row for row in result.held_out.rows if row.kind != "phase"]
+    assert sum("[/b] and 10 more" in line for line in lines) == len(found) * len(named)
+
+
+def test_what_is_left_is_told_where_the_end_is_known() -> None:
+    task: Any = SimpleNamespace(finished=False, total=10, time_remaining=50.4)
+    assert str(Remaining().render(task)) == "0:00:50 left"
+    for change in ({"total": None}, {"finished": True}, {"time_remaining": None}):
+        assert str(Remaining().render(SimpleNamespace(**{**vars(task), **change}))) == ""  # type: ignore[arg-type]
+    console = Console(width=100, file=io.StringIO(), force_terminal=True)
+    with bar(console) as progress:
+        progress.add_task("[/b] without an end", total=None)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "left" not in text and "[/b] without an end" in text

@@ -249,7 +249,7 @@ def test_ctrl_c_leaves_a_valid_partial_trajectory(
     with monkeypatch.context() as patch:
         patch.setattr(TransformersEngine, "_score", interrupted)
         result = run(*arguments(model_folder, token_file, tmp_path))
-    assert result.exit_code == 130 and "The same command goes on from here" in result.stderr
+    assert result.exit_code == 130 and "the same command goes on from here" in result.stderr
     partial = PatternFile.load(tmp_path / "pattern.partial.yaml")
     whole = PatternFile.load(finished / "pattern.yaml")
     assert len(partial.trajectory) == 2 and partial.trajectory == whole.trajectory[:2]

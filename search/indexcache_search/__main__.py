@@ -1,17 +1,20 @@
-"""Entry points of the command lines, with a clear line where dependencies are not installed."""
+"""Entry points of the command lines; nothing is imported before `process.run` answers Ctrl-C."""
 
-import importlib
-import sys
+from __future__ import annotations
+
+from importlib import import_module
+
+from sglang_indexcache import process
 
 
 def main() -> None:
     """Run indexcache-search."""
-    _run("indexcache-search", "indexcache_search.cli", "search")
+    _run("indexcache-search", "indexcache_search.cli")
 
 
 def evaluate() -> None:
     """Run indexcache-eval."""
-    _run("indexcache-eval", "indexcache_search.eval_cli", "search")
+    _run("indexcache-eval", "indexcache_search.eval_cli")
 
 
 def distill() -> None:
@@ -21,17 +24,15 @@ def distill() -> None:
 
 def offload() -> None:
     """Run indexcache-offload."""
-    _run("indexcache-offload", "indexcache_search.offload.cli", "search")
+    _run("indexcache-offload", "indexcache_search.offload.cli")
 
 
-def _run(command: str, module: str, extra: str) -> None:
-    try:
-        app = importlib.import_module(module).app
-    except ModuleNotFoundError as error:
-        missing = (error.name or str(error)).partition(".")[0]
-        sys.stderr.write(f"{command}: {missing} is not installed; expected: pip install 'sglang-indexcache[{extra}]'\n")
-        sys.exit(2)
-    app(prog_name=command)
+def _run(command: str, module: str, extra: str = "search") -> None:
+    def work() -> int | None:
+        code: int | None = import_module(module).app(prog_name=command, standalone_mode=False)
+        return code
+
+    process.run(command, work, extra, resumes=True)
 
 
 if __name__ == "__main__":

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
-from indexcache_search import demo
+from indexcache_search import bounded, demo
 from indexcache_search import selection_flags as flags
-from indexcache_search.errors import NonFiniteLossError, SearchError
+from indexcache_search.errors import SearchError
+from indexcache_search.needs import Need, Needs, refuse_unread
 from indexcache_search.objectives import Objective
 from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
 from indexcache_search.strategies.prices import PRICE_CONTEXT
+from indexcache_search.terminal import errors_in_one_line, messages, results
+from sglang_indexcache import process
 from sglang_indexcache.address import Address
-from sglang_indexcache.command_line import ending
+from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.pattern import parse_retention
 
 FIRST_CHOICE = "index_topk (DeepSeek-V4: 4 times that; dense models: pages x page tokens)"  # below, all is seen
@@ -43,8 +43,9 @@ Examples:
       The demo: a small DSA model and its data, both in the package.
 
 \b
-  indexcache-search --model zai-org/GLM-5 --calibration sft.jsonl --seq-len 8192 --device cuda --dtype bfloat16
-      Your model, your text. Rows hold `text`, `messages`, or `input_ids` with an optional `loss_mask`.
+  indexcache-search --engine sglang --model zai-org/GLM-5-FP8 --tp 8 --calibration sft.jsonl --seq-len 32768
+      Your model, in SGLang on your GPUs (docs/calibrate.md), and your text. Rows hold `text`, `messages`, or
+      `input_ids` with an optional `loss_mask`. Without --engine sglang a model must fit one GPU, or the CPU.
 
 \b
   indexcache-search --calibration long.parquet --calibration owner/dataset:subset --evaluation held_out.jsonl ...
@@ -67,8 +68,36 @@ Examples:
 Run the same command again to go on after a kill, a crash or Ctrl-C.
 
 \b
-Exit codes: 0 done, 1 the run failed (a loss was not finite), 2 bad input, 70 a bug of ours, 130 interrupted.
+{exit_codes("the run failed (a loss was not finite)")}
 """
+
+PATTERNS = Need("--method patterns", lambda given: given["method"] == "patterns")
+KEYS = Need("--method key_delta", lambda given: given["method"] == "key_delta")
+SGLANG = Need("--engine sglang", lambda given: given["engine"] == "sglang")
+HERE = Need("--engine transformers", lambda given: given["engine"] == "transformers")
+OWN = Need("a server of the search's own, without --endpoint", lambda given: not given["endpoint"])
+LAZY = Need("--strategy lazy", lambda given: given["strategy"] == "lazy")
+RACES = Need(
+    "a strategy that looks at a part of the sequences first",
+    lambda given: not given["race"] or given["strategy"] not in STRATEGIES or STRATEGIES[given["strategy"]].races,
+)
+PRICED = Need("--queries or --rescore", lambda given: bool(given["queries"] or given["rescore"]))
+NEEDS: Needs = {
+    **dict.fromkeys(("model", "engine", "calibration", "evaluation", "seq_len", "num_sequences"), ()),
+    **dict.fromkeys(("num_eval_sequences", "method", "output", "work_dir", "restart", "batch_size", "seed"), ()),
+    **dict.fromkeys(("retain", "strategy", "swaps", "blocks", "reply", "objective"), (PATTERNS,)),
+    **dict.fromkeys(("report", "json_"), (PATTERNS,)),
+    **dict.fromkeys(("queries", "rescore"), (PATTERNS, HERE)),
+    **dict.fromkeys(("pages", "page_tokens", "recent_pages", "sink_pages", "score", "steps"), (PATTERNS, HERE)),
+    **dict.fromkeys(("skip", "window", "max_window", "recent_keys"), (KEYS,)),
+    **dict.fromkeys(("price_context", "decode_retain"), (PATTERNS, PRICED)),
+    **dict.fromkeys(("device", "dtype"), (OWN,)),
+    "endpoint": (SGLANG,),
+    "candidates": (PATTERNS, LAZY),
+    "race": (PATTERNS, RACES),
+    "prefix_cache_gb": (HERE,),
+    "attention": (PATTERNS, HERE),
+}
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -100,10 +129,18 @@ def search(
         typer.Option(help="Held-out source; repeatable. Default: the calibration sources.", metavar="SOURCE"),
     ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", min=1)
+        int | None,
+        typer.Option(
+            help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", callback=bounded.tokens()
+        ),
     ] = None,
-    num_sequences: Annotated[int, typer.Option(help="Calibration sequences.", min=1)] = 32,
-    num_eval_sequences: Annotated[int, typer.Option(help="Held-out sequences.", min=1)] = 32,
+    num_sequences: Annotated[int, typer.Option(help="Calibration sequences.", callback=bounded.sequences())] = 32,
+    num_eval_sequences: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Held-out sequences. Default: 32, for the demo model {demo.SEQUENCES}.", callback=bounded.sequences()
+        ),
+    ] = None,
     retain: Annotated[
         str, typer.Option(help="Shares of layers that stay F, or D; the first is the file's default.")
     ] = "1/2,1/4,1/8",
@@ -116,7 +153,10 @@ def search(
         ),
     ] = DEFAULT_STRATEGY,
     candidates: Annotated[
-        int, typer.Option(help="lazy: flips that a step evaluates at least. More: surer, dearer.", min=1)
+        int,
+        typer.Option(
+            help="lazy: flips that a step evaluates at least. More: surer, dearer.", callback=bounded.within(1, 10_000)
+        ),
     ] = 1,
     race: Annotated[
         bool,
@@ -125,10 +165,16 @@ def search(
         ),
     ] = True,
     swaps: Annotated[
-        int, typer.Option(help="Local search after the strategy: swaps to try a round; 0: none.", min=0)
+        int,
+        typer.Option(
+            help="Local search after the strategy: swaps to try a round; 0: none.", callback=bounded.within(0, 100_000)
+        ),
     ] = 0,
     blocks: Annotated[
-        int, typer.Option(help="greedy: search P blocks of layers in turn, up to P flips a round.", min=1)
+        int,
+        typer.Option(
+            help="greedy: search P blocks of layers in turn, up to P flips a round.", callback=bounded.within(1, 10_000)
+        ),
     ] = 1,
     queries: Annotated[
         str,
@@ -145,7 +191,10 @@ def search(
         ),
     ] = "",
     price_context: Annotated[
-        int, typer.Option(help="--queries, --rescore: tokens of a prompt at which indexers are priced.")
+        int,
+        typer.Option(
+            help="--queries, --rescore: tokens of a prompt at which indexers are priced.", callback=bounded.tokens()
+        ),
     ] = PRICE_CONTEXT,
     decode_retain: Annotated[
         str | None,
@@ -158,7 +207,7 @@ def search(
         typer.Option(
             help="Only the last tokens of each sequence count, so many; before them is a prompt. The fewer they are,"
             " the more --num-sequences.",
-            min=2,
+            callback=bounded.tokens(2),
         ),
     ] = None,
     method: Annotated[
@@ -168,9 +217,11 @@ def search(
     skip: Annotated[
         str | None, typer.Option(help="key_delta: shares of the products of queries with keys. Default: 0.4,0.6.")
     ] = None,
-    window: Annotated[float | None, typer.Option(help="key_delta: as of indexcache-eval.")] = None,
-    max_window: Annotated[int | None, typer.Option(help="key_delta: likewise.", min=1)] = None,
-    recent_keys: Annotated[int | None, typer.Option(help="key_delta: likewise.", min=1)] = None,
+    window: Annotated[
+        float | None, typer.Option(help="key_delta: as of indexcache-eval.", callback=bounded.within(0, 1))
+    ] = None,
+    max_window: Annotated[int | None, typer.Option(help="key_delta: likewise.", callback=bounded.tokens())] = None,
+    recent_keys: Annotated[int | None, typer.Option(help="key_delta: likewise.", callback=bounded.tokens())] = None,
     objective: Annotated[
         Objective,
         typer.Option(help="kl: divergence from the unpatterned model. nll: loss on the text, the paper's."),
@@ -182,12 +233,12 @@ def search(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16. Default: float32; with sglang, the model's own.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences a forward.", min=1)] = 1,
+    batch_size: Annotated[int, typer.Option(help="Sequences a forward.", callback=bounded.batch())] = 1,
     prefix_cache_gb: Annotated[
         float | None,
         typer.Option(
             help="Host memory for layer outputs that candidates share; 0 turns it off. Default: 2, for the demo 1.7.",
-            min=0,
+            callback=bounded.within(0, 1e6),
         ),
     ] = None,
     attention: Annotated[
@@ -197,13 +248,13 @@ def search(
             " auto: kernels on a CUDA device."
         ),
     ] = "auto",
-    page_tokens: Annotated[int | None, typer.Option(help=flags.PAGE_TOKENS)] = None,
+    page_tokens: Annotated[int | None, typer.Option(help=flags.PAGE_TOKENS, callback=bounded.tokens())] = None,
     pages: Annotated[str, typer.Option(help=f"{flags.PAGES}. Default: 64.")] = "",
-    recent_pages: Annotated[int | None, typer.Option(help=flags.RECENT_PAGES)] = None,
-    sink_pages: Annotated[int | None, typer.Option(help=flags.SINK_PAGES)] = None,
+    recent_pages: Annotated[int | None, typer.Option(help=flags.RECENT_PAGES, callback=bounded.tokens(0))] = None,
+    sink_pages: Annotated[int | None, typer.Option(help=flags.SINK_PAGES, callback=bounded.tokens(0))] = None,
     score: Annotated[str | None, typer.Option(help=flags.SCORE)] = None,
     steps: Annotated[str, typer.Option(help=f"{flags.STEPS}.")] = "",
-    seed: Annotated[int, typer.Option(help="Order of the calibration documents.")] = 0,
+    seed: Annotated[int, typer.Option(help="Order of the calibration documents.", callback=bounded.seed())] = 0,
     report: Annotated[bool, typer.Option(help="Write report.html.")] = True,
     json_: Annotated[bool, typer.Option("--json", help="Print metrics.json to stdout, nothing else.")] = False,
 ) -> None:
@@ -211,18 +262,15 @@ def search(
 
     Writes pattern.yaml, metrics.json and report.html. Without options it searches the demo model.
     """
-    from indexcache_search.run import Data, Files, Runtime, run, show
-    from indexcache_search.settings import Settings
-
-    console = Console(stderr=True, highlight=False)
+    console = messages()
     with errors_in_one_line(console, "indexcache-search"):
+        refuse_unread(context, NEEDS)
         if context.args and (engine != "sglang" or endpoint):
             raise SearchError(f"no such option: {context.args[0].partition('=')[0]}; see indexcache-search --help")
-        if endpoint and engine != "sglang":
-            raise SearchError("--endpoint needs --engine sglang")
+        from indexcache_search.run import Data, Files, Runtime, run, show
+        from indexcache_search.settings import Settings
+
         near = near_of(window, max_window, recent_keys)
-        if method != "key_delta" and (near or skip is not None):
-            raise SearchError("--skip, --window, --max-window and --recent-keys need --method key_delta")
         if model is None and calibration is None:
             calibration, evaluation = list(demo.CALIBRATION), evaluation or list(demo.EVALUATION)
         if not calibration:
@@ -247,7 +295,7 @@ def search(
             tuple(evaluation or calibration),
             seq_len or (DEMO_LENGTH if model is None else None),
             num_sequences,
-            num_eval_sequences,
+            num_eval_sequences or (demo.SEQUENCES if model is None else 32),
             reply,
         )
         folder = output or Path(f"indexcache-{_short_name(model)}")
@@ -275,8 +323,9 @@ def search(
         if method == "key_delta":
             from indexcache_search import key_run
 
-            if model is None or objective != "kl" or json_:
-                raise SearchError("--method key_delta needs a --model, and no --objective or --json")
+            if model is None:
+                raise SearchError("--method key_delta needs a --model")
+            process.let_work_end()
             found = key_run.run(
                 model,
                 data,
@@ -287,13 +336,14 @@ def search(
                 files,
                 console,
             )
-            key_run.show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 200))
+            key_run.show(found, model, results())
             return
+        process.let_work_end()
         result = run(str(model or demo.MODEL), data, runtime, settings, files, console)
-    if json_:
-        sys.stdout.write(json.dumps(result.as_json(), indent=1) + "\n")
-        return
-    show(result, files)
+        if json_:
+            sys.stdout.write(json.dumps(result.as_json(), indent=1) + "\n")
+        else:
+            show(result, model, files, results())
 
 
 def near_of(window: float | None, max_window: int | None, recent_keys: int | None) -> dict[str, Any]:
@@ -314,22 +364,3 @@ def _short_name(model: str | None) -> str:
     if model is None:
         return "demo"
     return Path(model).resolve().name if Path(model).is_dir() else model.rpartition("/")[2]
-
-
-@contextmanager
-def errors_in_one_line(console: Console, command: str) -> Iterator[None]:
-    """End in one line and an exit code, whatever happens."""
-    try:
-        yield
-    except typer.Exit:
-        raise
-    except NonFiniteLossError as error:
-        console.print(f"{command}: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    except Exception as error:
-        line, code = ending(error)
-        console.print(f"{command}: {line}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(code) from None
-    except KeyboardInterrupt:
-        console.print("\nInterrupted. The same command goes on from here.", style="yellow")
-        raise typer.Exit(130) from None

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
-from indexcache_search import demo
+from indexcache_search import bounded, demo
 from indexcache_search import selection_flags as flags
-from indexcache_search.cli import FIRST_CHOICE, errors_in_one_line
+from indexcache_search.cli import FIRST_CHOICE
 from indexcache_search.distill.settings import Loss, Schedule
 from indexcache_search.errors import SearchError
+from indexcache_search.needs import Need, Needs, refuse_unread
+from indexcache_search.terminal import errors_in_one_line, messages, results, serving
+from sglang_indexcache import process
+from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.pattern import FULL
 from sglang_indexcache.spec import GRAMMAR, PatternSpec
 from sglang_indexcache.steps import Steps
@@ -25,8 +28,25 @@ from sglang_indexcache.steps import Steps
 BiasUse = Literal["always", "training"]
 SharedIndexers = Literal["auto", "drop", "keep"]
 Trained = Literal["indexers", "eviction"]
-NOT_FOR_HEADS = ("loss", "warmup_steps", "warmup_lr", "indexer_lr", "memory_check", "shared_indexers")
-FOR_HEADS = ("heads_lr", "body", "bias", "query_pages", "pages", "page_tokens", "recent_pages", "sink_pages")
+
+INDEXERS = Need("--train indexers", lambda given: given["train"] == "indexers")
+HEADS_ALONE = Need("--train eviction", lambda given: given["train"] == "eviction")
+BODY = Need("--train indexers, or --body", lambda given: given["train"] == "indexers" or given["body"])
+WARM_UP = Need("--warmup-steps above 0", lambda given: given["warmup_steps"] != 0)
+SPARSE = Need("--steps above 0", lambda given: given["steps"] != 0)
+NEEDS: Needs = {
+    **dict.fromkeys(("train", "model", "pattern", "training", "evaluation", "seq_len", "num_sequences"), ()),
+    **dict.fromkeys(("num_eval_sequences", "steps", "schedule", "ramp_steps", "batch_size", "micro_batch_size"), ()),
+    **dict.fromkeys(("max_norm", "seed", "dtype", "device", "attention", "gradient_checkpointing"), ()),
+    **dict.fromkeys(("evaluate_every", "checkpoint_every", "show_every", "output", "restart"), ()),
+    **dict.fromkeys(("tensorboard", "json_"), ()),
+    **dict.fromkeys(("loss", "warmup_steps", "memory_check", "shared_indexers"), (INDEXERS,)),
+    **dict.fromkeys(("heads_lr", "body", "bias", "query_pages"), (HEADS_ALONE,)),
+    **dict.fromkeys(("pages", "page_tokens", "recent_pages", "sink_pages"), (HEADS_ALONE,)),
+    **dict.fromkeys(("lr", "weight_decay"), (BODY, SPARSE)),
+    "warmup_lr": (INDEXERS, WARM_UP),
+    "indexer_lr": (INDEXERS, SPARSE),
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +66,7 @@ class Defaults:
 DEMO = Defaults(20, 40, 1e-3, 2e-4, 4, 512, 64, 24)
 HEADS = Defaults(0, 200, num_sequences=1600, batch_size=8)
 
-EPILOG = """
+EPILOG = f"""
 Examples:
 
 \b
@@ -72,7 +92,7 @@ Examples:
 Run the same command again to go on after a kill, a crash or Ctrl-C: the losses are the same as without it.
 
 \b
-Exit codes: 0 done, 1 the run failed (a loss was not finite), 2 bad input, 70 a bug of ours, 130 interrupted.
+{exit_codes("the run failed (a loss was not finite)")}
 """
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -97,12 +117,21 @@ def distill(
         typer.Option(help="Held-out source; repeatable. Default: the training sources.", metavar="SOURCE"),
     ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", min=1)
+        int | None,
+        typer.Option(
+            help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", callback=bounded.tokens()
+        ),
     ] = None,
     num_sequences: Annotated[
-        int | None, typer.Option(help="Training sequences; used again when all were seen. Default: 16384.", min=1)
+        int | None,
+        typer.Option(
+            help="Training sequences; used again when all were seen. Default: 16384.",
+            callback=bounded.within(1, 100_000_000),
+        ),
     ] = None,
-    num_eval_sequences: Annotated[int | None, typer.Option(help="Held-out sequences. Default: 32.", min=1)] = None,
+    num_eval_sequences: Annotated[
+        int | None, typer.Option(help="Held-out sequences. Default: 32.", callback=bounded.sequences())
+    ] = None,
     loss: Annotated[
         Loss,
         typer.Option(
@@ -111,20 +140,35 @@ def distill(
         ),
     ] = "multi",
     warmup_steps: Annotated[
-        int | None, typer.Option(help="Dense steps in which only indexers train. Default: 1000; 0: none.", min=0)
+        int | None,
+        typer.Option(
+            help="Dense steps in which only indexers train. Default: 1000; 0: none.", callback=bounded.steps(0)
+        ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Sparse steps in which everything trains. Default: 4000; 0: none.", min=0)
+        int | None,
+        typer.Option(
+            help="Sparse steps in which everything trains. Default: 4000; 0: none.", callback=bounded.steps(0)
+        ),
     ] = None,
-    warmup_lr: Annotated[float, typer.Option(help="Peak learning rate of the indexers in the warm-up.", min=0)] = 1e-3,
+    warmup_lr: Annotated[
+        float, typer.Option(help="Peak learning rate of the indexers in the warm-up.", callback=bounded.rate())
+    ] = 1e-3,
     indexer_lr: Annotated[
         float | None,
-        typer.Option(help="Peak learning rate of the indexers in the sparse stage. Default: 7.3e-6.", min=0),
+        typer.Option(
+            help="Peak learning rate of the indexers in the sparse stage. Default: 7.3e-6.", callback=bounded.rate()
+        ),
     ] = None,
     lr: Annotated[
-        float | None, typer.Option(help="Peak learning rate of the body in the sparse stage. Default: 7.3e-6.", min=0)
+        float | None,
+        typer.Option(
+            help="Peak learning rate of the body in the sparse stage. Default: 7.3e-6.", callback=bounded.rate()
+        ),
     ] = None,
-    heads_lr: Annotated[float, typer.Option(help="eviction: peak learning rate of the heads.", min=0)] = 1e-2,
+    heads_lr: Annotated[
+        float, typer.Option(help="eviction: peak learning rate of the heads.", callback=bounded.rate())
+    ] = 1e-2,
     body: Annotated[
         bool,
         typer.Option(
@@ -140,23 +184,41 @@ def distill(
         ),
     ] = "always",
     query_pages: Annotated[
-        int, typer.Option(help="eviction: pages that a query chooses; the heads choose the others.", min=1)
+        int,
+        typer.Option(
+            help="eviction: pages that a query chooses; the heads choose the others.", callback=bounded.tokens()
+        ),
     ] = 8,
-    pages: Annotated[int | None, typer.Option(help=f"eviction: {flags.PAGES}. Default: 64.", min=2)] = None,
-    page_tokens: Annotated[int | None, typer.Option(help="eviction: tokens of a page. Default: 64.")] = None,
-    recent_pages: Annotated[
-        int | None, typer.Option(help="eviction: newest pages, always attended to. Default: one in 4.")
+    pages: Annotated[
+        int | None, typer.Option(help=f"eviction: {flags.PAGES}. Default: 64.", callback=bounded.tokens(2))
     ] = None,
-    sink_pages: Annotated[int | None, typer.Option(help="eviction: first pages, likewise. Default: 1.")] = None,
+    page_tokens: Annotated[
+        int | None, typer.Option(help="eviction: tokens of a page. Default: 64.", callback=bounded.tokens())
+    ] = None,
+    recent_pages: Annotated[
+        int | None,
+        typer.Option(help="eviction: newest pages, always attended to. Default: one in 4.", callback=bounded.tokens(0)),
+    ] = None,
+    sink_pages: Annotated[
+        int | None, typer.Option(help="eviction: first pages, likewise. Default: 1.", callback=bounded.tokens(0))
+    ] = None,
     schedule: Annotated[
         Schedule, typer.Option(help="cosine: to a tenth. wsd: stays, and falls to 0 over the last fifth.")
     ] = "cosine",
-    ramp_steps: Annotated[int, typer.Option(help="Steps of the ramp that each stage begins with.", min=0)] = 50,
-    batch_size: Annotated[int | None, typer.Option(help="Sequences a step. Default: 16.", min=1)] = None,
-    micro_batch_size: Annotated[int, typer.Option(help="Sequences a forward of one process.", min=1)] = 1,
-    weight_decay: Annotated[float, typer.Option(help="Of the body's matrices.", min=0)] = 0.1,
-    max_norm: Annotated[float, typer.Option(help="To which gradients are clipped.", min=0)] = 1.0,
-    seed: Annotated[int, typer.Option(help="Order of the training sequences.")] = 0,
+    ramp_steps: Annotated[
+        int, typer.Option(help="Steps of the ramp that each stage begins with.", callback=bounded.steps(0))
+    ] = 50,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Sequences a step. Default: 16.", callback=bounded.batch())
+    ] = None,
+    micro_batch_size: Annotated[
+        int, typer.Option(help="Sequences a forward of one process.", callback=bounded.batch())
+    ] = 1,
+    weight_decay: Annotated[float, typer.Option(help="Of the body's matrices.", callback=bounded.within(0, 1e6))] = 0.1,
+    max_norm: Annotated[
+        float, typer.Option(help="To which gradients are clipped.", callback=bounded.within(0, 1e6))
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Order of the training sequences.", callback=bounded.seed())] = 0,
     dtype: Annotated[
         str, typer.Option(help="Of the computations: float32, bfloat16 or auto. What trains is float32 in any case.")
     ] = "auto",
@@ -176,9 +238,13 @@ def distill(
         SharedIndexers,
         typer.Option(help="Weights of S layers' indexers in the result. auto: drop, but keep for deepseek_v32."),
     ] = "auto",
-    evaluate_every: Annotated[int, typer.Option(help="Steps between held-out evaluations.", min=1)] = 100,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)] = 100,
-    show_every: Annotated[int, typer.Option(help="Steps between lines on the terminal; the log has all.", min=1)] = 10,
+    evaluate_every: Annotated[
+        int, typer.Option(help="Steps between held-out evaluations.", callback=bounded.steps())
+    ] = 100,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.", callback=bounded.steps())] = 100,
+    show_every: Annotated[
+        int, typer.Option(help="Steps between lines on the terminal; the log has all.", callback=bounded.steps())
+    ] = 10,
     output: Annotated[
         Path | None, typer.Option(help="Folder for the results. Default: indexcache-distilled-NAME.")
     ] = None,
@@ -193,17 +259,13 @@ def distill(
     Training-aware IndexCache (paper, Section 3.2). Writes model/, pattern.yaml, log.jsonl, curves.svg and
     metrics.json. --train eviction trains NOSA's eviction heads of a dense model instead (arXiv 2510.13602).
     """
-    console = Console(stderr=True, highlight=False, quiet=os.environ.get("RANK", "0") != "0")
+    console = messages(quiet=os.environ.get("RANK", "0") != "0")
     is_demo = model is None
     with errors_in_one_line(console, "indexcache-distill"):
         for package in ("psutil", "torch", "transformers"):
             if find_spec(package) is None:
                 raise SearchError(f"{package} is not installed; expected: pip install 'sglang-indexcache[distill]'")
-        sources = {name: context.get_parameter_source(name) for name in context.params}
-        given = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
-        foreign = [name for name in (FOR_HEADS if train == "indexers" else NOT_FOR_HEADS) if name in given]
-        if foreign:
-            raise SearchError(f"--{foreign[0].replace('_', '-')} does not go with --train {train}")
+        refuse_unread(context, NEEDS)
         from indexcache_search.distill.result import terminal_table
         from indexcache_search.distill.run import run
         from indexcache_search.distill.settings import Runtime, Settings
@@ -270,6 +332,7 @@ def distill(
             "seed": seed,
         }
         number = defaults.steps if steps is None else steps
+        process.let_work_end()
         folders = Folders(folder, restart)
         if train == "eviction":
             from indexcache_search.eviction import run as eviction
@@ -289,13 +352,14 @@ def distill(
             )
             result = run(name, data, settings, runtime, folders, console)
             table = terminal_table
-    if not result:
-        return  # another process speaks
-    if json_:
-        sys.stdout.write(json.dumps(result, indent=1) + "\n")
-        return
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    out.print(table(result))
-    names = ("model", "pattern.yaml", "curves.svg", "metrics.json", "log.jsonl")
-    written = [str(folder / name) for name in names if (folder / name).exists()]
-    out.print(f"Wrote {', '.join(written)}", soft_wrap=True)
+        if not result:
+            return  # another process speaks
+        if json_:
+            sys.stdout.write(json.dumps(result, indent=1) + "\n")
+            return
+        out = results()
+        out.print(table(result))
+        names = ("model", "pattern.yaml", "curves.svg", "metrics.json", "log.jsonl")
+        written = [str(folder / name) for name in names if (folder / name).exists()]
+        out.print(f"Wrote {', '.join(written)}", soft_wrap=True)
+        out.print(f"Next: {serving(folder / 'pattern.yaml', folder / 'model')}", soft_wrap=True)

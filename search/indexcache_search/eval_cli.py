@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from indexcache_search import demo
+from indexcache_search import bounded, demo
 from indexcache_search import selection_flags as flags
-from indexcache_search.cli import FIRST_CHOICE, errors_in_one_line, near_of
+from indexcache_search.cli import FIRST_CHOICE, near_of
 from indexcache_search.errors import SearchError
+from indexcache_search.needs import Need, Needs, refuse_unread
+from indexcache_search.terminal import errors_in_one_line, messages, results
+from sglang_indexcache import process
 from sglang_indexcache.address import Address
-from sglang_indexcache.pattern import parse_retention
-from sglang_indexcache.spec import GRAMMAR
+from sglang_indexcache.command_line import exit_codes
+from sglang_indexcache.indexers import CANDIDATES
+from sglang_indexcache.pattern import DENSE, FULL, SHARED, parse_retention
+from sglang_indexcache.pattern_file import split_retention
+from sglang_indexcache.spec import GRAMMAR, split_name
 
-EPILOG = """
+EPILOG = f"""
 Examples:
 
 \b
@@ -31,9 +35,9 @@ Examples:
       The demo with what you found.
 
 \b
-  indexcache-eval --model zai-org/GLM-5 --pattern deploy/glm5.yaml@1/4 --pattern published=FFSFSSS... \\
+  indexcache-eval --model ./my-dsa-model --pattern deploy/mine.yaml@1/4 --pattern published=FFSFSSS... \\
         --evaluation held_out.jsonl --tasks multi_key,variable_tracking --seq-len 8192 --device cuda --dtype bfloat16
-      Two patterns of your model on your text and on generated tasks.
+      Two patterns of a model that one GPU holds, on your text and on generated tasks.
 
 \b
   indexcache-eval --model zai-org/GLM-5 --endpoint http://baseline:30000 --endpoint http://shared:30000 \\
@@ -46,14 +50,45 @@ Examples:
       What keys as thresholded differences (DeltaLLM) save on a dense model, and lose, beside what saves as much.
 
 \b
-Exit codes: 0 done, 1 a pattern or server is worse than --max-increase allows, 2 bad input, 70 a bug, 130 interrupted.
+{exit_codes("a pattern or server is worse than --max-increase allows, or a loss was not finite")}
 """
+
+KEYS = Need("--attention key_delta", lambda given: given["attention"] == "key_delta")
+PLAIN = Need("patterns alone, without --attention key_delta", lambda given: given["attention"] != "key_delta")
+HERE = Need("patterns of a model that runs here, without --endpoint", lambda given: not given["endpoint"])
+OPEN = Need(
+    "a --pattern file without @ and a retention",
+    lambda given: any(map(_is_open, given["pattern"] or (demo.PATTERNS if given["model"] is None else ()))),
+)
+TASKS = Need("--tasks", lambda given: bool(given["tasks"]))
+SOURCES = Need(
+    "--evaluation", lambda given: bool(given["evaluation"]) or (given["model"] is None and not given["tasks"])
+)
+NEEDS: Needs = {
+    **dict.fromkeys(("model", "evaluation", "tasks", "reply", "seq_len", "max_increase", "output", "json_"), ()),
+    **dict.fromkeys(("pages", "page_tokens", "recent_pages", "sink_pages", "score", "steps"), (HERE,)),
+    **dict.fromkeys(("pattern", "restart", "device", "dtype", "batch_size", "prefix_cache_gb", "attention"), (HERE,)),
+    **dict.fromkeys(("samples", "haystack", "chat"), (TASKS,)),
+    **dict.fromkeys(("threshold", "window", "max_window", "recent_keys", "rivals"), (KEYS,)),
+    "endpoint": (PLAIN,),
+    "retain": (HERE, OPEN),
+    "uniform": (HERE, PLAIN),
+    "num_sequences": (SOURCES,),
+}
+
+
+def _is_open(text: str) -> bool:
+    """Whether `text` names a file, and none of the retentions in it."""
+    name = split_name(text)[1]
+    return split_retention(name)[1] is None and bool(set(name.partition("+")[0]) - {DENSE, FULL, SHARED, CANDIDATES})
+
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 def evaluate(
+    context: typer.Context,
     model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. Default: the demo model.")] = None,
     pattern: Annotated[
         list[str] | None,
@@ -77,41 +112,53 @@ def evaluate(
         str,
         typer.Option(help=f"{flags.PAGES}, in the place of the file's; 16,64,256: each."),
     ] = "",
-    page_tokens: Annotated[int | None, typer.Option(help=flags.PAGE_TOKENS)] = None,
-    recent_pages: Annotated[int | None, typer.Option(help=flags.RECENT_PAGES)] = None,
-    sink_pages: Annotated[int | None, typer.Option(help=flags.SINK_PAGES)] = None,
+    page_tokens: Annotated[int | None, typer.Option(help=flags.PAGE_TOKENS, callback=bounded.tokens())] = None,
+    recent_pages: Annotated[int | None, typer.Option(help=flags.RECENT_PAGES, callback=bounded.tokens(0))] = None,
+    sink_pages: Annotated[int | None, typer.Option(help=flags.SINK_PAGES, callback=bounded.tokens(0))] = None,
     score: Annotated[str | None, typer.Option(help=flags.SCORE)] = None,
     steps: Annotated[str, typer.Option(help=f"{flags.STEPS}; none,ema:0.9: each.")] = "",
-    samples: Annotated[int, typer.Option(help="Samples of each task.", min=2)] = 16,
+    samples: Annotated[int, typer.Option(help="Samples of each task.", callback=bounded.sequences(2))] = 16,
     haystack: Annotated[str, typer.Option(help="Source of the text around a task's needles.")] = "demo:text",
     reply: Annotated[
         int | None,
         typer.Option(
             help="Only the last tokens of each sequence count, so many; what stands before them is a prompt. Patterns"
             " that select for several prompt queries at a time (+6q16) need it.",
-            min=2,
+            callback=bounded.tokens(2),
         ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask tasks through the chat template.")] = False,
     seq_len: Annotated[
-        int | None, typer.Option(help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", min=1)
+        int | None,
+        typer.Option(
+            help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", callback=bounded.tokens()
+        ),
     ] = None,
     num_sequences: Annotated[
         int | None,
-        typer.Option(help="Held-out sequences, of all sources together. Default: 144, for the demo model 96.", min=1),
+        typer.Option(
+            help=f"Held-out sequences, of all sources together. Default: 144, for the demo model {demo.SEQUENCES}.",
+            callback=bounded.sequences(),
+        ),
     ] = None,
     max_increase: Annotated[
         float | None,
-        typer.Option(help="Exit with 1 if a loss rises by more than this and two standard errors of the rise."),
+        typer.Option(
+            help="Exit with 1 if a loss rises by more than this and two standard errors of the rise.",
+            callback=bounded.within(-1e6, 1e6),
+        ),
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for eval.json and eval.html.")] = Path("indexcache-eval"),
     restart: Annotated[bool, typer.Option("--restart", help="Discard the journal and start afresh.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    batch_size: Annotated[int, typer.Option(help="Sequences a forward.", min=1)] = 1,
+    batch_size: Annotated[int, typer.Option(help="Sequences a forward.", callback=bounded.batch())] = 1,
     prefix_cache_gb: Annotated[
         float,
-        typer.Option(help="Host memory for layer outputs; of dense models as much again for keys of prompts.", min=0),
+        typer.Option(
+            help="Host memory for layer outputs; of dense models as much again for keys of prompts.",
+            callback=bounded.within(0, 1e6),
+        ),
     ] = 1.0,
     attention: Annotated[
         str,
@@ -126,11 +173,19 @@ def evaluate(
     ] = None,
     window: Annotated[
         float | None,
-        typer.Option(help="key_delta: keys that stay exact near a prompt's query, as a share. Default: 0.05."),
+        typer.Option(
+            help="key_delta: keys that stay exact near a prompt's query, as a share. Default: 0.05.",
+            callback=bounded.within(0, 1),
+        ),
     ] = None,
-    max_window: Annotated[int | None, typer.Option(help="key_delta: those keys at most.", min=1)] = None,
+    max_window: Annotated[
+        int | None, typer.Option(help="key_delta: those keys at most.", callback=bounded.tokens())
+    ] = None,
     recent_keys: Annotated[
-        int | None, typer.Option(help="key_delta: last keys that stay exact for a reply's query. Default: 4.", min=1)
+        int | None,
+        typer.Option(
+            help="key_delta: last keys that stay exact for a reply's query. Default: 4.", callback=bounded.tokens()
+        ),
     ] = None,
     rivals: Annotated[
         bool, typer.Option(help="key_delta: compare with windows, blocks and few bits, at equal savings.")
@@ -141,17 +196,14 @@ def evaluate(
 
     Differences are paired: everything sees the same sequences.
     """
-    console = Console(stderr=True, highlight=False)
+    console = messages()
     with errors_in_one_line(console, "indexcache-eval"):
+        refuse_unread(context, NEEDS)
         from indexcache_search.compare.result import rises
         from indexcache_search.compare.run import Candidates, Data, Runtime, run, show
 
         is_demo = model is None
         near = near_of(window, max_window, recent_keys)
-        if attention != "key_delta" and (near or threshold is not None):
-            raise SearchError("--threshold, --window, --max-window and --recent-keys need --attention key_delta")
-        if max_increase is not None and not math.isfinite(max_increase):
-            raise SearchError(f"--max-increase is {max_increase}, expected a number")
         selections = flags.selections_of(
             pages=pages,
             page_tokens=page_tokens,
@@ -172,7 +224,7 @@ def evaluate(
             tasks=tuple(task for task in tasks.split(",") if task),
             haystack=haystack,
             seq_len=seq_len or (512 if is_demo else None),
-            sequences=num_sequences or (96 if is_demo else 144),
+            sequences=num_sequences or (demo.SEQUENCES if is_demo else 144),
             samples=samples,
             chat=chat,
             reply=reply,
@@ -180,23 +232,25 @@ def evaluate(
         runtime = Runtime(
             device=device, dtype=dtype, batch_size=batch_size, prefix_cache_gb=prefix_cache_gb, attention=attention
         )
+        process.let_work_end()
         if attention == "key_delta":
             from indexcache_search.compare import keys
 
-            if is_demo or endpoint:
-                raise SearchError("--attention key_delta needs the --model of a dense model, and no --endpoint")
+            if is_demo:
+                raise SearchError("--attention key_delta needs the --model of a dense model")
             asked = keys.KeyCandidates(
                 asked=keys.asked_for(threshold or "0.2,0.6,1.0", near),
-                patterns=tuple(pattern or ()),
+                patterns=candidates.patterns,
+                retentions=candidates.retentions,
                 selections=selections,
                 rivals=rivals,
             )
             result = keys.run(str(model), asked, data, runtime, output, restart, console)
         else:
             result = run(model or str(demo.MODEL), candidates, data, runtime, output, restart, console)
-    if json_:
-        sys.stdout.write(json.dumps(result.as_json(), indent=1) + "\n")
-    else:
-        show(result, output, Console(highlight=False, width=None if sys.stdout.isatty() else 200))
-    if max_increase is not None and rises(result.held_out.rows) > max_increase:
-        raise typer.Exit(1)
+        if json_:
+            sys.stdout.write(json.dumps(result.as_json(), indent=1) + "\n")
+        else:
+            show(result, output, results())
+        if max_increase is not None and rises(result.held_out.rows) > max_increase:
+            raise typer.Exit(1)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from indexcache_search import estimates, tables
 from indexcache_search.compare import keys, result
@@ -27,8 +26,10 @@ from indexcache_search.key_file import KeyFile
 from indexcache_search.key_plan import KeyPlan
 from indexcache_search.key_search import KeyListeners, KeySearch, Thresholds
 from indexcache_search.line import NAMED, Line
+from indexcache_search.progress import bar
 from indexcache_search.results import ComparisonResult
 from indexcache_search.run import Data, Files, Runtime
+from indexcache_search.terminal import command
 from sglang_indexcache.command_line import doing
 from sglang_indexcache.pattern_file import ModelSection
 
@@ -116,16 +117,16 @@ def run(
             found = _search(engine, calibration, journal, nothing, shares, console)
         paths = tuple(_save(item, engine, calibration, journal, files.folder) for item in found)
         for item, path in zip(found, paths, strict=True):
-            console.print(f"{item.asked:g}: {item.plan.name}; one threshold: {item.uniform.values[0]:g}", markup=False)
-            console.print(f"Wrote {path}", markup=False, soft_wrap=True)
-        with doing("held-out comparison"), _progress(console) as progress:
-            bar = progress.add_task("held-out comparison", total=1 + 4 * len(found) + len(keys.BITS))
+            console.print(f"{item.asked:g}: {item.plan.name}; one threshold: {item.uniform.values[0]:g}")
+            console.print(f"Wrote {path}", soft_wrap=True)
+        with doing("held-out comparison"), bar(console) as progress:
+            task = progress.add_task("held-out comparison", total=1 + 4 * len(found) + len(keys.BITS))
             lines = []
             for item in found:
                 lines.append(Line(NAMED, f"searched, {item.asked:g}", None, item.plan))
                 lines.append(Line(NAMED, f"one threshold, {item.asked:g}", None, item.uniform))
             rivalled, built = [line.pattern for line in lines[::2]], HeldOut(held_out, {})
-            comparison = keys.compare(engine, built, journal, lines, rivalled, lambda: progress.advance(bar))
+            comparison = keys.compare(engine, built, journal, lines, rivalled, lambda: progress.advance(task))
             gains = {item.asked: _gain(engine, held_out, journal, item) for item in found}
     result.write(comparison, files.folder)
     return KeyResult(comparison, gains, paths)
@@ -140,20 +141,14 @@ def _search(
     console: Console,
 ) -> list[Thresholds]:
     costs = _counted(engine, calibration, journal)
-    with _progress(console) as progress:
-        bar = progress.add_task("thresholds of single layers", total=None)
+    with bar(console) as progress:
+        task = progress.add_task("thresholds of single layers", total=None)
         listeners = KeyListeners(
-            planned=lambda plans: progress.update(bar, total=plans),
-            notice=lambda line: console.print(line, markup=False),
+            planned=lambda plans: progress.update(task, total=plans),
+            notice=lambda line: console.print(line),
         )
-        evaluator = Evaluator(engine, calibration, "kl", journal, "calibration", lambda _: progress.advance(bar))
+        evaluator = Evaluator(engine, calibration, "kl", journal, "calibration", lambda _: progress.advance(task))
         return KeySearch(engine.key_runs, evaluator, costs, nothing, listeners).find(shares)
-
-
-def _progress(console: Console) -> Progress:
-    """Bars with what is done and how long the rest takes."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
 def _counted(engine: TransformersEngine, calibration: TokenSet, journal: Journal) -> keys.Costs:
@@ -192,11 +187,15 @@ def _save(found: Thresholds, engine: TransformersEngine, calibration: TokenSet, 
     return path
 
 
-def show(found: KeyResult, out: Console) -> None:
-    """Print the comparison, what the search gains, and where the files are."""
-    out.print(tables.terminal_table(found.comparison.held_out))
+def show(found: KeyResult, model: str, out: Console) -> None:
+    """Print the comparison, what the search gains, where the files are, and what to do next."""
+    for table in tables.terminal_tables(found.comparison.held_out, out.width):
+        out.print(table)
     for share, gain in found.gains.items():
         error = "" if gain.stderr is None else f" ±{gain.stderr:.4f}"
-        out.print(f"{share:g}: one threshold for all layers has {gain.mean:+.4f}{error} KL more than the searched ones")
+        words = "one threshold for all layers has"
+        out.print(f"{share:g}: {words} {gain.mean:+.4f}{error} KL more than the searched ones", soft_wrap=True)
     folder = found.files[0].parent
-    out.print(f"Wrote {folder / 'eval.json'}, {folder / 'eval.html'}", soft_wrap=True, markup=False)
+    out.print(f"Wrote {folder / 'eval.json'}, {folder / 'eval.html'}", soft_wrap=True)
+    flags = ("--attention", "key_delta", "--threshold", found.files[0])
+    out.print(f"Next: {command('indexcache-eval', '--model', model, *flags)} --evaluation ...", soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from fractions import Fraction
 from types import TracebackType
 from typing import Self
@@ -12,11 +13,12 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
+from rich.text import Text
 
 from indexcache_search import estimates
 from indexcache_search.comparison import Row
@@ -26,25 +28,40 @@ from indexcache_search.line import NAMED
 from indexcache_search.strategies.base import Step
 from sglang_indexcache import Pattern
 
+PACE = 120.0  # seconds over which the pace is taken: what a journal has is done at once, what it lacks is not
+
+
+class Remaining(ProgressColumn):
+    """How long the rest takes at the pace of the last two minutes; nothing where the end is not known."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        left = task.time_remaining
+        if task.finished or task.total is None or left is None:
+            return Text("")
+        return Text(f"{timedelta(seconds=int(left))} left")
+
 
 def bar(console: Console, *columns: ProgressColumn) -> Progress:
-    """A bar with counts, time, ETA and `columns`; nothing on something that is no terminal."""
+    """A bar with counts, time, what is left of it and `columns`; nothing on something that is no terminal."""
     return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(elapsed_when_finished=True),
+        Remaining(),
         *columns,
         console=console,
         disable=not console.is_terminal,
+        speed_estimate_period=PACE,
+        expand=True,
     )
 
 
 def warn(console: Console, line: str) -> None:
     """Say something that a person should look at."""
-    console.print(line, style="yellow", markup=False, soft_wrap=True)
+    console.print(line, style="yellow", soft_wrap=True)
 
 
 class SearchProgress:
@@ -55,7 +72,7 @@ class SearchProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._progress = bar(console, TextColumn("{task.fields[best]}"))
+        self._progress = bar(console, TextColumn("{task.fields[best]}", markup=False))
         self._task: TaskID | None = None
         self._data: TokenSet | None = None
         self._baseline: Evaluation | None = None
@@ -120,7 +137,8 @@ class SearchProgress:
         kept, role = len(step.pattern.full_layers), step.pattern[step.layer]
         self._progress.console.print(
             f"step {number:>3}: layer {step.layer:>3} -> {role}, {kept} of {len(step.pattern)} {step.pattern.letter},"
-            f" loss {step.loss:.4f} ({change:+.4f})"
+            f" loss {step.loss:.4f} ({change:+.4f})",
+            soft_wrap=True,
         )
         self._best = None
 
@@ -134,7 +152,7 @@ class SearchProgress:
 
     def notice(self, line: str) -> None:
         """Say something else."""
-        self._progress.console.print(line, markup=False, soft_wrap=True)
+        self._progress.console.print(line, soft_wrap=True)
 
     def warn(self, line: str) -> None:
         """Say something that a person should look at."""

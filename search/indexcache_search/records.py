@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from indexcache_search.errors import JournalError
+from sglang_indexcache.naming import naming
 
 _END = re.compile(rb', "check": "([0-9a-f]{16})"\}$')
 
@@ -53,9 +54,11 @@ class Sealer:
 
 def append(file: IO[bytes], sealer: Sealer, record: Mapping[str, Any]) -> None:
     """Write the next line of `file`; it is on disk when this returns."""
-    file.write(sealer.seal(record))
-    file.flush()
-    os.fsync(file.fileno())
+    line = sealer.seal(record)
+    with naming(file.name):
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def check_identity(path: Path, what: str, option: str, recorded: Mapping[str, Any], own: Mapping[str, Any]) -> None:

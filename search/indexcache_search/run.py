@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from indexcache_search import metrics, tables
+from indexcache_search import demo, metrics, tables
 from indexcache_search.comparison import compare, comparison_lines
 from indexcache_search.data.packing import TokenReader, build_token_sets
 from indexcache_search.data.tokens import TokenSet
@@ -37,6 +36,7 @@ from indexcache_search.search import Found, Listeners, Search
 from indexcache_search.settings import Settings
 from indexcache_search.strategies import measured_strategies
 from indexcache_search.strategies.base import Step
+from indexcache_search.terminal import command, serving
 from sglang_indexcache.address import Address
 from sglang_indexcache.command_line import doing
 from sglang_indexcache.families import family_of
@@ -231,18 +231,31 @@ def _search(
     return metrics.collect(found, file, engine, search.algorithm_1(), table, measured, seconds)
 
 
-def show(result: SearchResult, files: Files) -> None:
-    """Print the comparison, the patterns found and where the files are."""
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+def show(result: SearchResult, model: str | None, files: Files, out: Console) -> None:
+    """Print the comparison, the patterns found, where the files are, and what to do next.
+
+    Args:
+        result: what was found.
+        model: folder or hub id; `None` for the demo.
+        files: where it is.
+        out: for results.
+    """
     held_out, search, cost = result.held_out, result.pattern_file.search, result.cost
     assert search is not None
-    out.print(tables.terminal_table(held_out))
+    for table in tables.terminal_tables(held_out, out.width):
+        out.print(table)
     for row in held_out.rows:
         if row.kind == NAMED and row.name == search.strategy:
             out.print(f"{row.retention:>4}  {row.pattern}", soft_wrap=True)
     out.print(
         f"Cost: {cost.evaluations} patterns, {cost.sequences} runs of a sequence,"
-        f" {cost.share_of_algorithm_1:.1%} of the layer-tokens of Algorithm 1"
+        f" {cost.share_of_algorithm_1:.1%} of the layer-tokens of Algorithm 1",
+        soft_wrap=True,
     )
     names = ["pattern.yaml", "metrics.json", *(["report.html"] if files.report else [])]
-    out.print(f"Wrote {', '.join(str(files.folder / name) for name in names)}", soft_wrap=True, markup=False)
+    out.print(f"Wrote {', '.join(str(files.folder / name) for name in names)}", soft_wrap=True)
+    path = files.folder / "pattern.yaml"
+    check = command("indexcache-check", path, "--model", model or demo.MODEL)
+    out.print(f"Next: {command('indexcache-eval', '--pattern', path) if model is None else check}", soft_wrap=True)
+    if model is not None:
+        out.print(f"      {serving(path, model)}", soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -72,16 +73,52 @@ def label(row: Row) -> str:
     return f"{row.name} {row.retention}" if row.retention not in (None, "1") else str(row.name)
 
 
-def terminal_table(held_out: HeldOut) -> Table:
-    """The comparison for a terminal."""
-    table = Table(title="Held-out comparison: loss, its increase over the baseline; sources with a loss mask: accuracy")
-    for index, title in enumerate(columns(held_out)):
-        table.add_column(Text(title), justify="left" if index == 0 else "right", no_wrap=True)
+def terminal_tables(held_out: HeldOut, width: int) -> list[Table]:
+    """The comparison for a terminal of `width` columns: one table, or several below each other where one is too wide.
+
+    Sources have no standard errors then.
+    """
+    shown = shown_rows(held_out)
+    lines = [columns(held_out), *(cells(row, held_out) for row in shown)]
+    title = "Held-out comparison: loss, its increase over the baseline; sources with a loss mask: accuracy"
+    everything = range(len(lines[0]))
+    if _width(lines, everything) <= width:
+        return [_table(title, lines, everything, shown)]
+    first = len(lines[0]) - len(held_out.sources)
+    lines = [[*line[:first], *(text.partition(" ±")[0] for text in line[first:])] for line in lines]
+    by_source = "By source: increase of the loss; with a loss mask: accuracy. A wider terminal has ± as well."
+    name = range(1 if of_keys(held_out) else 2)
+    return [
+        _table(words, lines, part, shown)
+        for words, rest in ((title, range(len(name), first)), (by_source, range(first, len(lines[0]))))
+        for part in _parts(lines, name, rest, width)
+    ]
+
+
+def _parts(lines: list[list[str]], name: Sequence[int], rest: Sequence[int], width: int) -> list[list[int]]:
+    """Columns of tables that each begin with `name`, and have as many of `rest` as fit."""
+    parts: list[list[int]] = []
+    for column in rest:
+        if not parts or _width(lines, [*parts[-1], column]) > width:
+            parts.append([*name])
+        parts[-1].append(column)
+    return parts
+
+
+def _width(lines: list[list[str]], part: Sequence[int]) -> int:
+    """What a table of some columns takes, borders included."""
+    return 1 + sum(3 + max(cell_len(line[column]) for line in lines) for column in part)
+
+
+def _table(title: str, lines: list[list[str]], part: Sequence[int], rows: Sequence[Row]) -> Table:
+    table = Table(title=title)
+    for column in part:
+        table.add_column(Text(lines[0][column]), justify="left" if column == 0 else "right", overflow="fold")
     previous = None
-    for row in shown_rows(held_out):
+    for row, line in zip(rows, lines[1:], strict=True):
         if previous not in (None, row.retention):
             table.add_section()
-        table.add_row(*map(Text, cells(row, held_out)))  # plain text: names may look like markup
+        table.add_row(*(Text(line[column]) for column in part))
         previous = row.retention
     return table
 

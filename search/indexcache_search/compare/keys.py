@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import Progress
 
 from indexcache_search import estimates
 from indexcache_search.compare import result
@@ -32,6 +32,7 @@ from indexcache_search.key_plan import BLOCK, SINKS, STAGES, KeyMethod, KeyPlan,
 from indexcache_search.line import BASELINE, NAMED, Line
 from indexcache_search.objectives import Objective
 from indexcache_search.plans import Plan
+from indexcache_search.progress import bar
 from indexcache_search.results import ComparisonResult, Row
 from sglang_indexcache import SparseModel
 from sglang_indexcache.selection import Selection
@@ -70,12 +71,14 @@ class KeyCandidates:
     Attributes:
         asked: plans of `key_delta`, see `asked_for`.
         patterns: of the dense model, as `spec.PatternSpec`, with `NAME=` before it if it is to have one.
+        retentions: what is compared of files that name none.
         selections: see `compare.run.Candidates`.
         rivals: whether sinks and a window, blocks, and keys of 8 and 4 bits stand beside them, at equal savings.
     """
 
     asked: tuple[Asked, ...]
     patterns: tuple[str, ...] = ()
+    retentions: tuple[Fraction, ...] = ()
     selections: tuple[Selection, ...] = ()
     rivals: bool = True
 
@@ -122,16 +125,16 @@ def run(
     calibrated = [*(file.calibrated_on() for file in files), *calibrated_on(specs)]
     built = built_of(model, description, config.vocab_size, data, seq_len, calibrated, "plan", console)
     lines = [Line(NAMED, plan.name, None, plan) for plan in plans]
-    lines += named_lines(specs, (), candidates.selections, description)
+    lines += named_lines(specs, candidates.retentions, candidates.selections, description)
     engine = load_engine(model, description, runtime.device, runtime.dtype, runtime.batch_size, runtime.prefix_cache_gb)
     identity = {**engine_identity(engine), "held-out": built.data.sha256}
     with (
         Journal(output / "work", identity, today(), restart) as journal,
-        Progress(console=console, disable=not console.is_terminal) as progress,
+        bar(console) as progress,
     ):
-        bar = progress.add_task("plans", total=None)
+        task = progress.add_task("plans", total=None)
         rivalled = [line.pattern for line in lines] if candidates.rivals else []
-        comparison = compare(engine, built, journal, lines, rivalled, lambda: progress.advance(bar))
+        comparison = compare(engine, built, journal, lines, rivalled, lambda: progress.advance(task))
     result.write(comparison, output)
     return comparison
 

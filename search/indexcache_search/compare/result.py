@@ -11,8 +11,8 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from indexcache_search import estimates, metrics, tables
 from indexcache_search.compare.held_out import HeldOut
@@ -113,17 +113,17 @@ def task_table(result: ComparisonResult) -> Table | None:
     shown = Table(title="Generated tasks: share of the answers given (change from the baseline)")
     shown.add_column("pattern")
     for task in tasks:
-        shown.add_column(task.removesuffix("-style"), justify="right", no_wrap=True)
+        shown.add_column(Text(task.removesuffix("-style")), justify="right", no_wrap=True)
     for row in table.rows:
         if row.kind in (MEAN, BEST):
             continue  # a summary of several patterns
-        cells = [escape(tables.label(row))]
+        cells = [tables.label(row)]
         for task in tasks:
             value, change = row.by_source[task].generated, row.by_source[task].generated_change
             assert value is not None and change is not None
             error = "" if change.stderr is None else f" ±{change.stderr:.3f}"
             cells.append(f"{value.mean:.3f}" + ("" if row.kind == BASELINE else f" ({change.mean:+.3f}{error})"))
-        shown.add_row(*cells)
+        shown.add_row(*map(Text, cells))
     return shown
 
 

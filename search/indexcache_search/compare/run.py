@@ -8,7 +8,6 @@ from fractions import Fraction
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 
 from indexcache_search.compare import held_out, measure, result
 from indexcache_search.compare.held_out import HeldOut
@@ -22,6 +21,7 @@ from indexcache_search.hf.loading import check_seq_len, describe_model, load_tok
 from indexcache_search.identity import engine_identity, engine_words, today
 from indexcache_search.journal import Journal
 from indexcache_search.line import NAMED, Line, uniform_lines
+from indexcache_search.progress import bar
 from indexcache_search.results import ComparisonResult
 from indexcache_search.selection_flags import suffix
 from sglang_indexcache import Pattern, SparseModel
@@ -124,16 +124,16 @@ def run(
     check_seq_len(seq_len, config)
     built = built_of(model, description, config.vocab_size, data, seq_len, calibrated_on(specs), "pattern", console)
     number = built.data.num_sequences
-    with Progress(console=console, disable=not console.is_terminal) as progress:
+    with bar(console) as progress:
         if candidates.endpoints:
-            bar = progress.add_task("servers", total=len(candidates.endpoints) * number)
-            compared = measure.servers(candidates.endpoints, built, lambda done: progress.advance(bar, done))
+            task = progress.add_task("servers", total=len(candidates.endpoints) * number)
+            compared = measure.servers(candidates.endpoints, built, lambda done: progress.advance(task, done))
             engine = ", ".join(map(str, candidates.endpoints))
         else:
             distinct = len({description.native, *(line.pattern for line in lines)})
-            bar = progress.add_task("patterns", total=2 * distinct * number)
+            task = progress.add_task("patterns", total=2 * distinct * number)
             compared, engine = _run_patterns(
-                model, fewest, runtime, lines, built, output, restart, lambda done: progress.advance(bar, done)
+                model, fewest, runtime, lines, built, output, restart, lambda done: progress.advance(task, done)
             )
     comparison = result.collect(
         compared, built, description.first_choice, model=description.name, engine=engine, seq_len=seq_len
@@ -252,7 +252,8 @@ def show(comparison: ComparisonResult, output: Path, out: Console) -> None:
     """Print the tables, what is worse, and where the files are."""
     from indexcache_search import tables
 
-    out.print(tables.terminal_table(comparison.held_out))
+    for table in tables.terminal_tables(comparison.held_out, out.width):
+        out.print(table)
     answers = result.task_table(comparison)
     if answers is not None:
         out.print(answers)

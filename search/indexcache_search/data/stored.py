@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import JournalError
 from sglang_indexcache.files import read_regular, write_atomically
+from sglang_indexcache.naming import naming
 
 _MAX_BYTES = 16 << 20
 _ARRAYS = ("tokens", "scored", "source_of")
@@ -30,10 +31,10 @@ class _About(BaseModel):
 def save_set(data: TokenSet, folder: Path) -> None:
     """Write a set to `folder`; `load_set` finds it only when it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in _ARRAYS:
-        np.save(folder / f"{name}.npy", getattr(data, name))
-    if data.prompt is not None:
-        np.save(folder / f"{_PROMPT}.npy", data.prompt)
+    for name in (*_ARRAYS, *(() if data.prompt is None else (_PROMPT,))):
+        path = folder / f"{name}.npy"
+        with naming(path):
+            np.save(path, getattr(data, name))
     about = _About(sources=list(data.sources), sha256=data.sha256, prompt=data.prompt is not None)
     write_atomically(folder / "set.json", about.model_dump_json() + "\n")
 

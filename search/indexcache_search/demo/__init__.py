@@ -16,6 +16,9 @@ RECALL_TASKS = ("kv_end", "chain", "multi", "update", "copy")
 CALIBRATION = ("demo:calibration-text", "demo:calibration-recall")
 EVALUATION = ("demo:text", *(f"demo:{task}" for task in RECALL_TASKS))
 
+SEQUENCES = 48
+"""Held-out sequences that commands compare on by default, as many of each source; README and demo.md have the same."""
+
 
 def data_file(name: str) -> Path:
     """The JSONL file of `demo:name`.

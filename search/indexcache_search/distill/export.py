@@ -18,6 +18,7 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe, family_of_modules
 from sglang_indexcache.families.dsa.spellings import to_sglang
 from sglang_indexcache.files import write_atomically
+from sglang_indexcache.naming import naming
 from sglang_indexcache.pattern_file import ModelSection, PatternFile
 
 _INDEX = "model.safetensors.index.json"
@@ -45,7 +46,8 @@ def export(
     origin = local_folder(source)
     family, shared = family_of_modules(model), set(pattern.shared_layers)
     kept = {name: value for name, value in weights.items() if keep_shared or not family.indexer_layers([name]) & shared}
-    model.save_pretrained(partial, state_dict=kept, max_shard_size="5GB")
+    with naming(partial):
+        model.save_pretrained(partial, state_dict=kept, max_shard_size="5GB")
     _copy_other_layers(origin, partial, len(pattern))
     for path in sorted(origin.iterdir()):
         if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt") and path.name != _INDEX:
@@ -88,7 +90,8 @@ def _copy_other_layers(origin: Path, folder: Path, layers: int) -> None:
                     tensors[name] = file.get_tensor(name)
     if not tensors:
         return
-    save_file(tensors, folder / "model-nextn.safetensors", metadata={"format": "pt"})
+    with naming(folder / "model-nextn.safetensors"):
+        save_file(tensors, folder / "model-nextn.safetensors", metadata={"format": "pt"})
     index = folder / _INDEX
     if index.is_file():
         content = json.loads(index.read_text())

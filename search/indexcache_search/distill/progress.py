@@ -55,4 +55,4 @@ class TrainingProgress:
             text += f"KL {record['kl']:.4f}, " if "kl" in record else ""
             text += f"{record['seconds']:.1f} s"
             text += f", {record['peak_gb']:.1f} GB" if "peak_gb" in record else ""
-        self._progress.console.print(text)
+        self._progress.console.print(text, soft_wrap=True)

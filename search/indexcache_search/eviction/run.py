@@ -39,6 +39,7 @@ from sglang_indexcache import Pattern, PatternFile, SparseModel, __version__
 from sglang_indexcache.checkpoint import tokenizer_digest, weights_digest
 from sglang_indexcache.families import describe
 from sglang_indexcache.files import write_atomically
+from sglang_indexcache.naming import naming
 from sglang_indexcache.pattern_file import ModelSection
 from sglang_indexcache.steps import NO_MEMORY
 
@@ -146,7 +147,8 @@ def _export(model: Any, source: str, settings: EvictionSettings, folder: Path) -
     if settings.body:
         kept = {name: item for name, item in model.state_dict().items() if not name.startswith("eviction_heads.")}
         dtype = getattr(torch, str(model.config.dtype).removeprefix("torch."))
-        model.save_pretrained(partial, state_dict={name: item.to(dtype) for name, item in kept.items()})
+        with naming(partial):
+            model.save_pretrained(partial, state_dict={name: item.to(dtype) for name, item in kept.items()})
         shutil.copy2(origin / "config.json", partial / "config.json")
     heads_of(model).save(partial / FILE)
     shutil.rmtree(folder, ignore_errors=True)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from indexcache_search.errors import SearchError
+from sglang_indexcache.naming import naming
 
 FILE = Path("eviction_heads") / "heads.safetensors"  # apart from the model's own, which engines load by their ending
 BiasUse = Literal["always", "training"]
@@ -95,7 +96,8 @@ class EvictionHeads(nn.Module):
         """Write the weights, float32."""
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: item.detach().float().cpu().contiguous() for name, item in self.state_dict().items()}
-        save_file(tensors, path, metadata={"use": self.use})
+        with naming(path):
+            save_file(tensors, path, metadata={"use": self.use})
 
     @classmethod
     def load(cls, path: Path, config: Any) -> Self:

@@ -9,19 +9,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from indexcache_search import demo
+from indexcache_search import bounded, demo
 from indexcache_search import selection_flags as flags
-from indexcache_search.cli import FIRST_CHOICE, errors_in_one_line
+from indexcache_search.cli import FIRST_CHOICE
 from indexcache_search.errors import SearchError
+from indexcache_search.needs import Need, Needs, refuse_unread
+from indexcache_search.terminal import errors_in_one_line, messages, results, serving
+from sglang_indexcache import process
 from sglang_indexcache.address import Address
+from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.spec import GRAMMAR
 
 if TYPE_CHECKING:
-    from indexcache_search.offload.result import Limits
+    from rich.console import Console
 
-EPILOG = """
+    from indexcache_search.offload.result import Limits, OffloadResult
+
+EPILOG = f"""
 Examples:
 
 \b
@@ -29,8 +34,8 @@ Examples:
       The demo model and the pattern that indexcache-search found for it.
 
 \b
-  indexcache-offload --model zai-org/GLM-5 --pattern deploy/glm5.yaml@1/4 --evaluation traffic.jsonl --seq-len 32768 \\
-        --device cuda --dtype bfloat16 --step-ms 31 --batch 16 --memory-gb 80 --context 131072
+  indexcache-offload --model ./my-dsa-model --pattern deploy/mine.yaml@1/4 --evaluation traffic.jsonl \\
+        --seq-len 32768 --device cuda --dtype bfloat16 --step-ms 31 --batch 16 --memory-gb 80 --context 131072
       What a server's step and memory become with SGLang's HiSparse, on text like your traffic.
 
 \b
@@ -44,15 +49,24 @@ Examples:
       A model that runs in SGLang alone: started with `launch_server --indexcache-calibrate` (docs/calibrate.md).
 
 \b
-Exit codes: 0 done, 1 nothing is within --max-transfer or --max-device-gb, 2 bad input, 70 a bug of ours,
-130 interrupted.
+{exit_codes("nothing is within --max-transfer or --max-device-gb, or a loss was not finite")}
 """
+
+HERE = Need("a model that runs here, without --endpoint", lambda given: not given["endpoint"])
+NEEDS: Needs = {
+    **dict.fromkeys(("model", "pattern", "evaluation", "endpoint", "seq_len", "num_sequences", "decode_steps"), ()),
+    **dict.fromkeys(("pages", "page_tokens", "recent_pages", "sink_pages", "score", "steps", "buffers"), ()),
+    **dict.fromkeys(("kv_dtype", "bandwidth", "step_ms", "batch", "memory_gb", "context", "max_transfer"), ()),
+    **dict.fromkeys(("max_device_gb", "output", "restart", "json_"), ()),
+    **dict.fromkeys(("device", "dtype", "attention", "prefix_cache_gb"), (HERE,)),
+}
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 def offload(
+    called: typer.Context,
     model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. Default: the demo model.")] = None,
     pattern: Annotated[
         list[str] | None,
@@ -69,21 +83,29 @@ def offload(
         list[str] | None,
         typer.Option(
             help="DSA: an SGLang server in calibration mode that runs the model, and counts; repeatable. --model is its"
-            " configuration and tokenizer, --device, --dtype and --attention don't matter.",
+            " configuration and tokenizer.",
             metavar="URL",
         ),
     ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", min=1)
+        int | None,
+        typer.Option(
+            help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", callback=bounded.tokens()
+        ),
     ] = None,
-    num_sequences: Annotated[int, typer.Option(help="Sequences, of all sources together.", min=1)] = 24,
+    num_sequences: Annotated[
+        int, typer.Option(help="Sequences, of all sources together.", callback=bounded.sequences())
+    ] = 24,
     decode_steps: Annotated[
-        int, typer.Option(help="Last tokens of each sequence, which count as decoded behind the others.", min=2)
+        int,
+        typer.Option(
+            help="Last tokens of each sequence, which count as decoded behind the others.", callback=bounded.tokens(2)
+        ),
     ] = 128,
     pages: Annotated[str, typer.Option(help=f"{flags.PAGES}, in the place of the file's; 16,64,256: each.")] = "",
-    page_tokens: Annotated[int | None, typer.Option(help=flags.PAGE_TOKENS)] = None,
-    recent_pages: Annotated[int | None, typer.Option(help=flags.RECENT_PAGES)] = None,
-    sink_pages: Annotated[int | None, typer.Option(help=flags.SINK_PAGES)] = None,
+    page_tokens: Annotated[int | None, typer.Option(help=flags.PAGE_TOKENS, callback=bounded.tokens())] = None,
+    recent_pages: Annotated[int | None, typer.Option(help=flags.RECENT_PAGES, callback=bounded.tokens(0))] = None,
+    sink_pages: Annotated[int | None, typer.Option(help=flags.SINK_PAGES, callback=bounded.tokens(0))] = None,
     score: Annotated[str | None, typer.Option(help=flags.SCORE)] = None,
     steps: Annotated[str, typer.Option(help=f"{flags.STEPS}; none,ema:0.9: each.")] = "",
     buffers: Annotated[
@@ -92,25 +114,36 @@ def offload(
     kv_dtype: Annotated[str, typer.Option(help="Of the served cache: bfloat16 or fp8_e4m3.")] = "fp8_e4m3",
     bandwidth: Annotated[
         float | None,
-        typer.Option(help="GB/s from host memory to the device. Default: measured, with --device cuda.", min=1e-3),
+        typer.Option(
+            help="GB/s from host memory to the device. Default: measured, with --device cuda.",
+            callback=bounded.within(1e-3, 1e6),
+        ),
     ] = None,
     step_ms: Annotated[
         float | None,
         typer.Option(
-            help="What a decode step of --batch requests takes with all of the cache on the device.", min=1e-6
+            help="What a decode step of --batch requests takes with all of the cache on the device.",
+            callback=bounded.within(1e-6, 1e9),
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Requests of a decode step.", min=1)] = 1,
-    memory_gb: Annotated[float | None, typer.Option(help="Device memory for caches.", min=1e-6)] = None,
+    batch: Annotated[int, typer.Option(help="Requests of a decode step.", callback=bounded.within(1, 1_000_000))] = 1,
+    memory_gb: Annotated[
+        float | None, typer.Option(help="Device memory for caches.", callback=bounded.within(1e-6, 1e6))
+    ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens of a served request. Default: those of a sequence.", min=1)
+        int | None,
+        typer.Option(help="Tokens of a served request. Default: those of a sequence.", callback=bounded.tokens()),
     ] = None,
     max_transfer: Annotated[
         float | None,
-        typer.Option(help="MB that a step may bring for a request: writes the best of the plans as pattern.yaml."),
+        typer.Option(
+            help="MB that a step may bring for a request: writes the best of the plans as pattern.yaml.",
+            callback=bounded.within(0, 1e9),
+        ),
     ] = None,
     max_device_gb: Annotated[
-        float | None, typer.Option(help="GB that a request may hold on the device; likewise.")
+        float | None,
+        typer.Option(help="GB that a request may hold on the device; likewise.", callback=bounded.within(0, 1e6)),
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for offload.json, offload.html and pattern.yaml.")] = Path(
         "indexcache-offload"
@@ -121,7 +154,10 @@ def offload(
     attention: Annotated[str, typer.Option(help="auto, naive or kernels, see indexcache-search --help.")] = "auto",
     prefix_cache_gb: Annotated[
         float,
-        typer.Option(help="Host memory for layer outputs; of dense models as much again for keys of prompts.", min=0),
+        typer.Option(
+            help="Host memory for layer outputs; of dense models as much again for keys of prompts.",
+            callback=bounded.within(0, 1e6),
+        ),
     ] = 1.0,
     json_: Annotated[bool, typer.Option("--json", help="Print offload.json to stdout, nothing else.")] = False,
 ) -> None:
@@ -130,10 +166,10 @@ def offload(
     Which tokens or pages each decode step selects is taken from the model on your text; a buffer of each size keeps
     what was used last. Layers that share a choice have theirs on the way while others compute.
     """
-    console = Console(stderr=True, highlight=False)
+    console = messages()
     with errors_in_one_line(console, "indexcache-offload"):
+        refuse_unread(called, NEEDS)
         from indexcache_search.compare.run import Runtime
-        from indexcache_search.offload import result
         from indexcache_search.offload.run import Asked, Served, run
 
         is_demo = model is None
@@ -164,35 +200,38 @@ def offload(
         runtime = Runtime(
             device=device, dtype=dtype, batch_size=1, prefix_cache_gb=prefix_cache_gb, attention=attention
         )
+        process.let_work_end()
         found = run(model or str(demo.MODEL), asked, served, runtime, output, restart, console)
-    if json_:
-        sys.stdout.write(json.dumps(found.as_json(), indent=1) + "\n")
-        raise typer.Exit(int(found.limits is not None and found.choice is None))
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+        nothing = found.limits is not None and found.choice is None
+        if json_:
+            sys.stdout.write(json.dumps(found.as_json(), indent=1) + "\n")
+        else:
+            _show(found, model, output, results())
+        if nothing:
+            raise typer.Exit(1)
+
+
+def _show(found: OffloadResult, model: str | None, folder: Path, out: Console) -> None:
+    """Print a table for each plan, what is best, and where the files are."""
+    from indexcache_search.offload import result
+
     for plan in found.plans:
         out.print(result.terminal_table(plan))
     names = ["offload.json", "offload.html", *(["pattern.yaml"] if found.choice else [])]
     said = result.sentence(found)
     if said is not None:
-        out.print(said, soft_wrap=True, markup=False)
-    out.print(f"Wrote {', '.join(str(output / name) for name in names)}", soft_wrap=True, markup=False)
-    if found.limits is not None and found.choice is None:
-        raise typer.Exit(1)
+        out.print(said, soft_wrap=True)
+    out.print(f"Wrote {', '.join(str(folder / name) for name in names)}", soft_wrap=True)
+    if found.choice is not None:
+        out.print(f"Next: {serving(folder / 'pattern.yaml', model or demo.MODEL)}", soft_wrap=True)
 
 
 def _limits(max_transfer: float | None, max_device_gb: float | None) -> Limits | None:
-    """What the flags say.
-
-    Raises:
-        SearchError: if a number is none.
-    """
+    """What the flags say."""
     from indexcache_search.offload.result import Limits
 
     if max_transfer is None and max_device_gb is None:
         return None
-    for name, value in (("--max-transfer", max_transfer), ("--max-device-gb", max_device_gb)):
-        if value is not None and not 0 <= value < math.inf:
-            raise SearchError(f"{name} is {value}, expected a number of at least 0")
     return Limits(
         bytes_a_step=None if max_transfer is None else max_transfer * 1e6,
         device_bytes=None if max_device_gb is None else max_device_gb * 1e9,

@@ -26,6 +26,7 @@ from indexcache_search.errors import JournalError, NonFiniteLossError
 from indexcache_search.training.processes import Processes
 from sglang_indexcache.errors import FileError
 from sglang_indexcache.files import read_regular, write_atomically
+from sglang_indexcache.naming import naming
 
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
 _MANIFEST = "checkpoint.json"
@@ -81,7 +82,8 @@ class Checkpoints:
         self._processes.wait()
         tensors, rest = _split({"model": weights, "optimizer": state})
         name = self._share()
-        save_file(tensors, partial / f"{name}.safetensors")
+        with naming(partial / f"{name}.safetensors"):
+            save_file(tensors, partial / f"{name}.safetensors")
         write_atomically(partial / f"{name}.json", json.dumps(rest) + "\n")
         files = {f"{name}{ending}": _sha256(partial / f"{name}{ending}") for ending in (".safetensors", ".json")}
         every = self._processes.gather(files)

@@ -1,0 +1,55 @@
+"""What commands print: results on stdout, all else on stderr; and how they end."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+
+from indexcache_search.errors import NonFiniteLossError
+from sglang_indexcache.command_line import ending
+
+WIDE = 200  # columns of something that is no terminal
+
+
+def messages(quiet: bool = False) -> Console:
+    """For people, while a command runs; nothing in a text is markup, since names of files and strategies are in it."""
+    return Console(stderr=True, highlight=False, markup=False, emoji=False, quiet=quiet)
+
+
+def results() -> Console:
+    """For results; as wide as the terminal, or as `COLUMNS` says."""
+    wide = None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal() else WIDE
+    return Console(highlight=False, markup=False, emoji=False, width=wide)
+
+
+def command(*words: object) -> str:
+    """A command line that can be copied."""
+    return shlex.join(map(str, words))
+
+
+def serving(pattern: object, model: object) -> str:
+    """The command that serves `pattern`, a file, on `model`, a folder or hub id."""
+    launch = ("python", "-m", "sglang_indexcache.launch_server")
+    return command(*launch, "--indexcache-pattern", pattern, "--model-path", model)
+
+
+@contextmanager
+def errors_in_one_line(console: Console, command: str) -> Iterator[None]:
+    """End in one line and an exit code, whatever happens."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except NonFiniteLossError as error:
+        console.print(f"{command}: {error}", style="red", soft_wrap=True)
+        raise typer.Exit(1) from None
+    except BaseException as error:
+        line, code = ending(error)
+        console.print(f"{command}: {line}", style="yellow" if code > 128 else "red", soft_wrap=True)
+        raise typer.Exit(code) from None

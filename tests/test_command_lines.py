@@ -1,0 +1,188 @@
+"""What all command lines have in common: numbers within bounds, and options that are read or refused."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from indexcache_search import cli, distill_cli, eval_cli
+from indexcache_search.offload import cli as offload_cli
+
+COMMANDS = {"search": cli, "eval": eval_cli, "distill": distill_cli, "offload": offload_cli}
+
+
+def function_of(module: ModuleType) -> Any:
+    """What a command line calls."""
+    [command] = module.app.registered_commands
+    return command.callback
+
+
+@pytest.mark.parametrize("module", COMMANDS.values(), ids=COMMANDS)
+def test_every_number_has_bounds(module: ModuleType) -> None:
+    hints = get_type_hints(function_of(module), include_extras=True)
+    numbers: dict[str, Any] = {}
+    for name, hint in hints.items():
+        kind, *about = get_args(hint) or (hint,)
+        if {int, float} & {kind, *get_args(kind)}:
+            numbers[name] = about[0].callback
+    assert len(numbers) > 10
+    for name, check in numbers.items():
+        assert check is not None and check(None) is None, name
+        for value in (10**400, -(10**30), math.nan, math.inf, -math.inf):
+            with pytest.raises(typer.BadParameter, match="expected") as caught:
+                check(value)
+            assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "line"),
+    [
+        (
+            cli,
+            ["--batch-size", "1000000000"],
+            "'--batch-size': found 1000000000, expected 1 to 65536: more at once takes memory and no less time",
+        ),
+        (eval_cli, ["--window", "nan"], "'--window': found nan, expected 0 to 1"),
+        (distill_cli, ["--seed", "1" + "0" * 30], "found 100000000000... (31 digits), expected 0 to 92233720368547758"),
+        (offload_cli, ["--memory-gb", "1e400"], "'--memory-gb': found inf, expected 1e-06 to 1e+06"),
+    ],
+    ids=COMMANDS,
+)
+def test_bounds_say_why(module: ModuleType, arguments: list[str], line: str) -> None:
+    done = CliRunner().invoke(module.app, arguments)
+    assert done.exit_code == 2 and line in done.stderr
+
+
+# -- options that a mode does not read
+
+RUNS = ("run.run", "key_run.run", "compare.run.run", "compare.keys.run", "distill.run.run", "eviction.run.run")
+AFTERWARDS = {"json_", "max_increase"}  # read when a run is over
+URL = ["http://127.0.0.1:9"]
+MODES: dict[str, list[dict[str, Any]]] = {
+    "search": [
+        {},
+        {"strategy": "greedy"},
+        {"queries": "4", "reply": 16},
+        {"engine": "sglang"},
+        {"engine": "sglang", "endpoint": URL},
+        {"method": "key_delta"},
+    ],
+    "eval": [
+        {"pattern": ["FSFSFS"], "uniform": False},
+        {"pattern": ["here.yaml"], "tasks": "multi_key"},
+        {"endpoint": URL * 2},
+        {"attention": "key_delta"},
+    ],
+    "distill": [{}, {"warmup_steps": 0}, {"steps": 0}, {"train": "eviction"}, {"train": "eviction", "body": True}],
+    "offload": [{}, {"endpoint": URL}],
+}
+VALUES: dict[str, Any] = {
+    "endpoint": URL,
+    "calibration": ["b"],
+    "evaluation": ["b"],
+    "training": ["b"],
+    "retain": "1/3",
+    "strategy": "uniform",
+    "score": "compressed_keys",
+    "queries": "8",
+    "rescore": "4",
+    "steps": "ema:0.5",
+    "pages": "32",
+    "skip": "0.3",
+    "objective": "nll",
+    "device": "cpu",
+    "dtype": "bfloat16",
+    "attention": "naive",
+    "decode_retain": "1/2",
+    "pattern": ["FFSFFS"],
+    "tasks": "common_words",
+    "haystack": "b",
+    "threshold": "0.7",
+    "loss": "own",
+    "bias": "training",
+    "schedule": "wsd",
+    "shared_indexers": "keep",
+    "buffers": "1,2",
+    "kv_dtype": "bfloat16",
+    "recent_pages": 3,
+    "sink_pages": 2,
+    "page_tokens": 32,
+    "query_pages": 5,
+    "output": Path("b"),
+    "work_dir": Path("b"),
+}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What runs were asked for, in words."""
+    found: list[str] = []
+
+    def note(*arguments: Any) -> None:
+        found.append(repr(arguments))
+        raise typer.Exit(0)
+
+    for name in (*RUNS, "offload.run.run"):
+        monkeypatch.setattr(f"indexcache_search.{name}", note)
+    return found
+
+
+def call(module: ModuleType, given: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Call what a command line calls: the exit code, and what it says."""
+    function = function_of(module)
+    parameters = inspect.signature(function).parameters.items()
+    values = {name: item.default for name, item in parameters if item.default is not item.empty} | given
+    origin = {name: SimpleNamespace(name="COMMANDLINE" if name in given else "DEFAULT") for name in values}
+    context: Any = SimpleNamespace(params=values, args=[], get_parameter_source=origin.__getitem__)
+    with pytest.raises(typer.Exit) as caught:
+        function(context, **values)
+    return caught.value.exit_code, capsys.readouterr().err
+
+
+def value_for(module: ModuleType, option: str) -> Any:
+    """Something else than the default, of the option's kind."""
+    function = function_of(module)
+    kind = get_type_hints(function)[option]
+    kinds, value = {kind, *get_args(kind)}, VALUES.get(option)
+    if kind is bool:
+        return not inspect.signature(function).parameters[option].default
+    if float in kinds or int in kinds:
+        return 0.5 if float in kinds else value if type(value) is int else 28
+    return value[0] if isinstance(value, list) and str in kinds else value
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_classified(name: str) -> None:
+    module: Any = COMMANDS[name]
+    assert set(module.NEEDS) == set(list(inspect.signature(function_of(module)).parameters)[1:])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_read_or_refused_in_every_mode(
+    name: str, asked: list[str], model_folder: Path, dense_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module: Any = COMMANDS[name]
+    data = {"search": "calibration", "eval": "evaluation", "distill": "training", "offload": "evaluation"}[name]
+    refused = 0
+    for mode in MODES[name]:
+        dense = "key_delta" in mode.values() or "eviction" in mode.values()
+        base = {"model": str(dense_folder if dense else model_folder), data: ["a"], **mode}
+        assert call(module, base, capsys) == (0, ""), mode
+        plain = asked[-1]
+        for option in sorted(set(module.NEEDS) - set(mode) - AFTERWARDS - {"model", "engine", "method", "train"}):
+            number = len(asked)
+            code, line = call(module, {**base, option: value_for(module, option)}, capsys)
+            if code == 2 and " needs " in line and "\n" not in line.strip():
+                refused += 1
+                assert len(asked) == number
+            else:
+                assert code == 0, (mode, option, line)
+                assert asked[-1] != plain, f"{option} is not read with {mode}"
+    assert refused > 2
