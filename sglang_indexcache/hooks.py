@@ -63,7 +63,12 @@ def refusing_around(hook: Callable[..., Any]) -> Callable[..., Any]:
 def bound_arguments(need: Need, args: Any, kwargs: Any) -> inspect.BoundArguments:
     """The arguments of a hooked call by name; a hook's wrapper has its target's signature."""
     target = resolve_name(f"sglang.{need.module}:{need.name}")
-    bound = inspect.signature(getattr(target, "__func__", target)).bind(*args, **kwargs)  # with a classmethod's class
+    return bound_to(getattr(target, "__func__", target), args, kwargs)  # with a classmethod's class
+
+
+def bound_to(original: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundArguments:
+    """The arguments of a call of `original` by name."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound
 
@@ -104,35 +109,47 @@ def installed_source(features: Iterable[Feature]) -> SglangSource:
 
 
 class Hooks:
-    """Registers hooks with SGLang, whose registry applies them later, and only logs what it could not apply."""
+    """Hooks of ours, applied by SGLang's registry all at once.
+
+    The registry applies what was registered for a place once in a process, which may be long ago, and only logs what it
+    could not apply. So each place is handed to it here, whatever other plugins did there.
+    """
 
     def __init__(self) -> None:
-        self._wanted: set[str] = set()
+        self._wanted: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
 
     def before(self, need: Need, function: Callable[..., Any]) -> None:
-        self._register(need, function, "BEFORE")
+        """Run `function` before `need`; it may return other arguments."""
+        self._wanted.setdefault(need.target, []).append(("BEFORE", refusing(function)))
 
     def after(self, need: Need, function: Callable[..., Any]) -> None:
-        self._register(need, function, "AFTER")
+        """Run `function` after `need`, with its result first."""
+        self._wanted.setdefault(need.target, []).append(("AFTER", refusing(function)))
 
     def around(self, need: Need, function: Callable[..., Any]) -> None:
-        self._register(need, function, "AROUND")
+        """Run `function` in the place of `need`, which it gets first."""
+        self._wanted.setdefault(need.target, []).append(("AROUND", refusing_around(function)))
 
-    def guard(self, *needs: Need) -> None:
-        """Before each of `needs`, check that all hooks were applied, also those registered later."""
-        for need in needs:
-            self.before(need, self._all_are_in)
+    def apply(self, *registered: Need) -> None:
+        """Apply all of them.
 
-    def _register(self, need: Need, function: Callable[..., Any], kind: str) -> None:
+        Args:
+            registered: places whose hooks SGLang's registry should have applied before.
+
+        Raises:
+            SglangError: naming the place where that could not be done.
+        """
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        self._wanted.add(need.target)
-        guard = refusing_around if kind == "AROUND" else refusing
-        HookRegistry.register(need.target, guard(function), HookType[kind])
-
-    def _all_are_in(self, *args: Any, **kwargs: Any) -> None:
-        from sglang.srt.plugins.hook_registry import HookRegistry
-
-        missing = self._wanted - HookRegistry._patched
+        missing = {need.target for need in registered} - HookRegistry._patched
         if missing:
-            raise SglangError(f"SGLang did not apply the hook on {min(missing)}, so the pattern would not be proven")
+            raise _not_applied(min(missing))
+        for target, hooks in sorted(self._wanted.items()):
+            try:
+                HookRegistry._apply_target(target, [(HookType[kind], hook, None) for kind, hook in hooks])
+            except (ImportError, AttributeError):
+                raise _not_applied(target) from None
+
+
+def _not_applied(target: str) -> SglangError:
+    return SglangError(f"SGLang did not apply the hook on {target}, so the pattern would not be proven")

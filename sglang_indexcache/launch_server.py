@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before all else is imported: Ctrl-C while it loads
 
     begin("indexcache", "sglang")
 
+import argparse
 import os
 import runpy
 import sys
@@ -23,11 +24,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from typing import NoReturn
 
 from sglang_indexcache import process
-from sglang_indexcache.calibration.preflight import LAUNCH_FLAGS
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.overrides import FLAG as OVERRIDES_FLAG
 from sglang_indexcache.refusal import (
     ADMIN_KEY_VARIABLE,
     ALLOW_MISMATCH_VARIABLE,
@@ -36,14 +36,15 @@ from sglang_indexcache.refusal import (
     refuse,
     refuse_unforeseen,
 )
-from sglang_indexcache.serving.ready import carry
-from sglang_indexcache.serving.request import Request
+from sglang_indexcache.spec import PatternSpec
 
 PATTERN_FLAG = "--indexcache-pattern"
 ALLOW_FLAG = "--indexcache-allow-config-mismatch"
 CALIBRATE_FLAG = "--indexcache-calibrate"
 GROUP, ENTRY = "sglang.srt.plugins", "indexcache"
 ALLOWED_PLUGINS_VARIABLE = "SGLANG_PLUGINS"
+CALIBRATION_FLAGS = ("--disable-radix-cache", "--disable-cuda-graph", "--enable-fp32-lm-head")
+_PREFIX = "--indexcache"
 
 
 class LaunchError(IndexCacheError):
@@ -71,30 +72,34 @@ class Arguments:
         return any(word in ("-h", "--help") for word in self.rest)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(message)
+
+
 def split_arguments(arguments: Sequence[str]) -> Arguments:
-    """Split off our flags.
+    """Split off our flags, which can't be abbreviated; all others are for SGLang's own parser, word by word.
 
     Raises:
-        LaunchError: if the pattern flag has no value or stands there twice, or beside the calibration flag.
+        LaunchError: if the pattern flag has no value, stands there twice, or beside the calibration flag, or a flag is
+            almost one of ours.
     """
-    pattern, switches, rest = None, set(), []
-    words = iter(arguments)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name == PATTERN_FLAG:
-            value = value if equals else next(words, "")
-            if not value or value.startswith("--"):
-                raise LaunchError(f"{PATTERN_FLAG} has no value, expected a pattern file")
-            if pattern is not None:
-                raise LaunchError(f"{PATTERN_FLAG} is given twice")
-            pattern = value
-        elif word in (ALLOW_FLAG, CALIBRATE_FLAG):
-            switches.add(word)
-        else:
-            rest.append(word)
-    if pattern is not None and CALIBRATE_FLAG in switches:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument(PATTERN_FLAG, action="append", default=[], dest="patterns")
+    parser.add_argument(ALLOW_FLAG, action="store_true", dest="allow")
+    parser.add_argument(CALIBRATE_FLAG, action="store_true", dest="calibrate")
+    ours, rest = parser.parse_known_args(list(arguments))
+    for word in rest:
+        if word.replace("_", "-").startswith(_PREFIX):
+            flags = ", ".join((PATTERN_FLAG, ALLOW_FLAG, CALIBRATE_FLAG))
+            raise LaunchError(f"{word.partition('=')[0]} is no flag, expected one of {flags}")
+    if "" in ours.patterns:
+        raise LaunchError(f"{PATTERN_FLAG} has no value, expected a pattern file")
+    if len(ours.patterns) > 1:
+        raise LaunchError(f"{PATTERN_FLAG} is given twice")
+    if ours.patterns and ours.calibrate:
         raise LaunchError(f"{PATTERN_FLAG} and {CALIBRATE_FLAG} are given, expected one of them")
-    return Arguments(pattern, ALLOW_FLAG in switches, CALIBRATE_FLAG in switches, tuple(rest))
+    return Arguments(next(iter(ours.patterns), None), ours.allow, ours.calibrate, tuple(rest))
 
 
 def check_plugin_is_found() -> None:
@@ -128,37 +133,15 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
         return split.rest
     if split.calibrate:
         os.environ[CALIBRATE_VARIABLE] = "1"
-        flags = [flag for flag in LAUNCH_FLAGS if flag not in split.rest]
         key = os.environ.pop(ADMIN_KEY_VARIABLE, None)
-        return (*split.rest, *flags, *(("--admin-api-key", key) if key else ()))
+        # before the user's, which win; the words of a running program are in no process list
+        return (*CALIBRATION_FLAGS, *((f"--admin-api-key={key}",) if key else ()), *split.rest)
     if split.pattern is None:
         raise LaunchError(f"{PATTERN_FLAG} is missing, expected a pattern file; without one use sglang.launch_server")
-    request = Request.load(split.pattern)
+    PatternSpec.read(split.pattern).known()
     os.environ[PATTERN_VARIABLE] = split.pattern
     os.environ[ALLOW_MISMATCH_VARIABLE] = "1" if split.allow_mismatch else "0"
-    return with_carried(split.rest, request)
-
-
-def with_carried(rest: Sequence[str], request: Request) -> Sequence[str]:
-    """SGLang's arguments with the pattern among the model overrides, for schedulers that lose their environment.
-
-    A configuration file of SGLang's may have overrides, too, which a flag would replace: then there is no such flag.
-
-    Raises:
-        SpellingError: if the overrides that are there are no JSON object.
-    """
-    if any(word.partition("=")[0] == "--config" for word in rest):
-        return rest
-    kept: list[str] = []
-    overrides = "{}"
-    words = iter(rest)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name == OVERRIDES_FLAG:
-            overrides = value if equals else next(words, "")
-        else:
-            kept.append(word)
-    return (*kept, OVERRIDES_FLAG, carry(overrides, request))
+    return split.rest
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,64 +1,75 @@
 """SGLang plugin (entry point group `sglang.srt.plugins`): serve the pattern that is asked for, or refuse.
 
-`SGLANG_INDEXCACHE_PATTERN` names a pattern, `SGLANG_INDEXCACHE_CALIBRATE=1` makes a server for a search instead. A
-scheduler that has lost the variable finds the pattern among its server arguments. With none of these the plugin does
-nothing. This module imports nothing of the project, so that what can't be imported is refused, not logged.
+`SGLANG_INDEXCACHE_PATTERN` names a pattern, `SGLANG_INDEXCACHE_CALIBRATE=1` makes a server for a search instead. Both
+are looked at when an engine is launched (`asked`): SGLang loads plugins once in a process, which may launch several.
+Three places of SGLang are watched for an engine that is asked for something; what serves it is registered then, and for
+other engines nothing is done. This module imports nothing of the project but `asked` and `refusal`, so that what can't
+be imported is refused, not logged.
 """
 
 from __future__ import annotations
 
-import os
+import inspect
+from collections.abc import Callable
+from typing import Any
 
-from sglang_indexcache.refusal import (
-    ALLOW_MISMATCH_VARIABLE,
-    CALIBRATE_VARIABLE,
-    PATTERN_VARIABLE,
-    refuse,
-    refuse_unforeseen,
-)
+from sglang_indexcache.asked import ask_again, asked_of, environment_asks, refuse_unasked
+from sglang_indexcache.refusal import refuse, refuse_unforeseen
+
+LAUNCH = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
+CONFIGURE = "sglang.srt.configs.model_config.ModelConfig.from_server_args"
+SCHEDULE = "sglang.srt.managers.scheduler.Scheduler.__init__"
+WATCHED = (LAUNCH, CONFIGURE, SCHEDULE)
 
 
 def register() -> None:
-    """Entry point: register the hooks for what is asked for, if anything."""
-    spec, calibrate = os.environ.get(PATTERN_VARIABLE), os.environ.get(CALIBRATE_VARIABLE) == "1"
+    """Entry point: watch for engines that are asked for something."""
     try:
-        if spec and calibrate:
-            refuse(f"{PATTERN_VARIABLE} and {CALIBRATE_VARIABLE} are set, expected one of them")
-        if spec:
+        if environment_asks():
             from sglang_indexcache import serving
 
-            serving.install(spec, allow_config_mismatch=os.environ.get(ALLOW_MISMATCH_VARIABLE) == "1")
-        elif calibrate:
-            from sglang_indexcache import calibration
+            serving.require()  # an SGLang without the places to watch would serve without the pattern
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-            calibration.install()
-        else:
-            _watch_for_carried_pattern()
+        for target in WATCHED:
+            HookRegistry.register(target, watch(target), HookType.AROUND)
     except Exception as error:
-        if type(error).__module__.partition(".")[0] == "sglang_indexcache":
-            refuse(str(error))
-        refuse_unforeseen("the plugin could not be registered", error)
+        _end("the plugin could not be registered", error)
 
 
-def _watch_for_carried_pattern() -> None:
-    """Two hooks on `Scheduler.__init__`, which look into the server arguments and do nothing else."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+def watch(target: str) -> Callable[..., Any]:
+    """A hook around `target` that hands over to `serving`, if the engine at hand is asked for anything."""
 
-    target, finish = "sglang.srt.managers.scheduler.Scheduler.__init__", []
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            follow = _follower(target, original, args, kwargs)
+        except Exception as error:
+            _end("what the engine is asked for can't be served", error)
+        if follow is not None:
+            return follow(original, *args, **kwargs)
+        result = original(*args, **kwargs)
+        if target == LAUNCH:
+            refuse_unasked(result)
+        return result
 
-    def before(scheduler: object, server_args: object, *args: object, **kwargs: object) -> None:
-        text = getattr(server_args, "json_model_override_args", None)
-        if isinstance(text, str) and '"indexcache"' in text:
-            try:
-                from sglang_indexcache import serving
+    return around
 
-                finish.append(serving.install_carried(text))
-            except Exception as error:
-                refuse_unforeseen("the pattern among the server arguments can't be served", error)
 
-    def after(result: object, scheduler: object, *args: object, **kwargs: object) -> None:
-        while finish:
-            finish.pop()(result, scheduler)
+def _follower(target: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any] | None:
+    try:
+        server_args = inspect.signature(original).bind(*args, **kwargs).arguments["server_args"]
+    except (TypeError, KeyError):
+        if environment_asks():
+            refuse(f"this SGLang calls {target} without server_args, so it can't be told the pattern")
+        return None
+    if not (ask_again(server_args) if target == LAUNCH else asked_of(server_args)):
+        return None
+    from sglang_indexcache import serving
 
-    HookRegistry.register(target, before, HookType.BEFORE)
-    HookRegistry.register(target, after, HookType.AFTER)
+    return serving.follower(target)
+
+
+def _end(doing: str, error: Exception) -> None:
+    if type(error).__module__.partition(".")[0] == "sglang_indexcache":
+        refuse(str(error))
+    refuse_unforeseen(doing, error)

@@ -27,8 +27,8 @@ class Need:
         module: dotted name below `sglang.`
         name: function, `Class`, `Class.method` or `Class.field`.
         parameters: names that the function must take.
-        mentions: attributes or string keys that must occur in the body.
-        without: attributes or string keys that must not: with them, SGLang does by itself what we would do.
+        mentions: names, attributes or string keys that must occur in the body.
+        without: names, attributes or string keys that must not: with them, SGLang does by itself what we would do.
         closed: whether the function must take no others; what stands in for it would not know what they say.
     """
 
@@ -84,7 +84,9 @@ METRICS = Need(
 COLLECTOR = Need("srt.managers.scheduler", "Scheduler", mentions=("metrics_collector_context",))
 STORAGE = Need("srt.managers.cache_controller", "HiCacheController._generate_storage_config", ("model_name",))
 STORAGE_CONFIG = Need("srt.mem_cache.hicache_storage", "HiCacheStorageConfig.model_name")
-PEER = Need("srt.disaggregation.common.conn", "CommonKVManager.__init__", ("args",), ("kv_cache_dtype_str",))
+PEER = Need(
+    "srt.disaggregation.common.conn", "CommonKVManager.__init__", ("args", "server_args"), ("kv_cache_dtype_str",)
+)
 CONTROL = Need("srt.managers.scheduler", "Scheduler.handle_dumper_control", ("recv_req",))
 CONTROL_REPLY = Need("srt.managers.io_struct", "DumperControlReqOutput.response")
 CONTROL_REQUEST = Need("srt.managers.io_struct", "DumperControlReqInput.body")
@@ -97,7 +99,17 @@ REQUEST_IDS = Need("srt.model_executor.forward_batch_info", "ForwardBatch.rids")
 CAPTURER = Need("srt.state_capturer.indexer_topk", "set_global_indexer_capturer", ("capturer",))
 CAPTURE = Need("srt.state_capturer.indexer_topk", "maybe_capture_indexer_topk", ("layer_id", "topk_indices"))
 ROUTING = Need("srt.managers.io_struct", "GenerateReqInput.routed_dp_rank")
+RAY_ACTOR = Need("srt.ray.scheduler_actor", "SchedulerActor", mentions=("load_plugins",))
 HTTP = Need("srt.entrypoints.http_server", "_setup_and_run_http_server", ("server_args", "tokenizer_manager"))
+
+UPDATES = tuple(
+    Need("srt.managers.scheduler_components.weight_updater", f"SchedulerWeightUpdaterManager.{method}", ("recv_req",))
+    for method in (
+        *("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor"),
+        *("update_weights_from_ipc", "release_memory_occupation", "resume_memory_occupation"),
+        *("begin_weight_update", "end_weight_update"),  # from 0.5.22 on
+    )
+)
 
 SERVE = Feature(
     "serve",
@@ -132,8 +144,15 @@ DIVERGENCE = Feature("kl", "KL to the baseline, computed in the engine", (LOGITS
 SAMPLING = Feature(
     "overlap", "index overlap of the layers on a live server", (FORWARD, REQUEST_IDS, CAPTURER, CAPTURE), "not measured"
 )
+WATCH_UPDATES = Feature(
+    "updates",
+    "weights that are updated while a server runs are proven again, or known not to be proven",
+    UPDATES[:6],
+    "a warning in the log",
+)
+RAY = Feature("ray", "schedulers that are Ray actors and load plugins", (RAY_ACTOR,), "no server with --use-ray")
 FEATURES = (
-    *(SERVE, PROVE, WEIGHTS, STATUS, PROMETHEUS, CACHE_KEYS, PEERS),
+    *(SERVE, PROVE, WEIGHTS, WATCH_UPDATES, STATUS, PROMETHEUS, CACHE_KEYS, PEERS),
     *(CALIBRATE, DIVERGENCE, SAMPLING),
 )
 REQUIRED = (SERVE, PROVE, WEIGHTS)
@@ -252,6 +271,8 @@ def _mentioned(node: ast.AST) -> set[str]:
     for child in ast.walk(node):
         if isinstance(child, ast.Attribute):
             words.add(child.attr)
+        elif isinstance(child, ast.Name):
+            words.add(child.id)
         elif isinstance(child, ast.Constant) and isinstance(child.value, str):
             words.add(child.value)
     return words

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from sglang_indexcache.address import Address
+from sglang_indexcache.errors import one_line
 from sglang_indexcache.http_client import ask
 from sglang_indexcache.pattern import Pattern
 
@@ -16,9 +17,12 @@ class _Answer(BaseModel):
 
 
 class _Served(_Answer):
-    """What a scheduler has proven."""
+    """What a scheduler has proven, and whether it still holds."""
 
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    proven: bool = True
+    since: str = "its weights were updated"
+    reason: str = "no reason is given"
 
 
 class _State(_Answer):
@@ -34,30 +38,22 @@ class _ServerInfo(_Answer):
 _FORM = TypeAdapter(_ServerInfo)
 
 
-def served_fingerprints(url: str | Address) -> list[str | None]:
-    """The fingerprint that each data-parallel rank of the server at `url` has proven; `None` for one without a pattern.
-
-    Raises:
-        ServerError: if it can't be asked, or no rank answers; a key is taken from `SGLANG_API_KEY`.
-    """
-    states = ask(url, "/server_info", _FORM).internal_states
-    return [None if state.indexcache is None else state.indexcache.fingerprint for state in states]
-
-
 def differences(server: str | Address, pattern: Pattern) -> list[str]:
-    """One line for each data-parallel rank at `server` that does not serve `pattern`.
+    """One line for each data-parallel rank at `server` that does not serve `pattern`, proven.
 
     Raises:
-        ServerError: if the server can't be asked.
+        ServerError: if the server can't be asked, or no rank answers; a key is taken from `SGLANG_API_KEY`.
     """
     lines, address = [], Address.of(server)
-    fingerprints = served_fingerprints(address)
-    for rank, fingerprint in enumerate(fingerprints):
-        where = f"{address} DP rank {rank}" if len(fingerprints) > 1 else str(address)
-        if fingerprint is None:
+    states = ask(address, "/server_info", _FORM).internal_states
+    for rank, state in enumerate(states):
+        where, served = f"{address} DP rank {rank}" if len(states) > 1 else str(address), state.indexcache
+        if served is None:
             lines.append(f"{where} serves without a pattern file, expected fingerprint {pattern.fingerprint[:16]}")
-        elif fingerprint != pattern.fingerprint:
+        elif served.fingerprint != pattern.fingerprint:
             lines.append(
-                f"{where} serves fingerprint {fingerprint[:16]}, the pattern file has {pattern.fingerprint[:16]}"
+                f"{where} serves fingerprint {served.fingerprint[:16]}, the pattern file has {pattern.fingerprint[:16]}"
             )
+        elif not served.proven:
+            lines.append(one_line(f"{where} is not proven to serve it since {served.since}: {served.reason}", 400))
     return lines

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from sglang_indexcache import Pattern
-from sglang_indexcache.calibration import preflight
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.deepseek_v4 import DeepseekV4
@@ -22,10 +21,8 @@ GOOD = {"disable_radix_cache": True, "enable_fp32_lm_head": True, "host": "127.0
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch) -> Any:
     def checked(family: Family | None = None, **flags: Any) -> None:
-        found = SimpleNamespace(arguments={"server_args": SimpleNamespace(**{**GOOD, **flags})})
-        monkeypatch.setattr(preflight, "bound_arguments", lambda *_: found)
-        monkeypatch.setattr(Calibration, "_schedule", lambda *_: (family or Dsa(), Pattern("FFF")))
-        Calibration(SglangSource(Path(), "0.0")).server_args()
+        monkeypatch.setattr(Calibration, "schedule", lambda *_: (family or Dsa(), Pattern("FFF")))
+        Calibration(SglangSource(Path(), "0.0")).check(SimpleNamespace(**{**GOOD, **flags}))
 
     return checked
 
@@ -41,6 +38,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Any:
             {"enable_hierarchical_cache": True},
             "--enable-hierarchical-cache can't be combined with calibration: it keeps KV",
         ),
+        ({"use_ray": True}, "--use-ray can't be combined with calibration on this SGLang: needs sglang.srt.ray"),
         ({"enable_lmcache": True}, "--enable-lmcache can't be combined"),
         ({"enable_flexkv": True}, "--enable-flexkv can't be combined"),
         ({"enable_unified_cache_external_linker": True}, "--enable-unified-cache-external-linker can't be combined"),

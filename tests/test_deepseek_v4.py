@@ -26,7 +26,7 @@ from sglang_indexcache.errors import ModelConfigError, ProofError, SpellingError
 from sglang_indexcache.families import FAMILIES, describe
 from sglang_indexcache.families.deepseek_v4 import DeepseekV4
 from sglang_indexcache.probes import SglangSource
-from sglang_indexcache.serving import preflight, proof
+from sglang_indexcache.serving import proof, ranks
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.proof import effective_roles, mark_unloaded, mismatch
 from sglang_indexcache.serving.request import Request
@@ -330,11 +330,11 @@ def test_parameters_that_were_not_loaded_are_found_in_f_layers(name: str) -> Non
 
 
 def test_a_switch_that_fails_ends_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "all_ranks", lambda report: [report])
+    monkeypatch.setattr(ranks, "all_ranks", lambda told: [told])
     monkeypatch.setattr(DeepseekV4, "switch", lambda *_: {}["gone"])
-    prove = proof.prover(SimpleNamespace(pattern=Pattern("FSSF"), family=V4), proof.Proven())
+    asked = SimpleNamespace(pattern=Pattern("FSSF"), family=V4, proven=proof.Proven())
     with pytest.raises(ProofError, match="KeyError: 'gone'"):
-        prove(None, loaded_model())
+        proof.prove(asked, loaded_model())
 
 
 @pytest.mark.parametrize(
@@ -354,9 +354,8 @@ def test_flags_that_can_not_be_combined_with_it(
     check = Preflight(Request("x", Pattern("FSSF")), SglangSource(Path(), "0.0"))
     monkeypatch.setattr(check, "family_at", lambda _: V4)
     arguments = SimpleNamespace(model_path="x", **{flag: value})
-    monkeypatch.setattr(preflight, "bound_arguments", lambda *_: SimpleNamespace(arguments={"server_args": arguments}))
     if refused:
         with pytest.raises(PreflightError, match=f"--{flag.replace('_', '-')} can't be combined with a pattern: "):
-            check.server_args()
+            check.check(arguments)
     else:
-        check.server_args()
+        check.check(arguments)

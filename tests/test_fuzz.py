@@ -29,10 +29,10 @@ from indexcache_search.data.packing import TokenReader, build_token_sets
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerBusyError, ServerLostError
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.loading import read_config
-from sglang_indexcache import IndexCacheError, PatternFile, connection, files, http_client
+from sglang_indexcache import IndexCacheError, Pattern, PatternFile, connection, files, http_client
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.families import describe
-from sglang_indexcache.servers import served_fingerprints
+from sglang_indexcache.servers import differences
 from tests.conftest import VOCAB, tiny_config
 from tests.test_pattern_file import GOOD
 
@@ -194,7 +194,7 @@ def test_two_hundred_answers_of_servers(monkeypatch: pytest.MonkeyPatch) -> None
                 b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 9000,
             ]
             current[0] = rng.choice([head + body] * 6 + cut)
-            one_line_or(lambda: served_fingerprints(url))
+            one_line_or(lambda: differences(url, Pattern("FS")))
             one_line_or(lambda: Endpoint(url).logprobs([1, 2, 3]))
             lost = (IndexCacheError, ServerLostError, ServerBusyError)
             one_line_or(lambda: CalibrationServer(url).status(), lost)

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from sglang_indexcache import Pattern, launch_server, plugin, refusal, serving
-from sglang_indexcache.errors import IndexCacheError, ProofError
+from sglang_indexcache.errors import ProofError
 from sglang_indexcache.families.dsa import Dsa
 from sglang_indexcache.hooks import refusing, refusing_around
-from sglang_indexcache.launch_server import Arguments, LaunchError, check_plugin_is_found, split_arguments, with_carried
+from sglang_indexcache.launch_server import Arguments, LaunchError, check_plugin_is_found, split_arguments
 from sglang_indexcache.probes import SglangError, SglangSource
-from sglang_indexcache.serving import identity, proof, ready
+from sglang_indexcache.serving import engines, identity, proof, ranks, ready
 from sglang_indexcache.serving.preflight import Preflight
 from sglang_indexcache.serving.proof import Proof, Proven, effective_roles, mark_unloaded, mismatch
 from sglang_indexcache.serving.ranks import MEET_VARIABLE, RankReport, _meet_seconds, disagreement
@@ -35,64 +35,19 @@ from tests.patterns import pattern_file
 PATTERN = Pattern("FSSFSS")
 DSA = Dsa()
 REQUEST = Request("deploy.yaml@1/3", PATTERN, pattern_file(PATTERN, tiny_config()))
-ASKED = SimpleNamespace(pattern=PATTERN, family=DSA)
 PROVEN = Proven()
 PROVEN.set(Proof(PATTERN, 6, 2))
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 
 
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """Hooks that were registered with a stand-in for SGLang's registry: kind and function."""
-    found: list[tuple[str, Any]] = []
-    registry = SimpleNamespace(register=lambda target, hook, kind: found.append((kind, hook)))
-    module = ModuleType("sglang.srt.plugins.hook_registry")
-    module.HookRegistry, module.HookType = registry, SimpleNamespace(BEFORE="BEFORE", AFTER="AFTER")
-    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return found
-
-
-@pytest.mark.parametrize("value", [None, ""])
-def test_without_a_pattern_the_plugin_does_nothing(
-    value: str | None, monkeypatch: pytest.MonkeyPatch, registered: list[tuple[str, Any]]
-) -> None:
-    monkeypatch.setattr(serving, "_register", lambda *_, **__: pytest.fail("installed"))
-    monkeypatch.delenv(refusal.PATTERN_VARIABLE, raising=False)
-    if value is not None:
-        monkeypatch.setenv(refusal.PATTERN_VARIABLE, value)
-    plugin.register()
-    hooks = dict(registered)
-    for text in ("{}", '{"index_topk_freq": 4}', None):
-        hooks["BEFORE"](None, SimpleNamespace(json_model_override_args=text))
-        hooks["AFTER"](None, None, None)
-
-
-def test_a_scheduler_that_lost_the_variable_finds_the_pattern_in_its_arguments(
-    monkeypatch: pytest.MonkeyPatch, registered: list[tuple[str, Any]]
-) -> None:
-    monkeypatch.delenv(refusal.PATTERN_VARIABLE, raising=False)
-    seen: list[Any] = []
-    monkeypatch.setattr(serving, "install_carried", lambda text: lambda *args: seen.append((text, args)))
-    plugin.register()
-    hooks, text = dict(registered), ready.carry('{"rope_theta": 1}', REQUEST)
-    hooks["BEFORE"]("scheduler", SimpleNamespace(json_model_override_args=text), "port")
-    hooks["AFTER"](None, "scheduler")
-    assert seen == [(text, (None, "scheduler"))]
-    assert Request.from_overrides(text) == Request("deploy.yaml@1/3", PATTERN)
-
-
-@pytest.mark.parametrize(
-    "error", [AttributeError("gone"), KeyError("BEFORE"), OSError(5, "bad disk"), ImportError("x")]
-)
+@pytest.mark.parametrize("error", [AttributeError("gone"), KeyError("BEFORE"), OSError(5, "bad"), ImportError("x")])
 def test_whatever_goes_wrong_while_the_plugin_registers_ends_the_process(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(serving, "install", fail)
+    monkeypatch.setattr(serving, "require", fail)
     monkeypatch.setenv(refusal.PATTERN_VARIABLE, "p.yaml")
     with pytest.raises(SystemExit) as caught:
         plugin.register()
@@ -145,17 +100,6 @@ def test_the_plugin_can_be_loaded_where_the_package_is_broken(tmp_path: Path) ->
     assert result.stderr.splitlines()[-1].startswith("indexcache: the plugin could not be registered: ImportError")
 
 
-def test_an_unusable_pattern_ends_the_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """SystemExit, since SGLang's plugin loader logs every Exception and serves on."""
-    monkeypatch.setenv(refusal.PATTERN_VARIABLE, "nothing.yaml@1/2")
-    with pytest.raises(SystemExit) as caught:
-        plugin.register()
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == "indexcache: nothing.yaml: No such file or directory\n"
-
-
 def test_the_entry_point_is_declared() -> None:
     from importlib.metadata import entry_points
 
@@ -174,6 +118,10 @@ def test_the_entry_point_is_declared() -> None:
         (["--tp=8", "--indexcache-pattern=a"], ("a", False, False, ("--tp=8",))),
         (["--indexcache-allow-config-mismatch", "--indexcache-pattern", "a"], ("a", True, False, ())),
         (["--indexcache-calibrate", "--tp", "8"], (None, False, True, ("--tp", "8"))),
+        (
+            ["--json-model", '{"a": -1}', "--indexcache-pattern", "a", "--json-model={}", "--config", "-c.yaml"],
+            ("a", False, False, ("--json-model", '{"a": -1}', "--json-model={}", "--config", "-c.yaml")),
+        ),
     ],
 )
 def test_our_flags_are_split_off(arguments: list[str], expected: Any) -> None:
@@ -188,21 +136,36 @@ def test_our_flags_are_split_off(arguments: list[str], expected: Any) -> None:
         ["--indexcache-pattern="],
         ["--indexcache-pattern=a"] * 2,
         ["--indexcache-pattern=a", "--indexcache-calibrate"],
+        ["--indexcache-pat", "a"],
+        ["--indexcache-pattern", "a", "--indexcache-cal"],
+        ["--indexcache_pattern=a"],
+        ["--indexcache-pattern", "a", "--indexcache-calibrate=1"],
     ],
 )
-def test_a_pattern_flag_without_value_or_twice_is_refused(arguments: list[str]) -> None:
-    with pytest.raises(LaunchError, match="--indexcache-pattern"):
+def test_a_flag_that_is_not_quite_ours_has_no_value_or_is_there_twice_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(LaunchError, match="--indexcache-"):
         split_arguments(arguments)
 
 
 def test_the_key_of_a_calibration_server_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the process list nor the server's own processes have it."""
+    """Neither the process list nor the server's own processes have it; a key may begin with a dash."""
     monkeypatch.setattr(launch_server, "check_plugin_is_found", lambda: None)
-    monkeypatch.setenv(refusal.ADMIN_KEY_VARIABLE, "secret")
+    monkeypatch.setenv(refusal.ADMIN_KEY_VARIABLE, "-secret")
     monkeypatch.setenv(refusal.CALIBRATE_VARIABLE, "")
-    words = list(launch_server.prepare(["--indexcache-calibrate", "--model-path", "x"]))
-    assert words[words.index("--admin-api-key") + 1] == "secret" and refusal.ADMIN_KEY_VARIABLE not in os.environ
-    assert "--admin-api-key" not in launch_server.prepare(["--indexcache-calibrate", "--model-path", "x"])
+    words = list(launch_server.prepare(["--indexcache-calibrate", "--model-path", "x", "--admin-api", "own"]))
+    assert words.index("--admin-api-key=-secret") < words.index("--admin-api") and words[-2:] == ["--admin-api", "own"]
+    assert refusal.ADMIN_KEY_VARIABLE not in os.environ
+    assert not any("--admin-api-key" in word for word in launch_server.prepare(["--indexcache-calibrate"]))
+
+
+def test_the_users_words_reach_sglang_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is put among the model overrides, which the user may spell as SGLang's parser allows."""
+    monkeypatch.setattr(launch_server, "check_plugin_is_found", lambda: None)
+    for name in (refusal.PATTERN_VARIABLE, refusal.ALLOW_MISMATCH_VARIABLE):
+        monkeypatch.setenv(name, "")
+    words = ("--json-model-override", '{"rope_theta": 7}', "--config=c.yaml", "--json-model-override-args={}")
+    assert launch_server.prepare(["--indexcache-pattern", "FSSFSS", *words]) == words
+    assert os.environ[refusal.PATTERN_VARIABLE] == "FSSFSS"
 
 
 def test_the_launcher_needs_sglang_and_a_pattern() -> None:
@@ -310,17 +273,44 @@ def test_how_long_ranks_wait_for_each_other_is_a_number(text: str, monkeypatch: 
         _meet_seconds()
 
 
+def asking() -> SimpleNamespace:
+    return SimpleNamespace(pattern=PATTERN, family=DSA, proven=Proven())
+
+
 def test_a_mismatch_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(proof, "all_ranks", lambda report: [report])
-    proven = Proven()
-    prove = refusing(proof.prover(ASKED, proven))
-    prove(None, SimpleNamespace(model=loaded("FSSFSS"), is_draft_worker=False))
-    prove(None, SimpleNamespace(model=loaded("FFFFFF"), is_draft_worker=True))  # a draft model has no pattern
+    monkeypatch.setattr(ranks, "all_ranks", lambda told: [told])
+    asked = asking()
+    prove = refusing(proof.prove)
+    prove(asked, SimpleNamespace(model=loaded("FSSFSS")))
     with pytest.raises(SystemExit) as caught:
-        prove(None, SimpleNamespace(model=loaded("FFFFFF"), is_draft_worker=False))
+        prove(asked, SimpleNamespace(model=loaded("FFFFFF")))
     assert caught.value.code == 2
     assert capsys.readouterr().err == "indexcache: letter 1 would run as F, the pattern says S\n"
-    assert proven.proof == Proof(PATTERN, 6, 1)
+    assert asked.proven.proof == Proof(PATTERN, 6, 1)
+
+
+def test_graphs_of_one_rank_that_differ_end_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the rank whose own are right, which would wait for the other one for ever."""
+    for here, error in ((None, None), (None, "the graph of 8 differs"), ("gone", None)):
+        told: list[Any] = []
+        monkeypatch.setattr(ranks, "all_ranks", lambda line, error=error, told=told: told.append(line) or [line, error])
+        asked = asking()
+
+        def captured(*_: Any, here: str | None = here) -> None:
+            if here:
+                raise KeyError(here)
+
+        asked.family = SimpleNamespace(captured=captured)
+        if here or error:
+            with pytest.raises(ProofError, match="rank 0: KeyError: 'gone'" if here else f"rank 1: {error}"):
+                proof.check_captured(asked, None)
+        else:
+            proof.check_captured(asked, None)
+        assert len(told) == 1
+        monkeypatch.setattr(ranks, "all_ranks", lambda line: pytest.fail("another stage may not be here"))
+        if here:
+            with pytest.raises(ProofError, match="KeyError"):  # captured again
+                proof.check_captured(asked, None)
 
 
 def test_a_layer_whose_indexer_runs_whatever_its_attribute_says_is_found() -> None:
@@ -332,16 +322,21 @@ def test_a_layer_whose_indexer_runs_whatever_its_attribute_says_is_found() -> No
         effective_roles(DSA, model)
 
 
-def test_nothing_is_reported_without_a_proof() -> None:
-    for hook in (serving.status(REQUEST, Proven()), ready.reporter(REQUEST, Proven())):
+def plan(proven: Proven) -> SimpleNamespace:
+    return SimpleNamespace(pattern=PATTERN, family=DSA, source="deploy.yaml@1/3", proven=proven, serves=True)
+
+
+def test_nothing_is_reported_without_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "plan_of", lambda _: plan(Proven()))
+    for hook in (serving.status, serving.scheduler_ready):
         with pytest.raises(ProofError, match="was not compared with the pattern"):
-            hook(SimpleNamespace(internal_state={}), SimpleNamespace(dp_rank=None))
+            hook(SimpleNamespace(internal_state={}), SimpleNamespace(dp_rank=None, server_args=None))
 
 
-def test_a_scheduler_that_is_ready_sends_its_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ready.FOLDER_VARIABLE, str(tmp_path))
+def test_a_scheduler_that_is_ready_sends_its_proof(tmp_path: Path) -> None:
     info: dict[str, Any] = {"status": "ready"}
-    ready.reporter(REQUEST, PROVEN)(info, SimpleNamespace(dp_rank=1))
+    server_args = SimpleNamespace(_indexcache={"proofs": str(tmp_path)})
+    ready.report(plan(PROVEN), info, SimpleNamespace(dp_rank=1, server_args=server_args))
     [left] = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
     assert info["indexcache"] == left and left["dp_rank"] == 1 and left["pattern"] == "FSSFSS"
 
@@ -349,37 +344,26 @@ def test_a_scheduler_that_is_ready_sends_its_proof(tmp_path: Path, monkeypatch: 
 def test_the_server_waits_for_every_proof() -> None:
     own = {**PROVEN.proof.status("p"), "dp_rank": 0}
     other = {**own, "dp_rank": 1}
-    ready.check(REQUEST, [own, own], [], 1)  # two tensor-parallel ranks
-    ready.check(REQUEST, [None], [own, other, other], 2)  # a data-parallel controller says nothing
-    ready.check(REQUEST, [None], [own], 2, together=True)  # the other rank of attention is on another node
+    ready.check(PATTERN, [own, own], [], 1)  # two tensor-parallel ranks
+    ready.check(PATTERN, [None], [own, other, other], 2)  # a data-parallel controller says nothing
+    ready.check(PATTERN, [None], [own], 2, together=True)  # the other rank of attention is on another node
     with pytest.raises(ProofError, match="has not proven"):
-        ready.check(REQUEST, [None], [], 2, together=True)
+        ready.check(PATTERN, [None], [], 2, together=True)
     for sent, left, replicas in (([own, None], [own], 1), ([], [], 1), ([None], [own], 2), ([None], [], 2)):
         with pytest.raises(ProofError, match="has not proven that it runs the pattern; expected the plugin"):
-            ready.check(REQUEST, sent, left, replicas)
+            ready.check(PATTERN, sent, left, replicas)
     wrong = {**own, "pattern": "FFFFFF", "fingerprint": Pattern("FFFFFF").fingerprint}
     with pytest.raises(ProofError, match="a scheduler runs FFFFFF, the pattern is FSSFSS"):
-        ready.check(REQUEST, [own, wrong], [], 1)
-
-
-@pytest.mark.parametrize(
-    "flags", [(), ("--json-model-override-args", '{"a": 1}'), ('--json-model-override-args={"a": 1}',)]
-)
-def test_the_launcher_puts_the_pattern_into_the_server_arguments(flags: tuple[str, ...]) -> None:
-    *rest, flag, text = with_carried(("--tp", "8", *flags), REQUEST)
-    assert rest == ["--tp", "8"] and flag == "--json-model-override-args"
-    assert Request.from_overrides(text).pattern == PATTERN and json.loads(text).get("a") == (1 if flags else None)
-    assert with_carried(("--config", "c.yaml", *flags), REQUEST) == ("--config", "c.yaml", *flags)
-    with pytest.raises(IndexCacheError, match="is list, expected a JSON object"):
-        with_carried(("--json-model-override-args", "[]"), REQUEST)
+        ready.check(PATTERN, [own, wrong], [], 1)
 
 
 # -- status and identity
 
 
-def test_the_status_is_added_to_the_internal_state() -> None:
+def test_the_status_is_added_to_the_internal_state(monkeypatch: pytest.MonkeyPatch) -> None:
     reply = SimpleNamespace(internal_state={"tp_size": 1})
-    serving.status(REQUEST, PROVEN)(reply, None)
+    monkeypatch.setattr(engines, "plan_of", lambda _: plan(PROVEN))
+    serving.status(reply, SimpleNamespace(server_args=None))
     assert reply.internal_state["indexcache"] == {
         "pattern": "FSSFSS",
         "fingerprint": PATTERN.fingerprint,
@@ -388,6 +372,7 @@ def test_the_status_is_added_to_the_internal_state() -> None:
         "shared_layers": 4,
         "source": "deploy.yaml@1/3",
         "proven_ranks": 2,
+        "proven": True,
     }
 
 
@@ -395,11 +380,11 @@ def test_cache_keys_and_handshake_carry_the_pattern() -> None:
     tag = f"indexcache-{PATTERN.fingerprint[:16]}"
     for name, expected in (("glm", f"glm-{tag}"), (None, f"-{tag}")):
         config = SimpleNamespace(model_name=name)
-        identity.cache_keys(REQUEST)(config)
+        identity.mark_cache_keys(PATTERN, config)
         assert config.model_name == expected
     arguments = SimpleNamespace(kv_cache_dtype_str="bfloat16")
     for _ in range(2):
-        identity.handshake(REQUEST)(None, arguments)
+        identity.mark_handshake(PATTERN, arguments)
     assert arguments.kv_cache_dtype_str == f"bfloat16+{tag}"
 
 
@@ -430,10 +415,14 @@ def test_the_launcher_says_a_mistake_in_the_file_at_once(tmp_path: Path) -> None
 # -- families
 
 
-def test_a_model_without_a_configuration_is_not_proven() -> None:
+def test_a_model_without_a_configuration_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     check = Preflight(REQUEST, SglangSource(Path(), "0.0"))
     with pytest.raises(ProofError, match="SGLang built a model without a configuration"):
-        proof.preparer(check)(nn.Linear(2, 2))
+        _ = check.family
+    monkeypatch.setattr(engines, "plan_of", lambda _: check)
+    with pytest.raises(ProofError, match="SGLang built a model without a configuration"):
+        engines.plan_of_runner(SimpleNamespace(server_args=None, model_config=object()))
+    assert engines.plan_of_runner(SimpleNamespace(is_draft_worker=True)) is None  # it runs its own indexer
 
 
 def test_an_sglang_without_the_familys_model_is_refused(tmp_path: Path) -> None:

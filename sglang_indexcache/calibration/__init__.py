@@ -8,7 +8,7 @@ control request that SGLang already fans out. A server in serving mode has none 
 from __future__ import annotations
 
 import os
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from sglang_indexcache import probes
@@ -17,42 +17,94 @@ from sglang_indexcache.calibration.divergence import Divergence, limit_gb
 from sglang_indexcache.calibration.lm_head import around_logits
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration
-from sglang_indexcache.calibration.route import add_route
+from sglang_indexcache.calibration.route import with_route
 from sglang_indexcache.calibration.selections import Selections
-from sglang_indexcache.hooks import Hooks, installed_source
-from sglang_indexcache.serving import proof
+from sglang_indexcache.hooks import Hooks, bound_to, installed_source
+from sglang_indexcache.serving import engines
+
+_controllers: dict[Calibration, Controller] = {}
 
 
-def install() -> None:
-    """Register the hooks of calibration mode; what this SGLang can't measure is refused when it is asked for.
+def hooks() -> Hooks:
+    """The hooks of calibration mode beside those of serving; each does nothing where no calibration server runs.
 
     Raises:
         SglangError: if this SGLang lacks what switching needs.
     """
-    source = installed_source((*probes.REQUIRED, probes.CALIBRATE))
-    os.environ["SGLANG_DSA_TOPK_BROADCAST"] = "1"  # all tensor-parallel ranks attend to what the first one selected
-    hooks, calibration = Hooks(), Calibration(source)
-    hooks.guard(probes.SERVER_ARGS, probes.MODEL_CONFIG, probes.LOAD_MODEL, probes.READY)
-    hooks.before(probes.SERVER_ARGS, calibration.server_args)
-    hooks.before(probes.MODEL_CONFIG, calibration.model_config)
-    hooks.after(probes.NEW_MODEL, proof.preparer(calibration))
-    proven = proof.Proven()
-    hooks.after(probes.LOAD_MODEL, proof.prover(calibration, proven))
-    hooks.after(probes.READY, lambda info, *_, **__: info.update(indexcache=proven.proof.status("calibration")))
-    divergence = overlap = selections = None
+    source, found = installed_source((*probes.REQUIRED, probes.CALIBRATE)), Hooks()
     if source.refusal(probes.DIVERGENCE) is None:
-        divergence = Divergence(limit_gb())
-        hooks.around(probes.LOGPROBS, divergence.around_logprobs)
-    if source.missing(probes.LOGITS) is None:  # one hook: SGLang warns of two around the same place
-        hooks.around(probes.LOGITS, around_logits(divergence))
+        found.around(probes.LOGPROBS, around_logprobs)
+    if source.missing(probes.LOGITS) is None:
+        found.around(probes.LOGITS, around_all_logits)
     if source.refusal(probes.SAMPLING) is None:
-        overlap, selections = Overlap(), Selections(calibration)
-        hooks.before(probes.FORWARD, partial(_before_forward, overlap, selections))
-    hooks.around(probes.CONTROL, Controller(calibration, divergence, overlap, selections).handle)
-    hooks.before(probes.HTTP, add_route)
+        found.before(probes.FORWARD, before_forward)
+    found.around(probes.CONTROL, handle_control)
+    found.around(probes.HTTP, serve)
+    return found
 
 
-def _before_forward(overlap: Overlap, selections: Selections, *args: Any, **kwargs: Any) -> None:
-    """One hook for both."""
-    overlap.before_forward(*args, **kwargs)
-    selections.before_forward(*args, **kwargs)
+def begin(plan: engines.Plan) -> None:
+    """Make what measures on the server of one engine, once in each of its processes.
+
+    Raises:
+        CalibrationError: if the environment limits it to something that is no number.
+    """
+    assert isinstance(plan, Calibration)
+    if plan not in _controllers:
+        overlap = selections = None
+        divergence = Divergence(limit_gb()) if plan.has(probes.DIVERGENCE) else None
+        if plan.has(probes.SAMPLING):
+            overlap, selections = Overlap(), Selections(plan)
+        _controllers[plan] = Controller(plan, divergence, overlap, selections)
+
+
+def before_loading() -> None:
+    """In a process that loads the model: all tensor-parallel ranks attend to what the first one selected."""
+    os.environ["SGLANG_DSA_TOPK_BROADCAST"] = "1"
+
+
+def _of_process() -> Controller | None:
+    """The one whose model this process has loaded: logits know of no server."""
+    plan = engines.plan_of_process()
+    return _controllers[plan] if isinstance(plan, Calibration) else None
+
+
+def around_logprobs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around `InputLogprobProcessor.forward`."""
+    controller = _of_process()
+    if controller is None or controller.divergence is None:
+        return original(*args, **kwargs)
+    return controller.divergence.around_logprobs(original, *args, **kwargs)
+
+
+def around_all_logits(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around `LogitsProcessor.forward`: one hook, since SGLang warns of two around the same place."""
+    controller = _of_process()
+    if controller is None:
+        return original(*args, **kwargs)
+    return around_logits(controller.divergence)(original, *args, **kwargs)
+
+
+def before_forward(*args: Any, **kwargs: Any) -> None:
+    """Before `ModelRunner.forward`."""
+    controller = _of_process()
+    if controller is not None and controller.overlap is not None and controller.selections is not None:
+        controller.overlap.before_forward(*args, **kwargs)
+        controller.selections.before_forward(*args, **kwargs)
+
+
+def handle_control(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Around `Scheduler.handle_dumper_control`."""
+    plan = engines.plan_of(scheduler.server_args)
+    if not isinstance(plan, Calibration):
+        return original(scheduler, recv_req)
+    return _controllers[plan].handle(original, scheduler, recv_req)
+
+
+def serve(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around `_setup_and_run_http_server`, whose application belongs to the process: the route goes with the server."""
+    arguments = bound_to(original, args, kwargs).arguments
+    if not isinstance(engines.plan_of(arguments["server_args"]), Calibration):
+        return original(*args, **kwargs)
+    with with_route(arguments["tokenizer_manager"]):
+        return original(*args, **kwargs)

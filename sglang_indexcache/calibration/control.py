@@ -45,8 +45,8 @@ class Controller:
         overlap: Overlap | None,
         selections: Selections | None,
     ) -> None:
-        self._calibration, self._divergence, self._overlap = calibration, divergence, overlap
-        self._selections = selections
+        self._calibration, self.divergence, self.overlap = calibration, divergence, overlap
+        self.selections = selections
         self._actions: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {
             protocol.STATUS: lambda scheduler, body: {},
             protocol.CHECK: self._check,
@@ -86,6 +86,8 @@ class Controller:
         action = self._actions.get(str(body.get("action")))
         if action is None:
             raise CalibrationError(f"action is {body.get('action')!r}, expected {', '.join(self._actions)}")
+        if self._calibration.proven.lost is not None:  # what is measured would be said of weights that are gone
+            raise CalibrationError(f"the server's weights are {self._calibration.proven.lost}; expected a new server")
         rank, meant_for = data_parallel_rank(scheduler), body.get("dp_rank")
         runner, native = scheduler.tp_worker.model_runner, self._calibration.pattern
         answer = action(scheduler, body) if meant_for in (None, rank) else {}
@@ -115,8 +117,8 @@ class Controller:
         pattern = Pattern(body["pattern"])
         apply(self._calibration.family, scheduler.tp_worker.model_runner, pattern)
         scheduler.flush_cache()
-        if self._divergence is not None:
-            self._divergence.switched(pattern == self._calibration.pattern)
+        if self.divergence is not None:
+            self.divergence.switched(pattern == self._calibration.pattern)
         return {}
 
     def _announce_baseline(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,28 +157,28 @@ class Controller:
     def _measures(self, runner: Any) -> list[str]:
         """What can be measured beside logprobs; not with pipeline stages, whose first one answers alone."""
         whole = len(self._roles(runner)) == len(self._calibration.pattern)
-        places: dict[str, object] = {protocol.KL: self._divergence, protocol.OVERLAP: self._overlap}
+        places: dict[str, object] = {protocol.KL: self.divergence, protocol.OVERLAP: self.overlap}
         if self._calibration.has(self._calibration.family.told):
-            places[protocol.MISSES] = self._selections
+            places[protocol.MISSES] = self.selections
         return [name for name, measure in places.items() if whole and measure is not None]
 
     def _roles(self, runner: Any) -> dict[int, str]:
         return current_roles(self._calibration.family, runner.model)
 
     def _measured_kl(self, runner: Any) -> Divergence:
-        if self._divergence is None or protocol.KL not in self._measures(runner):
+        if self.divergence is None or protocol.KL not in self._measures(runner):
             raise CalibrationError(f"kl is not measured {_UNMEASURED}; expected --objective nll")
-        return self._divergence
+        return self.divergence
 
     def _sampled(self, runner: Any) -> Overlap:
-        if self._overlap is None or protocol.OVERLAP not in self._measures(runner):
+        if self.overlap is None or protocol.OVERLAP not in self._measures(runner):
             raise CalibrationError(f"index overlap is not measured {_UNMEASURED}")
-        return self._overlap
+        return self.overlap
 
     def _recorded(self, runner: Any) -> Selections:
-        if self._selections is None or protocol.MISSES not in self._measures(runner):
+        if self.selections is None or protocol.MISSES not in self._measures(runner):
             raise CalibrationError(f"selections are not recorded of this model, {_UNMEASURED}")
-        return self._selections
+        return self.selections
 
 
 def apply(family: Family, runner: Any, pattern: Pattern) -> None:

@@ -9,13 +9,12 @@ from sglang_indexcache import probes
 from sglang_indexcache.checkpoint import Checkpoint, weights_digest
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.hooks import bound_arguments, give_pattern
 from sglang_indexcache.model_name import at_revision
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import Feature, SglangSource
 from sglang_indexcache.serving.preflight import FOREIGN_CACHES, flag, refused_flags
+from sglang_indexcache.serving.proof import Proven
 
-LAUNCH_FLAGS = ("--disable-radix-cache", "--disable-cuda-graph", "--enable-fp32-lm-head")
 _WANTED = {
     "disable_radix_cache": "without it, later chunks of a prompt read KV of an earlier pattern",
     "enable_fp32_lm_head": "without it, losses are rounded to bfloat16",
@@ -33,13 +32,17 @@ class CalibrationError(IndexCacheError):
 
 
 class Calibration:
-    """Hooks before SGLang builds its model configurations, and the schedule that the server starts with."""
+    """What a calibration server must be (`serving.engines.Plan`), and the schedule that it starts with."""
+
+    serves = False
+    source = "calibration"
 
     def __init__(self, source: SglangSource) -> None:
-        self._source = source
+        self._sglang = source
         self._pattern: Pattern | None = None
         self._family: Family | None = None
         self.config_sha256 = self.weights_sha256 = ""
+        self.proven = Proven()
 
     @property
     def pattern(self) -> Pattern:
@@ -55,13 +58,14 @@ class Calibration:
             raise CalibrationError("the model is not known yet")
         return self._family
 
-    def server_args(self, *args: Any, **kwargs: Any) -> None:
-        """Before `ModelConfig.from_server_args`.
+    def check(self, server_args: Any) -> None:
+        """Flags that are missing or too many.
 
         Raises:
-            CalibrationError: naming the flag that is missing or too many.
+            CalibrationError: naming the flag.
         """
-        server_args = bound_arguments(probes.SERVER_ARGS, args, kwargs).arguments["server_args"]
+        if getattr(server_args, "use_ray", False):
+            self.require(probes.RAY, "--use-ray")
         for name, reason in _WANTED.items():
             if not getattr(server_args, name, False):
                 raise CalibrationError(f"calibration needs {flag(name)}: {reason}")
@@ -80,7 +84,7 @@ class Calibration:
                 " pattern"
             )
 
-        family, _ = self._schedule(at_revision(server_args.model_path, getattr(server_args, "revision", None)))
+        family, _ = self.schedule(at_revision(server_args.model_path, getattr(server_args, "revision", None)))
         for given, reason in refused_flags(family.refused_flags, server_args):
             raise CalibrationError(f"{given} can't be combined with calibration: {reason}")
         if family.begins_every_stage and getattr(server_args, "pp_size", 1) > 1:
@@ -89,19 +93,26 @@ class Calibration:
                 " begins with an S layer would attend to nothing that was chosen"
             )
 
-    def model_config(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Before `ModelConfig.__init__`: the checkpoint's own schedule, spelled out.
-
-        Raises:
-            IndexCacheError: if the model has no DSA attention, or the overrides give a pattern.
-        """
-        return give_pattern(args, kwargs, self._schedule)
-
     def has(self, feature: Feature | None) -> bool:
         """Whether this SGLang has what a family may ask of it."""
-        return feature is not None and self._source.refusal(feature) is None
+        return feature is not None and self._sglang.refusal(feature) is None
 
-    def _schedule(self, model: str) -> tuple[Family, Pattern]:
+    def require(self, feature: Feature, flag: str) -> None:
+        """Check that this SGLang has what a flag needs beside calibration.
+
+        Raises:
+            CalibrationError: naming the flag and what is missing.
+        """
+        reason = self._sglang.refusal(feature)
+        if reason is not None:
+            raise CalibrationError(f"{flag} can't be combined with calibration on this SGLang: {reason}")
+
+    def schedule(self, model: str) -> tuple[Family, Pattern]:
+        """The checkpoint's own schedule, spelled out.
+
+        Raises:
+            IndexCacheError: if the model is none that can be calibrated.
+        """
         if self._pattern is None:
             checkpoint = Checkpoint.read(model)
             if not checkpoint.family.calibrated:
@@ -109,7 +120,7 @@ class Calibration:
                     f"{checkpoint.model.architecture} has no calibration server; expected indexcache-search without"
                     " --engine sglang"
                 )
-            self._source.require(checkpoint.family.serving)
+            self._sglang.require(checkpoint.family.serving)
             self._family = checkpoint.family
             self._pattern = Pattern.full(checkpoint.model.num_layers, checkpoint.locked)
             self.config_sha256, self.weights_sha256 = checkpoint.model.config_sha256, weights_digest(model)

@@ -4,102 +4,228 @@ What is hooked, and when each runs:
 
 | hook | module | what for |
 |---|---|---|
-| before `ModelConfig.from_server_args` | `preflight` | what the command line must not ask for |
-| before `ModelConfig.__init__` | `preflight` | the model fits; the pattern is merged into its overrides |
-| before `Engine._launch_subprocesses` | `ready` | the pattern travels with the server arguments |
+| around `Engine._launch_subprocesses` | here, `ready` | no server before every scheduler has sent its proof |
+| around `ModelConfig.from_server_args` | here, `preflight` | what the command line must not ask for |
+| before `ModelConfig.__init__` | here, `preflight` | the model fits; the pattern is merged into its overrides |
 | after `_initialize_model`, `ModelRunner.load_model` | `proof`, `ranks` | roles and weights of each rank, all alike |
 | after `ModelRunner.init_attention_backends` | `proof`, `ranks` | the same of dense models: its backend has the roles |
 | after `ModelRunner.init_cuda_graphs` | `proof` | of dense models: each graph was captured with the roles |
-| after `Scheduler.__init__` | `metrics` | metrics, if they are on |
+| around `Scheduler.__init__` | `metrics` | metrics, if they are on |
 | after `Scheduler.get_init_info` | `ready` | a scheduler is not ready without its proof, and sends it along |
-| after `Engine._launch_subprocesses` | `ready` | no server before every scheduler has sent its proof |
 | after `Scheduler.get_internal_state` | here | `/server_info` |
+| around updates of weights | `updates` | proven again, or known not to be proven any more |
 | after `HiCacheController._generate_storage_config` | `identity` | keys of HiCache storage |
 | before `CommonKVManager.__init__` | `identity` | the handshake of prefill and decode servers |
 
-Before the two on `ModelConfig`, `load_model` and `Scheduler.__init__`, it is looked whether SGLang applied all of them.
-On DSA models nothing runs in the forward pass, but for layers that score less than everything; with metrics on, two
-counters are added to after it.
+The three around are watched from the start (`plugin`); the others are applied once an engine is asked for something.
+Hooks can't be taken back, and a process may have several engines: each looks up the plan of the engine at hand
+(`engines`), and does nothing where there is none. On DSA models nothing runs in the forward pass, but for layers that
+score less than everything; with metrics on, two counters are added to after it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from threading import RLock
 from typing import Any
 
 from sglang_indexcache import probes
-from sglang_indexcache.hooks import Hooks, installed_source, refusing
-from sglang_indexcache.serving import identity, metrics, preflight, proof, ready
-from sglang_indexcache.serving.proof import Proven
-from sglang_indexcache.serving.request import KEY, Request
+from sglang_indexcache.asked import KEY
+from sglang_indexcache.hooks import Hooks, bound_arguments, bound_to, give_pattern, installed_source, refusing_around
+from sglang_indexcache.serving import engines, identity, metrics, proof, ready, updates
 
 logger = logging.getLogger(__name__)
 
-
-def install(spec: str, allow_config_mismatch: bool = False) -> None:
-    """Register the hooks that serve the pattern file `spec`; SGLang applies them before it builds anything.
-
-    Raises:
-        IndexCacheError: if the file can't be used, or this SGLang lacks what serving needs.
-    """
-    _register(Request.load(spec, allow_config_mismatch), Proven())
+_WATCHED = (probes.LAUNCH, probes.SERVER_ARGS, probes.SCHEDULER)  # as `plugin` does
+_lock = RLock()
+_applied: set[str] = set()
 
 
-def install_carried(overrides: str) -> Callable[..., None]:
-    """Do the same for a pattern that came with the server arguments, before a process builds its scheduler.
-
-    Args:
-        overrides: `--json-model-override-args` of the server.
-
-    Returns:
-        The hook after `Scheduler.__init__`, which is hooked already.
+def require() -> None:
+    """Check that the installed SGLang has what serving needs, before an engine is launched.
 
     Raises:
-        IndexCacheError: as `install`.
+        SglangError: naming what it lacks.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    request, proven = Request.from_overrides(overrides), Proven()
-    check = _register(request, proven)
-    HookRegistry.apply_hooks()
-    return refusing(metrics.reporter(request, check, proven))
+    installed_source(probes.REQUIRED)
 
 
-def _register(request: Request, proven: Proven) -> preflight.Preflight:
-    """Register all hooks; what is returned knows the model's family, once SGLang has read its configuration."""
-    source = installed_source(probes.REQUIRED)
-    hooks, check = Hooks(), preflight.Preflight(request, source)
-    hooks.guard(probes.SERVER_ARGS, probes.MODEL_CONFIG, probes.LOAD_MODEL, probes.READY, probes.LAUNCH)
-    hooks.before(probes.SERVER_ARGS, check.server_args)
-    hooks.before(probes.MODEL_CONFIG, check.model_config)
-    hooks.before(probes.LAUNCH, ready.carrier(request))
-    hooks.after(probes.NEW_MODEL, proof.preparer(check))
+def follower(target: str) -> Callable[..., Any]:
+    """What runs in the place of one of the watched functions, for an engine that is asked for something."""
+    followers = {probes.LAUNCH.target: launch, probes.SERVER_ARGS.target: configure, probes.SCHEDULER.target: schedule}
+    return refusing_around(followers[target])
+
+
+def launch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around `Engine._launch_subprocesses`: nothing is built unless all flags allow it, nothing served unproven.
+
+    Raises:
+        IndexCacheError: one line.
+    """
+    arguments = bound_to(original, args, kwargs).arguments
+    server_args = arguments["server_args"]
+    plan = _plan(server_args)
+    if any(base.__module__.startswith("sglang.srt.ray.") for base in getattr(arguments.get("cls"), "__mro__", ())):
+        plan.require(probes.RAY, "RayEngine")
+    plan.check(server_args)
+    return ready.launch(plan, server_args, lambda: original(*args, **kwargs))
+
+
+def configure(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around `ModelConfig.from_server_args`: the flags allow it, and the configuration is the engine's.
+
+    Raises:
+        IndexCacheError: one line.
+    """
+    server_args = bound_to(original, args, kwargs).arguments["server_args"]
+    _plan(server_args).check(server_args)
+    with engines.configuring(server_args):
+        return original(*args, **kwargs)
+
+
+def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around `Scheduler.__init__`: metrics, once its model is proven.
+
+    Raises:
+        IndexCacheError: one line.
+    """
+    plan = _plan(bound_to(original, args, kwargs).arguments["server_args"])
+    original(*args, **kwargs)
+    if plan.serves and installed_source(probes.REQUIRED).refusal(probes.PROMETHEUS) is None:
+        metrics.report(plan, args[0])
+
+
+def _plan(server_args: Any) -> engines.Plan:
+    plan = engines.plan_of(server_args)
+    assert plan is not None  # the plugin looked
+    with _lock:
+        if "serving" not in _applied:
+            _serving_hooks().apply(*_WATCHED)
+            _applied.add("serving")
+        if not plan.serves:
+            from sglang_indexcache import calibration
+
+            calibration.begin(plan)
+            if "calibration" not in _applied:
+                calibration.hooks().apply()
+                _applied.add("calibration")
+    return plan
+
+
+def _serving_hooks() -> Hooks:
+    source, hooks = installed_source(probes.REQUIRED), Hooks()
+    hooks.before(probes.MODEL_CONFIG, hand_over)
+    hooks.after(probes.NEW_MODEL, new_model)
     for need in (probes.LOAD_MODEL, probes.LOAD_BACKENDS):
         if source.missing(need) is None:
-            hooks.after(need, proof.prover(check, proven, need))
+            hooks.after(need, prover(need))
     if source.missing(probes.LOAD_GRAPHS) is None:
-        hooks.after(probes.LOAD_GRAPHS, proof.captured(check))
-    hooks.after(probes.READY, ready.reporter(request, proven))
-    hooks.after(probes.LAUNCH, ready.gate(request))
+        hooks.after(probes.LOAD_GRAPHS, captured)
+    hooks.after(probes.READY, scheduler_ready)
+    for need in probes.UPDATES:
+        if source.missing(need) is None:
+            hooks.around(need, updates.around(need.name.rpartition(".")[2]))
     for feature, register, need, function in (
-        (probes.STATUS, hooks.after, probes.STATE, status(request, proven)),
-        (probes.PROMETHEUS, hooks.after, probes.SCHEDULER, metrics.reporter(request, check, proven)),
-        (probes.CACHE_KEYS, hooks.after, probes.STORAGE, identity.cache_keys(request)),
-        (probes.PEERS, hooks.before, probes.PEER, identity.handshake(request)),
+        (probes.STATUS, hooks.after, probes.STATE, status),
+        (probes.CACHE_KEYS, hooks.after, probes.STORAGE, cache_keys),
+        (probes.PEERS, hooks.before, probes.PEER, handshake),
     ):
-        reason = source.refusal(feature)
-        if reason is None:
+        if source.refusal(feature) is None:
             register(need, function)
-        else:
+    for feature in (probes.STATUS, probes.PROMETHEUS, probes.CACHE_KEYS, probes.PEERS, probes.WATCH_UPDATES):
+        reason = source.refusal(feature)
+        if reason is not None:
             logger.warning("indexcache: no %s: %s", feature.name, reason)
-    return check
+    return hooks
 
 
-def status(request: Request, proven: Proven) -> Callable[..., None]:
-    """Hook after `Scheduler.get_internal_state`: what was proven, in `/server_info` of each DP rank."""
+def hand_over(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before `ModelConfig.__init__`: the pattern is merged into its overrides.
 
-    def after(reply: Any, *args: Any, **kwargs: Any) -> None:
-        reply.internal_state[KEY] = proven.proof.status(request.source)
+    Raises:
+        IndexCacheError: if it does not fit the model, or the overrides say something else.
+    """
+    plan = engines.configured()
+    if plan is None:
+        return None
+    given = give_pattern(args, kwargs, plan.schedule)
+    if given is not None:
+        engines.mark(args[0])
+    return given
+
+
+def new_model(model: Any, *args: Any, **kwargs: Any) -> None:
+    """After `_initialize_model`, before weights are loaded.
+
+    Raises:
+        ProofError: if a rank does not come.
+    """
+    plan = engines.plan_of_config(bound_arguments(probes.NEW_MODEL, args, kwargs).arguments["model_config"])
+    if plan is not None:
+        if not plan.serves:
+            from sglang_indexcache import calibration
+
+            calibration.before_loading()
+        proof.prepare(plan.family, model)
+
+
+def prover(need: probes.Need) -> Callable[..., None]:
+    """The hook after `need`, a method of `ModelRunner`: the loaded model runs the pattern, on every rank."""
+
+    def after(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+        plan = engines.plan_of_runner(runner)
+        if plan is not None:
+            proof.prove(plan, runner, need)
+        if not getattr(runner, "is_draft_worker", False):
+            engines.loaded_here(plan)
 
     return after
+
+
+def captured(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+    """After `ModelRunner.init_cuda_graphs`.
+
+    Raises:
+        ProofError: if what was captured is not the pattern.
+    """
+    plan = engines.plan_of_runner(runner)
+    if plan is not None:
+        proof.check_captured(plan, runner)
+
+
+def scheduler_ready(info: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """After `Scheduler.get_init_info`.
+
+    Raises:
+        ProofError: if its model was not proven.
+    """
+    plan = engines.plan_of(scheduler.server_args)
+    if plan is not None:
+        ready.report(plan, info, scheduler)
+
+
+def status(reply: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """After `Scheduler.get_internal_state`: what was proven, in `/server_info` of each DP rank.
+
+    Raises:
+        ProofError: if its model was not proven.
+    """
+    plan = engines.plan_of(scheduler.server_args)
+    if plan is not None and plan.serves:
+        reply.internal_state[KEY] = plan.proven.status(plan.source)
+
+
+def cache_keys(config: Any, *args: Any, **kwargs: Any) -> None:
+    """After `HiCacheController._generate_storage_config`, which knows no server arguments."""
+    plan = engines.plan_of_process()
+    if plan is not None and plan.serves:
+        identity.mark_cache_keys(plan.pattern, config)
+
+
+def handshake(*args: Any, **kwargs: Any) -> None:
+    """Before `CommonKVManager.__init__`."""
+    arguments = bound_arguments(probes.PEER, args, kwargs).arguments
+    plan = engines.plan_of(arguments["server_args"])
+    if plan is not None and plan.serves:
+        identity.mark_handshake(plan.pattern, arguments["args"])

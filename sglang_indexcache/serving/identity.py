@@ -7,36 +7,27 @@ of HiCache storage, and into the data type that prefill and decode servers compa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from sglang_indexcache.serving.request import Request
+from sglang_indexcache.pattern import Pattern
 
 
-def tag(request: Request) -> str:
+def tag(pattern: Pattern) -> str:
     """Short form of the fingerprint for names; all-F has one too, since a served all-F is not an unknown pattern."""
-    return f"indexcache-{request.pattern.fingerprint[:16]}"
+    return f"indexcache-{pattern.fingerprint[:16]}"
 
 
-def cache_keys(request: Request) -> Callable[..., None]:
-    """Hook after `HiCacheController._generate_storage_config`: the model name in storage keys carries the pattern."""
-
-    def after(config: Any, *args: Any, **kwargs: Any) -> None:
-        config.model_name = f"{config.model_name or ''}-{tag(request)}"
-
-    return after
+def mark_cache_keys(pattern: Pattern, config: Any) -> None:
+    """After `HiCacheController._generate_storage_config`: the model name in storage keys carries the pattern."""
+    config.model_name = f"{config.model_name or ''}-{tag(pattern)}"
 
 
-def handshake(request: Request) -> Callable[..., None]:
-    """Hook before `CommonKVManager.__init__`: peers compare `kv_cache_dtype_str` and refuse each other if it differs.
+def mark_handshake(pattern: Pattern, args: Any) -> None:
+    """Before `CommonKVManager.__init__`: peers compare `kv_cache_dtype_str` and refuse each other if it differs.
 
     A decode server then says: KV cache dtype mismatch: prefill server has kv_cache_dtype=bfloat16+indexcache-...
     """
-
-    def before(manager: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
-        if request.pattern.selection is not None:
-            return  # all layers of a dense model write their keys, whoever prefills
-        if not args.kv_cache_dtype_str.endswith(tag(request)):
-            args.kv_cache_dtype_str = f"{args.kv_cache_dtype_str}+{tag(request)}"
-
-    return before
+    if pattern.selection is not None:
+        return  # all layers of a dense model write their keys, whoever prefills
+    if not args.kv_cache_dtype_str.endswith(tag(pattern)):
+        args.kv_cache_dtype_str = f"{args.kv_cache_dtype_str}+{tag(pattern)}"

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from sglang_indexcache import probes
+from sglang_indexcache.hooks import refusing
 from sglang_indexcache.pattern import SHARED, Pattern
-from sglang_indexcache.serving.proof import Asked, Proven, current_roles
-from sglang_indexcache.serving.request import Request
+from sglang_indexcache.serving.engines import Plan
+from sglang_indexcache.serving.proof import current_roles
 
 
-def reporter(request: Request, asked: Asked, proven: Proven) -> Callable[..., None]:
-    """Hook after `Scheduler.__init__`: make the metrics if this scheduler reports any, and count forward passes."""
-
-    def after(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        context = scheduler.metrics_collector_context
-        if not context.current_scheduler_metrics_enabled:
-            return
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-        runner = scheduler.tp_worker.model_runner
-        roles = list(current_roles(asked.family, runner.model).values())
-        labels, shared = dict(context.collector.labels), roles.count(SHARED)
-        count = make_metrics(proven.proof.pattern, request.source, labels, len(roles) - shared, shared)
-        HookRegistry.register(probes.FORWARD.target, count_passes(runner, count), HookType.AFTER)
-        HookRegistry.apply_hooks()
-
-    return after
+def report(plan: Plan, scheduler: Any) -> None:
+    """After `Scheduler.__init__`: make the metrics if this scheduler reports any, and count its forward passes."""
+    context = scheduler.metrics_collector_context
+    if not context.current_scheduler_metrics_enabled:
+        return
+    runner = scheduler.tp_worker.model_runner
+    roles = list(current_roles(plan.family, runner.model).values())
+    labels, shared = dict(context.collector.labels), roles.count(SHARED)
+    proven = plan.proven
+    count, proven.tell = make_metrics(proven.proof.pattern, plan.source, labels, len(roles) - shared, shared)
+    runner.forward = counted(runner.forward, count)
 
 
 def make_metrics(
     pattern: Pattern, source: str, labels: dict[str, Any], full: int, shared: int
-) -> Callable[[bool], None]:
+) -> tuple[Callable[[bool], None], Callable[[bool], None]]:
     """Create gauges and counters for this rank's layers.
 
     Args:
@@ -43,18 +38,19 @@ def make_metrics(
         shared: S layers on this rank.
 
     Returns:
-        What to call after each forward pass, with whether it decodes.
+        What to call after each forward pass, with whether it decodes; and whenever it is proven, or not any more.
     """
     from prometheus_client import Counter, Gauge  # not before SGLang has set up its multiprocess folder
 
     info = Gauge(
         "sglang:indexcache_info",
-        "The pattern that is served, always 1.",
+        "The pattern that is served: 1, or 0 while that is not proven any more.",
         [*labels, "fingerprint", "retention", "source"],
         multiprocess_mode="mostrecent",
     )
     retention = f"{pattern.retention:.4f}"
-    info.labels(**labels, fingerprint=pattern.fingerprint, retention=retention, source=source).set(1)
+    served = info.labels(**labels, fingerprint=pattern.fingerprint, retention=retention, source=source)
+    served.set(1)
     layers = Gauge(
         "sglang:indexcache_layers",
         "Layers of this rank by role: F runs its indexer, D attends to everything, S reuses the last choice.",
@@ -68,7 +64,7 @@ def make_metrics(
             "sglang:indexcache_decode_passes", "Decode passes, whose S layers read chosen pages.", [*labels]
         )
         add_step = steps.labels(**labels).inc
-        return lambda decodes: add_step() if decodes else None
+        return lambda decodes: add_step() if decodes else None, served.set
     runs = Counter("sglang:indexcache_indexer_runs", "Indexer runs: F layers times forward passes.", [*labels])
     skips = Counter(
         "sglang:indexcache_indexer_skips", "Indexer runs that were saved: S layers times forward passes.", [*labels]
@@ -79,15 +75,18 @@ def make_metrics(
         add_runs(full)
         add_skips(shared)
 
-    return count
+    return count, served.set
 
 
-def count_passes(runner: Any, count: Callable[[bool], None]) -> Callable[..., None]:
-    """Hook after `ModelRunner.forward`, which replays of CUDA graphs go through too; idle passes have no tokens."""
+def counted(forward: Callable[..., Any], count: Callable[[bool], None]) -> Callable[..., Any]:
+    """`ModelRunner.forward` of one runner, which replays of CUDA graphs go through too; idle passes have no tokens."""
+    count = refusing(count)
 
-    def after(result: Any, this: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-        mode = forward_batch.forward_mode
-        if this is runner and not mode.is_idle():
+    @functools.wraps(forward)
+    def counting(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        result, mode = forward(forward_batch, *args, **kwargs), forward_batch.forward_mode
+        if not mode.is_idle():
             count(bool(mode.is_decode()))
+        return result
 
-    return after
+    return counting

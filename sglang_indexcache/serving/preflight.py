@@ -9,10 +9,10 @@ from sglang_indexcache import probes
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import IndexCacheError, ProofError
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.hooks import bound_arguments, give_pattern
 from sglang_indexcache.model_name import at_revision
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import SglangSource
+from sglang_indexcache.serving.proof import Proven
 from sglang_indexcache.serving.request import Request
 
 FOREIGN_CACHES = ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
@@ -36,16 +36,24 @@ def refused_flags(refused: Mapping[str, str], arguments: Any) -> Iterator[tuple[
 
 
 class Preflight:
-    """Hooks before SGLang builds its model configurations."""
+    """What an engine that is asked for a pattern must be, before SGLang builds anything (`engines.Plan`)."""
+
+    serves = True
 
     def __init__(self, request: Request, source: SglangSource) -> None:
-        self._request, self._source = request, source
-        self._families: dict[str, Family] = {}  # of the models that were checked
+        self._request, self._sglang = request, source
+        self._checkpoints: dict[str, Checkpoint] = {}  # that were checked
+        self.proven = Proven()
 
     @property
     def pattern(self) -> Pattern:
         """What was asked for."""
         return self._request.pattern
+
+    @property
+    def source(self) -> str:
+        """The file that it stands in, as the user wrote it."""
+        return self._request.source
 
     @property
     def family(self) -> Family:
@@ -54,53 +62,56 @@ class Preflight:
         Raises:
             ProofError: if no configuration of it was built.
         """
-        if not self._families:
+        if not self._checkpoints:
             raise ProofError("SGLang built a model without a configuration that the pattern could be handed over in")
-        return next(iter(self._families.values()))
+        return next(iter(self._checkpoints.values())).family
 
-    def server_args(self, *args: Any, **kwargs: Any) -> None:
-        """Before `ModelConfig.from_server_args`: flags that S layers, or blocks of queries, can't be combined with.
+    def check(self, server_args: Any) -> None:
+        """Flags that S layers, or blocks of queries, can't be combined with.
 
         Raises:
             PreflightError: naming the flag.
         """
-        arguments = bound_arguments(probes.SERVER_ARGS, args, kwargs).arguments["server_args"]
         pattern = self.pattern
+        if getattr(server_args, "use_ray", False):
+            self.require(probes.RAY, "--use-ray")
         if not pattern.shared_layers and not pattern.indexers:
             return
-        if getattr(arguments, "enable_two_batch_overlap", False):
+        if getattr(server_args, "enable_two_batch_overlap", False):
             raise PreflightError(
                 "--enable-two-batch-overlap can't be combined with a pattern: its path through the layers does not "
                 "carry the indices to S layers; expected one of the two"
             )
         for name in FOREIGN_CACHES:
-            if getattr(arguments, name, False):
+            if getattr(server_args, name, False):
                 raise PreflightError(
                     f"{flag(name)} can't be combined with a pattern: its cache keys don't carry the "
                     "pattern, so KV of another one would be restored; expected --hicache-storage-backend"
                 )
-        family = self.family_at(at_revision(arguments.model_path, getattr(arguments, "revision", None)))
-        for given, reason in refused_flags(family.refused_flags, arguments):
+        family = self.family_at(at_revision(server_args.model_path, getattr(server_args, "revision", None)))
+        for given, reason in refused_flags(family.refused_flags, server_args):
             raise PreflightError(f"{given} can't be combined with a pattern: {reason}")
-        for given, reason in refused_flags(family.refused_with(pattern), arguments):
+        for given, reason in refused_flags(family.refused_with(pattern), server_args):
             raise PreflightError(f"{given} can't be combined with {pattern.indexers[0]}: {reason}")
-        if getattr(arguments, "pp_size", 1) > 1:
+        if getattr(server_args, "pp_size", 1) > 1:
             if family.pipeline is None:
-                raise PreflightError(f"--pp-size {arguments.pp_size} can't be combined with a pattern on {family.name}")
-            self._require(family.pipeline, f"--pp-size {arguments.pp_size}")
-        if getattr(arguments, "hicache_storage_backend", None):
-            self._require(probes.CACHE_KEYS, f"--hicache-storage-backend {arguments.hicache_storage_backend}")
+                raise PreflightError(
+                    f"--pp-size {server_args.pp_size} can't be combined with a pattern on {family.name}"
+                )
+            self.require(family.pipeline, f"--pp-size {server_args.pp_size}")
+        if getattr(server_args, "hicache_storage_backend", None):
+            self.require(probes.CACHE_KEYS, f"--hicache-storage-backend {server_args.hicache_storage_backend}")
 
-    def model_config(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Before `ModelConfig.__init__`: check the model, and merge the pattern into its overrides.
+    def schedule(self, model: str) -> tuple[Family, Pattern]:
+        """What the model at a path is to be configured with.
 
         Raises:
-            IndexCacheError: if the pattern does not fit the model, or the overrides say something else.
+            IndexCacheError: as `family_at`.
         """
-        return give_pattern(args, kwargs, lambda model: (self.family_at(model), self.pattern))
+        return self.family_at(model), self.pattern
 
     def family_at(self, model: str) -> Family:
-        """The family of a model, checked once, however many configurations SGLang builds of it.
+        """The family of a model, checked once for an engine, however many configurations SGLang builds of it.
 
         Args:
             model: folder or hub id.
@@ -108,17 +119,30 @@ class Preflight:
         Raises:
             IndexCacheError: if the pattern does not fit the model.
         """
-        if model not in self._families:
+        if model not in self._checkpoints:
             checkpoint, request = Checkpoint.read(model), self._request
             for error in checkpoint.misfits(request.pattern, request.file, request.allow_config_mismatch):
                 raise error
-            self._source.require(checkpoint.family.serving)
+            self._sglang.require(checkpoint.family.serving)
             for feature in checkpoint.family.needed(request.pattern):
-                self._source.require(feature)
-            self._families[model] = checkpoint.family
-        return self._families[model]
+                self._sglang.require(feature)
+            self._checkpoints[model] = checkpoint
+        return self._checkpoints[model].family
 
-    def _require(self, feature: probes.Feature, flag: str) -> None:
-        reason = self._source.refusal(feature)
+    def misfit(self, model: str) -> str | None:
+        """Why weights of the checkpoint at a path can't take the place of those that are loaded, or `None`.
+
+        Raises:
+            IndexCacheError: if it can't be read, or not told.
+        """
+        return next((str(error) for error in Checkpoint.read(model).misfits(self.pattern)), None)
+
+    def require(self, feature: probes.Feature, flag: str) -> None:
+        """Check that the installed SGLang has what a flag needs beside a pattern.
+
+        Raises:
+            PreflightError: naming the flag and what is missing.
+        """
+        reason = self._sglang.refusal(feature)
         if reason is not None:
             raise PreflightError(f"{flag} can't be combined with a pattern on this SGLang: {reason}")

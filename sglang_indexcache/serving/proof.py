@@ -1,6 +1,6 @@
 """After loading: every attention module of every rank does what the pattern says, with weights from the checkpoint.
 
-What this process has proven is all that `/server_info`, metrics and the word to the main process ever report.
+What was proven of an engine is all that its `/server_info`, metrics and the word to the main process ever report.
 """
 
 from __future__ import annotations
@@ -8,20 +8,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from sglang_indexcache.errors import IndexCacheError, ProofError
+from sglang_indexcache.errors import IndexCacheError, ProofError, one_line
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.indexers import CANDIDATES, Indexer
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.probes import LOAD_MODEL, Need
-from sglang_indexcache.serving.ranks import (
-    RankReport,
-    all_ranks,
-    disagreement,
-    meet_all_ranks,
-    read_back,
-)
+from sglang_indexcache.serving.ranks import RankReport, all_agree, first_problem, meet_all_ranks, read_back
 
 logger = logging.getLogger(__name__)
 
@@ -73,28 +68,52 @@ class Proof:
 
 
 class Proven:
-    """The proof of this process, once there is one."""
+    """The proof of one engine in this process, once there is one, and whether it still holds."""
 
     def __init__(self) -> None:
         self._proof: Proof | None = None
+        self._lost: tuple[str, str] | None = None
+        self.graphs_captured = False
+        self.tell: Callable[[bool], None] = lambda holds: None  # whoever wants to know, such as a metric
 
     def set(self, proof: Proof) -> None:
-        self._proof = proof
+        """The loaded model was found to run this."""
+        self._proof, self._lost = proof, None
+        self.tell(True)
+
+    def lose(self, reason: str) -> None:
+        """From now on it is not known that it still does."""
+        self._lost = (datetime.now(UTC).isoformat(timespec="seconds"), one_line(reason, 300))
+        self.tell(False)
 
     @property
     def proof(self) -> Proof:
-        """The proof.
+        """What the model was found to run when it was loaded, or proven again last.
 
         Raises:
-            ProofError: if the model was loaded without one.
+            ProofError: if the model was loaded without a proof.
         """
         if self._proof is None:
             raise ProofError("the loaded model was not compared with the pattern, since SGLang loads it in another way")
         return self._proof
 
+    @property
+    def lost(self) -> str | None:
+        """Since when and why it is not proven any more, on one line; `None` while it is."""
+        return None if self._lost is None else "not proven since {}: {}".format(*self._lost)
+
+    def status(self, source: str) -> dict[str, Any]:
+        """Plain types, for `/server_info`; `source` is the file that was asked for.
+
+        Raises:
+            ProofError: as `proof`.
+        """
+        lost = {} if self._lost is None else dict(zip(("since", "reason"), self._lost, strict=True))
+        return {**self.proof.status(source), "proven": self._lost is None, **lost}
+
 
 class Asked(Protocol):
-    """Whoever knows which pattern must run, and on what kind of model."""
+    """Whoever knows which pattern must run, on what kind of model, and whether it was proven."""
 
     @property
     def pattern(self) -> Pattern: ...
@@ -102,16 +121,15 @@ class Asked(Protocol):
     @property
     def family(self) -> Family: ...
 
+    @property
+    def proven(self) -> Proven: ...
 
-def preparer(asked: Asked) -> Callable[..., None]:
-    """Hook after `_initialize_model`, before weights are loaded: meet the other ranks, mark what must be loaded."""
 
-    def after(model: Any, *args: Any, **kwargs: Any) -> None:
-        if next(asked.family.modules(model), None) is not None:  # draft models have none
-            meet_all_ranks()
-            mark_unloaded(asked.family, model)
-
-    return after
+def prepare(family: Family, model: Any) -> None:
+    """After `_initialize_model`, before weights are loaded: meet the other ranks, mark what must be loaded."""
+    if next(family.modules(model), None) is not None:  # draft models have none
+        meet_all_ranks()
+        mark_unloaded(family, model)
 
 
 def mark_unloaded(family: Family, model: Any) -> None:
@@ -119,11 +137,21 @@ def mark_unloaded(family: Family, model: Any) -> None:
 
     SGLang does not notice parameters that no weight was loaded into, and runs them as they are.
     """
+    for _, _, _, parameter in indexer_tensors(family, model):
+        parameter.data.fill_(float("nan"))
+
+
+def indexer_tensors(family: Family, model: Any) -> Iterator[tuple[int, Any, str, Any]]:
+    """Layer, indexer, name and parameter of what every checkpoint has for layers that choose, and that can hold NaN.
+
+    Quantisation adds parameters that have defaults.
+    """
     for site, module in family.modules(model):
         indexer = family.indexer(module)
-        if indexer is not None and family.role(site, module) == FULL:
-            for _, parameter in _checkpoint_tensors(indexer):
-                parameter.data.fill_(float("nan"))
+        if indexer is not None and family.role(site, module) in (FULL, CANDIDATES):
+            for name, parameter in indexer.named_parameters():
+                if name.endswith(_CHECKPOINT_NAMES) and parameter.data.is_floating_point():
+                    yield site, indexer, name, parameter
 
 
 def current_roles(family: Family, model: Any) -> dict[int, str]:
@@ -133,17 +161,14 @@ def current_roles(family: Family, model: Any) -> dict[int, str]:
 
 def effective_roles(family: Family, model: Any) -> dict[int, Effective]:
     """What the loaded sites of this rank will do."""
-    effective = {}
-    for site, module in family.modules(model):
-        indexer, role = family.indexer(module), family.role(site, module)
-        unloaded = None
-        if indexer is not None and role in (FULL, CANDIDATES):
-            names = (
-                name for name, parameter in _checkpoint_tensors(indexer) if parameter.data.float().isnan().any().item()
-            )
-            unloaded = next(names, None)
-        effective[site] = Effective(role, indexer is not None, unloaded)
-    return effective
+    unloaded: dict[int, str] = {}
+    for site, _, name, parameter in indexer_tensors(family, model):
+        if site not in unloaded and parameter.data.float().isnan().any().item():
+            unloaded[site] = name
+    return {
+        site: Effective(family.role(site, module), family.indexer(module) is not None, unloaded.get(site))
+        for site, module in family.modules(model)
+    }
 
 
 def mismatch(pattern: Pattern, effective: dict[int, Effective], begins_every_stage: bool = False) -> str | None:
@@ -187,69 +212,76 @@ def other_indexers(pattern: Pattern, layers: Collection[int], found: Iterable[In
     return None
 
 
-def prover(asked: Asked, proven: Proven, need: Need = LOAD_MODEL) -> Callable[..., None]:
-    """Hook after a method of `ModelRunner`: compare this rank with the pattern, and all ranks with each other.
+def prove(asked: Asked, runner: Any, need: Need = LOAD_MODEL) -> None:
+    """After a method of `ModelRunner`: compare this rank with the pattern, and all ranks with each other.
 
     Does nothing unless it is the one behind which the family has its roles. Every rank hears of every other's problem
     and ends with the same line.
 
     Raises:
-        ProofError: from the hook, if anything differs.
+        ProofError: if anything differs.
     """
-
-    def after(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-        if getattr(runner, "is_draft_worker", False) or asked.family.proven_after != need:
-            return
-        selection = None
-        indexers: tuple[Indexer, ...] = ()
-        try:
-            asked.family.loaded(runner, asked.pattern)
-            effective = effective_roles(asked.family, runner.model)
-            selection = asked.family.selection(runner.model)
-            indexers = asked.family.indexers(runner.model)
-            problem = mismatch(asked.pattern, effective, asked.family.begins_every_stage)
-            problem = problem or other_indexers(asked.pattern, effective, indexers)
-            if problem is None and selection != asked.pattern.selection:
-                problem = f"the loaded model would choose by {selection}, the pattern says {asked.pattern.selection}"
-        except IndexCacheError as error:  # the other ranks must hear of it, or they wait for this one
-            effective, problem = {}, str(error)
-        except Exception as error:
-            effective, problem = {}, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        roles = "".join(effective[layer].role if layer in effective else "-" for layer in range(len(asked.pattern)))
-        report = RankReport(asked.pattern.fingerprint, tuple(sorted(effective)), problem, roles, indexers)
-        reports = all_ranks(report)
-        problem = disagreement(asked.pattern, reports)
-        if problem is not None:
-            raise ProofError(problem)
-        proof = Proof(read_back(reports, selection), len(effective), len(reports))
-        proven.set(proof)
-        logger.info(
-            "indexcache: serving %s, fingerprint %s, proven on %d attention modules here and %d rank(s)",
-            proof.pattern,
-            proof.pattern.fingerprint,
-            proof.modules,
-            proof.ranks,
-        )
-
-    return after
+    if asked.family.proven_after != need:
+        return
+    report = look_at(asked, runner, told=lambda: asked.family.loaded(runner, asked.pattern))
+    problem, reports = all_agree(asked.pattern, report)
+    if problem is not None:
+        raise ProofError(problem)
+    proof = Proof(read_back(reports, asked.family.selection(runner.model)), len(report.layers), len(reports))
+    asked.proven.set(proof)
+    logger.info(
+        "indexcache: serving %s, fingerprint %s, proven on %d attention modules here and %d rank(s)",
+        proof.pattern,
+        proof.pattern.fingerprint,
+        proof.modules,
+        proof.ranks,
+    )
 
 
-def _checkpoint_tensors(indexer: Any) -> Iterator[tuple[str, Any]]:
-    """Parameters that every checkpoint has and that can hold NaN; quantisation adds some that have defaults."""
-    for name, parameter in indexer.named_parameters():
-        if name.endswith(_CHECKPOINT_NAMES) and parameter.data.is_floating_point():
-            yield name, parameter
+def look_at(asked: Asked, runner: Any, told: Callable[[], None] = lambda: None) -> RankReport:
+    """What this rank's loaded model runs; any error is its problem, since the other ranks must hear of it.
+
+    Args:
+        asked: what it must run.
+        runner: a `ModelRunner`.
+        told: does what must come first.
+    """
+    effective: dict[int, Effective] = {}
+    indexers: tuple[Indexer, ...] = ()
+    try:
+        told()
+        effective = effective_roles(asked.family, runner.model)
+        selection = asked.family.selection(runner.model)
+        indexers = asked.family.indexers(runner.model)
+        problem = mismatch(asked.pattern, effective, asked.family.begins_every_stage)
+        problem = problem or other_indexers(asked.pattern, effective, indexers)
+        if problem is None and selection != asked.pattern.selection:
+            problem = f"the loaded model would choose by {selection}, the pattern says {asked.pattern.selection}"
+    except Exception as error:
+        effective, problem = {}, _line(error)
+    roles = "".join(effective[layer].role if layer in effective else "-" for layer in range(len(asked.pattern)))
+    return RankReport(asked.pattern.fingerprint, tuple(sorted(effective)), problem, roles, indexers)
 
 
-def captured(asked: Asked) -> Callable[..., None]:
-    """Hook after `ModelRunner.init_cuda_graphs`: what was captured is the pattern.
+def check_captured(asked: Asked, runner: Any) -> None:
+    """After `ModelRunner.init_cuda_graphs`: what was captured is the pattern, on all ranks, or all hear that it is not.
 
     Raises:
-        ProofError: from the hook, if it is not.
+        ProofError: if it is not.
     """
+    problem = None
+    try:
+        asked.family.captured(runner, asked.pattern)
+    except Exception as error:
+        problem = _line(error)
+    if not asked.proven.graphs_captured:  # captured again after an update, pipeline stages are not there together
+        asked.proven.graphs_captured = True
+        problem = first_problem(problem)
+    if problem is not None:
+        raise ProofError(problem)
 
-    def after(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-        if not getattr(runner, "is_draft_worker", False):
-            asked.family.captured(runner, asked.pattern)
 
-    return after
+def _line(error: Exception) -> str:
+    if isinstance(error, IndexCacheError):
+        return str(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

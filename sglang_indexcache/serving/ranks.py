@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from sglang_indexcache.errors import ProofError
 from sglang_indexcache.indexers import Indexer
@@ -13,6 +13,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.refusal import PATTERN_VARIABLE, refuse
 from sglang_indexcache.selection import Selection
 
+Told = TypeVar("Told")
 MEET_VARIABLE = "SGLANG_INDEXCACHE_MEET_SECONDS"
 
 
@@ -28,6 +29,10 @@ class RankReport:
     problem: str | None
     roles: str = ""
     indexers: tuple[Indexer, ...] = ()
+
+    def with_problem(self, problem: str) -> RankReport:
+        """The same with another problem."""
+        return replace(self, problem=problem)
 
 
 def disagreement(pattern: Pattern, reports: list[RankReport]) -> str | None:
@@ -89,12 +94,27 @@ def _meet_seconds() -> int:
     return int(text)
 
 
-def all_ranks(report: RankReport) -> list[RankReport]:
-    """The reports of all tensor and pipeline ranks, those of data-parallel attention among them."""
+def all_agree(pattern: Pattern, report: RankReport) -> tuple[str | None, list[RankReport]]:
+    """One line if not all ranks run `pattern`, the same on each; and what each found."""
+    reports = all_ranks(report)
+    return disagreement(pattern, reports), reports
+
+
+def first_problem(problem: str | None) -> str | None:
+    """The problem of the first rank that has one, on each rank."""
+    problems = all_ranks(problem)
+    found = next((rank for rank, line in enumerate(problems) if line is not None), None)
+    if found is None:
+        return None
+    return f"rank {found}: {problems[found]}" if len(problems) > 1 else problems[found]
+
+
+def all_ranks(told: Told) -> list[Told]:
+    """What each of the tensor and pipeline ranks, those of data-parallel attention among them, tells the others."""
     from sglang.srt.distributed.parallel_state import get_world_group
 
     group = get_world_group()
-    return group.all_gather_object(report) if group.world_size > 1 else [report]
+    return group.all_gather_object(told) if group.world_size > 1 else [told]
 
 
 def data_parallel_rank(scheduler: Any) -> int:

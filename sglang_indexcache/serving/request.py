@@ -1,18 +1,17 @@
-"""What was asked for, and what travels with the server arguments to schedulers that have lost the variable."""
+"""The pattern that an engine is asked for, and what travels with the server arguments to its schedulers."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from sglang_indexcache.asked import KEY
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file import PatternFile
+from sglang_indexcache.refusal import PATTERN_VARIABLE
 from sglang_indexcache.spec import PatternSpec
-
-KEY = "indexcache"  # in SGLang's model overrides, in /server_info and in what a scheduler says when it is ready
 
 
 @dataclass(frozen=True)
@@ -42,19 +41,31 @@ class Request:
         named = PatternSpec.read(spec)
         return cls(spec, named.known(), named.file, allow_config_mismatch)
 
-    def carried(self) -> dict[str, str]:
-        """What stands under `KEY` in the model overrides."""
-        return {"source": self.source, "pattern": self.pattern.key}
-
     @classmethod
-    def from_overrides(cls, text: str) -> Self:
-        """Read back what `carried` put into `--json-model-override-args`.
+    def of(cls, asked: dict[str, Any]) -> Self:
+        """The pattern of an engine that is asked for `asked` (`asked.asked_of`), which carries it from then on.
 
         Raises:
-            IndexCacheError: if it is not there.
+            IndexCacheError: if it can't be used, or the environment and the engine's own overrides differ.
         """
-        content: Any = json.loads(text)
-        section = content.get(KEY) if isinstance(content, Mapping) else None
+        if "carried" in asked:
+            return cls._read_back(asked["carried"])
+        allow, spec, own = asked["allow"], asked["spec"], asked["own"]
+        request = cls.load(own, allow) if isinstance(own, str) else None if own is None else cls._read_back(own)
+        if spec is not None:
+            loaded = cls.load(spec, allow)
+            if request is not None and request.pattern != loaded.pattern:
+                raise IndexCacheError(
+                    f"{PATTERN_VARIABLE} asks for {loaded.pattern}, the {KEY} section of the model overrides for"
+                    f" {request.pattern}; expected one of them"
+                )
+            request = loaded
+        assert request is not None
+        asked["carried"] = {"source": request.source, "pattern": request.pattern.key}
+        return request
+
+    @classmethod
+    def _read_back(cls, section: Any) -> Self:
         if not isinstance(section, Mapping) or set(section) != {"source", "pattern"}:
-            raise IndexCacheError(f"the model overrides have no {KEY} section with source and pattern")
+            raise IndexCacheError(f"the {KEY} section of the model overrides is not a pattern, nor its source and key")
         return cls(str(section["source"]), Pattern.from_key(str(section["pattern"])))

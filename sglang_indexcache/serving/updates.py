@@ -1,0 +1,108 @@
+"""Weights that are updated while a server runs: proven again, or known not to be proven any more.
+
+An update from disk brings a whole checkpoint. Where the names of its tensors say that an F layer would have no indexer,
+it is refused, and nothing changes; else indexers are marked as before the first load, and what was not loaded is put
+back, so that no request ever meets a marked one. All other updates may bring some tensors only, and memory that was
+released may come back with anything in it: after those nobody knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.refusal import refuse
+from sglang_indexcache.serving import engines
+from sglang_indexcache.serving.preflight import Preflight
+from sglang_indexcache.serving.proof import Proof, indexer_tensors, look_at, mark_unloaded
+from sglang_indexcache.serving.ranks import all_agree, first_problem, read_back
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FROM_DISK = "update_weights_from_disk"
+_WEIGHTS = "weights"  # SGLang's name for that part of the memory; no names are all parts
+_DRAFT = "draft"
+
+
+def around(method: str) -> Callable[..., Any]:
+    """The hook around a scheduler's method that updates weights, or releases or resumes their memory."""
+
+    def hook(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+        runner = manager.tp_worker.model_runner
+        plan = engines.plan_of_runner(runner)
+        tags = getattr(recv_req, "tags", None)
+        if plan is None or (tags and _WEIGHTS not in tags) or getattr(recv_req, "selector", None) == _DRAFT:
+            return original(manager, recv_req)
+        stages = int(getattr(runner.server_args, "pp_size", 1) or 1)
+        if method == FROM_DISK and isinstance(plan, Preflight) and stages == 1:
+            return _from_disk(plan, runner, recv_req.model_path, lambda: original(manager, recv_req))
+        plan.proven.lose(f"{method} was called" + (f" on {stages} pipeline stages" if stages > 1 else ""))
+        return original(manager, recv_req)
+
+    return hook
+
+
+def _from_disk(plan: Preflight, runner: Any, path: str, update: Callable[[], Any]) -> Any:
+    problem = first_problem(_misfit(plan, path))
+    if problem is not None:
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
+
+        return UpdateWeightFromDiskReqOutput(success=False, message=f"indexcache: {problem}; nothing was updated")
+    marked = _Marked(plan, runner.model)
+    reply = update()
+    untouched = not reply.success and marked.untouched()
+    report = None if untouched else look_at(plan, runner)
+    marked.put_back()
+    if report is None:
+        report = look_at(plan, runner)
+    elif not reply.success:
+        report = report.with_problem(f"an update from {path} failed half-way: {reply.message}")
+    problem, reports = all_agree(plan.pattern, report)
+    if problem is None:
+        selection = plan.family.selection(runner.model)
+        plan.proven.set(Proof(read_back(reports, selection), len(report.layers), len(reports)))
+        return reply
+    plan.proven.lose(f"weights were updated from {path}: {problem}")
+    if reply.success:
+        reply.success, reply.message = False, f"indexcache: weights were updated, but the pattern is {plan.proven.lost}"
+    return reply
+
+
+def _misfit(plan: Preflight, path: str) -> str | None:
+    """Why the checkpoint at `path` can't run the pattern; `None` too where only loading can tell."""
+    try:
+        return plan.misfit(path)
+    except IndexCacheError:
+        return None
+    except Exception as error:  # the other ranks must hear of it
+        return f"{type(error).__name__}: {error}"
+
+
+class _Marked:
+    """Indexers of a loaded model that are marked as not loaded, and what was in them, in host memory."""
+
+    def __init__(self, plan: Preflight, model: Any) -> None:
+        tensors = indexer_tensors(plan.family, model)
+        self._before: list[tuple[Any, str, Tensor]] = [
+            (indexer, name, parameter.data.to("cpu", copy=True)) for _, indexer, name, parameter in tensors
+        ]
+        mark_unloaded(plan.family, model)
+
+    def untouched(self) -> bool:
+        """Whether nothing was loaded into any of them."""
+        return bool(self._before) and all(_has_nan(indexer, name) for indexer, name, _ in self._before)
+
+    def put_back(self) -> None:
+        """Give those that were not loaded what they had; ends the process where that can't be done."""
+        for indexer, name, before in self._before:
+            if _has_nan(indexer, name):
+                data = indexer.get_parameter(name).data
+                if data.shape != before.shape or data.dtype != before.dtype:
+                    refuse(f"an update changed {name} of an indexer to {tuple(data.shape)} and did not load it")
+                data.copy_(before)
+
+
+def _has_nan(indexer: Any, name: str) -> bool:
+    return bool(indexer.get_parameter(name).data.float().isnan().any().item())

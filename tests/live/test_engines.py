@@ -1,0 +1,188 @@
+"""Several engines in one program, each with what it was asked for; and weights that are updated while one runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from safetensors.torch import load_file, save_file
+
+from dsa_cpu_platform import recorder
+from sglang_indexcache import Pattern
+from tests.live import models
+from tests.live.inprocess import ARGUMENTS, launch
+from tests.live.server import LAUNCHER, command, environment
+from tests.patterns import write_pattern
+
+pytestmark = pytest.mark.sglang
+
+FIRST, SECOND = Pattern("FSSFSS"), Pattern("FSFSFS")
+
+PROGRAM = """
+import json, os, sys, sglang, torch
+
+VARIABLE = "SGLANG_INDEXCACHE_PATTERN"
+
+def start(model, pattern, own="{}"):
+    os.environ.pop(VARIABLE, None)
+    if pattern is not None:
+        os.environ[VARIABLE] = pattern
+    return sglang.Engine(model_path=model, skip_tokenizer_init=True, json_model_override_args=own, **arguments)
+
+def state(engine):
+    [found] = engine.get_server_info()["internal_states"]
+    return found.get("indexcache")
+
+def say(**what):
+    print("SAY " + json.dumps(what), flush=True)
+
+def ask(engine, name):
+    os.environ.pop(VARIABLE, None)
+    sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
+    answer = engine.generate(input_ids=[list(range(2, 82))], sampling_params=sampling, rid=[name])
+    say(name=name, state=state(engine), ids=answer[0]["output_ids"])
+
+if __name__ == "__main__":
+    model, moe, first, second, lacking, torn, text = sys.argv[1:]
+    arguments = json.loads(text)
+    one = start(model, first)
+    ask(one, "first")
+    two = start(moe, None)  # while the first one runs
+    ask(two, "plain")
+    two.shutdown()
+    two = start(moe, None, json.dumps({"indexcache": second}))
+    ask(two, "second")
+    ask(one, "first-again")
+    two.shutdown()
+
+    def update(name, call):
+        try:
+            answer = call()
+        except Exception as error:
+            answer = error
+        found = (getattr(answer, "success", None), getattr(answer, "message", "")) if answer is not None else (None, "")
+        if isinstance(answer, tuple):
+            found = answer[:2]
+        say(name=name, success=found[0], message=str(found[1] or answer), state=state(one))
+
+    update("same", lambda: one.update_weights_from_disk(model))
+    ask(one, "after-same")
+    update("lacking", lambda: one.update_weights_from_disk(lacking))
+    ask(one, "after-lacking")
+    update("torn", lambda: one.update_weights_from_disk(torn))
+    ask(one, "after-torn")
+    update("healed", lambda: one.update_weights_from_disk(model))
+    if hasattr(one, "begin_weight_update"):
+        one.begin_weight_update()
+    name = "model.layers.1.input_layernorm.weight"
+    update("tensor", lambda: one.update_weights_from_tensor([(name, torch.ones(arguments_hidden))]))
+    if hasattr(one, "end_weight_update"):
+        one.end_weight_update()
+    update("healed-again", lambda: one.update_weights_from_disk(model))
+    update("release", lambda: one.release_memory_occupation())
+    update("resume", lambda: one.resume_memory_occupation())
+    one.shutdown()
+"""
+
+
+def without_an_indexer(model: Path, folder: Path, torn: bool = False) -> Path:
+    """The model without the indexer of layer 3; `torn`: with an index that says it is there."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if ".layers.3.self_attn.indexer." not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    if torn:
+        index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "model.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_engines_of_one_program(tmp_path: Path) -> None:
+    """One after the other and at once: a pattern, none and another model, another pattern; then its weights change."""
+    model, moe = (models.build(kind, tmp_path / kind) for kind in ("glm-dense", "glm-moe"))
+    first = write_pattern(FIRST, model, tmp_path / "first.yaml")
+    second = write_pattern(SECOND, moe, tmp_path / "second.yaml")
+    lacking = without_an_indexer(model, tmp_path / "lacking")
+    torn = without_an_indexer(model, tmp_path / "torn", torn=True)
+    hidden = json.loads((model / "config.json").read_text())["hidden_size"]
+    record = tmp_path / "record"
+    record.mkdir()
+    (tmp_path / "program.py").write_text(PROGRAM.replace("arguments_hidden", str(hidden)))
+    words = [model, moe, first, second, lacking, torn, json.dumps(ARGUMENTS)]
+    arguments = [sys.executable, str(tmp_path / "program.py"), *map(str, words)]
+    result = subprocess.run(
+        arguments, env=environment(DSA_CPU_RECORD=str(record)), capture_output=True, text=True, timeout=600
+    )
+    lines = [line.removeprefix("SAY ") for line in result.stdout.splitlines() if line.startswith("SAY ")]
+    said = {item["name"]: item for item in map(json.loads, lines)}
+    assert "resume" in said, result.stderr[-4000:]
+    check_each_engine(said, record)
+    check_updates(said)
+
+
+def check_each_engine(said: dict[str, Any], record: Path) -> None:
+    """What each engine says of itself, and which layers ran their indexer for its request."""
+    ran: dict[str, set[int]] = {}
+    for run in recorder.read(record):
+        for request in run.requests:
+            ran.setdefault(request, set()).add(run.layer)
+    for name, pattern in {"first": FIRST, "plain": None, "second": SECOND, "first-again": FIRST}.items():
+        expected = range(6) if pattern is None else pattern.full_layers
+        assert ran[name] == set(expected), name
+        state = said[name]["state"]
+        assert state is None if pattern is None else state["fingerprint"] == pattern.fingerprint and state["proven"]
+
+
+def check_updates(said: dict[str, Any]) -> None:
+    """Proven again, refused with nothing changed, or not proven any more, and never NaN."""
+    assert said["same"]["success"] and said["same"]["state"]["proven"]
+    assert said["lacking"]["success"] is False and said["lacking"]["state"]["proven"]
+    assert said["lacking"]["message"].startswith("indexcache: pattern has F for layer 3, but the checkpoint has no ind")
+    assert said["torn"]["success"] is False and not said["torn"]["state"]["proven"]
+    assert "letter 3 is F, but no weights were loaded into its indexer's" in said["torn"]["message"]
+    assert "letter 3 is F" in said["torn"]["state"]["reason"] and said["torn"]["state"]["since"].startswith("20")
+    for name in ("after-same", "after-lacking", "after-torn"):  # the weights are those that were there all along
+        assert said[name]["ids"] == said["first"]["ids"], name
+    for name in ("healed", "healed-again"):
+        assert said[name]["state"]["proven"] and "reason" not in said[name]["state"]
+    assert said["tensor"]["success"]
+    assert not said["tensor"]["state"]["proven"] and "update_weights_from_tensor" in said["tensor"]["state"]["reason"]
+    assert "release_memory_occupation" in said["release"]["state"]["reason"]
+    assert "resume_memory_occupation" in said["resume"]["state"]["reason"]
+
+
+def test_ray_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    """Its actors load no plugins."""
+    model = models.build("glm-dense", tmp_path / "glm")
+    file = write_pattern(FIRST, model, tmp_path / "pattern.yaml")
+    for mode in (("--indexcache-pattern", file), ("--indexcache-calibrate",)):
+        arguments = command(model, *mode, "--skip-tokenizer-init", "--use-ray")
+        code, lines = launch(arguments[len(LAUNCHER) :])
+        assert code == 2 and len(lines) == 1
+        assert lines[0].startswith("indexcache: --use-ray can't be combined with")
+        assert "needs load_plugins in sglang.srt.ray.scheduler_actor.SchedulerActor" in lines[0]
+
+
+def test_the_users_overrides_are_kept_however_they_are_spelled(tmp_path: Path) -> None:
+    """SGLang's own parser reads them: abbreviated, with =, or in a file. They contradict the pattern, to be seen."""
+    model = models.build("glm-dense", tmp_path / "glm")
+    file = write_pattern(FIRST, model, tmp_path / "pattern.yaml")
+    other = '{"index_topk_pattern": "FFFFFF"}'
+    (tmp_path / "c.yaml").write_text(f"json-model-override-args: '{other}'\n")
+    spellings: list[tuple[str, ...]] = [
+        ("--json-model-override", other),
+        (f"--json-model={other}",),
+        ("--config", str(tmp_path / "c.yaml")),
+    ]
+    for flags in spellings:
+        arguments = command(model, "--indexcache-pattern", file, "--skip-tokenizer-init", *flags)
+        code, lines = launch(arguments[len(LAUNCHER) :])
+        assert code == 2 and len(lines) == 1 and "index_topk_pattern means FFFFFF" in lines[0], (flags, lines)
