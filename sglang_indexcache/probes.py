@@ -27,8 +27,8 @@ class Need:
         module: dotted name below `sglang.`
         name: function, `Class`, `Class.method` or `Class.field`.
         parameters: names that the function must take.
-        mentions: names, attributes or string keys that must occur in the body.
-        without: names, attributes or string keys that must not: with them, SGLang does by itself what we would do.
+        mentions: attributes, string keys or called functions that must occur in the body.
+        without: attributes, string keys or called functions that must not: with them, SGLang does by itself what we would do.
         closed: whether the function must take no others; what stands in for it would not know what they say.
     """
 
@@ -271,8 +271,8 @@ def _mentioned(node: ast.AST) -> set[str]:
     for child in ast.walk(node):
         if isinstance(child, ast.Attribute):
             words.add(child.attr)
-        elif isinstance(child, ast.Name):
-            words.add(child.id)
+        elif isinstance(child, ast.Call) and isinstance(child.func, ast.Name):
+            words.add(child.func.id)
         elif isinstance(child, ast.Constant) and isinstance(child.value, str):
             words.add(child.value)
     return words
