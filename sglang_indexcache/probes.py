@@ -28,7 +28,7 @@ class Need:
         name: function, `Class`, `Class.method` or `Class.field`.
         parameters: names that the function must take.
         mentions: attributes, string keys or called functions that must occur in the body.
-        without: attributes, string keys or called functions that must not: with them, SGLang does by itself what we would do.
+        without: the same that must not: with them, SGLang does by itself what we would do.
         closed: whether the function must take no others; what stands in for it would not know what they say.
     """
 

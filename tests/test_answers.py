@@ -22,7 +22,7 @@ from indexcache_search.errors import SearchError
 from sglang_indexcache import IndexCacheError, Pattern, http_client
 from sglang_indexcache.families import describe
 from sglang_indexcache.http_client import NoAnswerError, ServerError, StatusError, ask
-from sglang_indexcache.servers import served_fingerprints
+from sglang_indexcache.servers import differences
 from tests.conftest import tiny_config
 
 ANY: TypeAdapter[Any] = TypeAdapter(Any)
@@ -126,9 +126,14 @@ KINDS: dict[str, tuple[Any, Callable[[], Any], Callable[[Any], bool]]] = {
     "prompt": (COMPLETION, lambda: endpoint().logprobs(PROMPT), sane_logprobs),
     "text": (COMPLETION, lambda: endpoint().generate(PROMPT, 1), lambda text: isinstance(text, str)),
     "server_info": (
-        {"internal_states": [{"indexcache": {"fingerprint": "a" * 64}}, {}]},
-        lambda: served_fingerprints("http://host:1"),
-        lambda found: all(item is None or len(item) == 64 for item in found),
+        {
+            "internal_states": [
+                {"indexcache": {"fingerprint": "a" * 64, "proven": False, "since": "2026", "reason": "x"}},
+                {},
+            ]
+        },
+        lambda: differences("http://host:1", Pattern("FS")),
+        lambda found: len(found) > 0 and all("\n" not in line for line in found),
     ),
 }
 

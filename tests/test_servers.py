@@ -82,6 +82,18 @@ def test_every_rank_that_differs_is_a_problem(server: str, file: str, capsys: py
     assert "DP rank 2 serves without a pattern file" in lines[1]
 
 
+def test_a_server_that_is_not_proven_any_more_is_a_problem(
+    server: str, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights were updated; what it says of that is not trusted to be one line."""
+    answer = states("FSSFSS", "FSSFSS")
+    answer["internal_states"][1]["indexcache"] |= {"proven": False, "since": "2026-11-26", "reason": "up\ndate\x1b[2J"}
+    Handler.answers[:] = [answer]
+    assert main([file, "--server", server]) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert line == f"problem: {server} DP rank 1 is not proven to serve it since 2026-11-26: up date\\u001b[2J"
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
