@@ -76,6 +76,7 @@ def page_misses(steps: NDArray[np.int32], size: int, newest: Sequence[int]) -> i
         IndexCacheError: if a step chose more than the buffer holds.
     """
     before, misses = newest[0], 0
+    size = min(size, newest[-1] + 1)  # there are no more pages
     buffer = Residency(size, range(max(0, before + 1 - size), before + 1))
     for step, (chosen, page) in enumerate(zip(steps, newest, strict=True)):
         brought = buffer.use(chosen, page if page != before else -1)
@@ -97,8 +98,8 @@ def hisparse_misses(steps: Iterable[tuple[Items, int]], size: int, prompt_tokens
     Raises:
         IndexCacheError: if a step selects more than the buffer holds, or the lengths don't rise by one.
     """
-    buffer, expected = Residency(size, range(size)), prompt_tokens + 1
-    misses: list[int] = []
+    buffer: Residency | None = None  # as long as it holds everything
+    expected, misses = prompt_tokens + 1, list[int]()
     for selected, length in steps:
         if length != expected:
             raise IndexCacheError(f"step {len(misses)}: {length} tokens, expected {expected}")
@@ -106,5 +107,6 @@ def hisparse_misses(steps: Iterable[tuple[Items, int]], size: int, prompt_tokens
         if length <= size:
             misses.append(0)
             continue
+        buffer = buffer or Residency(size, range(size))
         misses.append(len(buffer.use(selected[selected != length - 1])))
     return misses

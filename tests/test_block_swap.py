@@ -113,6 +113,7 @@ def test_hisparse_loads_the_token_before_the_newest_again() -> None:
     assert hisparse_misses(steps, 8, 6) == [0, 0, 0, 1, 1, 1]  # token 7 has a place in the buffer, 8 had the newest's
     far = [(np.asarray([1, 12 + step], np.int32), 20 + step) for step in range(3)]
     assert hisparse_misses(far, 4, 19) == [1, 1, 1]
+    assert hisparse_misses(steps, 12, 6) == hisparse_misses(steps, 10**12, 6) == [0] * 6  # at once: all is held
 
 
 def test_misuse_is_refused() -> None:

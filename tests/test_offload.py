@@ -183,9 +183,10 @@ def test_the_command_counts_predicts_and_resumes(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--buffers", "1,x"], "--buffers: 'x' is no number of at least 1"),
-        (["--buffers", "0.5"], "--buffers: '0.5' is no number of at least 1"),
-        (["--buffers", "nan"], "--buffers: 'nan' is no number of at least 1"),
+        (["--buffers", "1,x"], "--buffers: 'x' is no number from 1 to 1000"),
+        (["--buffers", "0.5"], "--buffers: '0.5' is no number from 1 to 1000"),
+        (["--buffers", "1e6"], "--buffers: '1e6' is no number from 1 to 1000"),
+        (["--buffers", "nan"], "--buffers: 'nan' is no number from 1 to 1000"),
         (["--kv-dtype", "int4"], "--kv-dtype is int4, expected bfloat16 or fp8_e4m3"),
         (["--decode-steps", "30"], "--decode-steps is 30, expected at most 24"),
         (["--seq-len", "9"], "--decode-steps is 8, expected at most 1"),
@@ -266,6 +267,7 @@ def test_pages_are_counted_by_hand() -> None:
     assert page_misses(steps, 3, newest) == 1 + 1 + 1 + 2
     assert page_misses(steps, 4, newest) == 1 + 0 + 0 + 1  # 2 was still there, then 5, then 2 again
     assert page_misses(steps, 8, newest) == 0  # all of the prompt was still there
+    assert page_misses(steps, 10**12, newest) == 0
     with pytest.raises(IndexCacheError, match="a buffer of 2 items can't hold 3"):
         page_misses(steps, 2, newest)
 

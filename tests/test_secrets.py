@@ -235,7 +235,7 @@ def test_the_key_of_an_own_server_is_in_no_file_and_no_command_line(
     log = tmp_path / "work" / "server.log"
     with (
         pytest.raises(SearchError, match=r"exit code 3: refused \*\*\* \(all of it:"),
-        own_server.own_server("model", ["--tp", "2"], log),
+        own_server.own_server("owner/model", ["--tp", "2"], log),
     ):
         pass
     said = log.read_text().splitlines()

@@ -34,6 +34,7 @@ from indexcache_search.objectives import Objective
 from indexcache_search.offload import cli
 from indexcache_search.strategies.greedy import greedy
 from sglang_indexcache import Pattern, PatternFile
+from sglang_indexcache.refusal import ADMIN_KEY_VARIABLE
 from sglang_indexcache.residency import hisparse_misses
 from tests.live.server import FLAGS, Server, command, ended, environment, running
 
@@ -359,8 +360,12 @@ def test_a_search_with_a_server_of_its_own(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "out" / "work" / "server.log").stat().st_mode) == 0o600
     with pytest.raises(SearchError, match="refuses the key"):  # others on this machine can't switch its patterns
         CalibrationServer(f"http://127.0.0.1:{port}").switch(PATTERNS[1])
-    lines = [path.read_text(errors="replace") for path in Path("/proc").glob("[0-9]*/cmdline")]
-    assert not any("--admin-api-key" in line for line in lines if str(port) in line)
+    lines = {path: path.read_text(errors="replace") for path in Path("/proc").glob("[0-9]*/cmdline")}
+    ours = [path for path, line in lines.items() if str(port) in line]
+    assert not any("--admin-api-key" in lines[path] for path in ours)
+    held = "".join(path.with_name("environ").read_text(errors="replace") for path in ours)
+    [key] = set(re.findall(f"{ADMIN_KEY_VARIABLE}=([^\0]+)", held))
+    assert "admin_api_key" in log and key not in log and not any(key in line for line in lines.values())
     assert process.wait(900) == 0
     file = PatternFile.load(tmp_path / "out" / "pattern.yaml")
     assert file.as_pattern().retention == 7 / 8 and file.versions["engine"] == "sglang 0.5.23"

@@ -61,6 +61,8 @@ NEEDS: Needs = {
     **dict.fromkeys(("device", "dtype", "attention", "prefix_cache_gb"), (HERE,)),
 }
 
+_LARGEST = 1000  # buffers, in units of what a query selects: more than any cache has
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -239,7 +241,7 @@ def _limits(max_transfer: float | None, max_device_gb: float | None) -> Limits |
 
 
 def _sizes(text: str) -> tuple[float, ...]:
-    """Numbers of at least 1, ascending.
+    """Numbers from 1 on, ascending.
 
     Raises:
         SearchError: if one is something else.
@@ -250,7 +252,7 @@ def _sizes(text: str) -> tuple[float, ...]:
             size = float(word)
         except ValueError:
             size = math.nan
-        if not 1 <= size <= 1e6:
-            raise SearchError(f"--buffers: {word.strip()[:60]!r} is no number of at least 1")
+        if not 1 <= size <= _LARGEST:
+            raise SearchError(f"--buffers: {word.strip()[:60]!r} is no number from 1 to {_LARGEST}")
         sizes.append(size)
     return tuple(sorted(set(sizes)))
