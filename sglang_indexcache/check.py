@@ -235,7 +235,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _environment(options: argparse.Namespace) -> int:
     source = SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
     if source is None:
-        raise SglangError("SGLang is not installed here; expected it, or --sglang with an unpacked wheel")
+        raise SglangError(
+            "SGLang is not installed here; expected: pip install 'sglang-indexcache[sglang]', or --sglang WHEEL"
+        )
     environment = Environment.of(source)
     sys.stdout.write((json.dumps(asdict(environment), indent=1) if options.json else environment.as_text()) + "\n")
     return 0 if environment.can_serve else 1

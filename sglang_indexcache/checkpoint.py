@@ -201,7 +201,9 @@ def _from_hub(model: str, name: str) -> Path:
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
-        raise ModelConfigError(f"{model}: no such folder, and huggingface_hub is not installed") from None
+        raise ModelConfigError(
+            f"{model}: no such folder, and huggingface_hub is not installed; expected: pip install huggingface_hub"
+        ) from None
     try:
         return Path(hf_hub_download(named.repository, name, revision=named.revision))
     except Exception as error:  # the client has many, and a proxy more

@@ -17,6 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # processes with several threads each s
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available() and find_spec("triton") is not None and find_spec("sglang") is None:
     os.environ["TRITON_INTERPRET"] = "1"  # for the functions of Triton itself, whatever imports it first
@@ -30,8 +31,38 @@ from indexcache_search.engines.transformers import TransformersEngine
 from sglang_indexcache.families import describe
 from sglang_indexcache.selection import Selection
 
+settings.register_profile("indexcache", deadline=None)  # no test asserts a time
+settings.load_profile("indexcache")
+
 LAYERS, TOPK, VOCAB = 6, 8, 96
+NEWEST = (  # files that run with the newest of every dependency, too: engine, kernels, commands
+    "test_block_decoding",
+    "test_candidate_topk",
+    "test_deepseek_v4",
+    "test_dense_commands",
+    "test_engine",
+    "test_eviction",
+    "test_indexer_topk",
+    "test_indexers",
+    "test_kernels",
+    "test_kernels_transformers",
+    "test_key_commands",
+    "test_keys",
+    "test_names_of_transformers",
+    "test_offloaded",
+    "test_pages",
+    "test_pattern_file",
+    "test_roles",
+    "test_search",
+)
 ARCHITECTURES = {"glm_moe_dsa": "GlmMoeDsaForCausalLM", "deepseek_v32": "DeepseekV32ForCausalLM"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of those files."""
+    for item in items:
+        if item.path.stem in NEWEST:
+            item.add_marker(pytest.mark.newest)
 
 
 def tiny_config(model_type: str = "glm_moe_dsa", layers: int = LAYERS, **changes: Any) -> dict[str, Any]:

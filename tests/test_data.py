@@ -235,7 +235,7 @@ def test_what_a_pattern_was_calibrated_on_is_left_out_of_a_held_out_set(write: C
         held_out_set(reader, MODEL, [source], seq_len=SEQ_LEN, count=41, calibrated=[sketch])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 1000), st.integers(1, 40), st.integers(20, 600))
 def test_sketches_know_their_texts_and_no_others(seed: int, count: int, length: int) -> None:
     rng = np.random.default_rng(seed)

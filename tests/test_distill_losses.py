@@ -84,7 +84,7 @@ def test_both_losses_have_the_same_gradient() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(pattern=PATTERNS, seed=st.integers(0, 1000))
 def test_proposition_1_on_models(stage: Stage, pattern: Pattern, seed: int) -> None:
     """What trains (Eq. 1) has the gradient of Eq. 2."""

@@ -28,14 +28,14 @@ def transformers_reads(config: dict[str, Any], num_layers: int) -> Pattern:
     return Pattern("".join("F" if name == "full" else "S" for name in types))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))
 def test_freq_is_read_as_transformers_reads_it(num_layers: int, freq: int, offset: int) -> None:
     config = {"index_topk_freq": freq, "index_skip_topk_offset": offset}
     assert read_spelling(config, num_layers, Rule.TRANSFORMERS_GLM).pattern == transformers_reads(config, num_layers)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ROLES)
 def test_what_we_write_for_transformers_is_what_it_builds(roles: str) -> None:
     pattern = Pattern(roles)

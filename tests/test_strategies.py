@@ -119,7 +119,7 @@ def test_a_race_between_equals_sends_the_better_half_on() -> None:
     assert sum(runs) <= 4 * 4 + 2 * 8 + 16 + 32 and runs[-1] == 32
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6))
 def test_a_race_without_noise_chooses_as_no_race_does(seed: int) -> None:
     native = Pattern.full(12)
@@ -145,7 +145,7 @@ def lazy_steps(layers: int, stop: int, judge: Judge, candidates: int) -> list[St
     return [flips.flip() for _ in range(layers - stop)]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 11))
 def test_lazy_takes_the_steps_of_greedy_where_flips_do_not_interact(seed: int, stop: int) -> None:
     plain, lazy = (simulated(12, seed, SEPARABLE) for _ in range(2))
@@ -157,7 +157,7 @@ def test_lazy_takes_the_steps_of_greedy_where_flips_do_not_interact(seed: int, s
     assert len(found) < 3 or evaluations(lazy) < evaluations(plain)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(0, 10**6))
 def test_lazy_that_looks_at_everything_is_greedy(seed: int) -> None:
     plain, lazy = (simulated(10, seed, NOISELESS) for _ in range(2))
@@ -315,7 +315,7 @@ def test_swaps_of_lazy_were_not_evaluated_and_touch_no_locked_layer() -> None:
 # -- better than greedy
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.integers(0, 10**6))
 def test_what_swaps_trade_is_better_than_before(seed: int) -> None:
     structure = Structure(neighbours=1.0, pairs=1.0, sequences=(0.0, 0.0), idiosyncratic=(0.0, 0.0))
@@ -378,7 +378,7 @@ def test_what_tells_most_counts_sequences_alike() -> None:
     assert {20, 21, 22} <= set(judge.telling(Pattern("FSF"), Pattern("FFF")))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(0, 10**6), st.integers(1, 6))
 def test_the_cheapest_segments_are_those_of_the_best_of_all_patterns(seed: int, full: int) -> None:
     costs, native = np.random.default_rng(seed).random((7, 8)), Pattern("FFFSFFF")

@@ -21,21 +21,35 @@ from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
 
 from indexcache_kernels.backends import Backend
 from indexcache_kernels.errors import KernelInputError
+from indexcache_kernels.indexer_forward import check_indexer, indexer_forward
 from indexcache_kernels.indexer_topk import indexer_topk
 from indexcache_kernels.patching import replaced
 from indexcache_kernels.sparse_attention import sparse_attention
 
 NAME = "indexcache_kernels"  # among transformers' attention implementations
+TESTED = "5.17 to 5.24"  # versions of transformers; pyproject.toml allows no others
 ROWS = 8192  # queries whose absorbed copies exist at a time: 0.6 GB for 64 heads in bfloat16
+_NOT_OF_RANGES = {"allow_is_causal_skip", "config", "dtype", "use_vmap"}  # how transformers makes a tensor of a mask
 INDEXER_ROPES = {  # by model type; V3.2 rotates halves of an index vector, GLM-5 pairs
     "deepseek_v32": modeling_deepseek_v32.apply_rotary_pos_emb,
     "glm_moe_dsa": modeling_glm_moe_dsa.apply_rotary_pos_emb_interleave,
 }
 
 
-def supported() -> bool:
-    """Whether this version of transformers has the places that change."""
-    return hasattr(modeling_glm_moe_dsa.GlmMoeDsaAttention, "expand_kv")
+def check_transformers() -> None:
+    """Check that this version of transformers has the places that change, called as they are here.
+
+    Raises:
+        KernelInputError: naming what is different.
+    """
+    found = f"transformers is {transformers.__version__}, expected {TESTED}"
+    if not hasattr(modeling_glm_moe_dsa.GlmMoeDsaAttention, "expand_kv"):
+        raise KernelInputError(f"{found}: GlmMoeDsaAttention has no expand_kv")
+    for indexer in (modeling_glm_moe_dsa.GlmMoeDsaIndexer, modeling_deepseek_v32.DeepseekV32Indexer):
+        try:
+            check_indexer(indexer)
+        except KernelInputError as error:
+            raise KernelInputError(f"{found}: {error}") from None
 
 
 @contextmanager
@@ -52,13 +66,13 @@ def use_kernels(model: nn.Module, backend: Backend = "auto") -> Iterator[None]:
         backend: see `indexcache_kernels.indexer_topk`.
 
     Raises:
-        KernelInputError: if the model is another one, or its projections are quantised; inside the block also for
-            packed sequences, ready-made masks or ones with gaps, and attention dropout.
+        KernelInputError: if the model is another one, its projections are quantised, or transformers calls its parts
+            in another way; inside the block also for packed sequences, ready-made masks or ones with gaps, and
+            attention dropout.
         RuntimeError: if the model runs on the kernels already, or something else has replaced an indexer's forward.
     """
     config: Any = model.config
-    if not supported():
-        raise KernelInputError(f"transformers is {transformers.__version__}, expected 5.17 or newer")
+    check_transformers()
     rope = INDEXER_ROPES.get(config.model_type)
     if rope is None:
         raise KernelInputError(f"model_type is {config.model_type}, expected one of {', '.join(INDEXER_ROPES)}")
@@ -95,9 +109,14 @@ def key_ranges(
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
-    **_: Any,
+    **others: Any,
 ) -> Tensor:
     """First key and one past the last of each query, `[batch, 1, queries, 2]`, int32, in place of a mask."""
+    unknown = sorted(others.keys() - _NOT_OF_RANGES)
+    if unknown:  # it might change what a query sees
+        raise KernelInputError(
+            f"transformers {transformers.__version__} makes masks of {unknown[0]}, expected {TESTED}"
+        )
     if mask_function is not causal_mask_function:
         raise KernelInputError("sequences are packed or the mask is a custom one, expected causal sequences")
     if kv_offset:
@@ -123,23 +142,22 @@ def keep_latent(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
 def _indexer_forward(
     indexer: Any, rope: Callable[..., tuple[Tensor, Tensor]], backend: Backend
 ) -> Callable[..., Tensor]:
-    @torch.no_grad()
-    def forward(
+    def compute(
         hidden_states: Tensor,
         q_resid: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        position_ids: Tensor | None,
+        cache: Any,
     ) -> Tensor:
         if attention_mask.dtype != torch.int32:
             raise KernelInputError(f"the mask is a ready-made one of {attention_mask.dtype}, expected none or a 2D one")
         q, k, weights = index_vectors(indexer, rope, hidden_states, q_resid, position_embeddings)
-        if past_key_values is not None:
-            k = past_key_values.update_indexer(k, indexer.layer_idx)
+        if cache is not None:
+            k = cache.update_indexer(k, indexer.layer_idx)
         return select(q, k, weights, attention_mask, indexer.index_topk, backend)
 
-    return forward
+    return indexer_forward(compute)
 
 
 def index_vectors(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from sglang_indexcache.calibration.passes import parts
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
 from sglang_indexcache.protocol import MISSES
-from sglang_indexcache.residency import hisparse_misses
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,7 +69,9 @@ class Selections:
         from sglang.srt.state_capturer.indexer_topk import set_global_indexer_capturer
 
         set_global_indexer_capturer(None)
-        import numpy as np
+        import numpy as np  # which SGLang brings, as what imports it below
+
+        from sglang_indexcache.residency import hisparse_misses
 
         found, rids, first, steps = self._found, self._rids, self._first, self._tokens - self._first
         recorded = {layer: sum(map(len, chunks)) for layer, chunks in found.items()}

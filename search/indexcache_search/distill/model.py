@@ -29,6 +29,7 @@ from indexcache_search.distill.kernel_attention import Vectors, attend_and_compa
 from indexcache_search.distill.losses import divergence
 from indexcache_search.distill.settings import Loss, Stage
 from indexcache_search.hf.device import LOGIT_ROWS
+from indexcache_search.hf.indexers import check_call
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa.modeling import attentions as dsa_attentions
 
@@ -74,12 +75,19 @@ class Distillation:
         stage: `warmup` or `sparse`; may be set to the other between forward passes.
         loss: `multi` is Eq. 1; `own` is each indexer against its own layer only, the paper's ablation.
         kernels: backend of the project's kernels, which need no `[queries, keys]` tensor; None computes in PyTorch.
+
+    Raises:
+        PatternError: if the pattern does not fit the model.
+        SearchError: if transformers calls its indexers in a way that is not known here.
     """
 
     def __init__(
         self, model: nn.Module, pattern: Pattern, stage: Stage, loss: Loss = "multi", kernels: Backend | None = None
     ) -> None:
         attentions = dsa_attentions(model)
+        for attention in attentions:
+            if attention.indexer is not None:
+                check_call(attention.indexer)
         pattern.check_fits(len(attentions), [layer for layer, item in enumerate(attentions) if item.indexer is None])
         self.model: Any = model
         self.pattern, self.stage, self.loss, self.kernels = pattern, stage, loss, kernels

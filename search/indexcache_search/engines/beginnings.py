@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from indexcache_search.hf.cache_argument import cache_argument
+
 
 class Beginnings:
     """Keys and values of beginnings in memory, on the model's device; the oldest go first.
@@ -57,7 +59,7 @@ class Beginnings:
         self._model.set_attn_implementation("sdpa")
         try:
             with torch.inference_mode():
-                self._model.model(input_ids=tokens, past_key_values=cache, use_cache=True)
+                self._model.model(input_ids=tokens, **cache_argument(self._model.model, cache), use_cache=True)
         finally:
             self._model.set_attn_implementation(before)
         return cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from indexcache_kernels.patching import replaced
 from indexcache_search.data.tokens import sampled_queries
+from indexcache_search.errors import SearchError
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import SparseModel
 from sglang_indexcache.families import family_of_modules
@@ -107,6 +109,8 @@ def _run_with_indices(
 ) -> Tensor:
     """Attention output `[batch, queries, hidden]` of `attention` over given indices."""
     if selector is None:
+        if "prev_topk_indices" not in inspect.signature(attention.forward).parameters:
+            raise SearchError(f"{type(attention).__name__} of transformers takes no prev_topk_indices, expected that")
         output: Tensor = attention.forward(*args, **{**kwargs, "prev_topk_indices": indices})[0]
         return output
     with replaced((selector, "forward", lambda *_, **__: indices)):

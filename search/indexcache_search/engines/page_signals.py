@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from indexcache_search.data.tokens import sampled_queries
+from indexcache_search.hf.cache_argument import cache_argument
 from indexcache_search.hf.pages import apply_page_roles
 from sglang_indexcache import SparseModel
 
@@ -48,7 +49,7 @@ def page_signals(
             hooks += [layer.self_attn.register_forward_hook(pass_.after) for layer in model.model.layers]
             try:
                 with apply_page_roles(model, description.native, observe=pass_.pages, watch=pass_.attention):
-                    model(input_ids=tokens, past_key_values=past, use_cache=past is not None, logits_to_keep=1)
+                    model(input_ids=tokens, **cache_argument(model, past), use_cache=past is not None, logits_to_keep=1)
             finally:
                 for hook in hooks:
                     hook.remove()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from indexcache_kernels.patching import replaced
+from indexcache_search.hf.cache_argument import cache_argument
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
 
@@ -194,7 +195,7 @@ def run_from_cache(
             _replayed(layers[: above[start - 1] if start else 0], state, carried),
         ):
             output: Tensor = decoder(
-                input_ids=tokens, past_key_values=past, use_cache=past is not None
+                input_ids=tokens, **cache_argument(decoder, past), use_cache=past is not None
             ).last_hidden_state
         for prefix, left in recorder.states:
             cache.add(batch, prefix, left)

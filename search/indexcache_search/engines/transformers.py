@@ -25,6 +25,7 @@ from indexcache_search.engines.key_runs import KeyRuns
 from indexcache_search.engines.page_signals import page_signals
 from indexcache_search.engines.prefix import PrefixCache, run_from_cache
 from indexcache_search.errors import SearchError
+from indexcache_search.hf.cache_argument import cache_argument
 from indexcache_search.hf.device import (
     DTYPES,
     LOGIT_ROWS,
@@ -231,7 +232,8 @@ class TransformersEngine:
             self._from_choice(pattern, [row], data) as end,
             apply_roles(self.torch_model, pattern, keep, prompt=end.prompt),
         ):
-            self.torch_model(end.tokens, past_key_values=end.past, use_cache=end.past is not None, logits_to_keep=1)
+            past = cache_argument(self.torch_model, end.past)
+            self.torch_model(end.tokens, **past, use_cache=end.past is not None, logits_to_keep=1)
         return found
 
     def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
@@ -260,8 +262,9 @@ class TransformersEngine:
                 )
             else:
                 with apply_roles(self.torch_model, pattern, prompt=end.prompt):
-                    hidden = self.torch_model.model(
-                        input_ids=end.tokens, past_key_values=end.past, use_cache=end.past is not None
+                    decoder = self.torch_model.model
+                    hidden = decoder(
+                        input_ids=end.tokens, **cache_argument(decoder, end.past), use_cache=end.past is not None
                     ).last_hidden_state
                 layers = len(pattern)
         return hidden, layers * end.tokens.shape[1] + end.read * len(pattern)

@@ -88,7 +88,7 @@ def apply_block_decoding(
     Args:
         model: one of the family `dense_gqa`, on a CPU.
         blocks: how they are chosen.
-        cache: what the model is given as `past_key_values`; sequences of one length, without padding.
+        cache: what the model is given, see `cache_argument`; sequences of one length, without padding.
         backend: see `indexcache_kernels.block_attention`.
 
     Raises:

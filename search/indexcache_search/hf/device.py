@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-import transformers
 
+from indexcache_kernels.errors import KernelInputError
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.pages import attention_in_blocks
 from sglang_indexcache.families import family_of_modules
@@ -53,9 +53,12 @@ def resolve_attention(attention: str, device: torch.device) -> str:
         raise SearchError(f"--attention kernels needs a CUDA device, found {device.type}; expected auto or naive")
     missing = "the package triton" if find_spec("triton") is None else ""
     if not missing:
-        from indexcache_kernels.transformers import supported
+        from indexcache_kernels.transformers import check_transformers
 
-        missing = "" if supported() else f"transformers 5.17 or newer, found {transformers.__version__}"
+        try:
+            check_transformers()
+        except KernelInputError as error:
+            missing = f"another version: {error}"
     if missing and attention == "kernels":
         raise SearchError(f"--attention kernels needs {missing}; expected it, auto or naive")
     return "naive" if missing else "kernels"
@@ -83,7 +86,6 @@ def on_kernels(model: Any) -> Iterator[None]:
     Raises:
         SearchError: if they can't run it.
     """
-    from indexcache_kernels.errors import KernelInputError
     from indexcache_kernels.transformers import use_kernels
 
     if isinstance(family_of_modules(model), DenseGqa):

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from indexcache_kernels import candidate_topk
+from indexcache_kernels.errors import KernelInputError
+from indexcache_kernels.indexer_forward import check_indexer, indexer_forward
 from indexcache_kernels.patching import replaced
 from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors
 from indexcache_search.errors import SearchError
@@ -23,6 +25,18 @@ Run = Callable[..., Tensor]
 """The `forward` of an indexer: hidden states, query residual, cosine and sine, and a mask to `[batch, queries, k]`."""
 
 _BLOCKS = 64  # whose scores exist at a time
+
+
+def check_call(indexer: nn.Module) -> None:
+    """Check that transformers calls an indexer in a way that is known here.
+
+    Raises:
+        SearchError: if not.
+    """
+    try:
+        check_indexer(type(indexer))
+    except KernelInputError as error:
+        raise SearchError(str(error)) from None
 
 
 def in_blocks(indexer: Any, run: Run, queries: int, prompt: Tensor) -> Run:
@@ -41,16 +55,15 @@ def in_blocks(indexer: Any, run: Run, queries: int, prompt: Tensor) -> Run:
     if queries > indexer.index_topk:
         raise SearchError(f"{queries} queries at a time, expected at most index_topk ({indexer.index_topk})")
 
-    @torch.no_grad()
-    def forward(
+    def compute(
         hidden_states: Tensor,
         q_resid: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        position_ids: Tensor | None,
+        cache: Any,
     ) -> Tensor:
-        if past_key_values is not None:
+        if cache is not None:
             raise SearchError("prompts that share selections run in one pass, expected no key/value cache")
         exact = run(hidden_states, q_resid, position_embeddings, attention_mask, position_ids)
         rope = INDEXER_ROPES[indexer.config.model_type]
@@ -64,7 +77,7 @@ def in_blocks(indexer: Any, run: Run, queries: int, prompt: Tensor) -> Run:
             shared = torch.where(shared < 0, own, shared)
         return torch.where(prompt[..., None], shared, exact)
 
-    return forward
+    return indexer_forward(compute)
 
 
 def block_selection(q: Tensor, k: Tensor, weights: Tensor, queries: int, topk: int, prompt: Tensor) -> Tensor:
@@ -110,16 +123,16 @@ def _best_before(q: Tensor, k: Tensor, weights: Tensor, begins: Tensor, topk: in
 def with_candidates(indexer: Any, run: Run, counts: Iterable[int], keep: Callable[[int, Tensor], None]) -> Run:
     """`run`; besides, `keep` gets each query's best tokens, `[batch, queries, tokens]`: each count times index_topk."""
 
-    @torch.no_grad()
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        if kwargs.get("past_key_values") is not None:
+    def compute(*given: Any) -> Tensor:
+        *inputs, cache = given
+        if cache is not None:
             raise SearchError("candidates are kept in one pass, expected no key/value cache")
         for count in counts:  # each by itself: the kernels don't give the best first
             with replaced((indexer, "index_topk", count * indexer.index_topk)):
-                keep(count, run(*args, **kwargs))
-        return run(*args, **kwargs)
+                keep(count, run(*inputs))
+        return run(*inputs)
 
-    return forward
+    return indexer_forward(compute)
 
 
 def among(indexer: Any, run: Run, candidates: Callable[[], Tensor]) -> Run:
@@ -131,16 +144,15 @@ def among(indexer: Any, run: Run, candidates: Callable[[], Tensor]) -> Run:
         candidates: gives `[batch, queries, tokens]`.
     """
 
-    @torch.no_grad()
-    def forward(
+    def compute(
         hidden_states: Tensor,
         q_resid: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor,
-        *args: Any,
-        **kwargs: Any,
+        position_ids: Tensor | None,
+        cache: Any,
     ) -> Tensor:
-        if kwargs.get("past_key_values") is not None:
+        if cache is not None:
             raise SearchError("candidates are scored in one pass, expected no key/value cache")
         chosen = candidates().to(hidden_states.device)
         if attention_mask.dtype == torch.int32:  # on the kernels, which score ranges of keys
@@ -156,6 +168,6 @@ def among(indexer: Any, run: Run, candidates: Callable[[], Tensor]) -> Run:
             mask = attention_mask & allowed
         else:
             mask = attention_mask.masked_fill(~allowed, float("-inf"))
-        return run(hidden_states, q_resid, position_embeddings, mask, *args, **kwargs)
+        return run(hidden_states, q_resid, position_embeddings, mask, position_ids)
 
-    return forward
+    return indexer_forward(compute)

@@ -113,7 +113,7 @@ def apply_key_plan(
         model: one of the family `dense_gqa`.
         plan: has a value for each layer.
         read: `[batch, queries]`, bool: tokens of prompts, which are read at once; all by default.
-        cache: what the model is given as `past_key_values`, for decoding for real.
+        cache: what the model is given (see `cache_argument`), for decoding for real.
         watch: see `Watcher`.
 
     Yields:

@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from indexcache_kernels import BlockBuffer, block_attention, block_scores, compress_keys, copy_blocks, swap_blocks
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.attending import attending
+from indexcache_search.hf.cache_argument import cache_argument
 from indexcache_search.hf.pages import check_layers
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, SHARED
@@ -212,7 +213,9 @@ class OffloadedDecoder:
             raise SearchError(f"a prompt has {length} tokens, expected more than {least} and fewer than {room}")
         past = DynamicCache(config=self._model.config)
         for part in torch.split(tokens[None], READ_AT_ONCE, 1):
-            logits: Tensor = self._model(part, past_key_values=past, use_cache=True, logits_to_keep=1).logits
+            logits: Tensor = self._model(
+                part, **cache_argument(self._model, past), use_cache=True, logits_to_keep=1
+            ).logits
         self.lengths[request] = length
         self._positions[request] = length
         for number, layer in enumerate(self._layers):
@@ -281,7 +284,7 @@ class OffloadedDecoder:
             logits: Tensor = self._model(
                 self._tokens[:, None],
                 position_ids=self._positions[:, None],
-                past_key_values=PassedOn(len(self._layers)),
+                **cache_argument(self._model, PassedOn(len(self._layers))),
                 use_cache=True,
             ).logits
         self._logits = logits[:, -1]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from indexcache_kernels.patching import replaced
 from indexcache_kernels.transformers import INDEXER_ROPES
 from indexcache_search.errors import SearchError
-from indexcache_search.hf.indexers import among, in_blocks, with_candidates
+from indexcache_search.hf.indexers import among, check_call, in_blocks, with_candidates
 from indexcache_search.hf.pages import apply_page_roles
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import family_of_modules
@@ -53,7 +53,7 @@ def apply_roles(
 
     Raises:
         PatternError: if the pattern does not fit the model.
-        SearchError: if its indexers can't be had.
+        SearchError: if its indexers can't be had, or transformers calls them in a way that is not known here.
         RuntimeError: if roles are already applied to the model.
     """
     family = family_of_modules(model)
@@ -109,6 +109,7 @@ def _cheaper(
     counts: dict[int, set[int]] = {}
     for indexer in pattern.indexers:
         selector, source = selectors[indexer.layer], pattern.scorer(indexer.layer)
+        check_call(selector)
         if indexer.candidates:
             counts.setdefault(source, set()).add(indexer.candidates)
             candidates = partial(kept.__getitem__, (source, indexer.candidates))
