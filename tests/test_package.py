@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,9 @@ import pytest
 from indexcache_search import demo
 from indexcache_search.hf.loading import describe_model
 from sglang_indexcache import PatternFile
+from sglang_indexcache.command_line import ending
 
+HAS_SGLANG = find_spec("sglang") is not None
 ROOT = Path(__file__).parent.parent
 
 
@@ -26,13 +31,94 @@ def test_pattern_tools_import_neither_torch_nor_sglang() -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
-def test_a_base_install_says_what_the_search_needs() -> None:
-    code = "import sys; sys.modules['rich'] = None; import indexcache_search.__main__ as m; m.main()"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 2
-    assert result.stderr == (
-        "indexcache-search: rich is not installed; expected: pip install 'sglang-indexcache[search]'\n"
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {missing}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+"""  # what a base install does not bring
+NOT_BASE = {"datasets", "huggingface_hub", "indexcache_kernels", "jinja2", "matplotlib", "numpy", "psutil", "pyarrow"}
+NOT_BASE |= {"rich", "safetensors", "scipy", "sglang", "tokenizers", "torch", "transformers", "triton", "typer"}
+
+
+def without(missing: set[str], code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` where packages are not installed."""
+    command = [sys.executable, "-c", WITHOUT.format(missing=missing) + code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_what_a_base_install_imports_is_there() -> None:
+    code = """
+import importlib, pkgutil, sglang_indexcache
+for item in pkgutil.walk_packages(sglang_indexcache.__path__, "sglang_indexcache."):
+    try:
+        importlib.import_module(item.name)
+    except ModuleNotFoundError as error:
+        print(item.name, error.name)
+"""
+    result = without(NOT_BASE, code)
+    assert result.returncode == 0, result.stderr
+    servers = (
+        "sglang_indexcache.families.dense_gqa.",
+        "sglang_indexcache.families.dsa.",
+        "sglang_indexcache.residency",
     )
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert all(name.startswith(servers) and package in ("torch", "numpy") for name, package in lines), result.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("main", "indexcache-search: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
+        ("evaluate", "indexcache-eval: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
+        ("distill", "indexcache-distill: rich is not installed; expected: pip install 'sglang-indexcache[distill]'"),
+        ("offload", "indexcache-offload: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
+    ],
+)
+def test_a_base_install_says_what_a_command_needs(command: str, line: str) -> None:
+    result = without({"rich"}, f"import indexcache_search.__main__ as m; m.{command}()")
+    assert (result.returncode, result.stderr) == (2, line + "\n")
+
+
+def test_a_base_install_says_what_the_server_and_its_check_need() -> None:
+    launch = "from sglang_indexcache.launch_server import main; main(sys.argv[1:])"
+    result = without(NOT_BASE - {"sglang"}, launch, "--indexcache-pattern", "FS")
+    assert "Traceback" not in result.stderr and result.returncode != 0
+    assert "SGLang is not installed; expected: pip install 'sglang-indexcache[sglang]'" in result.stderr or HAS_SGLANG
+    check = "from sglang_indexcache.check import main; sys.exit(main(sys.argv[1:]))"
+    result = without(NOT_BASE, check, "FS", "--model", "owner/name")
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+    assert "huggingface_hub is not installed; expected: pip install huggingface_hub" in result.stderr
+
+
+def test_a_package_that_is_missing_later_is_one_line() -> None:
+    assert ending(ModuleNotFoundError("No module named 'scipy'", name="scipy.stats")) == (
+        "scipy is not installed; expected: pip install 'sglang-indexcache[search]'",
+        2,
+    )
+    line, code = ending(ModuleNotFoundError("No module named 'accelerate'", name="accelerate"))
+    assert (line, code) == ("accelerate is not installed; expected: pip install accelerate", 2)
+    assert ending(ModuleNotFoundError("No module named 'x'", name="indexcache_search.x"))[1] == 70
+
+
+@pytest.mark.parametrize(
+    ("package", "extras"),
+    [("search/indexcache_search", ["search"]), ("kernels/indexcache_kernels", ["search", "kernels"])],
+)
+def test_an_extra_asks_for_all_that_is_imported(package: str, extras: list[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *(item for extra in extras for item in project["optional-dependencies"][extra])]
+    known = {re.split(r"[^\w-]", item)[0].replace("-", "_") for item in asked} | {"yaml"}
+    known |= {"sglang_indexcache", "indexcache_search", "indexcache_kernels", "sgl_kernel", *sys.stdlib_module_names}
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [item.name for item in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert {name.partition(".")[0] for name in names} <= known, path
+    assert "sglang-indexcache[kernels]" in project["optional-dependencies"]["sglang"]  # families import them
 
 
 def test_help_is_quick_and_teaches_by_example() -> None:
