@@ -17,7 +17,6 @@ import pytest
 from indexcache_search import demo
 from indexcache_search.hf.loading import describe_model
 from sglang_indexcache import PatternFile
-from sglang_indexcache.command_line import ending
 
 HAS_SGLANG = find_spec("sglang") is not None
 ROOT = Path(__file__).parent.parent
@@ -92,16 +91,6 @@ def test_a_base_install_says_what_the_server_and_its_check_need() -> None:
     result = without(NOT_BASE, check, "FS", "--model", "owner/name")
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
     assert "huggingface_hub is not installed; expected: pip install huggingface_hub" in result.stderr
-
-
-def test_a_package_that_is_missing_later_is_one_line() -> None:
-    assert ending(ModuleNotFoundError("No module named 'scipy'", name="scipy.stats")) == (
-        "scipy is not installed; expected: pip install 'sglang-indexcache[search]'",
-        2,
-    )
-    line, code = ending(ModuleNotFoundError("No module named 'accelerate'", name="accelerate"))
-    assert (line, code) == ("accelerate is not installed; expected: pip install accelerate", 2)
-    assert ending(ModuleNotFoundError("No module named 'x'", name="indexcache_search.x"))[1] == 70
 
 
 @pytest.mark.parametrize(
