@@ -84,6 +84,9 @@ class SimulatedEngine:
         self._noise: dict[tuple[int, int, str], NDArray[np.float64]] = {}
         self._interactions: dict[tuple[int, int, int], float] = {}
 
+    def check_unchanged(self) -> None:
+        """Nothing can change it."""
+
     def tokens(self, sequences: int, seq_len: int = 256, seed: int = 0) -> TokenSet:
         """A set whose tokens only tell sequences apart."""
         tokens = np.random.default_rng(seed).integers(0, 2**31, (sequences, seq_len)).astype(np.int32)

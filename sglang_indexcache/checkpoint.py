@@ -12,8 +12,9 @@ from typing import Any
 from sglang_indexcache.errors import FileError, IndexCacheError, ModelConfigError
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.files import read_json_object, read_regular, reason
+from sglang_indexcache.files import read_json_object, reason
 from sglang_indexcache.model import SparseModel
+from sglang_indexcache.model_files import CONFIG, ModelFiles, weight_files
 from sglang_indexcache.model_name import ModelName
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file import PatternFile
@@ -22,12 +23,7 @@ from sglang_indexcache.pointers import check_no_pointers
 _INDEX_FILE = "model.safetensors.index.json"
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100 << 20
-_WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
-_EVICTION_HEADS = "eviction_heads"  # a folder in that of a dense model, see indexcache-distill --train eviction
-_TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
 _NO_MODELS = (".gguf", "adapter_config.json")  # which hold the weights of one in another form, or a part of them
-_HASHED_WHOLE = 256 << 20
-_BLOCK, _SAMPLE = 1 << 20, 4 << 10
 
 
 class HubFileError(ModelConfigError):
@@ -121,72 +117,16 @@ def read_config(model: str) -> tuple[dict[str, Any], str]:
 
 
 def weights_digest(model: str) -> str:
-    """sha256 that tells one checkpoint's weights from another's; of a hub id that of its commit.
-
-    Names, types and shapes of all tensors, the sizes of all files, and what is in them: everything up to 256 MiB, else
-    the first and last 4 KiB of each tensor, which any training changes.
+    """sha256 of config.json and all weights of a folder, see `model_files`; of a hub id that of its commit.
 
     Raises:
         ModelConfigError: if a file can't be read.
     """
     folder = Path(model)
-    if not folder.is_dir():
-        commit = _from_hub(model, "config.json").parent.name
-        return hashlib.sha256(f"{ModelName.parse(model).repository}@{commit}".encode()).hexdigest()
-    places = [folder, *(place for place in (folder / _EVICTION_HEADS,) if place.is_dir())]
-    found = (path for place in places for path in place.iterdir())
-    files = sorted(path for path in found if path.suffix in _WEIGHT_ENDINGS and path.is_file())
-    digest = hashlib.sha256()
-    try:
-        everything = sum(path.stat().st_size for path in files) <= _HASHED_WHOLE
-        for path in files:
-            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-            ranges = [(0, path.stat().st_size)] if everything else _samples(path)
-            with path.open("rb") as file:
-                for start, stop in ranges:
-                    file.seek(start)
-                    for at in range(start, stop, _BLOCK):
-                        digest.update(file.read(min(_BLOCK, stop - at)))
-    except OSError as error:
-        raise ModelConfigError(f"{folder}: {reason(error)}") from None
-    return digest.hexdigest()
-
-
-def tokenizer_digest(model: str) -> str:
-    """sha256 of the tokenizer's files of a folder; of a hub id that of its commit.
-
-    Raises:
-        ModelConfigError: if a file can't be read.
-    """
-    folder = Path(model)
-    if not folder.is_dir():
-        return weights_digest(model)
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(_TOKENIZER_FILES) and path.is_file():
-            digest.update(f"{path.name}\n".encode() + _bytes(path, _MAX_HEADER_BYTES))
-    return digest.hexdigest()
-
-
-def _samples(path: Path) -> list[tuple[int, int]]:
-    """The header, and the first and last bytes of each tensor, as ranges of a file; evenly spread ones of another."""
-    size = path.stat().st_size
-    if path.suffix != ".safetensors":
-        return [(at, at + _SAMPLE) for at in range(0, size, max(_SAMPLE, size // 256))]
-    header, data = _header(path)
-    ranges = [(0, data)]
-    for name, tensor in sorted(header.items()):
-        if name != "__metadata__":
-            start, stop = (data + int(offset) for offset in tensor["data_offsets"])
-            ranges += [(start, min(stop, start + _SAMPLE)), (max(start, stop - _SAMPLE), stop)]
-    return ranges
-
-
-def _bytes(path: Path, limit: int) -> bytes:
-    try:
-        return read_regular(path, limit)
-    except FileError as error:
-        raise ModelConfigError(str(error)) from None
+    if folder.is_dir():
+        return ModelFiles.read(folder, weight_files).sha256
+    commit = _from_hub(model, CONFIG).parent.name
+    return hashlib.sha256(f"{ModelName.parse(model).repository}@{commit}".encode()).hexdigest()
 
 
 def _read_json(path: Path, limit: int) -> dict[str, Any]:

@@ -20,9 +20,8 @@ from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import describe_model
 from indexcache_search.hf.roles import apply_roles
-from sglang_indexcache import Pattern, checkpoint
-from sglang_indexcache.checkpoint import tokenizer_digest, weights_digest
-from sglang_indexcache.errors import ModelConfigError, PatternError
+from sglang_indexcache import Pattern
+from sglang_indexcache.errors import FileError, ModelConfigError, PatternError
 from sglang_indexcache.families.dsa.spellings import indexer_types
 from tests.conftest import LAYERS, TOPK, random_tokens, save_model, tiny_config, tiny_engine
 
@@ -327,10 +326,10 @@ def test_every_weight_comes_from_the_checkpoint(tmp_path: Path, model_folder: Pa
     assert f"{name} is not in the checkpoint" in refusal({**without, name.replace("wk", "key_proj"): weights[name]})
     assert "such weights)" in refusal({"lm_head.weight": weights["lm_head.weight"]})
     assert "shape" in refusal({**weights, name: torch.zeros(3, 3)})
-    assert "wk.weight of the indexer of layer 3 is not finite" in refusal({**weights, name: weights[name] * torch.nan})
+    assert "layers.3.self_attn.indexer.wk.weight is not finite" in refusal({**weights, name: weights[name] * torch.nan})
     for cut in (100, 5000):
         (folder / "model.safetensors").write_bytes((model_folder / "model.safetensors").read_bytes()[:-cut])
-        with pytest.raises(SearchError, match="can't be loaded"):
+        with pytest.raises(FileError, match=f"model.safetensors: is cut off, {cut} bytes are missing"):
             TransformersEngine.load(str(folder), "cpu")
 
 
@@ -342,25 +341,6 @@ def test_weights_of_locked_layers_may_be_missing(tmp_path: Path) -> None:
     assert len(kept) < len(weights)
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     assert TransformersEngine.load(str(folder), "cpu").model.locked == (2,)
-
-
-def test_weights_and_tokenizers_have_digests(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where a checkpoint is too large to be read whole: then the ends of every tensor are."""
-    folder = shutil.copytree(model_folder, tmp_path / "model")
-    for limit in (1 << 40, 0):
-        monkeypatch.setattr(checkpoint, "_HASHED_WHOLE", limit)
-        shutil.copy(model_folder / "model.safetensors", folder)
-        assert weights_digest(str(folder)) == weights_digest(str(model_folder))
-        weights = load_file(model_folder / "model.safetensors")
-        weights["model.layers.3.self_attn.indexer.wk.weight"][-1, -1] += 1e-3
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        assert weights_digest(str(folder)) != weights_digest(str(model_folder))
-        assert TransformersEngine.load(str(folder), "cpu").weights_sha256 == weights_digest(str(folder))
-    before = tokenizer_digest(str(folder))
-    (folder / "tokenizer.json").write_text("{}")
-    assert tokenizer_digest(str(folder)) != before
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("can't allocate memory: you tried")])

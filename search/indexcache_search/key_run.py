@@ -115,6 +115,7 @@ def run(
     with Journal(files.work_dir, identity(engine, calibration, held_out, "kl"), today(), files.restart) as journal:
         with doing("search"):
             found = _search(engine, calibration, journal, nothing, shares, console)
+        engine.check_unchanged()
         paths = tuple(_save(item, engine, calibration, journal, files.folder) for item in found)
         for item, path in zip(found, paths, strict=True):
             console.print(f"{item.asked:g}: {item.plan.name}; one threshold: {item.uniform.values[0]:g}")
@@ -128,6 +129,7 @@ def run(
             rivalled, built = [line.pattern for line in lines[::2]], HeldOut(held_out, {})
             comparison = keys.compare(engine, built, journal, lines, rivalled, lambda: progress.advance(task))
             gains = {item.asked: _gain(engine, held_out, journal, item) for item in found}
+    engine.check_unchanged()
     result.write(comparison, files.folder)
     return KeyResult(comparison, gains, paths)
 

@@ -224,6 +224,8 @@ def _search(
             for row in compare(lines, judges):
                 rows.append(row)
                 progress.compared(row, rows[0])
+    with doing("looking whether the model is still the same"):
+        engine.check_unchanged()
     file = writer.file(found, found.patterns[settings.retain[0]])
     file.save(files.folder / "pattern.yaml")
     partial.unlink(missing_ok=True)

@@ -135,6 +135,7 @@ def run(
         task = progress.add_task("plans", total=None)
         rivalled = [line.pattern for line in lines] if candidates.rivals else []
         comparison = compare(engine, built, journal, lines, rivalled, lambda: progress.advance(task))
+    engine.check_unchanged()
     result.write(comparison, output)
     return comparison
 

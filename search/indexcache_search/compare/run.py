@@ -245,6 +245,7 @@ def _run_patterns(
         losses = Evaluator(engine, built.data, "nll", journal, "nll", lambda item: done(len(item.rows)))
         divergences = Evaluator(engine, built.data, "kl", journal, "kl", losses.on_evaluation)
         compared = measure.patterns(losses, divergences, lines, built)
+    engine.check_unchanged()
     return compared, engine_words(engine)
 
 

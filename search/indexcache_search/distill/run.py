@@ -25,7 +25,7 @@ from indexcache_search.distill.result import collect
 from indexcache_search.distill.settings import Runtime, Settings, Stage
 from indexcache_search.distill.task import StageTask
 from indexcache_search.hf.device import checkpoint_gradients, memory_error_in_one_line, resolve_attention
-from indexcache_search.hf.loading import describe_model, load_model, read_config, set_quiet
+from indexcache_search.hf.loading import describe_model, load_model, model_folder, read_config, set_quiet
 from indexcache_search.identity import today
 from indexcache_search.training.checkpoints import Checkpoints
 from indexcache_search.training.log import TrainingLog
@@ -35,8 +35,8 @@ from indexcache_search.training.sets import Data, training_sets
 from indexcache_search.training.settings import Folders
 from indexcache_search.training.work import work_folder
 from sglang_indexcache import Pattern, SparseModel, __version__
-from sglang_indexcache.checkpoint import tokenizer_digest, weights_digest
 from sglang_indexcache.files import write_atomically
+from sglang_indexcache.model_files import ModelFiles, tokenizer_files, weight_files
 
 STAGES: tuple[Stage, ...] = ("warmup", "sparse")
 
@@ -76,11 +76,12 @@ def _run(
     if runtime.check_memory:
         for stage in stages:
             check_memory(config, settings, stage, data, runtime, attention, processes)
+    files, tokenizer = (ModelFiles.read(model_folder(model), listed) for listed in (weight_files, tokenizer_files))
     identity = {
         "model": description.name,
         "config_sha256": description.config_sha256,
-        "weights_sha256": weights_digest(model),
-        "tokenizer_sha256": tokenizer_digest(model),
+        "weights_sha256": files.sha256,
+        "tokenizer_sha256": tokenizer.sha256,
         **settings.as_dict(),
         **asdict(data),
         "dtype": "bfloat16" if processes.bfloat16 else "float32",
@@ -109,7 +110,7 @@ def _run(
                     continue
                 progress.begin(stage)
                 source = str(warmed_up) if first else model
-                loaded, dtypes = _load(source, description, processes)
+                loaded, dtypes = _load(source, description, processes, None if first else files)
                 if runtime.gradient_checkpointing and stage == "sparse":
                     checkpoint_gradients(loaded)  # in the warm-up the frozen body keeps no activations anyway
                 task = StageTask(
@@ -128,11 +129,13 @@ def _run(
                 # Between the stages the model keeps its own pattern and all of its indexers.
                 pattern = settings.pattern if stage == stages[-1] else description.native
                 keep = stage != stages[-1] or _keeps_shared(runtime, description)
+                _check(files, tokenizer, processes)
                 _export(task.model, dtypes, source, pattern, result, keep, processes)
                 done = max(done, last)
                 del loaded, task
                 gc.collect()
                 torch.cuda.empty_cache()
+        _check(files, tokenizer, processes)
         return {} if log is None else _write_results(log, held_out, description, settings, folders)
 
 
@@ -151,10 +154,26 @@ def _write_results(
     return metrics
 
 
-def _load(source: str, description: SparseModel, processes: Processes) -> tuple[Any, dict[str, torch.dtype]]:
-    """The model, in the dtypes of its checkpoint, and these; only the first process reads the weights."""
+def _check(files: ModelFiles, tokenizer: ModelFiles, processes: Processes) -> None:
+    """Check that what was trained is still there, before something is written that says so."""
     if processes.first:
-        model: Any = load_model(source, description, "auto")
+        files.check()
+        tokenizer.check()
+
+
+def _load(
+    source: str, description: SparseModel, processes: Processes, files: ModelFiles | None
+) -> tuple[Any, dict[str, torch.dtype]]:
+    """The model, in the dtypes of its checkpoint, and these; only the first process reads the weights.
+
+    Raises:
+        ModelConfigError: if it is not what `files` were.
+    """
+    model: Any
+    if processes.first:
+        model, found = load_model(source, description, "auto")
+        if files is not None:
+            files.check_loaded(found)
     else:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(read_config(source))

@@ -80,7 +80,7 @@ class Engine(Protocol):
         name: engine and version: `transformers 5.23.0`.
         settings: what else a result depends on (torch, dtype, device, batch size); part of a search's identity.
         model: the model's layers, locked layers and digest.
-        weights_sha256: digest of its weights, see `sglang_indexcache.checkpoint.weights_digest`.
+        weights_sha256: digest of its files, see `sglang_indexcache.model_files.weight_files`.
     """
 
     name: str
@@ -126,5 +126,13 @@ class Engine(Protocol):
         """`overlap`, `shift` and `recall` over `rows` sampled queries a sequence, see the module `page_signals`.
 
         Empty where no pages are chosen, or where the engine can't measure it.
+        """
+        ...
+
+    def check_unchanged(self) -> None:
+        """Check that the model is still the one that was loaded, before results are written that say so.
+
+        Raises:
+            IndexCacheError: naming what changed.
         """
         ...

@@ -138,6 +138,15 @@ class SglangEngine:
             for thread in threads:
                 thread.join(1)  # one that is inside a request ends with it
 
+    def check_unchanged(self) -> None:
+        """See `Engine.check_unchanged`; a server that is lost by now was asked after each of its evaluations."""
+        for lane in self._lanes:
+            try:
+                status = lane.status()
+            except ServerLostError:
+                continue
+            self._check_same(lane, status)
+
     def page_signals(self, data: TokenSet, rows: int) -> Mapping[str, NDArray[np.float64]]:
         """See `Engine.page_signals`; dense models are searched in transformers."""
         return {}
@@ -284,6 +293,7 @@ class SglangEngine:
         if ids is not None:
             sums = lane.divergences({ids[row]: ranges[row] for row in rows})
             losses = [sums[ids[row]][0] for row in rows]
+        self._check_same(lane, lane.status())  # whoever updates a server's weights may have done so meanwhile
         tokens = tuple(int(count) for count in data.scored[list(rows)].sum(axis=1))
         layer_tokens = (self.model.num_layers * data.seq_len,) * len(rows)
         return Evaluation(pattern, rows, tuple(losses), tuple(correct), tokens, layer_tokens, time.monotonic() - began)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,8 +40,8 @@ from indexcache_search.key_plan import KeyPlan
 from indexcache_search.objectives import Objective
 from indexcache_search.plans import Plan, order
 from sglang_indexcache import Pattern, SparseModel
-from sglang_indexcache.checkpoint import weights_digest
 from sglang_indexcache.families import family_of
+from sglang_indexcache.model_files import ModelFiles
 from sglang_indexcache.pattern import SHARED
 from sglang_indexcache.selection import Selection
 
@@ -64,7 +63,7 @@ class TransformersEngine:
             dense models as much again, on the model's device, for the keys and values of beginnings that no pattern
             changes.
         attention: `naive`, transformers' own, or `kernels`.
-        weights_sha256: digest of its weights; part of a journal's identity.
+        files: what it was loaded from; their digest is part of a journal's identity.
     """
 
     def __init__(
@@ -74,9 +73,10 @@ class TransformersEngine:
         batch_size: int = 1,
         prefix_cache_gb: float = 2.0,
         attention: str = "naive",
-        weights_sha256: str = "",
+        files: ModelFiles | None = None,
     ) -> None:
-        self.torch_model, self.weights_sha256 = model, weights_sha256
+        self.torch_model, self._files = model, files
+        self.weights_sha256 = "" if files is None else files.sha256
         self.model = description
         self.batch_size = batch_size
         self._cache = PrefixCache(prefix_cache_gb * 1e9)
@@ -127,11 +127,18 @@ class TransformersEngine:
                     f"--attention kernels does not run {description.architecture}; expected auto or naive"
                 )
             resolved = "naive"
-        loaded = load_model(model, description, DTYPES[dtype]).eval().to(target)
-        attach_saved(loaded, Path(model))
+        loaded, files = load_model(model, description, DTYPES[dtype])
+        loaded = loaded.eval().to(target)
+        attach_saved(loaded, files.folder)
+        files.check()  # the eviction heads were read behind their digest
         if target.type == "cpu":  # where sdpa has no fused kernel for these heads, and takes a sixth longer
             loaded.set_attn_implementation("eager")
-        return cls(loaded, description, batch_size, prefix_cache_gb, resolved, weights_digest(model))
+        return cls(loaded, description, batch_size, prefix_cache_gb, resolved, files)
+
+    def check_unchanged(self) -> None:
+        """See `Engine.check_unchanged`."""
+        if self._files is not None:
+            self._files.check()
 
     def evaluate(
         self,

@@ -26,7 +26,14 @@ from indexcache_search.eviction.settings import EvictionSettings
 from indexcache_search.eviction.task import EvictionTask
 from indexcache_search.hf.device import checkpoint_gradients, memory_error_in_one_line
 from indexcache_search.hf.eviction import FILE, EvictionHeads, attach, heads_of
-from indexcache_search.hf.loading import check_seq_len, describe_model, load_model, read_config, set_quiet
+from indexcache_search.hf.loading import (
+    check_seq_len,
+    describe_model,
+    load_model,
+    model_folder,
+    read_config,
+    set_quiet,
+)
 from indexcache_search.identity import today
 from indexcache_search.training.checkpoints import Checkpoints
 from indexcache_search.training.log import TrainingLog
@@ -36,9 +43,9 @@ from indexcache_search.training.sets import Data, training_sets
 from indexcache_search.training.settings import Folders
 from indexcache_search.training.work import work_folder
 from sglang_indexcache import Pattern, PatternFile, SparseModel, __version__
-from sglang_indexcache.checkpoint import tokenizer_digest, weights_digest
 from sglang_indexcache.families import describe
 from sglang_indexcache.files import write_atomically
+from sglang_indexcache.model_files import ModelFiles, tokenizer_files, weight_files
 from sglang_indexcache.naming import naming
 from sglang_indexcache.pattern_file import ModelSection
 from sglang_indexcache.steps import NO_MEMORY
@@ -76,11 +83,12 @@ def _run(
     console: Console,
     processes: Processes,
 ) -> Mapping[str, Any]:
+    files, tokenizer = (ModelFiles.read(model_folder(model), listed) for listed in (weight_files, tokenizer_files))
     identity = {
         "model": description.name,
         "config_sha256": description.config_sha256,
-        "weights_sha256": weights_digest(model),
-        "tokenizer_sha256": tokenizer_digest(model),
+        "weights_sha256": files.sha256,
+        "tokenizer_sha256": tokenizer.sha256,
         **settings.as_dict(),
         **asdict(data),
         "dtype": "bfloat16" if processes.bfloat16 else "float32",
@@ -101,14 +109,18 @@ def _run(
         ):
             progress.begin("eviction")
             if done < settings.steps or not folders.model.is_dir():
-                loaded = _load(model, description, settings, runtime, processes)
+                loaded = _load(model, description, settings, runtime, processes, files)
                 task = EvictionTask(processes, loaded, settings, train, held_out)
                 loop = Loop(processes, checkpoints, log, progress.watch, runtime.intervals)
                 if not done:
                     for name, pattern in _others(settings.pattern, description.native).items():
                         loop.report({"step": 0, "stage": name, **task.evaluate(pattern)})
                 loop.train(task, done)
+                files.check()
+                tokenizer.check()
                 _export(task.model, model, settings, folders.model)
+        files.check()
+        tokenizer.check()
         return _results(log.records, held_out, description, settings, folders)
 
 
@@ -124,10 +136,21 @@ def _others(pattern: Pattern, native: Pattern) -> dict[str, Pattern]:
 
 
 def _load(
-    model: str, description: SparseModel, settings: EvictionSettings, runtime: Runtime, processes: Processes
+    model: str,
+    description: SparseModel,
+    settings: EvictionSettings,
+    runtime: Runtime,
+    processes: Processes,
+    files: ModelFiles,
 ) -> Any:
-    """The model with new heads, on its device; float32 where that is computed in."""
-    loaded: Any = load_model(model, description, "auto").to(processes.device)
+    """The model with new heads, on its device; float32 where that is computed in.
+
+    Raises:
+        ModelConfigError: if it is not what `files` were.
+    """
+    loaded, found = load_model(model, description, "auto")
+    files.check_loaded(found)
+    loaded = loaded.to(processes.device)
     if not processes.bfloat16:
         loaded = loaded.float()
     if processes.device.type == "cpu":

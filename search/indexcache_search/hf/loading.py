@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from indexcache_search.errors import SearchError
+from indexcache_search.hf.weights import read_weights, whole_numbers
 from sglang_indexcache import SparseModel, checkpoint
-from sglang_indexcache.errors import one_line
+from sglang_indexcache.errors import IndexCacheError, ModelConfigError, one_line
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
+from sglang_indexcache.model_files import CONFIG, ModelFiles
 from sglang_indexcache.model_name import ModelName
 from sglang_indexcache.selection import Selection
 
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
-def load_model(model: str, description: SparseModel, dtype: torch.dtype | str) -> Any:
-    """The model of transformers with all of its weights from the checkpoint.
 
-    transformers makes up what is missing or has another name, and says so in a warning. Indexers of locked layers may
-    be missing: they never run. Indexers are looked through for NaN, which top-k hides from the loss.
+def load_model(model: str, description: SparseModel, dtype: torch.dtype | str) -> tuple[Any, ModelFiles]:
+    """The model of transformers with all of its weights from the checkpoint, and the files that it came from.
+
+    What is digested is what runs: weights are read once, into memory of this process, so nothing that happens to their
+    files later reaches the model. transformers makes up what is missing or has another name, and leaves out what it
+    does not know, with a warning; here both end the run. Indexers of locked layers may be missing or too many: they
+    never run. All weights are looked through for NaN, which top-k and experts hide from the loss.
 
     Args:
         model: folder or hub id.
@@ -29,32 +40,91 @@ def load_model(model: str, description: SparseModel, dtype: torch.dtype | str) -
         dtype: what the weights are converted to, or `auto` for the checkpoint's own.
 
     Raises:
-        SearchError: if it can't be found or loaded, or a weight is missing or not a number, or if transformers computes
-            something else.
+        SearchError: if it can't be found or loaded, or a weight is missing, unknown or not a number, or if transformers
+            computes something else.
+        ModelConfigError: if a file is not there, or changes meanwhile.
     """
     family = family_of(description.architecture)
     if family.not_in_transformers is not None:
         raise SearchError(f"{model}: {family.not_in_transformers}; expected --engine sglang")
+    folder = model_folder(model)
+    config = read_config(str(folder))
+    locked = {description.layers[letter] for letter in description.locked}
     try:
-        loaded, info = AutoModelForCausalLM.from_pretrained(
-            model, dtype=dtype, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config)
+        weights, files = read_weights(folder, config, whole_numbers(empty), widen=dtype is torch.float32)
+        _check_tied(model, config, weights)
+        loaded, info = type(empty).from_pretrained(
+            None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except (OSError, MemoryError):
+    except (OSError, MemoryError, IndexCacheError):
         raise
     except Exception as error:  # transformers, safetensors and PyTorch each have their own
         raise SearchError(f"{model}: can't be loaded: {_one_line(error)}{_way_out(model, family)}") from None
-    locked = {description.layers[letter] for letter in description.locked}
+    unknown = _unexplained(info["unexpected_keys"], weights, family, locked, loaded.config.num_hidden_layers)
     missing = sorted(name for name in info["missing_keys"] if not family.indexer_layers([name]) & locked)
     wrong = sorted(str(item[0] if isinstance(item, tuple) else item) for item in info["mismatched_keys"])
-    for names, what in ((missing, "is not in the checkpoint"), (wrong, "has another shape in the checkpoint")):
+    for names, what in (
+        (missing, "is not in the checkpoint"),
+        (wrong, "has another shape in the checkpoint"),
+        (unknown, "is in the checkpoint, and config.json has no place for it"),
+    ):
         if names:
             more = f" ({len(names)} such weights)" if len(names) > 1 else ""
             raise SearchError(f"{model}: {names[0]} {what}{more}; expected all weights of {description.architecture}")
-    for layer, selector in zip(description.layers, family.selectors(loaded), strict=True):
-        for name, parameter in () if selector is None else selector.named_parameters():
-            if layer not in locked and not parameter.isfinite().all():
-                raise SearchError(f"{model}: {name} of the indexer of layer {layer} is not finite")
-    return loaded
+    for name, value in loaded.state_dict().items():
+        if value.is_floating_point() and not family.indexer_layers([name]) & locked and not value.isfinite().all():
+            raise SearchError(f"{model}: {name} is not finite; expected numbers alone")
+    if describe_model(str(folder)).config_sha256 != description.config_sha256:
+        raise SearchError(f"{folder / CONFIG}: changed since it was read; expected the same file to the end")
+    files.check()
+    return loaded, files
+
+
+def model_folder(model: str) -> Path:
+    """The folder of a model, a hub id's once it is downloaded.
+
+    Raises:
+        ModelConfigError: if the hub does not have it, or can't be reached.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=wanted))
+    except Exception as error:  # the client has many, and a proxy more
+        raise ModelConfigError(f"{model}: can't be had: {_one_line(error)}") from None
+
+
+def _check_tied(model: str, config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> None:
+    """Where config.json ties the head to the embeddings, a checkpoint with both has them alike.
+
+    Raises:
+        SearchError: if they differ: transformers would run both, SGLang one.
+    """
+    head, embeddings = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
+    if not config.tie_word_embeddings or head is None or embeddings is None or torch.equal(head, embeddings):
+        return
+    raise SearchError(
+        f"{model}: lm_head.weight is not model.embed_tokens.weight, and config.json says tie_word_embeddings; expected"
+        " false, or one of them"
+    )
+
+
+def _unexplained(
+    names: Iterable[str], weights: Iterable[str], family: Family, locked: set[int], layers: int
+) -> list[str]:
+    """Those of `names` that are neither of an indexer that never runs nor of a NextN layer behind the last one."""
+    nextn = {int(match[1]) for name in weights if ".eh_proj." in name and (match := _LAYER.search(name))}
+    unknown = []
+    for name in names:
+        match = _LAYER.search(name)
+        behind = match is not None and int(match[1]) >= layers and int(match[1]) in nextn
+        if not behind and not family.indexer_layers([name]) & locked:
+            unknown.append(name)
+    return sorted(unknown)
 
 
 def describe_model(model: str, selection: Selection | None = None) -> SparseModel:

@@ -163,6 +163,7 @@ def run(
         limits=asked.limits,
         choice=None if asked.limits is None else result.best(plans, asked.limits),
     )
+    engine.check_unchanged()
     result.write(found, output)
     if found.choice is not None:
         _file(dict(named)[found.choice.name], found.choice, description, engine).save(output / "pattern.yaml")

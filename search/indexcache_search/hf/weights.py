@@ -1,0 +1,140 @@
+"""All weights of a model's folder, in memory, of the types that its model expects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from indexcache_search.errors import SearchError
+from indexcache_search.hf.tensors import TensorFile, read_tensors
+from sglang_indexcache.file_digest import Digest, file_digest, side_by_side
+from sglang_indexcache.model_files import INDEX, ModelFiles, tensor_files, weight_files, weight_map
+
+_SINGLE = "model.safetensors"
+_ADAPTER = "adapter_config.json"
+_FLOATS = ("F32", "BF16", "F16")
+_INTEGERS = ("I32", "I64")
+
+# What else the weights of a quantised checkpoint may be, by its `quant_method`.
+_QUANTISED = {
+    "fp8": ("F8_E4M3", "F8_E8M0"),
+    "fbgemm_fp8": ("F8_E4M3",),
+    "awq": ("I32",),
+    "gptq": ("I32",),
+    "bitsandbytes": ("U8", "I8"),
+    "compressed-tensors": ("I8", "I32", "I64", "U8", "F8_E4M3", "F8_E8M0"),
+    "modelopt": ("U8", "F8_E4M3"),
+    "mxfp4": ("U8",),
+    "quark": ("I8", "U8", "F8_E4M3"),
+}
+
+
+def read_weights(folder: Path, config: Any, whole: set[str], widen: bool) -> tuple[dict[str, Tensor], ModelFiles]:
+    """Read the weights that transformers would load, and digest them as they are read.
+
+    Args:
+        folder: of the model.
+        config: its configuration, as transformers has it.
+        whole: last parts of the names of tensors that hold whole numbers.
+        widen: convert to float32 file by file, which takes less memory than all at once.
+
+    Returns:
+        Tensors by the names of the checkpoint, and all files of `weight_files`.
+
+    Raises:
+        ModelConfigError: if a file is not there, or changes meanwhile.
+        FileError: if one can't be read.
+        SearchError: if it is not plain which weights are meant, or one is of a type that nothing explains.
+    """
+    names, quantised = _loaded(folder), getattr(config, "quantization_config", None)
+
+    def read(path: Path, stop: Event) -> Digest | TensorFile:
+        if path.relative_to(folder).as_posix() not in names:
+            return file_digest(path, stop)
+        found = read_tensors(path, stop)
+        for name, kind in found.types.items():
+            _check_type(path, name, kind, whole, quantised)
+        if widen and quantised is None:
+            for name, tensor in found.tensors.items():
+                if tensor.is_floating_point():
+                    found.tensors[name] = tensor.float()
+        return found
+
+    listed = weight_files(folder)
+    files = dict(zip(listed, side_by_side(read, (folder / name for name in listed)), strict=True))
+    digests = {name: item.digest if isinstance(item, TensorFile) else item for name, item in files.items()}
+    tensors: dict[str, Tensor] = {}
+    found = {name: item for name, item in files.items() if isinstance(item, TensorFile)}
+    _check_places(folder, found)
+    for item in found.values():
+        tensors |= item.tensors
+    return tensors, ModelFiles(folder, weight_files, digests)
+
+
+def _loaded(folder: Path) -> set[str]:
+    """The files that the weights are in.
+
+    Raises:
+        SearchError: if there are none, or engines would not agree on them.
+    """
+    names = tensor_files(folder)
+    if (folder / _ADAPTER).is_file():
+        raise SearchError(
+            f"{folder / _ADAPTER}: adapters are not loaded; expected a checkpoint that they are merged into"
+        )
+    if not any(name.endswith(".safetensors") for name in names):
+        found = f"found {names[0]}" if names else "found none"
+        raise SearchError(f"{folder}: no safetensors file, {found}; expected {_SINGLE}, or {INDEX} and its files")
+    if (folder / INDEX).is_file():
+        if _SINGLE not in names and (folder / _SINGLE).is_file():
+            raise SearchError(f"{folder}: has {_SINGLE} and {INDEX}, which names other files; expected one of them")
+        return set(names)
+    return {_SINGLE} if _SINGLE in names else set(names)
+
+
+def _check_type(path: Path, name: str, kind: str, whole: set[str], quantised: Any) -> None:
+    if name.rpartition(".")[2] in whole:
+        allowed: tuple[str, ...] = _INTEGERS
+    elif quantised is None:
+        allowed = _FLOATS
+    else:
+        allowed = (*_FLOATS, *_QUANTISED.get(_method(quantised), ()))
+    if kind not in allowed:
+        why = "no quantization_config" if quantised is None else f"a quantization_config of {_method(quantised)!r}"
+        raise SearchError(f"{path}: {name} is {kind}, expected {' or '.join(allowed)}: config.json has {why}")
+
+
+def _method(quantised: Any) -> str:
+    found = quantised.get("quant_method") if isinstance(quantised, Mapping) else getattr(quantised, "quant_method", "")
+    return str(getattr(found, "value", found))
+
+
+def _check_places(folder: Path, files: Mapping[str, TensorFile]) -> None:
+    """Every tensor stands in one file, and where there is an index, in the one that it names.
+
+    Raises:
+        SearchError: if not.
+    """
+    place: dict[str, str] = {}
+    for file, item in files.items():
+        for name in item.tensors:
+            if name in place:
+                raise SearchError(f"{folder}: {name} stands in {place[name]} and in {file}; expected it once")
+            place[name] = file
+    named = weight_map(folder / INDEX) if (folder / INDEX).is_file() else place
+    for name in sorted({*named, *place}):
+        if named.get(name) != place.get(name):
+            raise SearchError(
+                f"{folder / INDEX}: {name} stands in {named.get(name, 'no file')}, found it in"
+                f" {place.get(name, 'no file')}; expected an index of these files"
+            )
+
+
+def whole_numbers(model: torch.nn.Module) -> set[str]:
+    """Last parts of the names of what is no number with a fraction in `model`."""
+    return {name.rpartition(".")[2] for name, value in model.state_dict().items() if not value.is_floating_point()}
