@@ -14,7 +14,7 @@ from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.files import read_json_object, reason
 from sglang_indexcache.model import SparseModel
-from sglang_indexcache.model_files import CONFIG, ModelFiles, weight_files
+from sglang_indexcache.model_files import CONFIG, ModelFiles, tokenizer_files, weight_files
 from sglang_indexcache.model_name import ModelName
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file import PatternFile
@@ -122,9 +122,22 @@ def weights_digest(model: str) -> str:
     Raises:
         ModelConfigError: if a file can't be read.
     """
+    return _digest(model, weight_files)
+
+
+def tokenizer_digest(model: str) -> str:
+    """sha256 of all files of a folder's tokenizer; of a hub id that of its commit.
+
+    Raises:
+        ModelConfigError: if a file can't be read.
+    """
+    return _digest(model, tokenizer_files)
+
+
+def _digest(model: str, listed: Callable[[Path], list[str]]) -> str:
     folder = Path(model)
     if folder.is_dir():
-        return ModelFiles.read(folder, weight_files).sha256
+        return ModelFiles.read(folder, listed).sha256
     commit = _from_hub(model, CONFIG).parent.name
     return hashlib.sha256(f"{ModelName.parse(model).repository}@{commit}".encode()).hexdigest()
 

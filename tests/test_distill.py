@@ -25,6 +25,7 @@ from indexcache_search.distill.task import StageTask
 from indexcache_search.distill_cli import app
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import read_config
+from indexcache_search.training.loop import Loop
 from indexcache_search.training.order import Order
 from indexcache_search.training.processes import joined
 from sglang_indexcache import Pattern
@@ -203,6 +204,23 @@ def test_another_models_weights_are_another_run(
     (same / "tokenizer.json").write_text("{}")
     code, text = distill(same, training, finished)
     assert code == 2 and "belongs to a run with tokenizer_sha256" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_base_that_changes_while_it_is_trained(
+    model_folder: Path, training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    base, train = shutil.copytree(model_folder, tmp_path / model_folder.name), Loop.train
+    (base / "tokenizer.json").write_text("{}")
+
+    def change(*given: Any) -> None:
+        train(*given)
+        (base / name).write_text("other")
+
+    monkeypatch.setattr(Loop, "train", change)
+    code, text = distill(base, training, tmp_path / "out")
+    assert code == 2 and f"{name}: changed since the model was read" in " ".join(text.split())
+    assert not (tmp_path / "out" / "model").exists() and not (tmp_path / "out" / "metrics.json").exists()
 
 
 KERNELS_ON_CPU = """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
 import time
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 
@@ -68,7 +70,8 @@ def test_what_belongs_to_the_weights_and_what_to_the_tokenizer(folder: Path) -> 
     (folder / "consolidated.safetensors").write_text("of no index, so no engine loads it")
     (folder / "optimizer.pt").write_text("neither")
     (folder / "README.md").write_text("nor this")
-    weights.check(), tokenizer.check()
+    weights.check()
+    tokenizer.check()
     assert weights_digest(str(folder)) == weights.sha256
     for name in ("two.safetensors", "config.json"):
         rewrite(folder / name, name.upper())
@@ -101,7 +104,7 @@ def test_a_digest_is_remembered_while_the_file_stays(tmp_path: Path, cache: Path
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700 and stat.S_IMODE(entry.stat().st_mode) == 0o600
     sealed = entry.read_bytes()
     line = sealed.split(b"\n")[0].replace(first.sha256.encode(), b"0" * 64)
-    entry.write_bytes(line + b"\n" + module.hashlib.sha256(line).hexdigest().encode())
+    entry.write_bytes(line + b"\n" + hashlib.sha256(line).hexdigest().encode())
     assert file_digest(path).sha256 == "0" * 64  # it was not read again
     for damaged in (b"", line, sealed[:-1], b"\xff" + sealed, b"[]\n", sealed.replace(b"a", b"b")):
         entry.write_bytes(damaged)
@@ -155,10 +158,16 @@ def test_a_cache_that_others_could_write_to_is_not_used(
 
 def test_who_wants_the_same_digest_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of a server start at once; one of them reads a terabyte, not each."""
-    path, read = tmp_path / "weights", []
+    path, read = tmp_path / "weights", list[Path]()
     path.write_text("first")
     check = module.check_same
-    monkeypatch.setattr(module, "check_same", lambda *given: (read.append(time.sleep(0.3)), check(*given)))
+
+    def slowly(file: Any, path: Path, stamp: Any) -> None:
+        read.append(path)
+        time.sleep(0.3)
+        check(file, path, stamp)
+
+    monkeypatch.setattr(module, "check_same", slowly)
     threads = [Thread(target=file_digest, args=(path,)) for _ in range(3)]
     for thread in threads:
         thread.start()

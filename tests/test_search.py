@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from fractions import Fraction
@@ -348,3 +349,34 @@ def test_twenty_kills_at_random_moments_end_in_twenty_identical_files(
 
 def undated(text: str) -> str:
     return re.sub(r"^created: .*\n", "", text, flags=re.MULTILINE)
+
+
+def test_weights_that_change_under_a_search(
+    finished: Path, model_folder: Path, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file says that it is of one model when it is of two; with the old weights back, the rest is as if alone."""
+    folder, kept = shutil.copytree(model_folder, tmp_path / model_folder.name), tmp_path / "kept"
+    output, path, hidden, runs = tmp_path / "out", folder / "model.safetensors", TransformersEngine._hidden, [0]
+    shutil.copy(path, kept)
+    other = kept.read_bytes()[:-4000] + bytes(4000)
+
+    def change(*given: Any) -> Any:
+        runs[0] += 1
+        if runs[0] == 9:
+            with path.open("r+b") as file:  # the file that is loaded, not one in its place
+                file.write(other)
+        return hidden(*given)
+
+    monkeypatch.setattr(TransformersEngine, "_hidden", change)
+    result = run(*arguments(folder, token_file, output))
+    assert result.exit_code == 2 and "model.safetensors: changed since the model was read" in " ".join(
+        result.output.split()
+    )
+    assert not (output / "pattern.yaml").exists() and not (output / "metrics.json").exists()
+    result = run(*arguments(folder, token_file, output))
+    assert result.exit_code == 2 and "weights_sha256" in result.output
+    shutil.copy(kept, path)
+    runs[0] = 9
+    assert run(*arguments(folder, token_file, output)).exit_code == 0
+    assert runs[0] == 9  # the journal has it all
+    assert (output / "pattern.yaml").read_bytes() == (finished / "pattern.yaml").read_bytes()

@@ -9,7 +9,7 @@ from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine
 from indexcache_search.objectives import Objective
 
-JOURNAL_FORMAT = 4
+JOURNAL_FORMAT = 5
 
 
 def identity(engine: Engine, calibration: TokenSet, held_out: TokenSet, objective: Objective) -> dict[str, Any]:

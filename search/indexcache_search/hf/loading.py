@@ -52,7 +52,7 @@ def load_model(model: str, description: SparseModel, dtype: torch.dtype | str) -
     locked = {description.layers[letter] for letter in description.locked}
     try:
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(config)
+            empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         weights, files = read_weights(folder, config, whole_numbers(empty), widen=dtype is torch.float32)
         _check_tied(model, config, weights)
         loaded, info = type(empty).from_pretrained(
