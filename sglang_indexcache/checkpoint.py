@@ -14,13 +14,12 @@ from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.files import read_json_object, reason
 from sglang_indexcache.model import SparseModel
-from sglang_indexcache.model_files import CONFIG, ModelFiles, tokenizer_files, weight_files
+from sglang_indexcache.model_files import CONFIG, INDEX, ModelFiles, tokenizer_files, weight_files
 from sglang_indexcache.model_name import ModelName
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file import PatternFile
 from sglang_indexcache.pointers import check_no_pointers
 
-_INDEX_FILE = "model.safetensors.index.json"
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100 << 20
 _NO_MODELS = (".gguf", "adapter_config.json")  # which hold the weights of one in another form, or a part of them
@@ -67,7 +66,7 @@ class Checkpoint:
             names = _tensor_names(folder)
         else:
             try:
-                names = _index_names(_from_hub(model, _INDEX_FILE))
+                names = _index_names(_from_hub(model, INDEX))
             except HubFileError:
                 names = None
         description = describe(config, name)
@@ -166,8 +165,8 @@ def _from_hub(model: str, name: str) -> Path:
 
 def _tensor_names(folder: Path) -> set[str] | None:
     """Names of all tensors in the folder's safetensors files, read from index or headers; `None` without any."""
-    if (folder / _INDEX_FILE).is_file():
-        return _index_names(folder / _INDEX_FILE)
+    if (folder / INDEX).is_file():
+        return _index_names(folder / INDEX)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return None
@@ -182,11 +181,7 @@ def _index_names(path: Path) -> set[str]:
 
 
 def _header_names(path: Path) -> Iterable[str]:
-    return set(_header(path)[0]) - {"__metadata__"}
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """What one safetensors file says of its tensors, and where their data begin: eight bytes of length, then JSON."""
+    """The tensors of one safetensors file, by its header: eight bytes of length, then JSON."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -200,7 +195,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
                     and not 0 <= tensor["data_offsets"][0] <= tensor["data_offsets"][1] <= data_bytes
                 ):
                     raise ModelConfigError(f"{path}: is cut off: {name} is not all there")
-            return content, 8 + size
+            return set(content) - {"__metadata__"}
     except OSError as error:
         raise ModelConfigError(f"{path}: {reason(error)}") from None
     except ModelConfigError:

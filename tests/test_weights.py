@@ -218,7 +218,7 @@ def test_headers(tmp_path: Path, header: Any, data: int, message: str | None) ->
 
 def test_a_pointer_in_the_place_of_weights(folder: Path) -> None:
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    assert "a pointer of Git LFS stands in its place" in refusal(folder)
+    assert "model.safetensors: a Git LFS pointer" in refusal(folder)
 
 
 def during(monkeypatch: pytest.MonkeyPatch, place: str, change: Callable[[], object]) -> None:

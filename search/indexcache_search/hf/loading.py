@@ -86,14 +86,14 @@ def model_folder(model: str) -> Path:
     """The folder of a model, a hub id's once it is downloaded.
 
     Raises:
-        ModelConfigError: if the hub does not have it, or can't be reached.
+        ModelConfigError: if it is no name of a model, the hub does not have it, or can't be reached.
     """
-    folder = Path(model)
-    if folder.is_dir():
-        return folder
+    named = ModelName.parse(model)
+    if named.folder is not None:
+        return named.folder
     wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
     try:
-        return Path(snapshot_download(model, allow_patterns=wanted))
+        return Path(snapshot_download(named.repository, revision=named.revision, allow_patterns=wanted))
     except Exception as error:  # the client has many, and a proxy more
         raise ModelConfigError(f"{model}: can't be had: {_one_line(error)}") from None
 

@@ -19,7 +19,6 @@ from sglang_indexcache.errors import FileError
 from sglang_indexcache.file_digest import CHUNK, Digest, Stamp, check_same, opened
 
 _MAX_HEADER_BYTES = 100 << 20
-_LFS = b"version https://git-lfs"
 
 # How safetensors calls what PyTorch has.
 TYPES = {
@@ -87,12 +86,7 @@ def read_tensors(path: Path, stop: Event | None = None) -> TensorFile:
 
         if stamp.size < 8:
             raise FileError(f"{path}: not a safetensors file")
-        start = take(8).tobytes()
-        size = int.from_bytes(start, "little")
-        if start == _LFS[:8]:
-            raise FileError(
-                f"{path}: a pointer of Git LFS stands in its place; expected the file that git lfs pull gets"
-            )
+        size = int.from_bytes(take(8).tobytes(), "little")
         if not 2 <= size <= min(_MAX_HEADER_BYTES, stamp.size - 8):
             raise FileError(f"{path}: not a safetensors file, or cut off")
         places = _places(take(size).tobytes(), stamp.size - 8 - size, path)
