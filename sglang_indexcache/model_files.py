@@ -120,7 +120,11 @@ def tensor_files(folder: Path) -> list[str]:
         ModelConfigError: as `weight_files`.
     """
     if (folder / INDEX).is_file():
-        return sorted(set(weight_map(folder / INDEX).values()))
+        names = sorted(set(weight_map(folder / INDEX).values()))
+        for name in names:
+            if not (folder / name).is_file():
+                raise ModelConfigError(f"{folder / INDEX}: names {name!r}, and there is no such file beside it")
+        return names
     return _safetensors(folder) or _named(folder, lambda name: name.endswith(_PICKLES))
 
 
@@ -128,7 +132,7 @@ def weight_map(index: Path) -> dict[str, str]:
     """The file beside `index` that each tensor stands in.
 
     Raises:
-        ModelConfigError: if it can't be read, or names a file that is not there.
+        ModelConfigError: if it can't be read, or names something else than files beside it.
     """
     try:
         names = read_json_object(index, _MAX_INDEX_BYTES).get("weight_map")
@@ -137,7 +141,7 @@ def weight_map(index: Path) -> dict[str, str]:
     if not isinstance(names, dict):
         raise ModelConfigError(f"{index}: weight_map is missing")
     for name in dict.fromkeys(names.values()):
-        if not isinstance(name, str) or Path(name).name != name or not (index.parent / name).is_file():
+        if not isinstance(name, str) or Path(name).name != name:
             raise ModelConfigError(f"{index}: names {name!r}, and there is no such file beside it")
     return names
 

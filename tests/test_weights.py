@@ -279,3 +279,19 @@ def test_weights_that_change_under_a_run(folder: Path) -> None:
     shutil.copy2(copy, path)
     engine.check_unchanged()
     assert load(folder).weights_sha256 == engine.weights_sha256
+
+
+def test_of_a_model_of_the_hub_only_what_is_loaded_is_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, list[str]]] = []
+
+    def fetch(name: str, *, revision: str, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(loading, "snapshot_download", fetch)
+    assert loading.model_folder("owner/name@v1") == folder
+    assert asked[0][:2] == ("owner/name", "v1") and "*.json" in asked[0][2]
+    assert asked[1][2] == ["model.safetensors"]
+    in_parts(folder)
+    loading.model_folder("owner/name@v1")
+    assert asked[-1][2] == ["one.safetensors", "two.safetensors"]

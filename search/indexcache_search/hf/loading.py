@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from indexcache_search.errors import SearchError
-from indexcache_search.hf.weights import read_weights, whole_numbers
+from indexcache_search.hf.weights import SINGLE, read_weights, whole_numbers
 from sglang_indexcache import SparseModel, checkpoint
 from sglang_indexcache.errors import IndexCacheError, ModelConfigError, one_line
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.model_files import CONFIG, ModelFiles
+from sglang_indexcache.model_files import CONFIG, INDEX, ModelFiles, weight_map
 from sglang_indexcache.model_name import ModelName
 from sglang_indexcache.selection import Selection
 
@@ -91,9 +92,13 @@ def model_folder(model: str) -> Path:
     named = ModelName.parse(model)
     if named.folder is not None:
         return named.folder
-    wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
+    fetch = partial(snapshot_download, named.repository, revision=named.revision)
     try:
-        return Path(snapshot_download(named.repository, revision=named.revision, allow_patterns=wanted))
+        folder = Path(fetch(allow_patterns=["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]))
+        index = folder / INDEX
+        return Path(fetch(allow_patterns=sorted(set(weight_map(index).values())) if index.is_file() else [SINGLE]))
+    except IndexCacheError:
+        raise
     except Exception as error:  # the client has many, and a proxy more
         raise ModelConfigError(f"{model}: can't be had: {_one_line(error)}") from None
 

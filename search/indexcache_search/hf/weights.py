@@ -15,7 +15,7 @@ from indexcache_search.hf.tensors import TensorFile, read_tensors
 from sglang_indexcache.file_digest import Digest, file_digest, side_by_side
 from sglang_indexcache.model_files import INDEX, ModelFiles, tensor_files, weight_files, weight_map
 
-_SINGLE = "model.safetensors"
+SINGLE = "model.safetensors"
 _ADAPTER = "adapter_config.json"
 _FLOATS = ("F32", "BF16", "F16")
 _INTEGERS = ("I32", "I64")
@@ -89,12 +89,12 @@ def _loaded(folder: Path) -> set[str]:
         )
     if not any(name.endswith(".safetensors") for name in names):
         found = f"found {names[0]}" if names else "found none"
-        raise SearchError(f"{folder}: no safetensors file, {found}; expected {_SINGLE}, or {INDEX} and its files")
+        raise SearchError(f"{folder}: no safetensors file, {found}; expected {SINGLE}, or {INDEX} and its files")
     if (folder / INDEX).is_file():
-        if _SINGLE not in names and (folder / _SINGLE).is_file():
-            raise SearchError(f"{folder}: has {_SINGLE} and {INDEX}, which names other files; expected one of them")
+        if SINGLE not in names and (folder / SINGLE).is_file():
+            raise SearchError(f"{folder}: has {SINGLE} and {INDEX}, which names other files; expected one of them")
         return set(names)
-    return {_SINGLE} if _SINGLE in names else set(names)
+    return {SINGLE} if SINGLE in names else set(names)
 
 
 def _check_type(path: Path, name: str, kind: str, whole: set[str], quantised: Any) -> None:
