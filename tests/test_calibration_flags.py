@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 
 from sglang_indexcache import Pattern
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
+from sglang_indexcache.checkpoint import weights_digest
+from sglang_indexcache.errors import ModelConfigError
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.deepseek_v4 import DeepseekV4
 from sglang_indexcache.families.dsa import Dsa
@@ -83,3 +86,20 @@ def test_refusals(check: Any, flags: dict[str, Any], message: str) -> None:
 )
 def test_what_is_fine(check: Any, flags: dict[str, Any]) -> None:
     check(**flags)
+
+
+def test_a_model_that_is_replaced_while_a_server_loads_it(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search would be told the digest of one, and the losses of the other."""
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    monkeypatch.setattr(SglangSource, "require", lambda *_: None)
+    calibration = Calibration(SglangSource(Path(), "0.0"))
+    calibration.schedule(str(folder))
+    assert calibration.weights_sha256 == weights_digest(str(folder))
+    calibration.check_loaded()
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\1")
+    with pytest.raises(ModelConfigError, match=r"model\.safetensors: changed since the model was read"):
+        calibration.check_loaded()

@@ -63,6 +63,16 @@ def before_loading() -> None:
     os.environ["SGLANG_DSA_TOPK_BROADCAST"] = "1"
 
 
+def after_loading(plan: engines.Plan) -> None:
+    """In a process that has loaded the model, before it says so.
+
+    Raises:
+        ModelConfigError: if a file of the model changed meanwhile.
+    """
+    assert isinstance(plan, Calibration)
+    plan.check_loaded()
+
+
 def _of_process() -> Controller | None:
     """The one whose model this process has loaded: logits know of no server."""
     plan = engines.plan_of_process()

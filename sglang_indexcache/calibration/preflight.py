@@ -9,7 +9,8 @@ from sglang_indexcache import probes
 from sglang_indexcache.checkpoint import Checkpoint, weights_digest
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.model_name import at_revision
+from sglang_indexcache.model_files import ModelFiles, weight_files
+from sglang_indexcache.model_name import ModelName, at_revision
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import Feature, SglangSource
 from sglang_indexcache.serving.preflight import FOREIGN_CACHES, flag, refused_flags
@@ -41,6 +42,7 @@ class Calibration:
         self._sglang = source
         self._pattern: Pattern | None = None
         self._family: Family | None = None
+        self._files: ModelFiles | None = None
         self.config_sha256 = self.weights_sha256 = ""
         self.proven = Proven()
 
@@ -123,8 +125,19 @@ class Calibration:
             self._sglang.require(checkpoint.family.serving)
             self._family = checkpoint.family
             self._pattern = Pattern.full(checkpoint.model.num_layers, checkpoint.locked)
-            self.config_sha256, self.weights_sha256 = checkpoint.model.config_sha256, weights_digest(model)
+            self.config_sha256, folder = checkpoint.model.config_sha256, ModelName.parse(model).folder
+            self._files = None if folder is None else ModelFiles.read(folder, weight_files)
+            self.weights_sha256 = weights_digest(model) if self._files is None else self._files.sha256
         return self.family, self._pattern
+
+    def check_loaded(self) -> None:
+        """Check, once the model is loaded, that its files are still those whose digest a search is told.
+
+        Raises:
+            ModelConfigError: naming one that is not.
+        """
+        if self._files is not None:
+            self._files.check()
 
 
 def _is_loopback(host: str) -> bool:

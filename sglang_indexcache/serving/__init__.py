@@ -199,9 +199,14 @@ def scheduler_ready(info: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Non
 
     Raises:
         ProofError: if its model was not proven.
+        ModelConfigError: if a search would be told of another model than was loaded.
     """
     plan = engines.plan_of(scheduler.server_args)
     if plan is not None:
+        if not plan.serves:
+            from sglang_indexcache import calibration
+
+            calibration.after_loading(plan)
         ready.report(plan, info, scheduler)
 
 
