@@ -467,6 +467,22 @@ def test_a_server_with_other_weights_is_refused(stubs: list[Stub]) -> None:
         engine(*stubs)
 
 
+def test_weights_that_are_updated_under_a_search(stubs: list[Stub]) -> None:
+    """What was measured meanwhile is not believed, and no results are written."""
+    searching, generate = engine(stubs[0]), stubs[0].generate
+    searching.check_unchanged()
+
+    def updated(body: Any) -> Any:
+        stubs[0].weights_sha256 = "2" * 64
+        return generate(body)
+
+    stubs[0].generate = updated  # type: ignore[method-assign]
+    with pytest.raises(SearchError, match="has other weights than"):
+        next(searching.evaluate(PATTERNS[:1], DATA, "nll"))
+    with pytest.raises(SearchError, match="has other weights than"):
+        searching.check_unchanged()
+
+
 @pytest.mark.parametrize(
     ("answered", "sent", "same"),
     [
