@@ -21,7 +21,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_search import demo
-from indexcache_search.data.packing import TokenReader, build_token_sets
+from indexcache_search.data.packing import build_token_sets
+from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search import demo, estimates
-from indexcache_search.data.packing import TokenReader, build_token_sets
+from indexcache_search.data.packing import build_token_sets
+from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet, growing_shares
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.transformers import TransformersEngine

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from indexcache_kernels.patching import replaced
 from indexcache_search import demo
-from indexcache_search.data.packing import TokenReader, build_token_sets
+from indexcache_search.data.packing import build_token_sets
+from indexcache_search.data.reader import TokenReader
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
 

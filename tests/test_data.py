@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from indexcache_search import demo
-from indexcache_search.data.packing import TokenReader, build_token_sets, held_out_set
+from indexcache_search.data.packing import build_token_sets, held_out_set
+from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import DataError
@@ -154,7 +155,7 @@ def test_messages_go_through_the_chat_template(write: Callable[..., str]) -> Non
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
     rows = [{"messages": [{"role": "user", "content": f"question {n} " * 20}]} for n in range(30)]
     reader = TokenReader(lambda: tokenizer, tokenizer.vocab_size, SEQ_LEN)
-    with pytest.raises(DataError, match="the chat template refuses a row"):
+    with pytest.raises(DataError, match=r"rows.jsonl: line \d+: .*no chat template; expected --chat-template FILE"):
         build(write(rows), reader=reader)
     tokenizer.chat_template = "{% for m in messages %}<|key|>{{ m.content }}{% endfor %}"
     calibration, _ = build(write(rows), reader=TokenReader(lambda: tokenizer, tokenizer.vocab_size, SEQ_LEN))
@@ -177,7 +178,8 @@ def test_too_little_text_says_how_much_there_is(write: Callable[..., str]) -> No
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"body": "text"}, "columns body, expected one of input_ids, text, messages"),
+        ({"title": "text"}, "line 1: columns are title, expected one of: input_ids; messages or conversations; "),
+        ({"text": None}, "line 1: text is null, expected a value; --skip-bad-rows N skips up to N such rows"),
         ({"input_ids": [1, VOCAB]}, f"token id {VOCAB}, expected 0 to {VOCAB - 1}"),
         ({"input_ids": [1, -1]}, "expected 0 to"),
         ({"input_ids": ["a"]}, "not a list of integers"),
@@ -193,12 +195,12 @@ def test_bad_rows_are_refused(write: Callable[..., str], row: dict[str, Any], me
 
 def test_bad_sources_are_refused(tmp_path: Path, write: Callable[..., str]) -> None:
     (tmp_path / "broken.jsonl").write_text('{"input_ids": [1, 2\n')
-    (tmp_path / "data.csv").write_text("a,b\n")
+    (tmp_path / "data.pdf").write_text("a,b\n")
     (tmp_path / "empty").mkdir()
     for source, message in (
         (str(tmp_path / "broken.jsonl"), "line 1: not JSON"),
-        (str(tmp_path / "data.csv"), "ending is .csv, expected .jsonl"),
-        (str(tmp_path / "empty"), "no .jsonl, .*file in this folder"),
+        (str(tmp_path / "data.pdf"), "ending is .pdf, expected .jsonl, .*also with .gz or .zst"),
+        (str(tmp_path / "empty"), "no file in this folder ends with .jsonl"),
         (str(tmp_path / "nothing.jsonl"), "no such file"),
         ("nothing", "not a hub id"),
         ("somebody/nothing", "somebody/nothing: can't be read"),
@@ -262,7 +264,7 @@ def test_names_are_no_patterns_for_names(write: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("null\n", "line 1: found NoneType, expected an object"),
+        ("null\n", "line 1: found null, expected an object"),
         ('{"input_ids": [1]}\n[1, 2]\n', "line 2: found list"),
         ('{"input_ids": [1]}\n{"input_ids": [1\n', "line 2: not JSON"),
         ("[" * 100_000, "not JSON"),
@@ -278,14 +280,17 @@ def test_names_are_no_patterns_for_names(write: Callable[..., str]) -> None:
         ('{"input_ids": [99999999999999999999]}\n', "input_ids is not a list of integers"),
         ('{"input_ids": [5, 6], "loss_mask": [0.5, 1]}\n', "loss_mask is not a list of integers"),
         ('{"text": 5}\n', "text is int, expected a string"),
-        ("\ud800".encode("utf-8", "surrogatepass"), "can't decode|invalid"),
+        (b'{"text": "caf\xe9"}\n', "line 1: holds a byte that is not UTF-8"),
     ],
 )
 def test_rows_that_are_none(tmp_path: Path, content: str | bytes, message: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(DataError, match=message):
-        build(str(path))
+    tokenizer = AutoTokenizer.from_pretrained(demo.MODEL) if b"text" in path.read_bytes() else None
+    reader = TokenReader(lambda: tokenizer, VOCAB, SEQ_LEN)
+    with pytest.raises(DataError, match=message) as caught:
+        build(str(path), reader=reader)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_list_of_rows_is_read_too(tmp_path: Path) -> None:

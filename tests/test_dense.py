@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from indexcache_search.data.packing import TokenReader, build_token_sets
+from indexcache_search.data.packing import build_token_sets
+from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.stored import load_set, save_set
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import DataError
@@ -117,23 +118,25 @@ def test_check_shows_the_selection(dense_folder: Path, tmp_path: Path, capsys: p
 
 
 class Tokenizer:
-    """A chat template: a role's letter, the text, and behind an assistant's an end."""
+    """A chat template: a role's letter, the text, and behind an assistant's an end; a token a letter."""
 
     eos_token_id = 2
+    chat_template = "of this class"
 
     def __init__(self, forgets: bool = False) -> None:
         self.forgets = forgets
 
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], *, add_generation_prompt: bool, **_: Any
-    ) -> list[int]:
-        ids: list[int] = []
+    def apply_chat_template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool, **_: Any) -> str:
+        text = ""
         for number, message in enumerate(messages):
-            ids += [3 if message["role"] == "user" else 4]
+            text += "U" if message["role"] == "user" else "A"
             keeps = not self.forgets or number == len(messages) - 1
-            ids += [10 + ord(letter) % 64 for letter in message["content"]] if keeps else []
-            ids += [2] if message["role"] == "assistant" else []
-        return [*ids, 4] if add_generation_prompt else ids
+            text += message["content"] if keeps else ""
+            text += "E" if message["role"] == "assistant" else ""
+        return text + "A" if add_generation_prompt else text
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [{"U": 3, "A": 4, "E": 2}.get(letter, 10 + ord(letter) % 64) for letter in text]
 
 
 def rows(path: Path, count: int = 12) -> str:
@@ -169,7 +172,7 @@ def test_prompts_are_dense_and_replies_count(tmp_path: Path) -> None:
 
 def test_templates_that_rewrite_are_refused(tmp_path: Path) -> None:
     reader = TokenReader(lambda: Tokenizer(forgets=True), VOCAB, 28, replies=True)
-    with pytest.raises(DataError, match="replies can't be told from prompts; expected input_ids with a loss_mask"):
+    with pytest.raises(DataError, match="can't be told from prompts; expected another --chat-template, or input_ids"):
         next(reader.sections(rows(tmp_path / "chat.jsonl"), 0))
 
 

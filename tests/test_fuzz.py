@@ -25,7 +25,8 @@ from typer.testing import CliRunner
 
 from indexcache_search.cli import app as search_app
 from indexcache_search.compare.endpoints import Endpoint
-from indexcache_search.data.packing import TokenReader, build_token_sets
+from indexcache_search.data.packing import build_token_sets
+from indexcache_search.data.reader import TokenReader
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerBusyError, ServerLostError
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.loading import read_config

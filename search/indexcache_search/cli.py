@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from indexcache_search import bounded, demo
+from indexcache_search import bounded, data_flags, demo
 from indexcache_search import selection_flags as flags
 from indexcache_search.errors import SearchError
 from indexcache_search.needs import Need, Needs, refuse_unread
@@ -44,8 +44,9 @@ Examples:
 
 \b
   indexcache-search --engine sglang --model zai-org/GLM-5-FP8 --tp 8 --calibration sft.jsonl --seq-len 32768
-      Your model, in SGLang on your GPUs (docs/calibrate.md), and your text. Rows hold `text`, `messages`, or
-      `input_ids` with an optional `loss_mask`. Without --engine sglang a model must fit one GPU, or the CPU.
+      Your model, in SGLang on your GPUs (docs/calibrate.md), and your text: rows of text, conversations, prompts with
+      answers or token ids (docs/search.md); --dry-run says what is read, and ends. Without --engine sglang a model must
+      fit one GPU, or the CPU.
 
 \b
   indexcache-search --calibration long.parquet --calibration owner/dataset:subset --evaluation held_out.jsonl ...
@@ -82,11 +83,13 @@ RACES = Need(
     lambda given: not given["race"] or given["strategy"] not in STRATEGIES or STRATEGIES[given["strategy"]].races,
 )
 PRICED = Need("--queries or --rescore", lambda given: bool(given["queries"] or given["rescore"]))
+WITH_RESULTS = Need("a run without --dry-run", lambda given: not given["dry_run"])
 NEEDS: Needs = {
     **dict.fromkeys(("model", "engine", "calibration", "evaluation", "seq_len", "num_sequences"), ()),
     **dict.fromkeys(("num_eval_sequences", "method", "output", "work_dir", "restart", "batch_size", "seed"), ()),
     **dict.fromkeys(("retain", "strategy", "swaps", "blocks", "reply", "objective"), (PATTERNS,)),
-    **dict.fromkeys(("report", "json_"), (PATTERNS,)),
+    **dict.fromkeys(("chat_template", "turns", "skip_bad_rows", "dry_run"), ()),
+    **dict.fromkeys(("report", "json_"), (PATTERNS, WITH_RESULTS)),
     **dict.fromkeys(("queries", "rescore"), (PATTERNS, HERE)),
     **dict.fromkeys(("pages", "page_tokens", "recent_pages", "sink_pages", "score", "steps"), (PATTERNS, HERE)),
     **dict.fromkeys(("skip", "window", "max_window", "recent_keys"), (KEYS,)),
@@ -128,6 +131,10 @@ def search(
         list[str] | None,
         typer.Option(help="Held-out source; repeatable. Default: the calibration sources.", metavar="SOURCE"),
     ] = None,
+    chat_template: data_flags.ChatTemplate = None,
+    turns: data_flags.TurnsFlag = "auto",
+    skip_bad_rows: data_flags.SkipBadRows = 0,
+    dry_run: data_flags.DryRun = False,
     seq_len: Annotated[
         int | None,
         typer.Option(
@@ -267,7 +274,7 @@ def search(
         refuse_unread(context, NEEDS)
         if context.args and (engine != "sglang" or endpoint):
             raise SearchError(f"no such option: {context.args[0].partition('=')[0]}; see indexcache-search --help")
-        from indexcache_search.run import Data, Files, Runtime, run, show
+        from indexcache_search.run import Data, Files, Runtime, run, show, show_data
         from indexcache_search.settings import Settings
 
         near = near_of(window, max_window, recent_keys)
@@ -297,6 +304,7 @@ def search(
             num_sequences,
             num_eval_sequences or (demo.SEQUENCES if model is None else 32),
             reply,
+            data_flags.row_options(chat_template, turns, skip_bad_rows),
         )
         folder = output or Path(f"indexcache-{_short_name(model)}")
         files = Files(folder, work_dir or folder / "work", restart, report)
@@ -325,6 +333,9 @@ def search(
 
             if model is None:
                 raise SearchError("--method key_delta needs a --model")
+            if dry_run:
+                key_run.show_data(model, data, runtime, seed)
+                return
             process.let_work_end()
             found = key_run.run(
                 model,
@@ -337,6 +348,9 @@ def search(
                 console,
             )
             key_run.show(found, model, results())
+            return
+        if dry_run:
+            show_data(str(model or demo.MODEL), data, runtime, settings)
             return
         process.let_work_end()
         result = run(str(model or demo.MODEL), data, runtime, settings, files, console)

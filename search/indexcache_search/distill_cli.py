@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from indexcache_search import bounded, demo
+from indexcache_search import bounded, data_flags, demo
 from indexcache_search import selection_flags as flags
 from indexcache_search.cli import FIRST_CHOICE
 from indexcache_search.distill.settings import Loss, Schedule
@@ -34,12 +34,14 @@ HEADS_ALONE = Need("--train eviction", lambda given: given["train"] == "eviction
 BODY = Need("--train indexers, or --body", lambda given: given["train"] == "indexers" or given["body"])
 WARM_UP = Need("--warmup-steps above 0", lambda given: given["warmup_steps"] != 0)
 SPARSE = Need("--steps above 0", lambda given: given["steps"] != 0)
+WITH_RESULTS = Need("a run without --dry-run", lambda given: not given["dry_run"])
 NEEDS: Needs = {
     **dict.fromkeys(("train", "model", "pattern", "training", "evaluation", "seq_len", "num_sequences"), ()),
     **dict.fromkeys(("num_eval_sequences", "steps", "schedule", "ramp_steps", "batch_size", "micro_batch_size"), ()),
     **dict.fromkeys(("max_norm", "seed", "dtype", "device", "attention", "gradient_checkpointing"), ()),
     **dict.fromkeys(("evaluate_every", "checkpoint_every", "show_every", "output", "restart"), ()),
-    **dict.fromkeys(("tensorboard", "json_"), ()),
+    **dict.fromkeys(("chat_template", "turns", "skip_bad_rows", "dry_run"), ()),
+    **dict.fromkeys(("tensorboard", "json_"), (WITH_RESULTS,)),
     **dict.fromkeys(("loss", "warmup_steps", "memory_check", "shared_indexers"), (INDEXERS,)),
     **dict.fromkeys(("heads_lr", "body", "bias", "query_pages"), (HEADS_ALONE,)),
     **dict.fromkeys(("pages", "page_tokens", "recent_pages", "sink_pages"), (HEADS_ALONE,)),
@@ -75,7 +77,7 @@ Examples:
 
 \b
   indexcache-distill --model ./my-dsa-model --pattern uniform@1/4 --training sft.jsonl --seq-len 32768
-      One GPU. Data as for indexcache-search: rows hold `text`, `messages` or `input_ids` with `loss_mask`.
+      One GPU. Data as for indexcache-search (docs/search.md); --dry-run says what is read of them, and ends.
 
 \b
   torchrun --nproc-per-node 8 -m indexcache_search.distill --model ./my-dsa-model --pattern deploy/glm5.yaml@1/4 ...
@@ -116,6 +118,10 @@ def distill(
         list[str] | None,
         typer.Option(help="Held-out source; repeatable. Default: the training sources.", metavar="SOURCE"),
     ] = None,
+    chat_template: data_flags.ChatTemplate = None,
+    turns: data_flags.TurnsFlag = "auto",
+    skip_bad_rows: data_flags.SkipBadRows = 0,
+    dry_run: data_flags.DryRun = False,
     seq_len: Annotated[
         int | None,
         typer.Option(
@@ -270,7 +276,7 @@ def distill(
         from indexcache_search.distill.run import run
         from indexcache_search.distill.settings import Runtime, Settings
         from indexcache_search.hf.loading import describe_model
-        from indexcache_search.training.sets import Data
+        from indexcache_search.training.sets import Data, show_data
         from indexcache_search.training.settings import Folders, Intervals
 
         if is_demo and train == "eviction":
@@ -308,7 +314,12 @@ def distill(
             seq_len=seq_len or defaults.seq_len or 4 * description.first_choice,
             num_sequences=num_sequences or defaults.num_sequences,
             num_eval_sequences=num_eval_sequences or defaults.num_eval_sequences,
+            rows=data_flags.row_options(chat_template, turns, skip_bad_rows),
         )
+        if dry_run:
+            if os.environ.get("RANK", "0") == "0":
+                show_data(name, description, data, seed)
+            return
         runtime = Runtime(
             device=device,
             dtype=dtype,

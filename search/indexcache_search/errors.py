@@ -7,6 +7,10 @@ class DataError(IndexCacheError):
     """Calibration or evaluation data that can't be used."""
 
 
+class RowError(DataError):
+    """One row that can't be used, where others may be; the reader says which it is."""
+
+
 class SearchError(IndexCacheError):
     """A search that can't be run as asked."""
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from indexcache_search import bounded, demo
+from indexcache_search import bounded, data_flags, demo
 from indexcache_search import selection_flags as flags
 from indexcache_search.cli import FIRST_CHOICE, near_of
 from indexcache_search.errors import SearchError
@@ -64,8 +64,11 @@ TASKS = Need("--tasks", lambda given: bool(given["tasks"]))
 SOURCES = Need(
     "--evaluation", lambda given: bool(given["evaluation"]) or (given["model"] is None and not given["tasks"])
 )
+WITH_RESULTS = Need("a run without --dry-run", lambda given: not given["dry_run"])
 NEEDS: Needs = {
-    **dict.fromkeys(("model", "evaluation", "tasks", "reply", "seq_len", "max_increase", "output", "json_"), ()),
+    **dict.fromkeys(("model", "evaluation", "tasks", "reply", "seq_len", "output"), ()),
+    **dict.fromkeys(("max_increase", "json_"), (WITH_RESULTS,)),
+    **dict.fromkeys(("chat_template", "turns", "skip_bad_rows", "dry_run"), ()),
     **dict.fromkeys(("pages", "page_tokens", "recent_pages", "sink_pages", "score", "steps"), (HERE,)),
     **dict.fromkeys(("pattern", "restart", "device", "dtype", "batch_size", "prefix_cache_gb", "attention"), (HERE,)),
     **dict.fromkeys(("samples", "haystack", "chat"), (TASKS,)),
@@ -105,6 +108,10 @@ def evaluate(
     retain: Annotated[str, typer.Option(help="Retentions of files that name none.")] = "1/2,1/4,1/8",
     uniform: Annotated[bool, typer.Option(help="Compare with uniform patterns at all phases.")] = True,
     evaluation: Annotated[list[str] | None, typer.Option(help="Held-out source; repeatable.", metavar="SOURCE")] = None,
+    chat_template: data_flags.ChatTemplate = None,
+    turns: data_flags.TurnsFlag = "auto",
+    skip_bad_rows: data_flags.SkipBadRows = 0,
+    dry_run: data_flags.DryRun = False,
     tasks: Annotated[
         str, typer.Option(help="Generated tasks: multi_key,multi_value,multi_query,variable_tracking,common_words.")
     ] = "",
@@ -228,6 +235,8 @@ def evaluate(
             samples=samples,
             chat=chat,
             reply=reply,
+            rows=data_flags.row_options(chat_template, turns, skip_bad_rows),
+            only_shown=dry_run,
         )
         runtime = Runtime(
             device=device, dtype=dtype, batch_size=batch_size, prefix_cache_gb=prefix_cache_gb, attention=attention
@@ -248,6 +257,8 @@ def evaluate(
             result = keys.run(str(model), asked, data, runtime, output, restart, console)
         else:
             result = run(model or str(demo.MODEL), candidates, data, runtime, output, restart, console)
+        if result is None:
+            return
         if json_:
             sys.stdout.write(json.dumps(result.as_json(), indent=1) + "\n")
         else:

@@ -12,7 +12,9 @@ from rich.console import Console
 from indexcache_search import estimates, tables
 from indexcache_search.compare import keys, result
 from indexcache_search.compare.held_out import HeldOut
-from indexcache_search.data.packing import TokenReader, build_token_sets
+from indexcache_search.data import dry_run
+from indexcache_search.data.packing import build_token_sets
+from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.transformers import TransformersEngine
@@ -26,10 +28,11 @@ from indexcache_search.key_file import KeyFile
 from indexcache_search.key_plan import KeyPlan
 from indexcache_search.key_search import KeyListeners, KeySearch, Thresholds
 from indexcache_search.line import NAMED, Line
-from indexcache_search.progress import bar
+from indexcache_search.progress import bar, warn
 from indexcache_search.results import ComparisonResult
 from indexcache_search.run import Data, Files, Runtime
 from indexcache_search.terminal import command
+from sglang_indexcache import SparseModel
 from sglang_indexcache.command_line import doing
 from sglang_indexcache.pattern_file import ModelSection
 
@@ -90,24 +93,10 @@ def run(
         IndexCacheError: if something asked for can't be done.
         NonFiniteLossError: if a loss is NaN or infinite.
     """
-    set_quiet()
-    if runtime.engine != "transformers":
-        raise SearchError("--method key_delta runs on transformers alone, expected no --engine")
-    seq_len = data.seq_len or 512
-    description, config = keys.dense_model(model, seq_len), read_config(model)
-    check_seq_len(seq_len, config)
+    description, reader, calibration, held_out = _load_data(model, data, runtime, seed)
     nothing = KeyPlan(method="key_delta", values=(0.0,) * description.num_layers, **near)
-    with doing("reading the data"):
-        calibration, held_out = build_token_sets(
-            TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len, replies=True),
-            description,
-            data.calibration,
-            data.evaluation,
-            seq_len=seq_len,
-            num_calibration=data.num_sequences,
-            num_evaluation=data.num_eval_sequences,
-            seed=seed,
-        )
+    for note in reader.notes:
+        warn(console, note)
     with doing("loading the model"):
         engine = keys.load_engine(
             model, description, runtime.device, runtime.dtype or "float32", runtime.batch_size, runtime.prefix_cache_gb
@@ -132,6 +121,40 @@ def run(
     engine.check_unchanged()
     result.write(comparison, files.folder)
     return KeyResult(comparison, gains, paths)
+
+
+def show_data(model: str, data: Data, runtime: Runtime, seed: int) -> None:
+    """Read the data as `run` does, print what was read, and do nothing else.
+
+    Raises:
+        IndexCacheError: as `run`.
+    """
+    _, reader, calibration, held_out = _load_data(model, data, runtime, seed)
+    dry_run.show(reader, {"evaluation": held_out, "calibration": calibration})
+
+
+def _load_data(
+    model: str, data: Data, runtime: Runtime, seed: int
+) -> tuple[SparseModel, TokenReader, TokenSet, TokenSet]:
+    set_quiet()
+    if runtime.engine != "transformers":
+        raise SearchError("--method key_delta runs on transformers alone, expected no --engine")
+    seq_len = data.seq_len or 512
+    description, config = keys.dense_model(model, seq_len), read_config(model)
+    check_seq_len(seq_len, config)
+    reader = TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len, replies=True, options=data.rows)
+    with doing("reading the data"):
+        sets = build_token_sets(
+            reader,
+            description,
+            data.calibration,
+            data.evaluation,
+            seq_len=seq_len,
+            num_calibration=data.num_sequences,
+            num_evaluation=data.num_eval_sequences,
+            seed=seed,
+        )
+    return description, reader, *sets
 
 
 def _search(

@@ -15,7 +15,10 @@ from rich.markup import escape
 
 from indexcache_search import demo, metrics, tables
 from indexcache_search.comparison import compare, comparison_lines
-from indexcache_search.data.packing import TokenReader, build_token_sets
+from indexcache_search.data import dry_run
+from indexcache_search.data.options import AS_THEY_ARE, RowOptions
+from indexcache_search.data.packing import build_token_sets
+from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine
 from indexcache_search.engines.calibration_server import CalibrationServer
@@ -48,7 +51,8 @@ from sglang_indexcache.selection import Selection
 class Data:
     """Sources and sizes of the calibration and the held-out set; `seq_len` None means 4 x `first_choice`.
 
-    `reply`, see `TokenSet.ending_in_replies`; `None` if all tokens count that sources let count.
+    `reply`, see `TokenSet.ending_in_replies`; `None` if all tokens count that sources let count. `rows` says how rows
+    are understood.
     """
 
     calibration: tuple[str, ...]
@@ -57,6 +61,7 @@ class Data:
     num_sequences: int
     num_eval_sequences: int
     reply: int | None = None
+    rows: RowOptions = AS_THEY_ARE
 
 
 @dataclass(frozen=True)
@@ -108,9 +113,11 @@ def run(model: str, data: Data, runtime: Runtime, settings: Settings, files: Fil
     with ExitStack() as stack:
         with console.status(escape(f"Loading {model}")):
             with doing("reading the data"):
-                calibration, held_out = _load_data(model, data, settings, runtime)
+                reader, calibration, held_out = _load_data(model, data, settings, runtime)
             with doing("loading the model"):
                 engine = _load_engine(model, runtime, files, stack, console)
+        for note in reader.notes:
+            warn(console, note)
         names = identity(engine, calibration, held_out, settings.objective)
         journal = stack.enter_context(Journal(files.work_dir, names, today(), files.restart))
         result = _search(engine, calibration, held_out, settings, journal, files, console)
@@ -122,7 +129,18 @@ def run(model: str, data: Data, runtime: Runtime, settings: Settings, files: Fil
     return result
 
 
-def _load_data(model: str, data: Data, settings: Settings, runtime: Runtime) -> tuple[TokenSet, TokenSet]:
+def show_data(model: str, data: Data, runtime: Runtime, settings: Settings) -> None:
+    """Read the data as `run` does, print what was read, and do nothing else.
+
+    Raises:
+        IndexCacheError: as `run`.
+    """
+    with doing("reading the data"):
+        reader, calibration, held_out = _load_data(model, data, settings, runtime)
+    dry_run.show(reader, {"evaluation": held_out, "calibration": calibration})
+
+
+def _load_data(model: str, data: Data, settings: Settings, runtime: Runtime) -> tuple[TokenReader, TokenSet, TokenSet]:
     """Read the data before the weights: mistakes in the first are common, and the second takes long."""
     set_quiet()
     description, config = describe_model(model, runtime.selection), read_config(model)
@@ -133,10 +151,10 @@ def _load_data(model: str, data: Data, settings: Settings, runtime: Runtime) -> 
         raise SearchError("--queries shares selections in prompts; expected --reply, the tokens behind them that count")
     seq_len = data.seq_len or 4 * description.first_choice
     check_seq_len(seq_len, config)
+    replies = description.native.selection is not None
+    reader = TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len, replies, data.rows)
     sets = build_token_sets(
-        TokenReader(
-            lambda: load_tokenizer(model), config.vocab_size, seq_len, description.native.selection is not None
-        ),
+        reader,
         description,
         data.calibration,
         data.evaluation,
@@ -146,9 +164,9 @@ def _load_data(model: str, data: Data, settings: Settings, runtime: Runtime) -> 
         seed=settings.seed,
     )
     if data.reply is None:
-        return sets
+        return reader, *sets
     calibration, held_out = (item.ending_in_replies(data.reply) for item in sets)
-    return calibration, held_out
+    return reader, calibration, held_out
 
 
 def _load_engine(model: str, runtime: Runtime, files: Files, stack: ExitStack, console: Console) -> Engine:

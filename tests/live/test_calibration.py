@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 pytest.importorskip("sglang")
 
 from indexcache_search import demo
-from indexcache_search.data.packing import TokenReader, build_token_sets
+from indexcache_search.data.packing import build_token_sets
+from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerBusyError
 from indexcache_search.engines.sglang import SglangEngine

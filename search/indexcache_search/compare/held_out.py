@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from indexcache_search.compare.tasks import TASKS, sample
-from indexcache_search.data.packing import EVALUATION_ORDER_SEED, TokenReader, held_out_set
+from indexcache_search.data.packing import EVALUATION_ORDER_SEED, held_out_set
+from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import DataError
@@ -33,7 +33,6 @@ class HeldOut:
 
 def build(
     reader: TokenReader,
-    load_tokenizer: Callable[[], Any],
     model: SparseModel,
     sources: Sequence[str],
     tasks: Sequence[str],
@@ -49,8 +48,7 @@ def build(
     """Read the sources and generate the tasks.
 
     Args:
-        reader: reads the sources.
-        load_tokenizer: gives the model's tokenizer; called where there are tasks.
+        reader: reads the sources; has the tokenizer for tasks.
         model: gives `first_choice`.
         sources: shared out over `sequences`, as `indexcache-search` does; may be empty.
         tasks: names from `TASKS`.
@@ -84,7 +82,7 @@ def build(
     names = [*(parts[0].sources if parts else ()), *(f"{task}-style" for task in tasks)]
     answers: dict[int, tuple[str, ...]] = {}
     if tasks:
-        tokenizer, characters = load_tokenizer(), seq_len * 16
+        tokenizer, characters = reader.tokenizer, seq_len * 16
         text: list[int] = []
         for section in reader.sections(haystack, EVALUATION_ORDER_SEED):
             text += section.tokens.tolist()

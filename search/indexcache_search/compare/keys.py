@@ -102,7 +102,7 @@ def asked_for(thresholds: str, near: Mapping[str, Any]) -> tuple[Asked, ...]:
 
 def run(
     model: str, candidates: KeyCandidates, data: Data, runtime: Runtime, output: Path, restart: bool, console: Console
-) -> ComparisonResult:
+) -> ComparisonResult | None:
     """Compare on held-out data, and write eval.json and eval.html; see `compare.run.run`.
 
     Texts count behind their first quarter, and are read at once; replies are decoded.
@@ -124,6 +124,8 @@ def run(
     files = [item.thresholds for item in candidates.asked if isinstance(item.thresholds, KeyFile)]
     calibrated = [*(file.calibrated_on() for file in files), *calibrated_on(specs)]
     built = built_of(model, description, config.vocab_size, data, seq_len, calibrated, "plan", console)
+    if data.only_shown:
+        return None
     lines = [Line(NAMED, plan.name, None, plan) for plan in plans]
     lines += named_lines(specs, candidates.retentions, candidates.selections, description)
     engine = load_engine(model, description, runtime.device, runtime.dtype, runtime.batch_size, runtime.prefix_cache_gb)

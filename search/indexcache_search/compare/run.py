@@ -12,7 +12,9 @@ from rich.console import Console
 from indexcache_search.compare import held_out, measure, result
 from indexcache_search.compare.held_out import HeldOut
 from indexcache_search.compare.measure import Compared
-from indexcache_search.data.packing import TokenReader
+from indexcache_search.data import dry_run
+from indexcache_search.data.options import AS_THEY_ARE, RowOptions
+from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
@@ -21,7 +23,7 @@ from indexcache_search.hf.loading import check_seq_len, describe_model, load_tok
 from indexcache_search.identity import engine_identity, engine_words, today
 from indexcache_search.journal import Journal
 from indexcache_search.line import NAMED, Line, uniform_lines
-from indexcache_search.progress import bar
+from indexcache_search.progress import bar, warn
 from indexcache_search.results import ComparisonResult
 from indexcache_search.selection_flags import suffix
 from sglang_indexcache import Pattern, SparseModel
@@ -33,7 +35,10 @@ from sglang_indexcache.spec import PatternSpec, split_name
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What is compared on; see `held_out.build`. `seq_len` None means 4 x `first_choice`."""
+    """What is compared on; see `held_out.build`. `seq_len` None means 4 x `first_choice`.
+
+    `rows` says how rows are understood; with `only_shown` nothing is compared, and what was read is printed.
+    """
 
     sources: tuple[str, ...]
     tasks: tuple[str, ...]
@@ -43,6 +48,8 @@ class Data:
     samples: int
     chat: bool
     reply: int | None = None
+    rows: RowOptions = AS_THEY_ARE
+    only_shown: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +95,7 @@ class Candidates:
 
 def run(
     model: str, candidates: Candidates, data: Data, runtime: Runtime, output: Path, restart: bool, console: Console
-) -> ComparisonResult:
+) -> ComparisonResult | None:
     """Compare on held-out data, and write eval.json and eval.html.
 
     Args:
@@ -123,6 +130,8 @@ def run(
     seq_len = data.seq_len or 4 * description.first_choice
     check_seq_len(seq_len, config)
     built = built_of(model, description, config.vocab_size, data, seq_len, calibrated_on(specs), "pattern", console)
+    if data.only_shown:
+        return None
     number = built.data.num_sequences
     with bar(console) as progress:
         if candidates.endpoints:
@@ -153,9 +162,10 @@ def built_of(
     console: Console,
 ) -> HeldOut:
     """What is compared on, without what a `what` was calibrated on; see `held_out.build`."""
+    replies = description.native.selection is not None
+    reader = TokenReader(lambda: load_tokenizer(model), vocab_size, seq_len, replies, data.rows)
     built = held_out.build(
-        TokenReader(lambda: load_tokenizer(model), vocab_size, seq_len, description.native.selection is not None),
-        lambda: load_tokenizer(model),
+        reader,
         description,
         data.sources,
         data.tasks,
@@ -167,6 +177,11 @@ def built_of(
         calibrated=calibrated,
         reply=data.reply,
     )
+    if data.only_shown:
+        dry_run.show(reader, {"evaluation": built.data})
+        return built
+    for note in reader.notes:
+        warn(console, note)
     if built.left_out:
         console.print(f"left out {built.left_out} documents that a {what} was calibrated on", style="yellow")
     return built

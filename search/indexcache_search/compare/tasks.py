@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from indexcache_search.data.templates import render
 from indexcache_search.errors import DataError
 
 _HEAD = "Below is a long text. Somewhere in it stand facts that a question at its end asks for.\n\n"
@@ -159,10 +160,7 @@ def sample(task: str, tokenizer: Any, haystack: Sequence[int], seq_len: int, see
 def _template(tokenizer: Any) -> tuple[str, str]:
     """What the chat template puts before a question and between it and the answer."""
     try:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": _PLACE}], tokenize=False, add_generation_prompt=True
-        )
-        before, after = text.split(_PLACE)
+        before, after = render(tokenizer, [{"role": "user", "content": _PLACE}], asks=True).split(_PLACE)
     except Exception as error:  # templates raise what they like
         raise DataError(f"--chat: the tokenizer's chat template can't be used: {error}") from None
     return before, after

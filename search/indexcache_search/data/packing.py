@@ -1,8 +1,4 @@
-"""Calibration and held-out evaluation tokens, from text or token ids.
-
-A source is a JSONL, JSON, Parquet or text file, a folder of them, a hub id (`owner/name`, `owner/name:subset`), or
-`demo:NAME` for a set that ships with the demo model. Rows hold `text`, `messages` (through the tokenizer's chat
-template) or `input_ids` with an optional `loss_mask` (1: the token counts). Everything is streamed.
+"""Calibration and held-out evaluation tokens, from sections of sources.
 
 Documents are deduplicated, also where they begin elsewhere; long ones are cut into sections. Evaluation takes its
 sections first, in an order that does not depend on the seed, and calibration only ever sees others: the two sets are
@@ -11,142 +7,19 @@ disjoint by construction, and patterns found with different seeds are compared o
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from indexcache_search.data.reader import Section, TokenReader
 from indexcache_search.data.sketch import Sketch
-from indexcache_search.data.sources import rows
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import DataError
 from sglang_indexcache import SparseModel
 
-SECTION_SEQUENCES = 4  # a document longer than so many sequences is cut
 EVALUATION_ORDER_SEED = 0
-_COLUMNS = ("input_ids", "text", "messages")
-
-
-@dataclass(frozen=True)
-class Section:
-    """A piece of one document: `tokens` int32 and `mask` bool of those that count, equally long."""
-
-    tokens: NDArray[np.int32]
-    mask: NDArray[np.bool_]
-
-    @cached_property
-    def digest(self) -> bytes:
-        return hashlib.sha256(self.tokens.tobytes()).digest()
-
-
-class TokenReader:
-    """Turns the rows of a source into tokens.
-
-    Args:
-        load_tokenizer: called once, when the first row of text comes.
-        vocab_size: token ids must lie below it.
-        seq_len: sections are cut to multiples of it.
-        replies: whether it matters who wrote a token: of `messages` only the assistant's count then, and what does not
-            count is a prompt.
-    """
-
-    def __init__(self, load_tokenizer: Callable[[], Any], vocab_size: int, seq_len: int, replies: bool = False) -> None:
-        self.replies = replies
-        self._load_tokenizer = load_tokenizer
-        self._vocab_size = vocab_size
-        self._seq_len = seq_len
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        return self._load_tokenizer()
-
-    def sections(self, source: str, seed: int) -> Iterator[Section]:
-        """Yield the sections of `source`, its documents shuffled by `seed`.
-
-        Raises:
-            DataError: if the source can't be found or read, or a row has no known column.
-        """
-        size = SECTION_SEQUENCES * self._seq_len
-        for row in rows(source, seed):
-            tokens, mask = self._encode(row, source)
-            for start in range(0, len(tokens), size):
-                block = slice(start, start + size)
-                yield Section(tokens[block], mask[block])
-
-    def _encode(self, row: Mapping[str, Any], source: str) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        column = next((name for name in _COLUMNS if row.get(name) is not None), None)
-        if column is None:
-            raise DataError(f"{source}: a row has columns {', '.join(row)}, expected one of {', '.join(_COLUMNS)}")
-        value = row[column]
-        if column == "input_ids":
-            ids, mask = value, row.get("loss_mask")
-        elif column == "messages":
-            ids = self._templated(value, source)
-            mask = self._reply_mask(value, ids, source) if self.replies else None
-        elif isinstance(value, str):
-            end = self._tokenizer.eos_token_id
-            ids = self._tokenizer.encode(value, add_special_tokens=False) + ([] if end is None else [end])
-            mask = None
-        else:
-            raise DataError(f"{source}: text is {type(value).__name__}, expected a string")
-        tokens = _integers(ids, source, column)
-        flags = np.ones(len(tokens), np.bool_) if mask is None else _integers(mask, source, "loss_mask") != 0
-        if flags.shape != tokens.shape:
-            raise DataError(f"{source}: loss_mask has {flags.size} entries, input_ids {tokens.size}; expected as many")
-        for wrong in (tokens[tokens < 0][:1], tokens[tokens >= self._vocab_size][:1]):
-            if len(wrong):
-                raise DataError(f"{source}: token id {int(wrong[0])}, expected 0 to {self._vocab_size - 1}")
-        return tokens.astype(np.int32), flags
-
-    def _templated(self, messages: Any, source: str, asks: bool = False) -> list[int]:
-        try:
-            return list(
-                self._tokenizer.apply_chat_template(
-                    messages, tokenize=True, return_dict=False, add_generation_prompt=asks
-                )
-            )
-        except Exception as error:  # templates raise what they like
-            raise DataError(f"{source}: the chat template refuses a row: {error}") from None
-
-    def _reply_mask(self, messages: Any, ids: list[int], source: str) -> list[bool]:
-        """Which of `ids` the assistant wrote: what stands behind the template's generation prompt.
-
-        Raises:
-            DataError: if the template writes the beginning of a conversation otherwise when more of it follows.
-        """
-        mask = [False] * len(ids)
-        for number, message in enumerate(messages):
-            if message.get("role") != "assistant" or number == 0:
-                continue
-            before = self._templated(messages[:number], source, asks=True)
-            after = self._templated(messages[: number + 1], source)
-            if ids[: len(after)] != after or after[: len(before)] != before:
-                raise DataError(
-                    f"{source}: the chat template rewrites earlier messages, so replies can't be told from prompts;"
-                    " expected input_ids with a loss_mask"
-                )
-            mask[len(before) : len(after)] = [True] * (len(after) - len(before))
-        return mask
-
-
-def _integers(values: Any, source: str, column: str) -> NDArray[Any]:
-    """A list of integers as an array; what would have to be converted is refused.
-
-    Raises:
-        DataError: if it is something else.
-    """
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError, OverflowError):
-        array = np.asarray("none")
-    kinds = "iub" if column == "loss_mask" else "iu"
-    if array.ndim != 1 or (len(array) and array.dtype.kind not in kinds):
-        raise DataError(f"{source}: {column} is not a list of integers")
-    return array
 
 
 def build_token_sets(
@@ -266,11 +139,11 @@ class _Packer:
         tokens, scored, prompt, source_of = [], [], [], []
         for number, source in enumerate(sources):
             own_share = share + (number < extra)
-            packed = self._pack(self.reader.sections(source, seed), own_share)
+            packed = self._pack(self.reader.sections(source, seed, what), own_share)
             if len(packed) < own_share:
                 raise DataError(
                     f"{source}: gives {len(packed)} {what} sequences of {self.seq_len} tokens, {own_share} were asked"
-                    " for; expected more text, a shorter --seq-len or fewer sequences"
+                    f" for ({self.reader.readings[-1]}); expected more text, a shorter --seq-len or fewer sequences"
                 )
             tokens += [sequence for sequence, _ in packed]
             scored += [mask & (np.arange(self.seq_len) >= self.first_scored) for _, mask in packed]

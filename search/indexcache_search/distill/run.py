@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from indexcache_search.distill.task import StageTask
 from indexcache_search.hf.device import checkpoint_gradients, memory_error_in_one_line, resolve_attention
 from indexcache_search.hf.loading import describe_model, load_model, model_folder, read_config, set_quiet
 from indexcache_search.identity import today
+from indexcache_search.progress import warn
 from indexcache_search.training.checkpoints import Checkpoints
 from indexcache_search.training.log import TrainingLog
 from indexcache_search.training.loop import Loop
@@ -89,7 +91,9 @@ def _run(
         "processes": processes.count,
     }
     with work_folder(folders, identity, processes):
-        train, held_out = training_sets(model, description, data, settings.seed, folders, processes)
+        train, held_out = training_sets(
+            model, description, data, settings.seed, folders, processes, partial(warn, console)
+        )
         checkpoints = Checkpoints(folders.work / "checkpoints", processes)
         done, warmed_up = checkpoints.latest(), folders.work / "warmed-up"
         events = folders.output / "tensorboard" if runtime.tensorboard else None

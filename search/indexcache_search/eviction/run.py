@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from indexcache_search.hf.loading import (
     set_quiet,
 )
 from indexcache_search.identity import today
+from indexcache_search.progress import warn
 from indexcache_search.training.checkpoints import Checkpoints
 from indexcache_search.training.log import TrainingLog
 from indexcache_search.training.loop import Loop
@@ -94,7 +96,9 @@ def _run(
         "dtype": "bfloat16" if processes.bfloat16 else "float32",
     }
     with work_folder(folders, identity, processes):
-        train, held_out = training_sets(model, description, data, settings.seed, folders, processes)
+        train, held_out = training_sets(
+            model, description, data, settings.seed, folders, processes, partial(warn, console)
+        )
         checkpoints = Checkpoints(folders.work / "checkpoints", processes)
         done = checkpoints.latest()
         events = folders.output / "tensorboard" if runtime.tensorboard else None

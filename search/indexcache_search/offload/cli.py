@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from indexcache_search import bounded, demo
+from indexcache_search import bounded, data_flags, demo
 from indexcache_search import selection_flags as flags
 from indexcache_search.cli import FIRST_CHOICE
 from indexcache_search.errors import SearchError
@@ -58,6 +58,7 @@ NEEDS: Needs = {
     **dict.fromkeys(("pages", "page_tokens", "recent_pages", "sink_pages", "score", "steps", "buffers"), ()),
     **dict.fromkeys(("kv_dtype", "bandwidth", "step_ms", "batch", "memory_gb", "context", "max_transfer"), ()),
     **dict.fromkeys(("max_device_gb", "output", "restart", "json_"), ()),
+    **dict.fromkeys(("chat_template", "turns", "skip_bad_rows"), ()),
     **dict.fromkeys(("device", "dtype", "attention", "prefix_cache_gb"), (HERE,)),
 }
 
@@ -81,6 +82,9 @@ def offload(
     evaluation: Annotated[
         list[str] | None, typer.Option(help="Text like your traffic; repeatable.", metavar="SOURCE")
     ] = None,
+    chat_template: data_flags.ChatTemplate = None,
+    turns: data_flags.TurnsFlag = "auto",
+    skip_bad_rows: data_flags.SkipBadRows = 0,
     endpoint: Annotated[
         list[str] | None,
         typer.Option(
@@ -190,6 +194,7 @@ def offload(
                 steps=steps,
             ),
             sources=tuple(evaluation or demo.EVALUATION),
+            rows=data_flags.row_options(chat_template, turns, skip_bad_rows),
             seq_len=seq_len or (512 if is_demo else None),
             sequences=num_sequences,
             steps=decode_steps,

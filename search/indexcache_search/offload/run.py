@@ -16,7 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import sglang_indexcache
 from indexcache_search import estimates
 from indexcache_search.compare.run import Runtime
-from indexcache_search.data.packing import TokenReader, held_out_set
+from indexcache_search.data.options import RowOptions
+from indexcache_search.data.packing import held_out_set
+from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.calibration_server import CalibrationServer
@@ -55,6 +57,7 @@ class Asked:
             among them.
         selections: of dense models, what each pattern selects, in the place of what its file says.
         sources: text.
+        rows: how their rows are understood.
         seq_len: tokens a sequence; `None` means 4 x `first_choice`.
         sequences: how many.
         steps: last tokens of each that count as decoded.
@@ -67,6 +70,7 @@ class Asked:
     patterns: tuple[str, ...]
     selections: tuple[Selection, ...]
     sources: tuple[str, ...]
+    rows: RowOptions
     seq_len: int | None
     sequences: int
     steps: int
@@ -116,7 +120,7 @@ def run(
             f"--decode-steps is {asked.steps}, expected at most {seq_len - first_choice}: up to {first_choice} tokens a"
             " query selects all"
         )
-    reader = TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len)
+    reader = TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len, options=asked.rows)
     data, _ = held_out_set(
         reader,
         replace(description, first_choice=first_choice),
@@ -124,6 +128,8 @@ def run(
         seq_len=seq_len,
         count=asked.sequences,
     )
+    for note in reader.notes:
+        warn(console, note)
     data = _decoded(data, asked.steps, description.native.selection is not None)
     engine = _engine(model, description, asked, runtime, fewest, console)
     bandwidth, known_from = _bandwidth(

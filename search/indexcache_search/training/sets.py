@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from indexcache_search.data.packing import TokenReader, build_training_sets
+from indexcache_search.data import dry_run
+from indexcache_search.data.options import AS_THEY_ARE, RowOptions
+from indexcache_search.data.packing import build_training_sets
+from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.stored import load_set, save_set
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.hf.loading import load_tokenizer, read_config
@@ -15,17 +19,24 @@ from sglang_indexcache import SparseModel
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Sources and sizes of the training and the held-out set."""
+    """Sources and sizes of the training and the held-out set, and how rows are understood."""
 
     training: tuple[str, ...]
     evaluation: tuple[str, ...]
     seq_len: int
     num_sequences: int
     num_eval_sequences: int
+    rows: RowOptions = AS_THEY_ARE
 
 
 def training_sets(
-    model: str, description: SparseModel, data: Data, seed: int, folders: Folders, processes: Processes
+    model: str,
+    description: SparseModel,
+    data: Data,
+    seed: int,
+    folders: Folders,
+    processes: Processes,
+    notice: Callable[[str], None],
 ) -> tuple[TokenSet, TokenSet]:
     """Both sets, read once and kept as token ids, so that a resumed run trains on the same ones.
 
@@ -36,6 +47,7 @@ def training_sets(
         seed: order of the training documents.
         folders: where they are kept.
         processes: the first of them reads.
+        notice: told what a person should know of it.
 
     Raises:
         IndexCacheError: if a source can't be read or holds too little, or what was kept is damaged.
@@ -43,19 +55,38 @@ def training_sets(
     places = [folders.work / "data" / name for name in ("training", "held-out")]
     with processes.first_before_others():
         if any(load_set(folder) is None for folder in places):
-            replies = description.native.selection is not None
-            sets = build_training_sets(
-                TokenReader(lambda: load_tokenizer(model), read_config(model).vocab_size, data.seq_len, replies),
-                description,
-                data.training,
-                data.evaluation,
-                seq_len=data.seq_len,
-                num_training=data.num_sequences,
-                num_evaluation=data.num_eval_sequences,
-                seed=seed,
-            )
+            reader, *sets = _read(model, description, data, seed)
+            for note in reader.notes:
+                notice(note)
             for tokens, folder in zip(sets, places, strict=True):
                 save_set(tokens, folder)
     train, held_out = (load_set(folder) for folder in places)
     assert train is not None and held_out is not None
     return train, held_out
+
+
+def show_data(model: str, description: SparseModel, data: Data, seed: int) -> None:
+    """Read both sets, print what was read, and keep nothing.
+
+    Raises:
+        IndexCacheError: as `training_sets`.
+    """
+    reader, train, held_out = _read(model, description, data, seed)
+    dry_run.show(reader, {"evaluation": held_out, "training": train})
+
+
+def _read(model: str, description: SparseModel, data: Data, seed: int) -> tuple[TokenReader, TokenSet, TokenSet]:
+    replies = description.native.selection is not None
+    vocab_size = read_config(model).vocab_size
+    reader = TokenReader(lambda: load_tokenizer(model), vocab_size, data.seq_len, replies, data.rows)
+    sets = build_training_sets(
+        reader,
+        description,
+        data.training,
+        data.evaluation,
+        seq_len=data.seq_len,
+        num_training=data.num_sequences,
+        num_evaluation=data.num_eval_sequences,
+        seed=seed,
+    )
+    return reader, *sets

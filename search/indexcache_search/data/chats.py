@@ -1,0 +1,210 @@
+"""Conversations as people store them, in the one form that chat templates take; what is not understood is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from indexcache_search.errors import RowError
+
+Message = dict[str, Any]
+
+_ROLES = {
+    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "function_call", "function-call"),
+    "developer": ("developer",),
+    "system": ("system",),
+    "tool": ("tool", "function", "observation", "function_response", "function-response"),
+    "user": ("user", "human"),
+}
+_ROLE_OF = {word: role for role, words in _ROLES.items() for word in words}
+_CALLS = ("function_call", "function-call")  # roles whose text is the call
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text as it stands.
+
+    Attributes:
+        parts: pieces, joined as they are, each with whether a model wrote it.
+    """
+
+    parts: tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation for the tokenizer's chat template.
+
+    Attributes:
+        messages: with `role` and `content`, a string; assistant's tool calls have their arguments as objects.
+        tools: functions that could be called, in OpenAI's form.
+        plain: what stands for it where the tokenizer has no template; `None` if nothing can.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    plain: Text | None = None
+
+
+def pair(prompt: str, reply: str, *, system: str | None = None, before: Sequence[Message] = ()) -> Chat:
+    """A question and its answer; without a template they are two paragraphs."""
+    messages = [*before, {"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    earlier = [str(message["content"]) for message in messages[:-1]]
+    return Chat(tuple(messages), plain=Text((("\n\n".join([*earlier, ""]), False), (reply, True))))
+
+
+def conversation(value: Any, column: str, *, system: Any = None, tools: Any = None) -> Chat:
+    """Read a list of messages, in OpenAI's words or ShareGPT's.
+
+    Args:
+        value: the list, or JSON of it.
+        column: its name.
+        system: instructions from a column of their own.
+        tools: likewise functions; a list, or JSON of it.
+
+    Raises:
+        RowError: if it is something else, or says two things.
+    """
+    listed = parsed(value, column, list)
+    if not listed:
+        raise RowError(f"{column} is empty, expected messages")
+    messages = [_message(item, f"{column}[{number}]") for number, item in enumerate(listed)]
+    if system is not None and string(system, "system"):
+        if messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        elif messages[0]["content"] != system:
+            raise RowError(f"system and {column}[0] are two system prompts, expected one")
+    functions = _tools(tools, "tools")
+    for number, message in enumerate(messages):
+        own = _tools(message.pop("tools", None), f"{column}[{number}].tools")
+        if own and functions and own != functions:
+            raise RowError(f"{column}[{number}].tools lists other functions than before, expected them once")
+        functions = own or functions
+    return Chat(tuple(messages), functions)
+
+
+def string(value: Any, name: str) -> str:
+    """`value` if it is a string.
+
+    Raises:
+        RowError: if not.
+    """
+    if not isinstance(value, str):
+        raise RowError(f"{name} is {kind(value)}, expected a string")
+    return value
+
+
+def parsed(value: Any, name: str, expected: type[list[Any]] | type[dict[str, Any]]) -> Any:
+    """`value`, or what it says as JSON, if that is of the type `expected`.
+
+    Raises:
+        RowError: if not.
+    """
+    what = "a list" if expected is list else "an object"
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError):
+            raise RowError(f"{name} is a string that is not JSON, expected {what}") from None
+    if not isinstance(found, expected):
+        raise RowError(f"{name} is {kind(found)}, expected {what}")
+    return found
+
+
+def kind(value: Any) -> str:
+    """The name of a type, for people."""
+    return "null" if value is None else type(value).__name__
+
+
+def one_of(item: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
+    """The value that stands under one of several names for the same; `None` if under none.
+
+    Raises:
+        RowError: if two are there that differ.
+    """
+    found = [name for name in names if item.get(name) is not None]
+    for name in found[1:]:
+        if item[name] != item[found[0]]:
+            raise RowError(f"{where}{found[0]} and {where}{name} differ, expected one of them")
+    return item[found[0]] if found else None
+
+
+def _message(item: Any, place: str) -> Message:
+    if not isinstance(item, dict):
+        raise RowError(f"{place} is {kind(item)}, expected an object with role and content")
+    message = {name: value for name, value in item.items() if value is not None and name not in ("from", "value")}
+    word = one_of(item, ("role", "from"), f"{place}.")
+    role = _ROLE_OF.get(word) if isinstance(word, str) else None
+    if role is None:
+        found = repr(word[:40]) if isinstance(word, str) else kind(word)
+        raise RowError(f"{place}: role is {found}, expected {', '.join(_ROLES)} or human, gpt")
+    content = one_of(item, ("content", "value"), f"{place}.")
+    if word in _CALLS:
+        calls = parsed(content, f"{place} ({word})", list if str(content).lstrip().startswith("[") else dict)
+        message["tool_calls"], content = calls if isinstance(calls, list) else [calls], None
+    legacy = message.pop("function_call", None)
+    if legacy is not None:
+        message.setdefault("tool_calls", [legacy])
+    calls = _calls(message.pop("tool_calls", None), f"{place}.tool_calls")
+    thoughts = one_of(item, _THOUGHTS, f"{place}.")
+    if (calls or thoughts) and role != "assistant":
+        raise RowError(f"{place}: {role} has {'tool_calls' if calls else 'reasoning'}, expected that of an assistant")
+    if thoughts is not None:
+        message["reasoning_content"] = string(thoughts, f"{place}.reasoning_content")
+    if calls:
+        message["tool_calls"] = calls
+    if content is None and not (role == "assistant" and (calls or thoughts)):
+        raise RowError(f"{place}.content is {'null' if 'content' in item or 'value' in item else 'missing'}")
+    return {**message, "role": role, "content": "" if content is None else _content(content, f"{place}.content")}
+
+
+def _content(value: Any, place: str) -> str:
+    """One string; parts have a space between them, as SGLang joins them for templates that take strings."""
+    if not isinstance(value, list):
+        if isinstance(value, str):
+            return value
+        raise RowError(f"{place} is {kind(value)}, expected a string or a list of parts of type text")
+    texts = []
+    for number, part in enumerate(value):
+        if not isinstance(part, dict):
+            raise RowError(f"{place}[{number}] is {kind(part)}, expected an object of type text")
+        if part.get("type") not in _TEXT_PARTS:
+            raise RowError(f"{place}[{number}] is of type {str(part.get('type'))[:40]}, only text can be read")
+        texts.append(string(part.get("text"), f"{place}[{number}].text"))
+    return " ".join(texts)
+
+
+def _calls(value: Any, place: str) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects, which SGLang makes of strings, too."""
+    calls = []
+    for number, call in enumerate([] if value is None else parsed(value, place, list)):
+        where = f"{place}[{number}]"
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise RowError(f"{where} names no function, expected an object with function.name and function.arguments")
+        arguments = function.get("arguments")
+        given = {} if arguments is None else parsed(arguments, f"{where}.function.arguments", dict)
+        outer = call if "function" in call else {"type": "function"}
+        calls.append({**outer, "function": {**function, "arguments": given}})
+    return calls
+
+
+def _tools(value: Any, place: str) -> tuple[dict[str, Any], ...]:
+    if value is None or value == "":
+        return ()
+    tools = []
+    for number, item in enumerate(parsed(value, place, list)):
+        tool = parsed(item, f"{place}[{number}]", dict)
+        wrapped = tool if "function" in tool else {"type": "function", "function": tool}
+        function = wrapped["function"]
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError(f"{place}[{number}] names no function, expected an object with function.name")
+        tools.append(wrapped)
+    return tuple(tools)

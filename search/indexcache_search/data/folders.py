@@ -1,0 +1,116 @@
+"""Which files of a folder are data: what people clone, save and collect has other files in it, too."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from indexcache_search.data.formats import ENDINGS, kind_of
+from indexcache_search.errors import DataError
+from sglang_indexcache.files import read_json_object
+
+_ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # written by `datasets`
+_SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
+_NAMED = {split: re.compile(rf"(?:^|[^a-z])(?:{words})(?:[^a-z]|$)") for split, words in _SPLITS.items()}
+_MAX_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Found:
+    """Files of a source, in the order in which they are read, and what a person should know about the choice."""
+
+    files: tuple[Path, ...]
+    notes: tuple[str, ...] = ()
+
+
+def data_files(folder: Path) -> Found:
+    """The files of `folder` that hold data.
+
+    Left out are hidden files, what `datasets` writes about its data, a card or documentation beside tables, and
+    splits for validation and tests where there is another.
+
+    Raises:
+        DataError: if there are none, or it can't be told which.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        return _saved_splits(folder)
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return Found(_saved(folder))
+    kinds = {
+        path: kind
+        for path in sorted(folder.rglob("*"))
+        if (kind := kind_of(path)) is not None and path.name not in _ABOUT and _shown(path, folder) and path.is_file()
+    }
+    if not kinds:
+        raise DataError(f"{folder}: no file in this folder ends with {ENDINGS}")
+    tables = {path: kind for path, kind in kinds.items() if kind != "text"}
+    card = folder / "README.md"
+    chosen = tables or {path: kind for path, kind in kinds.items() if path != card} or kinds
+    notes = [_left_out(folder, [path for path in kinds if path not in chosen], "no data")]
+    if len(set(chosen.values())) > 1:
+        found = ", ".join(sorted({path.suffix for path in chosen}))
+        raise DataError(f"{folder}: holds {found} files, expected one kind; name the file or folder that is meant")
+    files, other = _of_one_split(folder, list(chosen))
+    notes.append(_left_out(folder, other, "held out by its name"))
+    return Found(tuple(files), tuple(note for note in notes if note))
+
+
+def _shown(path: Path, folder: Path) -> bool:
+    return not any(part.startswith((".", "__")) for part in path.relative_to(folder).parts)
+
+
+def _of_one_split(folder: Path, files: list[Path]) -> tuple[list[Path], list[Path]]:
+    """Files to read, and those that are for validation and tests."""
+    split_of = {path: _split(path.relative_to(folder)) for path in files}
+    held_out = [path for path in files if split_of[path] in ("validation", "test")]
+    splits = {split_of[path] for path in held_out}
+    if len(held_out) < len(files):
+        return [path for path in files if path not in held_out], held_out
+    if len(splits) > 1:
+        raise DataError(
+            f"{folder}: holds the splits {' and '.join(sorted(map(str, splits)))}; name the file that is meant"
+        )
+    return files, []
+
+
+def _split(path: Path) -> str | None:
+    """The split that a name speaks of, as on the hub: `data/train-00000-of-00002.parquet`."""
+    text = path.as_posix().lower()
+    return next((split for split, words in _NAMED.items() if words.search(text)), None)
+
+
+def _left_out(folder: Path, files: list[Path], why: str) -> str:
+    if not files:
+        return ""
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"{folder}: {files[0].relative_to(folder)}{more} is not read: {why}"
+
+
+def _saved_splits(folder: Path) -> Found:
+    """Of a saved `DatasetDict` the split `train`, or the only one."""
+    splits = read_json_object(folder / "dataset_dict.json", _MAX_BYTES).get("splits")
+    if not isinstance(splits, list) or not splits or not all(isinstance(name, str) and name for name in splits):
+        raise DataError(f"{folder / 'dataset_dict.json'}: splits is {json.dumps(splits)}, expected a list of names")
+    split = splits[0] if len(splits) == 1 else "train"
+    if split not in splits or Path(split).name != split:
+        raise DataError(
+            f"{folder}: holds the splits {', '.join(splits)}; name the folder of one, such as {folder / splits[0]}"
+        )
+    note = f"{folder}: of the splits {', '.join(splits)} {split} is read"
+    return Found(_saved(folder / split), (note,) if len(splits) > 1 else ())
+
+
+def _saved(folder: Path) -> tuple[Path, ...]:
+    """What `Dataset.save_to_disk` wrote; files of its cache may lie beside them."""
+    state = folder / "state.json"
+    listed = read_json_object(state, _MAX_BYTES).get("_data_files")
+    names = [item.get("filename") if isinstance(item, dict) else None for item in listed] if listed else []
+    if not isinstance(listed, list) or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise DataError(f"{state}: _data_files is not a list of file names")
+    files = tuple(folder / str(name) for name in names)
+    for file in files:
+        if kind_of(file) is None or not file.is_file():
+            raise DataError(f"{file}: no such file, but state.json lists it")
+    return files

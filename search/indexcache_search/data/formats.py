@@ -1,0 +1,206 @@
+"""Records of one file, each with its place, whatever the file's format; nothing is held that can be streamed."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from indexcache_search.errors import DataError
+from sglang_indexcache.errors import one_line
+from sglang_indexcache.files import reason
+
+KINDS = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".txt": "text",
+    ".md": "text",
+    ".rst": "text",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+ENDINGS = ".jsonl, .ndjson, .json, .csv, .txt, .md, .rst (also with .gz or .zst behind it), .parquet, .arrow"
+_TABLES = ("parquet", "arrow")  # compressed inside
+_BATCH = 256  # rows of a table turned into objects at a time
+_LFS = b"version https://git-lfs.github.com/spec/"
+_ARROW = b"ARROW1"
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """What stands in the place of a record that can't be read."""
+
+    reason: str
+
+
+Record = Mapping[str, Any] | Damaged
+
+
+def kind_of(path: Path) -> str | None:
+    """What a file holds by its ending, in capitals or not; `None` if that is nothing to be read."""
+    endings = [ending.lower() for ending in path.suffixes[-2:]]
+    if not endings or endings[-1] not in COMPRESSIONS:
+        return KINDS.get(endings[-1]) if endings else None
+    kind = KINDS.get(endings[0]) if len(endings) == 2 else None
+    return None if kind in _TABLES else kind
+
+
+def records(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the place of each record, `FILE: line 3`, and the record.
+
+    Raises:
+        DataError: if the file as a whole can't be read.
+    """
+    read = {"json": _json, "csv": _csv, "text": _text, "parquet": _parquet, "arrow": _arrow}[kind_of(path) or ""]
+    try:
+        with path.open("rb") as file:
+            if file.read(len(_LFS)) == _LFS:
+                raise DataError(f"{path}: is a Git LFS pointer, not the data; expected the file that git lfs pull gets")
+        for place, record in read(path):
+            yield f"{path}: {place}" if place else str(path), record
+    except DataError:
+        raise
+    except (OSError, ValueError, EOFError) as error:  # pyarrow's own are OSError and ValueError
+        raise DataError(f"{path}: can't be read: {one_line(reason(error), 200)}") from None
+
+
+@contextmanager
+def _opened(path: Path, newline: str | None = None) -> Iterator[TextIO]:
+    """The text of a file, decompressed; what a byte order mark says is believed, else it is UTF-8.
+
+    A byte that is not UTF-8 becomes a surrogate: only the record that holds it is wrong.
+    """
+    from pyarrow import input_stream
+
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    with input_stream(str(path), compression=compression) as start:
+        beginning = start.read(4)
+    encoding = next((name for mark, name in _MARKS if beginning.startswith(mark)), "utf-8")
+    errors = "surrogateescape" if encoding.startswith("utf-8") else "strict"
+    with (
+        input_stream(str(path), compression=compression) as raw,
+        io.TextIOWrapper(raw, encoding, errors, newline) as file,
+    ):
+        yield file
+
+
+def _json(path: Path) -> Iterator[tuple[str, Record]]:
+    """JSON lines, one list of rows, or one row over several lines."""
+    with _opened(path) as file:
+        first = next((line for line in file if line.strip()), "")
+        whole = first.lstrip().startswith("[") or ("json" in path.name.lower().split(".")[-2:] and not _is_json(first))
+    with _opened(path) as file:
+        if whole:
+            try:
+                content = json.load(file)
+            except (ValueError, RecursionError) as error:
+                place = f" (line {error.lineno})" if isinstance(error, json.JSONDecodeError) else ""
+                raise DataError(f"{path}: not JSON{place}") from None
+            rows = content if isinstance(content, list) else [content]
+            yield from ((f"row {number}", _object(row)) for number, row in enumerate(rows, 1))
+            return
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield f"line {number}", _object(json.loads(line))
+                except (ValueError, RecursionError):
+                    yield f"line {number}", Damaged("not JSON")
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _object(content: Any) -> Record:
+    if isinstance(content, dict):
+        return content
+    found = "null" if content is None else type(content).__name__
+    return Damaged(f'found {found}, expected an object such as {{"text": ...}}')
+
+
+def _csv(path: Path) -> Iterator[tuple[str, Record]]:
+    """Rows under a line of names; an empty cell is null."""
+    csv.field_size_limit(sys.maxsize)  # a document may be long
+    with _opened(path, newline="") as file:
+        rows = csv.reader(file, strict=True)
+        names = next(rows, [])
+        if len(set(names)) < len(names) or not all(names):
+            raise DataError(f"{path}: line 1: found {len(names)} names of columns, expected each once and none empty")
+        number = 0
+        while True:
+            number += 1
+            try:
+                cells = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield f"row {number}", Damaged(f"not CSV: {error}")
+                continue
+            if len(cells) not in (0, len(names)):
+                yield f"row {number}", Damaged(f"found {len(cells)} cells, expected {len(names)}, as many as names")
+            elif cells:
+                yield f"row {number}", {name: cell or None for name, cell in zip(names, cells, strict=True)}
+
+
+def _text(path: Path) -> Iterator[tuple[str, Record]]:
+    with _opened(path) as file:
+        yield "", {"text": file.read()}
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path) as file:
+        yield from _rows(file.iter_batches(batch_size=_BATCH))
+
+
+def _arrow(path: Path) -> Iterator[tuple[str, Record]]:
+    """Both kinds of IPC: a file, and a stream, which is what `datasets` writes."""
+    from pyarrow import OSFile, ipc
+
+    with path.open("rb") as start:
+        is_file = start.read(len(_ARROW)) == _ARROW
+    with OSFile(str(path)) as file:
+        if is_file:
+            found = ipc.open_file(file)
+            batches = (found.get_batch(number) for number in range(found.num_record_batches))
+        else:
+            batches = iter(ipc.open_stream(file))
+        yield from _rows(batch.slice(start, _BATCH) for batch in batches for start in range(0, batch.num_rows, _BATCH))
+
+
+def _rows(batches: Iterator[Any]) -> Iterator[tuple[str, Record]]:
+    number = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            number += 1
+            yield f"row {number}", {name: without_nulls(value) for name, value in row.items()}
+
+
+def without_nulls(value: Any) -> Any:
+    """A value of a table without the null fields of its objects: there all objects have the fields of each."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+        return [without_nulls(item) for item in value]
+    return value

@@ -1,0 +1,199 @@
+"""Conversations as a tokenizer's chat template writes them, and which characters the assistant wrote."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from indexcache_search.data.chats import Chat, Message
+from indexcache_search.data.options import Turns
+from indexcache_search.errors import DataError, RowError
+from sglang_indexcache.errors import one_line
+from sglang_indexcache.files import read_regular
+
+RENDER_SECONDS = 1.0  # of computing; a conversation takes milliseconds
+MOST_CHARACTERS = 1 << 26
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Text, and the spans of it, `[start, end)` in characters, that a model wrote."""
+
+    text: str
+    replies: tuple[tuple[int, int], ...]
+
+
+class _OutOfTimeError(BaseException):
+    """A template still runs; no `except Exception` on the way may stop it."""
+
+
+class _RewritesError(Exception):
+    """A prompt, or an earlier turn, reads otherwise when more of the conversation follows."""
+
+
+class ChatTemplate:
+    """Writes conversations.
+
+    Args:
+        tokenizer: has the template.
+        turns: what becomes of a conversation with several replies. all: one text, where all of them count. each: a text
+            for each reply, up to that. last: the text up to the last. auto: all, or each where the template writes
+            earlier turns otherwise once others follow, so that what a reply saw can't be told from the whole.
+        replies: whether it matters who wrote what.
+    """
+
+    def __init__(self, tokenizer: Any, turns: Turns, replies: bool) -> None:
+        self._tokenizer, self._turns, self._replies = tokenizer, turns, replies
+
+    def write(self, chat: Chat) -> tuple[list[Rendered], bool]:
+        """The texts of one conversation, and whether it was taken apart for `auto`.
+
+        Raises:
+            RowError: if the template refuses it, or replies can't be told from prompts.
+            DataError: if the template does not come to an end.
+        """
+        found = [
+            number
+            for number, message in enumerate(chat.messages)
+            if number and message["role"] == "assistant" and message.get("weight") != 0  # OpenAI's: not learned from
+        ]
+        if self._turns in ("auto", "all") or not found:
+            try:
+                return [self._whole(chat, found)], False
+            except _RewritesError:
+                if self._turns == "all":
+                    raise RowError(
+                        "the chat template writes earlier turns otherwise once others follow, so replies can't be told"
+                        " from prompts; expected --turns each or last, or input_ids with a loss_mask"
+                    ) from None
+        chosen = found[-1:] if self._turns == "last" else found
+        try:
+            return [self._upto(chat, number) for number in chosen], self._turns == "auto"
+        except _RewritesError:
+            raise RowError(
+                "the chat template writes a prompt otherwise once its reply follows, so replies can't be told from"
+                " prompts; expected another --chat-template, or input_ids with a loss_mask"
+            ) from None
+
+    def _whole(self, chat: Chat, found: Sequence[int]) -> Rendered:
+        """One text, in which every reply follows what it saw."""
+        text = self._render(chat, chat.messages)
+        spans: list[tuple[int, int]] = []
+        for number in found if self._replies else ():
+            reply = self._upto(chat, number)
+            if not text.startswith(reply.text):
+                raise _RewritesError
+            spans += reply.replies
+        return Rendered(text, tuple(spans))
+
+    def _upto(self, chat: Chat, number: int) -> Rendered:
+        """The conversation up to reply `number`, which alone counts: what stands behind the prompt for it.
+
+        A prompt may end with more than an answer has: with `<think>` where the answer in the data has no thoughts.
+        """
+        text = self._render(chat, chat.messages[: number + 1])
+        if not self._replies:
+            return Rendered(text, ())
+        prompt = self._render(chat, chat.messages[:number], asks=True)
+        if not text.startswith(prompt) and not text.startswith(self._render(chat, chat.messages[:number])):
+            raise _RewritesError
+        same = next((at for at, pair in enumerate(zip(prompt, text, strict=False)) if pair[0] != pair[1]), None)
+        return Rendered(text, ((min(len(prompt), len(text)) if same is None else same, len(text)),))
+
+    def _render(self, chat: Chat, messages: Sequence[Message], asks: bool = False) -> str:
+        """The text of `messages`; what the template refuses is tried in the other forms that templates know.
+
+        OpenAI's form is first, as SGLang has it: tools as they are and arguments as objects. Then tools without the
+        wrapper (as SGLang does), then arguments as strings, which the templates of DeepSeek-V3.1 take.
+        """
+        flat = [tool["function"] for tool in chat.tools]
+        forms: list[tuple[Sequence[Message], Sequence[Any]]] = [(messages, chat.tools)]
+        forms += [(messages, flat)] if flat else []
+        forms += (
+            [([_with_strings(m) for m in messages], chat.tools)] if any("tool_calls" in m for m in messages) else []
+        )
+        first: Exception | None = None
+        for form, tools in forms:
+            try:
+                return render(self._tokenizer, form, tools, asks)
+            except DataError:
+                raise
+            except Exception as error:  # templates raise what they like
+                first = first or error
+        raise RowError(f"the chat template refuses it: {one_line(first, 200) or type(first).__name__}")
+
+
+def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] = (), asks: bool = False) -> str:
+    """What the chat template of `tokenizer` makes of `messages`; if it `asks`, the beginning of a reply behind them.
+
+    Raises:
+        DataError: if the template does not come to an end, or writes too much.
+        Exception: whatever the template raises.
+    """
+    try:
+        with _limited(RENDER_SECONDS):
+            text: str = tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=asks
+            )
+    except _OutOfTimeError:
+        raise DataError(
+            f"the chat template takes more than {RENDER_SECONDS:g} seconds for one conversation, expected one that"
+            " comes to an end (--chat-template)"
+        ) from None
+    if len(text) > MOST_CHARACTERS:
+        raise DataError(f"the chat template writes more than {MOST_CHARACTERS} characters, expected a conversation")
+    return text
+
+
+def _with_strings(message: Message) -> Message:
+    """The same message with the arguments of its tool calls as JSON."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Stop what computes for longer; in other threads than the main one nothing can.
+
+    Jinja's sandbox bounds one loop, not loops in loops.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise _OutOfTimeError
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def read_template(path: Path) -> str:
+    """The chat template in a file.
+
+    Raises:
+        FileError: if it can't be read.
+        DataError: if it is empty or no text.
+    """
+    try:
+        text = read_regular(path, _MAX_BYTES).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: not UTF-8, expected a chat template in Jinja") from None
+    if not text.strip():
+        raise DataError(f"{path}: is empty, expected a chat template in Jinja")
+    return text
