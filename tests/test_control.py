@@ -194,3 +194,14 @@ def test_switching_tells_what_is_kept_which_pattern_runs() -> None:
     assert not divergence.keeping
     ask(scheduler, "switch", control, pattern=NATIVE.roles)
     assert divergence.keeping
+
+
+def test_flags_that_losses_depend_on_are_told() -> None:
+    """A search is not gone on with on a server that computes something else with the same weights."""
+    scheduler, flags = Scheduler(), {"json_model_override_args": '{"rope_theta": 7}', "kv_cache_dtype": "fp8_e4m3"}
+    plain = ask(scheduler, "status")["versions"]
+    unset = {"quantization": None, "load_format": "auto", "json_model_override_args": "{}"}
+    scheduler.tp_worker.model_runner.server_args = SimpleNamespace(chunked_prefill_size=64, **unset)
+    assert ask(scheduler, "status")["versions"] == plain
+    scheduler.tp_worker.model_runner.server_args = SimpleNamespace(chunked_prefill_size=64, **flags)
+    assert ask(scheduler, "status")["versions"] == {**plain, **flags}

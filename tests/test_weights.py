@@ -110,6 +110,12 @@ def test_a_weight_that_the_model_has_no_place_for(folder: Path, name: str) -> No
     assert f"{name} is in the checkpoint, and config.json has no place for it" in refusal(folder)
 
 
+def test_a_weight_by_two_names(folder: Path) -> None:
+    weights, name = load_file(folder / "model.safetensors"), PROJECTION.removeprefix("model.")
+    write(folder, weights | {name: weights[PROJECTION] + 1})
+    assert f"has {name} and {PROJECTION}; expected one of them" in refusal(folder)
+
+
 def test_weights_that_are_known_never_to_run(tmp_path: Path) -> None:
     """Indexers of layers that share, and a NextN layer behind the last one."""
     config = tiny_config(indexer_types=indexer_types(Pattern("FFSFFF")), num_nextn_predict_layers=1)

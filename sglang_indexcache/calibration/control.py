@@ -25,6 +25,18 @@ METHOD = "indexcache"
 _UNMEASURED = "with pipeline stages, nor by an SGLang without the places for it (indexcache-check --environment)"
 _Position = Annotated[int, Field(strict=True, ge=0, lt=1 << 40)]
 _RANGES: TypeAdapter[list[tuple[int, int]]] = TypeAdapter(list[tuple[_Position, _Position]])
+_FLAGS = (  # of SGLang, that losses depend on
+    "json_model_override_args",
+    "quantization",
+    "load_format",
+    "kv_cache_dtype",
+    "attention_backend",
+    "dsa_prefill_backend",
+    "dsa_decode_backend",
+    "dsa_topk_backend",
+    "moe_runner_backend",
+)
+_UNSET = (None, "", "{}", "auto")
 _GRAPH_RUNNERS = ("prefill_cuda_graph_runner", "decode_cuda_graph_runner", "graph_runner")
 
 
@@ -206,6 +218,7 @@ def _versions(runner: Any) -> dict[str, str]:
 
     parameter = next(runner.model.parameters())
     device = torch.cuda.get_device_name(parameter.device) if parameter.is_cuda else "CPU"
+    flags = {name: getattr(runner.server_args, name, None) for name in _FLAGS}
     return {
         "sglang": version("sglang"),
         "torch": torch.__version__,
@@ -213,6 +226,7 @@ def _versions(runner: Any) -> dict[str, str]:
         "dtype": str(runner.dtype).removeprefix("torch."),
         "ranks": str(torch.distributed.get_world_size()),
         "chunk": str(runner.server_args.chunked_prefill_size),
+        **{name: str(value) for name, value in flags.items() if value not in _UNSET},
     }
 
 

@@ -17,6 +17,7 @@ from sglang_indexcache.model_files import INDEX, ModelFiles, tensor_files, weigh
 
 SINGLE = "model.safetensors"
 _ADAPTER = "adapter_config.json"
+_PREFIX = "model."
 _FLOATS = ("F32", "BF16", "F16")
 _INTEGERS = ("I32", "I64")
 
@@ -126,6 +127,9 @@ def _check_places(folder: Path, files: Mapping[str, TensorFile]) -> None:
             if name in place:
                 raise SearchError(f"{folder}: {name} stands in {place[name]} and in {file}; expected it once")
             place[name] = file
+    for name in place:
+        if f"{_PREFIX}{name}" in place:  # transformers takes both for the same weight
+            raise SearchError(f"{folder}: has {name} and {_PREFIX}{name}; expected one of them")
     named = weight_map(folder / INDEX) if (folder / INDEX).is_file() else place
     for name in sorted({*named, *place}):
         if named.get(name) != place.get(name):
