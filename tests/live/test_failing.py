@@ -48,11 +48,7 @@ if STEP:
             def execute(loaded):
                 load(loaded)
                 owner, _, last = path.rpartition(".")
-                target = getattr(loaded, owner) if owner else loaded
-                if last.startswith("@"):  # a factory: what it makes fails
-                    setattr(target, last[1:], lambda *args, **kwargs: fail)
-                else:
-                    setattr(target, last, fail)
+                setattr(getattr(loaded, owner) if owner else loaded, last, fail)
 
             spec.loader.exec_module = execute
             return spec
@@ -118,22 +114,22 @@ def never_answers(
 
 
 MAIN = [
-    ("sglang_indexcache.serving:install", "AttributeError", "the plugin could not be registered: AttributeError: gone"),
-    ("sglang_indexcache.serving.preflight:Preflight.server_args", "KeyError", "KeyError: 'BEFORE'"),
-    ("sglang_indexcache.serving.preflight:Preflight.model_config", "OSError", "OSError: [Errno 5] bad disk"),
-    ("sglang_indexcache.serving.ready:@carrier", "KeyError", "KeyError: 'BEFORE'"),
-    ("sglang_indexcache.hooks:Hooks._register", "KeyError", "the plugin could not be registered: KeyError: 'BEFORE'"),
+    ("sglang_indexcache.serving:require", "AttributeError", "the plugin could not be registered: AttributeError: gone"),
+    ("sglang_indexcache.serving.preflight:Preflight.check", "KeyError", "KeyError: 'BEFORE'"),
+    ("sglang_indexcache.serving.preflight:Preflight.schedule", "OSError", "OSError: [Errno 5] bad disk"),
+    ("sglang_indexcache.serving.ready:launch", "KeyError", "KeyError: 'BEFORE'"),
+    ("sglang_indexcache.hooks:Hooks.apply", "KeyError", "KeyError: 'BEFORE'"),
     ("sglang_indexcache.checkpoint:Checkpoint.read", "AttributeError", "AttributeError: gone"),
 ]
 LOADING = [
-    ("sglang_indexcache.serving.proof:@preparer", "AttributeError", "AttributeError: gone"),
+    ("sglang_indexcache.serving.proof:prepare", "AttributeError", "AttributeError: gone"),
     ("sglang_indexcache.serving.proof:effective_roles", "KeyError", "KeyError: 'BEFORE'"),
 ]
 SCHEDULER = [
-    ("sglang_indexcache.serving.proof:@prover", "OSError", "OSError: [Errno 5] bad disk"),
-    ("sglang_indexcache.serving.ready:@reporter", "AttributeError", "AttributeError: gone"),
-    ("sglang_indexcache.serving.metrics:@reporter", "KeyError", "KeyError: 'BEFORE'"),
-    ("sglang_indexcache.serving.ready:@gate", "OSError", "OSError: [Errno 5] bad disk"),
+    ("sglang_indexcache.serving.proof:prove", "OSError", "OSError: [Errno 5] bad disk"),
+    ("sglang_indexcache.serving.ready:report", "AttributeError", "AttributeError: gone"),
+    ("sglang_indexcache.serving.metrics:report", "KeyError", "KeyError: 'BEFORE'"),
+    ("sglang_indexcache.serving.ready:check", "OSError", "OSError: [Errno 5] bad disk"),
 ]
 
 
