@@ -134,8 +134,10 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
     if split.calibrate:
         os.environ[CALIBRATE_VARIABLE] = "1"
         key = os.environ.pop(ADMIN_KEY_VARIABLE, None)
-        # before the user's, which win; the words of a running program are in no process list
-        return (*CALIBRATION_FLAGS, *((f"--admin-api-key={key}",) if key else ()), *split.rest)
+        # before the user's, which win; the words of a running program are in no process list. Two flags, since SGLang
+        # shows the admin's key in /server_info, to all who may ask
+        keys = () if not key else tuple(f"{flag}={key}" for flag in ("--api-key", "--admin-api-key"))
+        return (*CALIBRATION_FLAGS, *keys, *split.rest)
     if split.pattern is None:
         raise LaunchError(f"{PATTERN_FLAG} is missing, expected a pattern file; without one use sglang.launch_server")
     PatternSpec.read(split.pattern).known()
