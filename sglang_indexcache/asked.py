@@ -30,6 +30,11 @@ def environment_asks() -> bool:
     return bool(os.environ.get(PATTERN_VARIABLE)) or os.environ.get(CALIBRATE_VARIABLE) == "1"
 
 
+def is_decided(server_args: Any) -> bool:
+    """Whether it is decided what the engine with these server arguments is asked for."""
+    return getattr(server_args, ATTRIBUTE, None) is not None
+
+
 def asked_of(server_args: Any) -> dict[str, Any]:
     """What the engine with these server arguments is asked for; empty for nothing.
 

@@ -2,7 +2,7 @@
 
 `SGLANG_INDEXCACHE_PATTERN` names a pattern, `SGLANG_INDEXCACHE_CALIBRATE=1` makes a server for a search instead. Both
 are looked at when an engine is launched (`asked`): SGLang loads plugins once in a process, which may launch several.
-Three places of SGLang are watched for an engine that is asked for something; what serves it is registered then, and for
+A few places of SGLang are watched for an engine that is asked for something; what serves it is registered then, and for
 other engines nothing is done. This module imports nothing of the project but `asked` and `refusal`, so that what can't
 be imported is refused, not logged.
 """
@@ -13,13 +13,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from sglang_indexcache.asked import ask_again, asked_of, environment_asks, refuse_unasked
+from sglang_indexcache.asked import ask_again, asked_of, environment_asks, is_decided, refuse_unasked
 from sglang_indexcache.refusal import refuse, refuse_unforeseen
 
 LAUNCH = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
 CONFIGURE = "sglang.srt.configs.model_config.ModelConfig.from_server_args"
 SCHEDULE = "sglang.srt.managers.scheduler.Scheduler.__init__"
-WATCHED = (LAUNCH, CONFIGURE, SCHEDULE)
+START = "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes"  # of a launch that loaded the plugins itself
+WATCHED = (LAUNCH, CONFIGURE, SCHEDULE, START)
 
 
 def register() -> None:
@@ -61,6 +62,8 @@ def _follower(target: str, original: Callable[..., Any], args: Any, kwargs: Any)
     except (TypeError, KeyError):
         if environment_asks():
             refuse(f"this SGLang calls {target} without server_args, so it can't be told the pattern")
+        return None
+    if target == START and is_decided(server_args):
         return None
     if not (ask_again(server_args) if target == LAUNCH else asked_of(server_args)):
         return None

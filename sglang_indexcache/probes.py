@@ -67,6 +67,7 @@ MODEL_CONFIG = Need(
 )
 SERVER_ARGS = Need("srt.configs.model_config", "ModelConfig.from_server_args", ("server_args", "is_draft_model"))
 LAUNCH = Need("srt.entrypoints.engine", "Engine._launch_subprocesses", ("server_args",))
+START = Need("srt.entrypoints.engine", "Engine._launch_scheduler_processes", ("server_args",))
 READY = Need("srt.managers.scheduler", "Scheduler.get_init_info")
 NEW_MODEL = Need("srt.model_loader.loader", "_initialize_model", ("model_config", "load_config"))
 LOAD_MODEL = Need("srt.model_executor.model_runner", "ModelRunner.load_model")
@@ -120,7 +121,7 @@ SERVE = Feature(
 PROVE = Feature(
     "prove",
     "compare every attention module with the pattern, on every rank",
-    (LOAD_MODEL, WORLD, GATHER, READY, LAUNCH),
+    (LOAD_MODEL, WORLD, GATHER, READY, LAUNCH, START),
     "no server",
 )
 WEIGHTS = Feature("weights", "see that the indexers of F layers were loaded", (NEW_MODEL, LOAD_MODEL), "no server")

@@ -171,8 +171,11 @@ def install(monkeypatch: pytest.MonkeyPatch, between: Callable[[], None]) -> Any
             return "SGLang's own"
 
     class Engine:
+        loads_plugins = True  # before it launches, as launchers do that know of them
+
         def __init__(self, server_args: ServerArgs | None = None, **arguments: Any) -> None:
-            load_plugins()
+            if self.loads_plugins:
+                load_plugins()
             self.server_args = server_args or ServerArgs(**arguments)
             _, result = self._launch_subprocesses(server_args=self.server_args)
             self.scheduler, self.infos = result.scheduler, result.scheduler_infos
@@ -180,10 +183,22 @@ def install(monkeypatch: pytest.MonkeyPatch, between: Callable[[], None]) -> Any
         @classmethod
         def _launch_subprocesses(cls, server_args: ServerArgs) -> Any:
             server_args.resolve_once()
-            sent = pickle.dumps(server_args)
+            load_plugins()
+            result, _ = cls._launch_scheduler_processes(server_args)
+            result.wait_for_ready()
+            return None, result
+
+        @classmethod
+        def _launch_scheduler_processes(cls, server_args: ServerArgs) -> Any:
+            sent, result = pickle.dumps(server_args), SimpleNamespace(scheduler_infos=[])
+
+            def wait_for_ready() -> None:
+                result.scheduler = Scheduler(pickle.loads(sent))
+                result.scheduler_infos.append(result.scheduler.get_init_info())
+
+            result.wait_for_ready = wait_for_ready
             between()
-            scheduler = Scheduler(pickle.loads(sent))
-            return None, SimpleNamespace(scheduler=scheduler, scheduler_infos=[scheduler.get_init_info()])
+            return result, None
 
         def state(self) -> Any:
             return self.scheduler.get_internal_state(None).internal_state.get("indexcache")

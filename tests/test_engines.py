@@ -202,6 +202,24 @@ def test_a_scheduler_that_has_lost_its_server_arguments_ends_the_launch(
         assert capsys.readouterr().err.startswith(f"indexcache: {line}")
 
 
+@pytest.mark.parametrize("letters", ["FSSFSS", None])
+def test_a_launch_that_loads_the_plugins_itself(
+    process: Process, letters: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SGLang's HTTP server, started from a program: the place that is watched for a launch is on the stack already."""
+    process.engine.loads_plugins = False
+    process.env_between = {ASK: "FFSSSS"}
+    check(process.start("six", {} if letters is None else {ASK: letters}), letters, 6)
+    if letters is not None:
+        again = fake_sglang.install(monkeypatch, process._between)
+        again.loads_plugins = False
+        monkeypatch.setattr(fake_sglang.pickle, "loads", lambda _: fake_sglang.ServerArgs(str(process.folder / "six")))
+        process.set({ASK: letters})
+        with pytest.raises(SystemExit):
+            again(model_path=str(process.folder / "six"))
+        assert capsys.readouterr().err == f"indexcache: a scheduler runs FFSSSS, the pattern is {letters}\n"
+
+
 # -- weights that are updated
 
 

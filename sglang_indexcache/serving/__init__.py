@@ -5,6 +5,7 @@ What is hooked, and when each runs:
 | hook | module | what for |
 |---|---|---|
 | around `Engine._launch_subprocesses` | here, `ready` | no server before every scheduler has sent its proof |
+| around `Engine._launch_scheduler_processes` | here, `ready` | the same where SGLang had loaded no plugins before |
 | around `ModelConfig.from_server_args` | here, `preflight` | what the command line must not ask for |
 | before `ModelConfig.__init__` | here, `preflight` | the model fits; the pattern is merged into its overrides |
 | after `_initialize_model`, `ModelRunner.load_model` | `proof`, `ranks` | roles and weights of each rank, all alike |
@@ -17,7 +18,8 @@ What is hooked, and when each runs:
 | after `HiCacheController._generate_storage_config` | `identity` | keys of HiCache storage |
 | before `CommonKVManager.__init__` | `identity` | the handshake of prefill and decode servers |
 
-The three around are watched from the start (`plugin`); the others are applied once an engine is asked for something.
+The first three and `Scheduler.__init__` are watched from the start (`plugin`); the others are applied once an engine is
+asked for something.
 Hooks can't be taken back, and a process may have several engines: each looks up the plan of the engine at hand
 (`engines`), and does nothing where there is none. On DSA models nothing runs in the forward pass, but for layers that
 score less than everything; with metrics on, two counters are added to after it.
@@ -37,7 +39,7 @@ from sglang_indexcache.serving import engines, identity, metrics, proof, ready, 
 
 logger = logging.getLogger(__name__)
 
-_WATCHED = (probes.LAUNCH, probes.SERVER_ARGS, probes.SCHEDULER)  # as `plugin` does
+_WATCHED = (probes.LAUNCH, probes.SERVER_ARGS, probes.SCHEDULER, probes.START)  # as `plugin` does
 _lock = RLock()
 _applied: set[str] = set()
 
@@ -53,7 +55,12 @@ def require() -> None:
 
 def follower(target: str) -> Callable[..., Any]:
     """What runs in the place of one of the watched functions, for an engine that is asked for something."""
-    followers = {probes.LAUNCH.target: launch, probes.SERVER_ARGS.target: configure, probes.SCHEDULER.target: schedule}
+    followers = {
+        probes.LAUNCH.target: launch,
+        probes.SERVER_ARGS.target: configure,
+        probes.SCHEDULER.target: schedule,
+        probes.START.target: start,
+    }
     return refusing_around(followers[target])
 
 
@@ -70,6 +77,18 @@ def launch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         plan.require(probes.RAY, "RayEngine")
     plan.check(server_args)
     return ready.launch(plan, server_args, lambda: original(*args, **kwargs))
+
+
+def start(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around `Engine._launch_scheduler_processes`, of a launch that has loaded the plugins itself: the same.
+
+    Raises:
+        IndexCacheError: one line.
+    """
+    server_args = bound_to(original, args, kwargs).arguments["server_args"]
+    plan = _plan(server_args)
+    plan.check(server_args)
+    return ready.launch_processes(plan, server_args, lambda: original(*args, **kwargs))
 
 
 def configure(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

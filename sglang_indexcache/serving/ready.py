@@ -10,7 +10,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,6 +17,7 @@ from uuid import uuid4
 from sglang_indexcache.asked import KEY, asked_of
 from sglang_indexcache.errors import ProofError
 from sglang_indexcache.files import read_json_object, write_atomically
+from sglang_indexcache.hooks import refusing
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.refusal import PATTERN_VARIABLE
 from sglang_indexcache.serving.engines import Plan
@@ -46,19 +46,46 @@ def launch(plan: Plan, server_args: Any, start: Callable[[], Any]) -> Any:
     Raises:
         ProofError: if one of them has not proven the pattern.
     """
-    folder = Path(tempfile.mkdtemp(prefix="indexcache-proofs-"))
-    asked_of(server_args)[_PROOFS] = str(folder)
+    folder = _new_folder(server_args)
     try:
         result = start()
-        left = [read_json_object(path, _LIMIT) for path in sorted(folder.glob("*.json"))]
+        _check_node(
+            plan, server_args, next((item for item in result if hasattr(item, "scheduler_infos")), None), folder
+        )
     finally:
-        with suppress(OSError):
-            shutil.rmtree(folder)
-    infos: list[Any] = next((item.scheduler_infos for item in result if hasattr(item, "scheduler_infos")), [])
-    replicas = int(getattr(server_args, "dp_size", 1) or 1)
-    together = bool(getattr(server_args, "enable_dp_attention", False))
-    check(plan.pattern, [info.get(KEY) for info in infos], left, replicas, together)
+        shutil.rmtree(folder, ignore_errors=True)
     return result
+
+
+def launch_processes(plan: Plan, server_args: Any, start: Callable[[], Any]) -> Any:
+    """The same of `Engine._launch_scheduler_processes`, whose result waits for the schedulers later."""
+    folder = _new_folder(server_args)
+    started = start()
+    launched = started[0]
+    wait = launched.wait_for_ready
+
+    def wait_and_check() -> None:
+        try:
+            wait()
+            refusing(_check_node)(plan, server_args, launched, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    launched.wait_for_ready = wait_and_check
+    return started
+
+
+def _new_folder(server_args: Any) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="indexcache-proofs-"))
+    asked_of(server_args)[_PROOFS] = str(folder)
+    return folder
+
+
+def _check_node(plan: Plan, server_args: Any, launched: Any, folder: Path) -> None:
+    left = [read_json_object(path, _LIMIT) for path in sorted(folder.glob("*.json"))]
+    sent = [info.get(KEY) for info in getattr(launched, "scheduler_infos", ())]
+    replicas = int(getattr(server_args, "dp_size", 1) or 1)
+    check(plan.pattern, sent, left, replicas, bool(getattr(server_args, "enable_dp_attention", False)))
 
 
 def check(

@@ -5,16 +5,15 @@ A fork server imports SGLang once; every case is a fork of it with its own distr
 
 from __future__ import annotations
 
-import io
 import json
 import multiprocessing
 import os
 import runpy
 import sys
+import tempfile
 import traceback
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -107,15 +106,20 @@ def _launch(arguments: list[str]) -> tuple[int, list[str]]:
 
 
 def _ended(run: Callable[[], Any]) -> tuple[int, list[str]]:
-    """Exit code of what ends the process, and the lines of ours that it left."""
-    output = io.StringIO()
-    try:
-        with redirect_stdout(output), redirect_stderr(output):
+    """Exit code of what ends the process, and the lines of ours that it left, on whatever writes to its descriptors."""
+    with tempfile.TemporaryFile() as output:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(output.fileno(), stream.fileno())
+        try:
             run()
-    except SystemExit as end:
-        lines = [line for line in output.getvalue().splitlines() if line.startswith("indexcache: ")]
-        return int(end.code or 0), lines
-    raise AssertionError(f"it went on: {output.getvalue()[-1000:]}")
+        except SystemExit as end:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            output.seek(0)
+            lines = output.read().decode(errors="replace").splitlines()
+            return int(end.code or 0), [line for line in lines if line.startswith("indexcache: ")]
+        output.seek(0)
+        raise AssertionError(f"it went on: {output.read()[-1000:].decode(errors='replace')}")
 
 
 def load(model: Path, **environment: str) -> tuple[int, list[str]]:

@@ -83,8 +83,6 @@ if __name__ == "__main__":
     if hasattr(one, "end_weight_update"):
         one.end_weight_update()
     update("healed-again", lambda: one.update_weights_from_disk(model))
-    update("release", lambda: one.release_memory_occupation())
-    update("resume", lambda: one.resume_memory_occupation())
     one.shutdown()  # ends the processes of all engines of this one
     ask(start(moe, None, json.dumps({"indexcache": second})), "second")
 """
@@ -152,8 +150,6 @@ def check_updates(said: dict[str, Any]) -> None:
         assert said[name]["state"]["proven"] and "reason" not in said[name]["state"]
     assert said["tensor"]["success"]
     assert not said["tensor"]["state"]["proven"] and "update_weights_from_tensor" in said["tensor"]["state"]["reason"]
-    assert "release_memory_occupation" in said["release"]["state"]["reason"]
-    assert "resume_memory_occupation" in said["resume"]["state"]["reason"]
 
 
 def test_ray_is_refused_before_anything_is_built(tmp_path: Path) -> None:
