@@ -150,6 +150,23 @@ def test_a_file_for_another_model_is_refused(model_folder: Path, token_file: Pat
     assert result.exit_code == 2 and "model.num_layers: file has 16" in result.stderr
 
 
+def test_names_are_no_markup_and_long_tables_are_several(
+    model_folder: Path, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a folder, a pattern and a source; on 60 columns."""
+    monkeypatch.setenv("COLUMNS", "60")
+    folder, source = tmp_path / "x[/b] :x:", tmp_path / "[bold]s[/b].jsonl"
+    source.write_bytes(token_file.read_bytes())
+    file = write_pattern(Pattern("FSSFSS"), model_folder, tmp_path / "a.yaml")
+    more = ["--pattern", f"[/b] [red]={file}@1/3", "--pattern", "b=FSSFSS"]
+    result = run(*options(model_folder, source, folder), *more)
+    assert result.exit_code == 0, result.output
+    assert f"Wrote {folder / 'eval.json'}" in result.stdout
+    lines = result.stdout.splitlines()
+    assert sum("[/b] [red]" in line for line in lines) >= 2
+    assert max(len(line) for line in lines if line.startswith(("│", "┃"))) <= 60 and "increase" in result.stdout
+
+
 # -- servers
 
 

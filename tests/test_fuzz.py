@@ -18,23 +18,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import TypeAdapter
 from ruamel.yaml import YAML
+from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from indexcache_search.cli import app as search_app
 from indexcache_search.compare.endpoints import Endpoint
 from indexcache_search.data.packing import build_token_sets
 from indexcache_search.data.reader import TokenReader
+from indexcache_search.data.stored import save_set
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerBusyError, ServerLostError
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.loading import read_config
+from indexcache_search.records import Sealer, append
 from sglang_indexcache import IndexCacheError, Pattern, PatternFile, connection, files, http_client
 from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.command_line import ending
 from sglang_indexcache.families import describe
+from sglang_indexcache.naming import naming
 from sglang_indexcache.servers import differences
-from tests.conftest import VOCAB, tiny_config
+from tests.conftest import VOCAB, random_tokens, tiny_config
 from tests.test_pattern_file import GOOD
 
 SECONDS = 10.0
@@ -285,6 +291,51 @@ def test_fifty_failing_file_systems(
         assert len(lines) == (result.exit_code == 2) and "Traceback" not in result.output
         for path in output.glob("pattern*.yaml"):
             PatternFile.load(path)
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    """A function that only raises."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    return fail
+
+
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of journals, arrays and weights; the operating system names no file that it can't write to."""
+    monkeypatch.setattr(os, "fsync", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    with open(tmp_path / "journal.jsonl", "wb") as file, pytest.raises(OSError, match=r"journal\.jsonl"):
+        append(file, Sealer(), {"a": 1})
+    monkeypatch.setattr(np, "save", raising(OSError("30 requested and 0 written")))
+    with pytest.raises(OSError) as caught:
+        save_set(random_tokens(), tmp_path / "set")
+    assert ending(caught.value) == (f"{tmp_path / 'set' / 'tokens.npy'}: 30 requested and 0 written", 2)
+    with pytest.raises(OSError) as caught, naming(tmp_path / "w.safetensors"):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert ending(caught.value) == (f"{tmp_path / 'w.safetensors'}: No space left on device", 2)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("can't start new thread"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_no_memory_is_one_line(error: Exception) -> None:
+    """As allocators, loaders and threads say it, and where something else was raised of it."""
+    wrapped = RuntimeError("while that was handled")
+    wrapped.__context__ = error
+    for found in (error, wrapped):
+        line, code = ending(found)
+        assert code == 2 and line.startswith("out of memory") and "\n" not in line
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder", "large", "nothing", "long"])

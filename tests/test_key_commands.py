@@ -20,6 +20,7 @@ from indexcache_search.key_search import STEP, Curves, allocate
 from sglang_indexcache import Pattern
 from sglang_indexcache.selection import Selection
 from tests.conftest import LAYERS, PAGES, VOCAB
+from tests.patterns import write_pattern
 
 KEYS = ["--attention", "key_delta"]
 
@@ -81,6 +82,19 @@ def test_a_comparison_at_equal_savings(dense_folder: Path, texts: Path, replies:
     page = (tmp_path / "out" / "eval.html").read_text()
     assert "What is left out" in page and page.count("<svg") == 2
     assert "skips reading" in done.output and "differences above 0.9" in done.output
+
+
+def test_a_pattern_file_is_compared_at_each_retention(dense_folder: Path, texts: Path, tmp_path: Path) -> None:
+    """One that names none of its own, beside plans for keys, as without them."""
+    file = write_pattern(Pattern("FSSFSS", PAGES), dense_folder, tmp_path / "a.yaml")
+    options = ["--model", dense_folder, *KEYS, "--threshold", "0.5", "--no-rivals", "--evaluation", texts,
+               "--seq-len", 160, "--num-sequences", 2, "--pattern", f"mine={file}", "--retain", "1/3",
+               "--output", tmp_path / "out", "--json"]  # fmt: skip
+    done = evaluate(*options)
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["held_out"]["rows"]
+    assert [row["name"] for row in rows] == ["baseline", "differences above 0.5", "mine"]
+    assert rows[2]["retention"] == "1/3" and rows[2]["kl"]["mean"] > 0
 
 
 def test_a_comparison_goes_on_where_it_ended(

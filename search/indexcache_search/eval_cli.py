@@ -124,7 +124,7 @@ def evaluate(
     sink_pages: Annotated[int | None, typer.Option(help=flags.SINK_PAGES, callback=bounded.tokens(0))] = None,
     score: Annotated[str | None, typer.Option(help=flags.SCORE)] = None,
     steps: Annotated[str, typer.Option(help=f"{flags.STEPS}; none,ema:0.9: each.")] = "",
-    samples: Annotated[int, typer.Option(help="Samples of each task.", callback=bounded.sequences(2))] = 16,
+    samples: Annotated[int, typer.Option(help="Samples of each task.", callback=bounded.within(2, 10_000))] = 16,
     haystack: Annotated[str, typer.Option(help="Source of the text around a task's needles.")] = "demo:text",
     reply: Annotated[
         int | None,

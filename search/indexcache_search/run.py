@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from indexcache_search import demo, metrics, tables
 from indexcache_search.comparison import compare, comparison_lines
@@ -111,7 +111,7 @@ def run(model: str, data: Data, runtime: Runtime, settings: Settings, files: Fil
         NonFiniteLossError: if a loss is NaN or infinite.
     """
     with ExitStack() as stack:
-        with console.status(escape(f"Loading {model}")):
+        with console.status(Text(f"Loading {model}")):
             with doing("reading the data"):
                 reader, calibration, held_out = _load_data(model, data, settings, runtime)
             with doing("loading the model"):

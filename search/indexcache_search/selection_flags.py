@@ -9,6 +9,7 @@ from indexcache_search.errors import SearchError
 from sglang_indexcache.selection import COMPRESSED_KEYS, DEFAULT, SCORES, Selection
 from sglang_indexcache.steps import GRAMMAR, NO_MEMORY, Steps
 
+MOST = 64  # selections of one comparison, each of which is evaluated
 NOSAS = Selection(page_tokens=64, pages=64, recent_pages=16, sink_pages=1, score=COMPRESSED_KEYS)
 """The paper's sizes (arXiv 2510.13602): blocks of 64, one sink, a window of 16."""
 _DEFAULTS = {DEFAULT.score: DEFAULT, NOSAS.score: NOSAS}
@@ -50,6 +51,10 @@ def selections_of(
     if any(not (word.isascii() and word.isdecimal() and len(word) < 9) for word in numbers):
         raise SearchError(f"--pages is {pages[:60]}, expected numbers like 16,64,256")
     policies = [Steps.parse(word.strip()) for word in steps.split(",")] if steps else [NO_MEMORY]
+    if len(numbers) * len(policies) > MOST:
+        raise SearchError(
+            f"--pages and --steps name {len(numbers) * len(policies)} selections, expected at most {MOST}"
+        )
     share = default.pages // default.recent_pages
     found = [
         Selection(

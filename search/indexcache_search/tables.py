@@ -74,52 +74,55 @@ def label(row: Row) -> str:
 
 
 def terminal_tables(held_out: HeldOut, width: int) -> list[Table]:
-    """The comparison for a terminal of `width` columns: one table, or several below each other where one is too wide.
-
-    Sources have no standard errors then.
-    """
+    """The comparison for a terminal of `width` columns; sources have standard errors where one table holds it all."""
     shown = shown_rows(held_out)
     lines = [columns(held_out), *(cells(row, held_out) for row in shown)]
     title = "Held-out comparison: loss, its increase over the baseline; sources with a loss mask: accuracy"
-    everything = range(len(lines[0]))
-    if _width(lines, everything) <= width:
-        return [_table(title, lines, everything, shown)]
+    groups = [row.retention for row in shown]
+    name = 1 if of_keys(held_out) else 2
+    tables = fitted(title, lines, name, width, groups)
+    if len(tables) == 1:
+        return tables
     first = len(lines[0]) - len(held_out.sources)
-    lines = [[*line[:first], *(text.partition(" ±")[0] for text in line[first:])] for line in lines]
+    sources = [[*line[:name], *(text.partition(" ±")[0] for text in line[first:])] for line in lines]
     by_source = "By source: increase of the loss; with a loss mask: accuracy. A wider terminal has ± as well."
-    name = range(1 if of_keys(held_out) else 2)
-    return [
-        _table(words, lines, part, shown)
-        for words, rest in ((title, range(len(name), first)), (by_source, range(first, len(lines[0]))))
-        for part in _parts(lines, name, rest, width)
-    ]
+    lines = [line[:first] for line in lines]
+    return [*fitted(title, lines, name, width, groups), *fitted(by_source, sources, name, width, groups)]
 
 
-def _parts(lines: list[list[str]], name: Sequence[int], rest: Sequence[int], width: int) -> list[list[int]]:
-    """Columns of tables that each begin with `name`, and have as many of `rest` as fit."""
+def fitted(
+    title: str, lines: Sequence[Sequence[str]], name: int, width: int, groups: Sequence[object] = ()
+) -> list[Table]:
+    """A table for a terminal, or several below each other where one is too wide; what is in them is no markup.
+
+    Args:
+        title: of the first.
+        lines: titles of the columns, then the rows.
+        name: how many of the first columns each table begins with.
+        width: of the terminal.
+        groups: by row, what it belongs to; lines are drawn between groups.
+    """
     parts: list[list[int]] = []
-    for column in rest:
+    for column in range(name, len(lines[0])):
         if not parts or _width(lines, [*parts[-1], column]) > width:
-            parts.append([*name])
+            parts.append([*range(name)])
         parts[-1].append(column)
-    return parts
+    return [_table(title if number == 0 else "", lines, part, groups) for number, part in enumerate(parts)]
 
 
-def _width(lines: list[list[str]], part: Sequence[int]) -> int:
+def _width(lines: Sequence[Sequence[str]], part: Sequence[int]) -> int:
     """What a table of some columns takes, borders included."""
     return 1 + sum(3 + max(cell_len(line[column]) for line in lines) for column in part)
 
 
-def _table(title: str, lines: list[list[str]], part: Sequence[int], rows: Sequence[Row]) -> Table:
-    table = Table(title=title)
+def _table(title: str, lines: Sequence[Sequence[str]], part: Sequence[int], groups: Sequence[object]) -> Table:
+    table = Table(title=Text(title) if title else None)
     for column in part:
         table.add_column(Text(lines[0][column]), justify="left" if column == 0 else "right", overflow="fold")
-    previous = None
-    for row, line in zip(rows, lines[1:], strict=True):
-        if previous not in (None, row.retention):
+    for number, line in enumerate(lines[1:]):
+        if number and groups and groups[number] != groups[number - 1]:
             table.add_section()
         table.add_row(*(Text(line[column]) for column in part))
-        previous = row.retention
     return table
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import jinja2
 import numpy as np
 from rich.table import Table
-from rich.text import Text
 
 from indexcache_search import estimates, metrics, tables
 from indexcache_search.compare.held_out import HeldOut
@@ -104,16 +103,11 @@ def _mean(values: Any) -> Estimate:
     return Estimate(float(np.mean(values)), error)
 
 
-def task_table(result: ComparisonResult) -> Table | None:
-    """Tasks for a terminal: the share of answers given, and its change; `None` without tasks."""
+def task_tables(result: ComparisonResult, width: int) -> list[Table]:
+    """Tasks for a terminal of `width` columns: the share of answers given, and its change; none without tasks."""
     table = result.held_out
     tasks = [source for source in table.sources if table.rows[0].by_source[source].generated is not None]
-    if not tasks:
-        return None
-    shown = Table(title="Generated tasks: share of the answers given (change from the baseline)")
-    shown.add_column("pattern")
-    for task in tasks:
-        shown.add_column(Text(task.removesuffix("-style")), justify="right", no_wrap=True)
+    lines = [["pattern", *(task.removesuffix("-style") for task in tasks)]]
     for row in table.rows:
         if row.kind in (MEAN, BEST):
             continue  # a summary of several patterns
@@ -123,8 +117,8 @@ def task_table(result: ComparisonResult) -> Table | None:
             assert value is not None and change is not None
             error = "" if change.stderr is None else f" ±{change.stderr:.3f}"
             cells.append(f"{value.mean:.3f}" + ("" if row.kind == BASELINE else f" ({change.mean:+.3f}{error})"))
-        shown.add_row(*map(Text, cells))
-    return shown
+        lines.append(cells)
+    return tables.fitted("Generated tasks: share of the answers given (change from the baseline)", lines, 1, width)
 
 
 def write(result: ComparisonResult, folder: Path) -> None:

@@ -270,9 +270,8 @@ def show(comparison: ComparisonResult, output: Path, out: Console) -> None:
 
     for table in tables.terminal_tables(comparison.held_out, out.width):
         out.print(table)
-    answers = result.task_table(comparison)
-    if answers is not None:
-        out.print(answers)
+    for table in result.task_tables(comparison, out.width):
+        out.print(table)
     for line in comparison.findings:
         out.print(line, soft_wrap=True)
     out.print(f"Wrote {output / 'eval.json'}, {output / 'eval.html'}", soft_wrap=True)

@@ -223,7 +223,8 @@ def _show(found: OffloadResult, model: str | None, folder: Path, out: Console) -
     from indexcache_search.offload import result
 
     for plan in found.plans:
-        out.print(result.terminal_table(plan))
+        for table in result.terminal_tables(plan, out.width):
+            out.print(table)
     names = ["offload.json", "offload.html", *(["pattern.yaml"] if found.choice else [])]
     said = result.sentence(found)
     if said is not None:

@@ -11,10 +11,10 @@ from typing import Any
 import jinja2
 from pydantic import BaseModel, ConfigDict, Field
 from rich.table import Table
-from rich.text import Text
 
 from indexcache_search.estimates import Estimate
 from indexcache_search.report.figures import misses_figure
+from indexcache_search.tables import fitted
 from sglang_indexcache.files import write_atomically
 
 SCHEMA = "indexcache-offload/v2"
@@ -178,14 +178,9 @@ def heading(plan: PlanTraffic) -> str:
     return f"{plan.name}: {loss}; {plan.everything / 1e9:.3f} GB a request{fits}"
 
 
-def terminal_table(plan: PlanTraffic) -> Table:
-    """One pattern for a terminal."""
-    table = Table(title=Text(heading(plan)), title_justify="left")
-    for column in COLUMNS:
-        table.add_column(column, justify="right", no_wrap=True)
-    for buffer in plan.buffers:
-        table.add_row(*map(Text, cells(buffer)))
-    return table
+def terminal_tables(plan: PlanTraffic, width: int) -> list[Table]:
+    """One pattern for a terminal of `width` columns."""
+    return fitted(heading(plan), [COLUMNS, *map(cells, plan.buffers)], 1, width)
 
 
 def _with_error(estimate: Estimate, form: str = ".1f") -> str:
