@@ -162,7 +162,8 @@ def test_a_pipe_that_waits_gets_everything(tmp_path: Path) -> None:
 
 def moments(count: int, seed: int) -> list[float]:
     """Random moments, seconds after a process began to answer signals."""
-    return [0.0, *(random.Random(seed).uniform(0, 4) ** 1.5 / 2 for _ in range(count - 1))]
+    rng = random.Random(seed)
+    return [0.0, *(rng.uniform(0, 4) ** 1.5 / 2 for _ in range(count - 1))]
 
 
 def commands(model: Path, dense: Path, data: Path, folder: Path) -> dict[str, list[object]]:

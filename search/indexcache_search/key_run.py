@@ -107,7 +107,9 @@ def run(
         engine.check_unchanged()
         paths = tuple(_save(item, engine, calibration, journal, files.folder) for item in found)
         for item, path in zip(found, paths, strict=True):
-            console.print(f"{item.asked:g}: {item.plan.name}; one threshold: {item.uniform.values[0]:g}")
+            console.print(
+                f"{item.asked:g}: {item.plan.name}; one threshold: {item.uniform.values[0]:g}", soft_wrap=True
+            )
             console.print(f"Wrote {path}", soft_wrap=True)
         with doing("held-out comparison"), bar(console) as progress:
             task = progress.add_task("held-out comparison", total=1 + 4 * len(found) + len(keys.BITS))
@@ -170,7 +172,7 @@ def _search(
         task = progress.add_task("thresholds of single layers", total=None)
         listeners = KeyListeners(
             planned=lambda plans: progress.update(task, total=plans),
-            notice=lambda line: console.print(line),
+            notice=lambda line: console.print(line, soft_wrap=True),
         )
         evaluator = Evaluator(engine, calibration, "kl", journal, "calibration", lambda _: progress.advance(task))
         return KeySearch(engine.key_runs, evaluator, costs, nothing, listeners).find(shares)

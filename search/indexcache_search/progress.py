@@ -101,7 +101,7 @@ class SearchProgress:
         if self._task is not None:
             self._progress.update(self._task, visible=False)
         if not self._console.is_terminal:
-            self._console.print(name + (f": {total} sequences" if total else ""))
+            self.notice(name + (f": {total} sequences" if total else ""))
         self._task = self._progress.add_task(name, total=total, best="")
 
     def evaluated(self, evaluation: Evaluation) -> None:

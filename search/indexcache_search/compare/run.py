@@ -183,7 +183,7 @@ def built_of(
     for note in reader.notes:
         warn(console, note)
     if built.left_out:
-        console.print(f"left out {built.left_out} documents that a {what} was calibrated on", style="yellow")
+        warn(console, f"left out {built.left_out} documents that a {what} was calibrated on")
     return built
 
 
