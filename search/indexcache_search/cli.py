@@ -91,7 +91,7 @@ NEEDS: Needs = {
     **dict.fromkeys(("chat_template", "turns", "skip_bad_rows", "dry_run"), ()),
     **dict.fromkeys(("report", "json_"), (PATTERNS, WITH_RESULTS)),
     **dict.fromkeys(("queries", "rescore"), (PATTERNS, HERE)),
-    **dict.fromkeys(("pages", "page_tokens", "recent_pages", "sink_pages", "score", "steps"), (PATTERNS, HERE)),
+    **dict.fromkeys(("pages", "page_tokens", "recent_pages", "sink_pages", "score", "steps"), (PATTERNS,)),
     **dict.fromkeys(("skip", "window", "max_window", "recent_keys"), (KEYS,)),
     **dict.fromkeys(("price_context", "decode_retain"), (PATTERNS, PRICED)),
     **dict.fromkeys(("device", "dtype"), (OWN,)),
