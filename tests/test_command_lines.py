@@ -63,7 +63,7 @@ def test_bounds_say_why(module: ModuleType, arguments: list[str], line: str) -> 
 # -- options that a mode does not read
 
 RUNS = ("run.run", "key_run.run", "compare.run.run", "compare.keys.run", "distill.run.run", "eviction.run.run")
-AFTERWARDS = {"json_", "max_increase"}  # read when a run is over
+AFTERWARDS = {"json_", "max_increase", "dry_run"}  # read when a run is over, or in the place of one
 URL = ["http://127.0.0.1:9"]
 MODES: dict[str, list[dict[str, Any]]] = {
     "search": [
@@ -106,6 +106,7 @@ VALUES: dict[str, Any] = {
     "haystack": "b",
     "threshold": "0.7",
     "loss": "own",
+    "turns": "each",
     "bias": "training",
     "schedule": "wsd",
     "shared_indexers": "keep",
@@ -166,9 +167,17 @@ def test_every_option_is_classified(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_read_or_refused_in_every_mode(
-    name: str, asked: list[str], model_folder: Path, dense_folder: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    asked: list[str],
+    model_folder: Path,
+    dense_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module: Any = COMMANDS[name]
+    (tmp_path / "template").write_text("{{ messages }}")
+    monkeypatch.setitem(VALUES, "chat_template", tmp_path / "template")
     data = {"search": "calibration", "eval": "evaluation", "distill": "training", "offload": "evaluation"}[name]
     refused = 0
     for mode in MODES[name]:
