@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -20,11 +21,12 @@ def naming(path: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-    except Exception as error:
-        number = _NUMBER.search(str(error))
-        if number is None:
+        if error.filename is not None:
             raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+        number = errno.EIO if error.errno is None else error.errno  # NumPy only says how much was not written
+        raise OSError(number, error.strerror or str(error), str(path)) from None
+    except Exception as error:
+        found = _NUMBER.search(str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from None

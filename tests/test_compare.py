@@ -156,6 +156,7 @@ def test_names_are_no_markup_and_long_tables_are_several(
     """Of a folder, a pattern and a source; on 60 columns."""
     monkeypatch.setenv("COLUMNS", "60")
     folder, source = tmp_path / "x[/b] :x:", tmp_path / "[bold]s[/b].jsonl"
+    source.parent.mkdir()
     source.write_bytes(token_file.read_bytes())
     file = write_pattern(Pattern("FSSFSS"), model_folder, tmp_path / "a.yaml")
     more = ["--pattern", f"[/b] [red]={file}@1/3", "--pattern", "b=FSSFSS"]

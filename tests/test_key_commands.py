@@ -86,7 +86,7 @@ def test_a_comparison_at_equal_savings(dense_folder: Path, texts: Path, replies:
 
 def test_a_pattern_file_is_compared_at_each_retention(dense_folder: Path, texts: Path, tmp_path: Path) -> None:
     """One that names none of its own, beside plans for keys, as without them."""
-    file = write_pattern(Pattern("FSSFSS", PAGES), dense_folder, tmp_path / "a.yaml")
+    file = write_pattern(Pattern("DSSDSS", PAGES), dense_folder, tmp_path / "a.yaml")
     options = ["--model", dense_folder, *KEYS, "--threshold", "0.5", "--no-rivals", "--evaluation", texts,
                "--seq-len", 160, "--num-sequences", 2, "--pattern", f"mine={file}", "--retain", "1/3",
                "--output", tmp_path / "out", "--json"]  # fmt: skip
