@@ -2,7 +2,11 @@
 
 python -m scripts.build_demo --corpus build/corpus --model build/demo
 
-Or write data of the same kind to another folder, of any length and as much as is asked for (`bench_search --data`):
+What ships is text of the public domain that training set aside, and recall tasks planted in it. Without `--model` the
+model that is there stays, and the data are made anew.
+
+Or write data to another folder, of any length and as much as is asked for, for oneself (`bench_search --data`): of all
+documents that training set aside, whatever their licence.
 
 python -m scripts.build_demo --corpus build/corpus --data build/data4096 --seq-len 4096 --calibration-recall 64
 """
@@ -10,13 +14,18 @@ python -m scripts.build_demo --corpus build/corpus --data build/data4096 --seq-l
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from torch import Tensor
 
 from indexcache_search import demo
 from scripts.demo_model.recall import ANSWER, RecallTasks
@@ -26,6 +35,8 @@ CALIBRATION_SEED, EVALUATION_SEED = 101, 202
 CALIBRATION_RECALL_PER_TASK = 8
 EVALUATION_RECALL = 48
 TEXT_CHARS = {"calibration": 200_000, "evaluation": 240_000}
+PARTS = ("calibration", "evaluation")
+LEAST_DOCUMENT_CHARS = 400
 MAX_DOCUMENT_CHARS = 6_000  # of a document that ships: more, shorter documents say more about a language model
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -37,11 +48,25 @@ TOKENIZER_CONFIG = {
 }
 
 
-def write_text(source: Path, target: Path, characters: int) -> None:
-    """Write documents from `source` until they hold `characters`."""
+def read_rows(corpus: Path, part: str) -> list[dict[str, Any]]:
+    """The documents that training set aside for `part`."""
+    return [json.loads(line) for line in (corpus / f"{part}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def split_lines(text: str) -> list[str]:
+    """Whole lines of `text`, in pieces of at most `MAX_DOCUMENT_CHARS` (a line that is longer stays whole)."""
+    pieces = [""]
+    for line in text.splitlines(keepends=True):
+        if len(pieces[-1]) + len(line) > MAX_DOCUMENT_CHARS:
+            pieces.append("")
+        pieces[-1] += line
+    return pieces
+
+
+def write_text(documents: Sequence[str], target: Path, characters: int) -> None:
+    """Write `documents` until they hold `characters`."""
     lines, total = [], 0
-    for line in source.read_text(encoding="utf-8").splitlines():
-        text = json.loads(line)["text"][:MAX_DOCUMENT_CHARS]
+    for text in documents:
         lines.append(json.dumps({"text": text}, ensure_ascii=False))
         total += len(text)
         if total >= characters:
@@ -59,34 +84,94 @@ def write_recall(tasks: RecallTasks, names: tuple[str, ...], each: int, seq_len:
     target.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def write_data(corpus: Path, data: Path, seq_len: int, calibration_recall: int, text_chars: Mapping[str, int]) -> None:
-    """Write the calibration and held-out sets: text as it is, recall tasks as sequences of `seq_len` tokens."""
-    data.mkdir(parents=True, exist_ok=True)
-    write_text(corpus / "calibration.jsonl", data / "calibration-text.jsonl", text_chars["calibration"])
-    write_text(corpus / "evaluation.jsonl", data / "text.jsonl", text_chars["evaluation"])
+@dataclass(frozen=True)
+class Source:
+    """What one part of the data is made of.
+
+    Attributes:
+        documents: its text.
+        stream: `[tokens]` int32 of text that recall tasks are planted in.
+    """
+
+    documents: Sequence[str]
+    stream: Tensor
+
+
+def set_aside(corpus: Path) -> dict[str, Source]:
+    """Everything that training set aside, whatever its licence: for oneself."""
     arrays = np.load(corpus / "corpus.npz")
-    words = torch.from_numpy(arrays["words"])
-    parts = {name: torch.from_numpy(arrays[name].astype(np.int32)) for name in ("calibration", "evaluation")}
-    tasks = RecallTasks(parts["calibration"], words, CALIBRATION_SEED)
+    return {
+        part: Source(
+            [row["text"][:MAX_DOCUMENT_CHARS] for row in read_rows(corpus, part)],
+            torch.from_numpy(arrays[part].astype(np.int32)),
+        )
+        for part in PARTS
+    }
+
+
+def public_domain(corpus: Path) -> dict[str, Source]:
+    """Text of the public domain that training set aside, in pieces, by turns for calibration and for evaluation."""
+    tokenizer = Tokenizer.from_file(str(corpus / "tokenizer.json"))
+    end = tokenizer.token_to_id(TOKENIZER_CONFIG["eos_token"])
+    texts = [row["text"] for part in PARTS for row in read_rows(corpus, part) if row["public_domain"]]
+    pieces = [piece for text in texts for piece in split_lines(text) if len(piece) >= LEAST_DOCUMENT_CHARS]
+    pieces.sort(key=lambda piece: hashlib.sha256(piece.encode()).digest())
+    return {
+        part: Source(
+            pieces[turn :: len(PARTS)],
+            torch.tensor(
+                [token for text in pieces[turn :: len(PARTS)] for token in (*tokenizer.encode(text).ids, end)],
+                dtype=torch.int32,
+            ),
+        )
+        for turn, part in enumerate(PARTS)
+    }
+
+
+def write_data(
+    corpus: Path,
+    sources: Mapping[str, Source],
+    data: Path,
+    seq_len: int,
+    calibration_recall: int,
+    text_chars: Mapping[str, int],
+) -> None:
+    """Write the calibration and held-out sets: text as it is, recall tasks as sequences of `seq_len` tokens.
+
+    Args:
+        corpus: what `scripts.demo_model.corpus` wrote, for the words of recall tasks.
+        sources: what each of `PARTS` is made of.
+        data: folder to write to.
+        seq_len: tokens of a recall sequence.
+        calibration_recall: recall sequences of each task, for calibration.
+        text_chars: of each of `PARTS`, at most.
+    """
+    data.mkdir(parents=True, exist_ok=True)
+    write_text(sources["calibration"].documents, data / "calibration-text.jsonl", text_chars["calibration"])
+    write_text(sources["evaluation"].documents, data / "text.jsonl", text_chars["evaluation"])
+    words = torch.from_numpy(np.load(corpus / "corpus.npz")["words"])
+    tasks = RecallTasks(sources["calibration"].stream, words, CALIBRATION_SEED)
     write_recall(tasks, demo.RECALL_TASKS, calibration_recall, seq_len, data / "calibration-recall.jsonl")
     for name in demo.RECALL_TASKS:
-        tasks = RecallTasks(parts["evaluation"], words, EVALUATION_SEED)
+        tasks = RecallTasks(sources["evaluation"].stream, words, EVALUATION_SEED)
         write_recall(tasks, (name,), EVALUATION_RECALL, seq_len, data / f"{name}.jsonl")
 
 
-def main(corpus: Path, model: Path) -> None:
+def main(corpus: Path, model: Path | None) -> None:
     demo.MODEL.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(model / name, demo.MODEL / name)
-    shutil.copyfile(corpus / "tokenizer.json", demo.MODEL / "tokenizer.json")
+    if model is not None:
+        for name in ("config.json", "model.safetensors"):
+            shutil.copyfile(model / name, demo.MODEL / name)
+        shutil.copyfile(corpus / "tokenizer.json", demo.MODEL / "tokenizer.json")
     (demo.MODEL / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=2) + "\n")
-    write_data(corpus, demo.FOLDER / "data", SEQ_LEN, CALIBRATION_RECALL_PER_TASK, TEXT_CHARS)
+    folder = demo.FOLDER / "data"
+    write_data(corpus, public_domain(corpus), folder, SEQ_LEN, CALIBRATION_RECALL_PER_TASK, TEXT_CHARS)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=Path("build/corpus"))
-    parser.add_argument("--model", type=Path, default=Path("build/demo"))
+    parser.add_argument("--model", type=Path, help="a trained model; without it the one that ships stays")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="write data alone, here")
     parser.add_argument("--seq-len", type=int, default=SEQ_LEN, help="tokens of a sequence, for --data")
     parser.add_argument("--calibration-recall", type=int, default=CALIBRATION_RECALL_PER_TASK, help="sequences a task")
@@ -98,4 +183,5 @@ if __name__ == "__main__":
         characters = {**TEXT_CHARS, "calibration": options.text_chars}
         if options.seq_len > SEQ_LEN:
             characters["evaluation"] *= options.seq_len // SEQ_LEN
-        write_data(options.corpus, options.data, options.seq_len, options.calibration_recall, characters)
+        sources = set_aside(options.corpus)
+        write_data(options.corpus, sources, options.data, options.seq_len, options.calibration_recall, characters)

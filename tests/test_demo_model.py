@@ -114,7 +114,8 @@ def test_data_of_any_length(tmp_path: Path) -> None:
     for name in ("calibration", "evaluation"):
         lines = [json.dumps({"text": f"{name} {number} " * 50}) for number in range(30)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    build_demo.write_data(tmp_path, tmp_path / "data", 200, 3, {"calibration": 3000, "evaluation": 2000})
+    sources = build_demo.set_aside(tmp_path)
+    build_demo.write_data(tmp_path, sources, tmp_path / "data", 200, 3, {"calibration": 3000, "evaluation": 2000})
     rows = [json.loads(line) for line in (tmp_path / "data" / "calibration-recall.jsonl").read_text().splitlines()]
     assert len(rows) == 3 * len(demo.RECALL_TASKS) and all(len(row["input_ids"]) == 200 for row in rows)
     assert all(0 < sum(row["loss_mask"]) < 200 for row in rows)

