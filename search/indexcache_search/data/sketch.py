@@ -42,9 +42,16 @@ class Sketch:
 
     def covers(self, tokens: NDArray[Any]) -> bool:
         """Whether most of a text's sampled windows were added before; what documents of a kind share is less."""
-        hashes = _hashes(tokens)
-        sampled = set(hashes[hashes < self._limit].tolist())
+        sampled = self._sampled(tokens)
         return bool(sampled) and len(sampled & self._hashes) >= MOSTLY * len(sampled)
+
+    def common(self, tokens: NDArray[Any]) -> int:
+        """Count the different windows of a text, `[tokens]`, that are in this sketch."""
+        return len(self._sampled(tokens) & self._hashes)
+
+    def _sampled(self, tokens: NDArray[Any]) -> set[int]:
+        hashes = _hashes(tokens)
+        return set(hashes[hashes < self._limit].tolist())
 
     @classmethod
     def of(cls, texts: Iterable[NDArray[Any]], count: int = IN_A_FILE) -> Self:
