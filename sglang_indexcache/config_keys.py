@@ -83,8 +83,7 @@ class ConfigKeys:
             names = (key, *(alias for alias, meant in self.aliases.items() if meant == key))
             value = next((config[item] for item in names if config.get(item) is not None), default)
             if not _is_kind_of(value, default):
-                kind = "number" if default is None else type(default).__name__
-                raise ModelConfigError(f"{name}: config.json: {key} is {str(value)[:60]!r}, expected a {kind}")
+                raise ModelConfigError(f"{name}: config.json: {key} is {_short(value)}, expected {_kind_of(default)}")
             found[key] = value
         return {key: _plain(value) for key, value in found.items() if value != self.defaults[key]}
 
@@ -191,6 +190,11 @@ def _is_kind_of(value: Any, default: Any) -> bool:
     if isinstance(default, list):
         return isinstance(value, list) and all(isinstance(item, str) or _is_number(item) for item in value)
     return _is_number(value) or (value is None and default is None)
+
+
+def _kind_of(default: Any) -> str:
+    kinds = ((bool, "true or false"), (str, "a word"), (list, "a list of numbers or words"))
+    return next((kind for type_, kind in kinds if isinstance(default, type_)), "a number")
 
 
 def _plain(value: Any) -> Any:
