@@ -21,13 +21,14 @@ from sglang_indexcache.refusal import (
 
 KEY = "indexcache"  # in SGLang's model overrides, in /server_info and in what a scheduler says when it is ready
 ATTRIBUTE = "_indexcache"  # SGLang seals and shows the fields of its server arguments; others are pickled along
+_OFF = ("", "0")  # of variables that switch something on
 _REQUESTED = ("calibrate", "spec", "own", "allow")
 _MEMOS = ("_model_config", "model_config")  # what SGLang made of server arguments, with the pattern in it
 
 
 def environment_asks() -> bool:
     """Whether the environment asks for anything now."""
-    return bool(os.environ.get(PATTERN_VARIABLE)) or os.environ.get(CALIBRATE_VARIABLE) == "1"
+    return bool(os.environ.get(PATTERN_VARIABLE)) or os.environ.get(CALIBRATE_VARIABLE, "") not in _OFF
 
 
 def is_decided(server_args: Any) -> bool:
@@ -77,7 +78,7 @@ def refuse_unasked(launched: Any) -> None:
 
 
 def _decide(server_args: Any) -> dict[str, Any]:
-    spec, calibrate = os.environ.get(PATTERN_VARIABLE) or None, os.environ.get(CALIBRATE_VARIABLE) == "1"
+    spec, calibrate = os.environ.get(PATTERN_VARIABLE) or None, _is_on(CALIBRATE_VARIABLE)
     own = _own_section(server_args)
     if spec and calibrate:
         refuse(f"{PATTERN_VARIABLE} and {CALIBRATE_VARIABLE} are set, expected one of them")
@@ -85,8 +86,16 @@ def _decide(server_args: Any) -> dict[str, Any]:
         refuse(f"{CALIBRATE_VARIABLE} is set and the model overrides have an {KEY} section, expected one of them")
     if not calibrate and spec is None and own is None:
         return {}
-    allow = os.environ.get(ALLOW_MISMATCH_VARIABLE) == "1"
+    allow = _is_on(ALLOW_MISMATCH_VARIABLE)
     return {"engine": uuid4().hex, "calibrate": calibrate, "spec": spec, "own": own, "allow": allow}
+
+
+def _is_on(variable: str) -> bool:
+    """Whether a variable is `1`; ends the process if it is anything but that, `0` or empty."""
+    value = os.environ.get(variable, "")
+    if value not in (*_OFF, "1"):
+        refuse(f"{variable} is {value!r}, expected 1 or 0")
+    return value == "1"
 
 
 def _own_section(server_args: Any) -> Any:

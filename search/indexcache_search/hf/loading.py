@@ -73,7 +73,8 @@ def load_model(model: str, description: SparseModel, dtype: torch.dtype | str) -
     ):
         if names:
             more = f" ({len(names)} such weights)" if len(names) > 1 else ""
-            raise SearchError(f"{model}: {names[0]} {what}{more}; expected all weights of {description.architecture}")
+            wanted = f"all weights of {description.architecture}{_way_out(model, family)}"
+            raise SearchError(f"{model}: {names[0]} {what}{more}; expected {wanted}")
     for name, value in loaded.state_dict().items():
         if value.is_floating_point() and not family.indexer_layers([name]) & locked and not value.isfinite().all():
             raise SearchError(f"{model}: {name} is not finite; expected numbers alone")
