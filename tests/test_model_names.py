@@ -149,6 +149,11 @@ def test_a_quantised_checkpoint_that_transformers_cannot_load_has_a_way_out(
 ) -> None:
     quantised = {**config, "quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}}
     (tmp_path / "config.json").write_text(json.dumps(quantised))
+
+    def needs(*_: Any, **__: Any) -> None:
+        raise ImportError("compressed-tensors is not installed")
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_config", needs)
     with pytest.raises(SearchError) as error:
         loading.load_model(str(tmp_path), describe(quantised, "tiny"), "auto")
     assert str(error.value).endswith(f"; its weights are quantised (compressed-tensors), expected {instead}")
