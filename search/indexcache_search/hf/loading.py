@@ -177,16 +177,26 @@ def set_quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
+_RARE = "\ua66e"  # a letter of the Cyrillic alphabet that was used once
+
+
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub id.
 
     Raises:
-        SearchError: if there is none.
+        SearchError: if there is none, or one that refuses some text.
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**_place(model), trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain exceptions
         raise SearchError(f"{model}: no tokenizer found, and the data is text: {_one_line(error)}") from None
+    try:
+        tokenizer.encode(_RARE, add_special_tokens=False)
+    except Exception as error:
+        raise SearchError(
+            f"{model}: its tokenizer refuses words that it does not know, expected an unk_token that is in its"
+            f" vocabulary: {_one_line(error)}"
+        ) from None
     return tokenizer
 
 
