@@ -6,7 +6,7 @@ All flags of `sglang.launch_server`, and three of ours:
                                             (deploy/glm5.yaml@1/4), or letters (FSSSFSSS...)
     --indexcache-allow-config-mismatch      accept a file made for another config.json
     --indexcache-calibrate                  instead of a pattern: a server on which indexcache-search switches patterns
-                                            (SGLANG_INDEXCACHE_ADMIN_API_KEY: its --admin-api-key, unseen by others)
+                                            (SGLANG_INDEXCACHE_ADMIN_API_KEY: its --admin-api-key and --api-key, unseen)
 """
 
 from __future__ import annotations

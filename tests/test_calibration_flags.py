@@ -50,6 +50,10 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"tokenizer_worker_num": 2}, "calibration needs --tokenizer-worker-num 1"),
         ({"enable_dp_attention": True}, "calibration needs --enable-dp-lm-head with --enable-dp-attention"),
         ({"host": "0.0.0.0"}, "calibration on --host 0.0.0.0 needs --admin-api-key"),
+        (
+            {"host": "gpu7", "admin_api_key": "x"},
+            "calibration on --host gpu7 needs --api-key: whoever reaches it can read",
+        ),
         ({"host": "gpu7"}, "calibration on --host gpu7 needs --admin-api-key"),
         (
             {"family": DeepseekV4(), "pp_size": 2},
@@ -77,7 +81,7 @@ def test_refusals(check: Any, flags: dict[str, Any], message: str) -> None:
         {},
         {"host": "localhost"},
         {"host": "::1"},
-        {"host": "0.0.0.0", "admin_api_key": "secret"},
+        {"host": "0.0.0.0", "admin_api_key": "secret", "api_key": "secret"},
         {"enable_dp_attention": True, "enable_dp_lm_head": True},
         {"disaggregation_mode": "null", "tokenizer_worker_num": 1, "speculative_algorithm": None},
         {"pp_size": 2, "enable_return_indexer_topk": True},

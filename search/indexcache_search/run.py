@@ -44,6 +44,7 @@ from sglang_indexcache.address import Address
 from sglang_indexcache.command_line import doing
 from sglang_indexcache.families import family_of
 from sglang_indexcache.files import write_atomically
+from sglang_indexcache.redaction import redacted
 from sglang_indexcache.selection import Selection
 
 
@@ -111,7 +112,7 @@ def run(model: str, data: Data, runtime: Runtime, settings: Settings, files: Fil
         NonFiniteLossError: if a loss is NaN or infinite.
     """
     with ExitStack() as stack:
-        with console.status(Text(f"Loading {model}")):
+        with console.status(Text(f"Loading {redacted(model)}")):
             with doing("reading the data"):
                 reader, calibration, held_out = _load_data(model, data, settings, runtime)
             with doing("loading the model"):

@@ -27,6 +27,11 @@ _REFUSED = {
     "enable_hisparse": "it plans its prefetches for one pattern",
 }
 
+_KEYS = {
+    "admin_api_key": "whoever reaches it can switch the pattern",
+    "api_key": "whoever reaches it can read the other key from /server_info; one key may be both",
+}
+
 
 class CalibrationError(IndexCacheError):
     """A command line or request that calibration mode can't take."""
@@ -80,11 +85,10 @@ class Calibration:
             raise CalibrationError("calibration needs --tokenizer-worker-num 1: other workers don't load plugins")
         if getattr(server_args, "enable_dp_attention", False) and not getattr(server_args, "enable_dp_lm_head", False):
             raise CalibrationError("calibration needs --enable-dp-lm-head with --enable-dp-attention: logits are huge")
-        if not _is_loopback(server_args.host) and not getattr(server_args, "admin_api_key", None):
-            raise CalibrationError(
-                f"calibration on --host {server_args.host} needs --admin-api-key: whoever reaches it can switch the"
-                " pattern"
-            )
+        if not _is_loopback(server_args.host):
+            for name, reason in _KEYS.items():
+                if not getattr(server_args, name, None):
+                    raise CalibrationError(f"calibration on --host {server_args.host} needs {flag(name)}: {reason}")
 
         family, _ = self.schedule(at_revision(server_args.model_path, getattr(server_args, "revision", None)))
         for given, reason in refused_flags(family.refused_flags, server_args):
