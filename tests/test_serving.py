@@ -155,7 +155,6 @@ def test_the_key_of_a_calibration_server_comes_from_the_environment(monkeypatch:
     words = list(launch_server.prepare(["--indexcache-calibrate", "--model-path", "x", "--admin-api", "own"]))
     assert "--api-key=-secret" in words  # SGLang shows the other one in /server_info
     assert words.index("--admin-api-key=-secret") < words.index("--admin-api") and words[-2:] == ["--admin-api", "own"]
-    assert "--api-key=-secret" in words  # else /server_info would tell the admin's to everybody
     assert refusal.ADMIN_KEY_VARIABLE not in os.environ
     assert not any("--admin-api-key" in word for word in launch_server.prepare(["--indexcache-calibrate"]))
 
