@@ -228,3 +228,12 @@ def test_hub_ids_may_name_subset_and_split(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [("owner/name", "train"), ("owner/name", "sub", "train"), ("owner/name", "test")]
     with pytest.raises(DataError, match="a hub id is owner/name, owner/name:subset or with :split behind it"):
         read("owner/name:a:b:c")
+
+
+def test_a_hub_id_without_the_split_says_how_to_name_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: str, split: str, **__: Any) -> Any:
+        raise ValueError(f'Bad split: {split}. Available splits: ["test"]')
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(DataError, match=r"Available splits: .*; owner/name:subset:split names another split"):
+        read("owner/name")

@@ -173,6 +173,7 @@ def test_what_rows_say(row: dict[str, Any], expected: Tokens | Text | Chat) -> N
         ({"chosen": None, "rejected": "a"}, "chosen is null"),
         ({"prompt": "a", "completion": 7}, "completion is int, expected a string or a list"),
         ({"input": "a", "question": "b", "answer": "c"}, "question and input differ"),
+        ({"question": "b", "answer": "c", "system": 7}, "system is int, expected a string"),
         ({"context": "a", "question": "b", "answers": {"text": ["c"]}}, "answers is dict, expected a string"),
         ({"instruction": "a", "output": "b", "history": [["a"]]}, r"history\[0\] is not a list of a question and its"),
         ({"custom_id": "1", "response": {"body": {"choices": []}}}, "an answer of a batch without its prompt"),

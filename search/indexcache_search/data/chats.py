@@ -50,10 +50,14 @@ class Chat:
     plain: Text | None = None
 
 
-def pair(prompt: str, reply: str, *, system: str | None = None, before: Sequence[Message] = ()) -> Chat:
-    """A question and its answer; without a template they are two paragraphs."""
+def pair(prompt: str, reply: str, *, system: Any = None, before: Sequence[Message] = ()) -> Chat:
+    """A question and its answer; without a template they are two paragraphs.
+
+    Raises:
+        RowError: if `system` is there and no string.
+    """
     messages = [*before, {"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
-    if system:
+    if system is not None and string(system, "system"):
         messages.insert(0, {"role": "system", "content": system})
     earlier = [str(message["content"]) for message in messages[:-1]]
     return Chat(tuple(messages), plain=Text((("\n\n".join([*earlier, ""]), False), (reply, True))))

@@ -194,13 +194,17 @@ def _rows(batches: Iterator[Any]) -> Iterator[tuple[str, Record]]:
     for batch in batches:
         for row in batch.to_pylist():
             number += 1
-            yield f"row {number}", {name: without_nulls(value) for name, value in row.items()}
+            yield f"row {number}", table_row(row)
 
 
-def without_nulls(value: Any) -> Any:
-    """A value of a table without the null fields of its objects: there all objects have the fields of each."""
+def table_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row of a table without the null fields of its objects: in a table all objects have the fields of each."""
+    return {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
-        return [without_nulls(item) for item in value]
+        return [_without_nulls(item) for item in value]
     return value

@@ -128,8 +128,7 @@ def _instruction(row: Row) -> Chat:
             raise RowError(f"history[{number}] is not a list of a question and its answer")
         before.append({"role": "user", "content": string(turn[0], f"history[{number}][0]")})
         before.append({"role": "assistant", "content": string(turn[1], f"history[{number}][1]")})
-    system = None if row["system"] is None else string(row["system"], "system")
-    return pair("\n\n".join(words), string(row["output"], "output"), system=system, before=before)
+    return pair("\n\n".join(words), string(row["output"], "output"), system=row["system"], before=before)
 
 
 def _text(row: Row) -> Text:

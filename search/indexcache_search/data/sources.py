@@ -10,7 +10,7 @@ from typing import Any
 
 from indexcache_search import demo
 from indexcache_search.data.folders import Found, data_files
-from indexcache_search.data.formats import ENDINGS, Record, kind_of, records, without_nulls
+from indexcache_search.data.formats import ENDINGS, Record, kind_of, records, table_row
 from indexcache_search.errors import DataError
 from sglang_indexcache import IndexCacheError
 from sglang_indexcache.errors import one_line
@@ -42,7 +42,7 @@ def rows(source: str, seed: int, notice: Callable[[str], None] = lambda _: None)
             whole = load_dataset(name, *([subset] if subset else []), split=split or "train", streaming=True)
             shuffled = whole.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
             for number, row in enumerate(shuffled, 1):
-                yield f"{source}: row {number} of those read", without_nulls(row)
+                yield f"{source}: row {number} of those read", table_row(row)
             return
         for note in found.notes:
             notice(note)
@@ -52,7 +52,8 @@ def rows(source: str, seed: int, notice: Callable[[str], None] = lambda _: None)
     except IndexCacheError:
         raise
     except Exception as error:  # datasets, pyarrow and the hub client each have their own
-        raise DataError(f"{source}: can't be read: {one_line(error, 200) or type(error).__name__}") from None
+        split = "; owner/name:subset:split names another split" if "split" in str(error).lower() else ""
+        raise DataError(f"{source}: can't be read: {one_line(error, 200) or type(error).__name__}{split}") from None
 
 
 def _files(source: str) -> Found | None:
