@@ -55,7 +55,7 @@ def test_dry_runs_say_what_is_read_and_end(app: typer.Typer, tmp_path: Path) -> 
     lines = result.output.splitlines()
     assert re.fullmatch(r"note: skipped chat.jsonl: line \d+: not JSON( and \d+ more)?", lines[0])
     assert any(line.startswith("evaluation: 2 sequences of 512 tokens, ") for line in lines)
-    assert any("chat.jsonl: 2 sequences, " in line and " bad ones skipped, " in line for line in lines)
+    assert any("chat.jsonl: 2 sequences, " in line and ", bad ones skipped: " in line for line in lines)
     assert any(line.startswith("    rows: ") and line.endswith(" of messages; columns not read: id") for line in lines)
     [example] = [line for line in lines if line.startswith("    the first: <user>How?")]
     assert "How?\\tSo?" in example and "So\\u001b it is.\\n" in example and len(example) < 900

@@ -315,7 +315,7 @@ def test_bad_rows_are_named_counted_and_skipped(tmp_path: Path) -> None:
     reader = of(3)
     assert "--chat-template changed no row: none is a conversation" in reader.notes
     assert len(reader.readings[0].bad) == 3 and "and 2 more" in reader.notes[0]
-    assert str(reader.readings[0]) == "2 rows read, 3 bad ones skipped, 3 tokens, 3 of which count"
+    assert str(reader.readings[0]) == "rows read: 2, bad ones skipped: 3; tokens: 3, of which count: 3"
     with pytest.raises(DataError, match=r"line \d: .* \(2 bad rows were skipped before it\); --skip-bad-rows N skips"):
         of(2)
 

@@ -66,8 +66,8 @@ class Reading:
     example_ids: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        skipped = f", {len(self.bad)} bad ones skipped" if self.bad else ""
-        return f"{self.rows.total()} rows read{skipped}, {self.tokens} tokens, {self.counted} of which count"
+        skipped = f", bad ones skipped: {len(self.bad)}" if self.bad else ""
+        return f"rows read: {self.rows.total()}{skipped}; tokens: {self.tokens}, of which count: {self.counted}"
 
 
 class TokenReader:
