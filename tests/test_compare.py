@@ -158,13 +158,13 @@ def test_names_are_no_markup_and_long_tables_are_several(
     folder, source = tmp_path / "x[/b] :x:", tmp_path / "[bold]s[/b].jsonl"
     source.parent.mkdir()
     source.write_bytes(token_file.read_bytes())
-    file = write_pattern(Pattern("FSSFSS"), model_folder, tmp_path / "a.yaml")
-    more = ["--pattern", f"[/b] [red]={file}@1/3", "--pattern", "b=FSSFSS"]
+    file = write_pattern(Pattern("FSSFSS"), model_folder, tmp_path / "[red] a.yaml")
+    more = ["--pattern", f"{file}@1/3", "--pattern", "b=FSSFSS"]
     result = run(*options(model_folder, source, folder), *more)
     assert result.exit_code == 0, result.output
     assert f"Wrote {folder / 'eval.json'}" in result.stdout
     lines = result.stdout.splitlines()
-    assert sum("[/b] [red]" in line for line in lines) >= 2
+    assert sum("[red] a" in line for line in lines) >= 2
     assert max(len(line) for line in lines if line.startswith(("│", "┃"))) <= 60 and "increase" in result.stdout
 
 
