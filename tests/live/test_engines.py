@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from dsa_cpu_platform import recorder
 from sglang_indexcache import Pattern
 from tests.live import models
-from tests.live.inprocess import ARGUMENTS, launch
+from tests.live.inprocess import ARGUMENTS, call, launch, load_runner
 from tests.live.server import LAUNCHER, command, environment
 from tests.patterns import write_pattern
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.sglang
 FIRST, SECOND = Pattern("FSSFSS"), Pattern("FSFSFS")
 
 PROGRAM = """
-import json, os, sys, sglang, torch
+import json, os, sys, sglang
 
 VARIABLE = "SGLANG_INDEXCACHE_PATTERN"
 
@@ -51,7 +52,7 @@ def ask(engine, name):
     say(name=name, state=state(engine), ids=answer[0]["output_ids"])
 
 if __name__ == "__main__":
-    model, moe, first, second, lacking, torn, text = sys.argv[1:]
+    model, moe, first, second, text = sys.argv[1:]
     arguments = json.loads(text)
     one = start(model, first)
     ask(one, "first")
@@ -59,30 +60,6 @@ if __name__ == "__main__":
     ask(two, "plain")
     ask(one, "first-again")
 
-    def update(name, call):
-        try:
-            answer = call()
-        except Exception as error:
-            answer = error
-        found = (getattr(answer, "success", None), getattr(answer, "message", "")) if answer is not None else (None, "")
-        if isinstance(answer, tuple):
-            found = answer[:2]
-        say(name=name, success=found[0], message=str(found[1] or answer), state=state(one))
-
-    update("same", lambda: one.update_weights_from_disk(model))
-    ask(one, "after-same")
-    update("lacking", lambda: one.update_weights_from_disk(lacking))
-    ask(one, "after-lacking")
-    update("torn", lambda: one.update_weights_from_disk(torn))
-    ask(one, "after-torn")
-    update("healed", lambda: one.update_weights_from_disk(model))
-    if hasattr(one, "begin_weight_update"):
-        one.begin_weight_update()
-    name = "model.layers.1.input_layernorm.weight"
-    update("tensor", lambda: one.update_weights_from_tensor([(name, torch.ones(arguments_hidden))]))
-    if hasattr(one, "end_weight_update"):
-        one.end_weight_update()
-    update("healed-again", lambda: one.update_weights_from_disk(model))
     one.shutdown()  # ends the processes of all engines of this one
     ask(start(moe, None, json.dumps({"indexcache": second})), "second")
 """
@@ -101,17 +78,14 @@ def without_an_indexer(model: Path, folder: Path, torn: bool = False) -> Path:
 
 
 def test_engines_of_one_program(tmp_path: Path) -> None:
-    """One after the other and at once: a pattern, none and another model, another pattern; then its weights change."""
+    """One after the other and at once: a pattern, none and another model, another pattern."""
     model, moe = (models.build(kind, tmp_path / kind) for kind in ("glm-dense", "glm-moe"))
     first = write_pattern(FIRST, model, tmp_path / "first.yaml")
     second = write_pattern(SECOND, moe, tmp_path / "second.yaml")
-    lacking = without_an_indexer(model, tmp_path / "lacking")
-    torn = without_an_indexer(model, tmp_path / "torn", torn=True)
-    hidden = json.loads((model / "config.json").read_text())["hidden_size"]
     record = tmp_path / "record"
     record.mkdir()
-    (tmp_path / "program.py").write_text(PROGRAM.replace("arguments_hidden", str(hidden)))
-    words = [model, moe, first, second, lacking, torn, json.dumps(ARGUMENTS)]
+    (tmp_path / "program.py").write_text(PROGRAM)
+    words = [model, moe, first, second, json.dumps(ARGUMENTS)]
     arguments = [sys.executable, str(tmp_path / "program.py"), *map(str, words)]
     result = subprocess.run(
         arguments, env=environment(DSA_CPU_RECORD=str(record)), capture_output=True, text=True, timeout=600
@@ -119,12 +93,6 @@ def test_engines_of_one_program(tmp_path: Path) -> None:
     lines = [line.removeprefix("SAY ") for line in result.stdout.splitlines() if line.startswith("SAY ")]
     said = {item["name"]: item for item in map(json.loads, lines)}
     assert "second" in said, result.stderr[-4000:]
-    check_each_engine(said, record)
-    check_updates(said)
-
-
-def check_each_engine(said: dict[str, Any], record: Path) -> None:
-    """What each engine says of itself, and which layers ran their indexer for its request."""
     ran: dict[str, set[int]] = {}
     for run in recorder.read(record):
         for request in run.requests:
@@ -136,20 +104,58 @@ def check_each_engine(said: dict[str, Any], record: Path) -> None:
         assert state is None if pattern is None else state["fingerprint"] == pattern.fingerprint and state["proven"]
 
 
-def check_updates(said: dict[str, Any]) -> None:
-    """Proven again, refused with nothing changed, or not proven any more, and never NaN."""
-    assert said["same"]["success"] and said["same"]["state"]["proven"]
-    assert said["lacking"]["success"] is False and said["lacking"]["state"]["proven"]
-    assert said["lacking"]["message"].startswith("indexcache: pattern has F for layer 3, but the checkpoint has no ind")
-    assert said["torn"]["success"] is False and not said["torn"]["state"]["proven"]
-    assert "letter 3 is F, but no weights were loaded into its indexer's" in said["torn"]["message"]
-    assert "letter 3 is F" in said["torn"]["state"]["reason"] and said["torn"]["state"]["since"].startswith("20")
-    for name in ("after-same", "after-lacking", "after-torn"):  # the weights are those that were there all along
-        assert said[name]["ids"] == said["first"]["ids"], name
-    for name in ("healed", "healed-again"):
-        assert said[name]["state"]["proven"] and "reason" not in said[name]["state"]
-    assert said["tensor"]["success"]
-    assert not said["tensor"]["state"]["proven"] and "update_weights_from_tensor" in said["tensor"]["state"]["reason"]
+def updated(model: Path, lacking: Path, torn: Path) -> list[dict[str, Any]]:
+    """Status and answer after each of some updates by SGLang's own code, and layer 3's largest indexer weight."""
+    import torch
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightsFromTensorReqInput
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    from sglang_indexcache.serving import engines
+
+    runner = load_runner(model)
+    plan = engines.plan_of_runner(runner)
+    assert plan is not None
+    manager = SchedulerWeightUpdaterManager(
+        tp_worker=SimpleNamespace(model_runner=runner, weight_update_runners=lambda: [("target", runner)]),
+        draft_worker=None,
+        memory_saver_adapter=None,
+        flush_cache=lambda **_: True,
+        is_fully_idle=lambda **_: True,
+        scheduler=SimpleNamespace(record_weight_version_change=lambda **_: None),
+    )
+    indexer = next(module for module in runner.model.modules() if getattr(module, "layer_id", None) == 3).indexer
+    found = []
+    for path in (model, lacking, torn, model, None, model):
+        if path is None:
+            request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[], load_format=None, flush_cache=True)
+            answer = manager.update_weights_from_tensor(request)  # no session is open, so SGLang refuses it
+        else:
+            request = UpdateWeightFromDiskReqInput(model_path=str(path), load_format="auto")
+            answer = manager.update_weights_from_disk(request)
+        largest = max(parameter.abs().max().item() for parameter in indexer.parameters())
+        status = plan.proven.status("")
+        found.append({"success": answer.success, "message": answer.message, "largest": largest, **status})
+    assert torch.isfinite(torch.tensor([item["largest"] for item in found])).all()
+    return found
+
+
+def test_weights_that_are_updated(tmp_path: Path) -> None:
+    """Proven again, refused with nothing changed, or not proven any more; and never NaN."""
+    model = models.build("glm-dense", tmp_path / "glm")
+    file = write_pattern(FIRST, model, tmp_path / "first.yaml")
+    folders = [without_an_indexer(model, tmp_path / name, name == "torn") for name in ("lacking", "torn")]
+    same, lacking, torn, healed, tensor, again = call(updated, model, *folders, SGLANG_INDEXCACHE_PATTERN=file)
+    assert same["success"] and same["proven"]
+    assert not lacking["success"] and lacking["proven"]
+    assert lacking["message"].startswith(
+        "indexcache: pattern has F for layer 3, but the checkpoint has no indexer there"
+    )
+    assert not torn["success"] and not torn["proven"] and torn["since"].startswith("20")
+    assert "letter 3 is F, but no weights were loaded into its indexer's" in torn["message"]
+    assert "letter 3 is F" in torn["reason"]
+    assert healed["success"] and healed["proven"] and "reason" not in healed
+    assert not tensor["proven"] and "update_weights_from_tensor" in tensor["reason"]
+    assert again["proven"] and len({item["largest"] for item in (same, lacking, torn, healed, tensor, again)}) == 1
 
 
 def test_ray_is_refused_before_anything_is_built(tmp_path: Path) -> None:
