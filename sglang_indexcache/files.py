@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from sglang_indexcache.errors import FileError
 
-_PARTIAL = 0o666  # less the umask, as any new file
+_MODE = 0o666  # less the umask, as any new file
 
 
 def read_regular(path: Path, limit: int) -> bytes:
@@ -59,18 +63,46 @@ def reason(error: BaseException) -> str:
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` beside `path` and rename: a reader sees the old file or the new one, never half of it.
 
-    What a kill leaves behind has one name, so the next write replaces it.
+    Each writer has a name of its own for what is not whole yet, and a lock on it for as long as it lives; so what a
+    killed one left is known by having none, and goes with the next write of the same file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    _remove_left(path)
+    partial, descriptor = _partial(path)
     try:
-        with os.fdopen(
-            os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _PARTIAL), "w", encoding="utf-8"
-        ) as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
+            partial.replace(path)
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk has no name for it
+            error.filename = str(path)
         raise
+
+
+def _partial(path: Path) -> tuple[Path, int]:
+    """A new file beside `path`, and its descriptor, which holds a lock where the file system has locks."""
+    while True:
+        partial = path.with_name(f".{path.name}.{uuid4().hex}.partial")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits for a writer that looks at it, no longer
+        if os.fstat(descriptor).st_nlink:
+            return partial, descriptor
+        os.close(descriptor)  # another writer took it for left behind, before it was locked
+
+
+def _remove_left(path: Path) -> None:
+    """Remove what killed writers of `path` left."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}\.partial")
+    for partial in [entry for entry in path.parent.iterdir() if name.fullmatch(entry.name)]:
+        with suppress(OSError):
+            descriptor = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    partial.unlink()
+            finally:
+                os.close(descriptor)

@@ -367,8 +367,11 @@ def test_what_transformers_leaves_out_is_copied(training: Path, tmp_path: Path) 
     AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(model_folder: Path, training: Path, tmp_path: Path) -> None:
-    changes = {"warmup_steps": 0, "steps": 20, "lr": 1e18, "checkpoint_every": 1, "max_norm": 1e18}
+def test_a_loss_that_is_not_finite_ends_the_run(
+    model_folder: Path, training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Settings, "rate", lambda *_: 1e18)
+    changes = {"warmup_steps": 0, "steps": 20, "lr": 1, "checkpoint_every": 1, "max_norm": 1e6}
     code, text = distill(model_folder, training, tmp_path / "out", **changes)
     assert code == 1
     line = " ".join(text.splitlines()[-1].split())
@@ -472,6 +475,24 @@ def test_tensorboard(model_folder: Path, training: Path, tmp_path: Path) -> None
     events = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("kl")] == [1, 2]
+
+
+def test_a_model_that_was_emptied_is_written_again(finished: Path, model_folder: Path, training: Path) -> None:
+    (finished / "model").mkdir()
+    code, text = distill(model_folder, training, finished)
+    assert code == 2 and "model: is there already, and no indexcache-run.json says" in " ".join(text.split())
+    (finished / "model").rmdir()
+    code, text = distill(model_folder, training, finished)
+    assert code == 0 and f"Wrote {finished / 'log.jsonl'}"[:6] in text and str(finished / "model") in text
+    (finished / "model" / "tokenizer.json").unlink(missing_ok=True)
+    (finished / "model" / "model.safetensors").unlink()
+    (finished / "pattern.yaml").unlink()
+    code, text = distill(model_folder, training, finished)
+    assert code == 0 and (finished / "model" / "model.safetensors").is_file()
+    assert PatternFile.load(finished / "pattern.yaml").pattern == PATTERN
+    (finished / "pattern.yaml").write_text("edited")
+    code, text = distill(model_folder, training, finished)
+    assert code == 2 and "pattern.yaml: was changed since indexcache-distill wrote it" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])

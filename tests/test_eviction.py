@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,24 @@ def test_what_cannot_be_trained_is_one_line(
 ) -> None:
     code, text = train(dense_folder, texts, tmp_path, *more)
     assert code == 2 and message in " ".join(text.split()), text
+
+
+def test_what_is_trained_lies_apart_and_stays_the_same(dense_folder: Path, texts: Path, tmp_path: Path) -> None:
+    """An output in the model's folder would be copied into itself; other data under the same name are another run."""
+    model = shutil.copytree(dense_folder, tmp_path / "model")
+    (model / "loop").symlink_to(tmp_path)
+    before = sorted(path.relative_to(model) for path in model.rglob("*"))
+    for output in (model / "out", model, tmp_path, model / "loop"):
+        code, text = train(model, texts, output)
+        assert code == 2 and "what is read and what is written overlap" in " ".join(text.split()), text
+    assert sorted(path.relative_to(model) for path in model.rglob("*")) == before
+    data = shutil.copy(texts, tmp_path / "texts.jsonl")
+    assert train(model, data, tmp_path / "out")[0] == 0
+    found = {path.name for path in (tmp_path / "out" / "model").iterdir()}
+    assert FILE.parent.name in found and "loop" not in found
+    data.write_text(data.read_text().replace("[", "[5, ", 1))
+    code, text = train(model, data, tmp_path / "out")
+    assert code == 2 and f"belongs to a run with sha256 of {data}" in " ".join(text.split())
 
 
 def test_flags_of_one_training_are_not_the_others(model_folder: Path, texts: Path) -> None:

@@ -141,17 +141,8 @@ def test_a_line_that_checks_and_says_nonsense_is_refused(tmp_path: Path, changes
         sealer.seal({"losses": [float("nan")]})
 
 
-def test_restart_waits_for_the_lock(tmp_path: Path) -> None:
+def test_restart_begins_afresh(tmp_path: Path) -> None:
     with journal(tmp_path) as first:
         first.add_evaluation("a", EVALUATION)
-        with pytest.raises(JournalError, match="another search is using"):
-            Journal(tmp_path, IDENTITY, {}, restart=True)
-    with journal(tmp_path) as again:
-        assert again.evaluation("a", Pattern("FSF")) == EVALUATION
     with Journal(tmp_path, IDENTITY, {"created": "later"}, restart=True) as afresh:
         assert afresh.evaluation("a", Pattern("FSF")) is None and afresh.facts == {"created": "later"}
-
-
-def test_two_searches_cannot_write_at_once(tmp_path: Path) -> None:
-    with journal(tmp_path), pytest.raises(JournalError, match="another search is using"):
-        journal(tmp_path)

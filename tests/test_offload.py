@@ -205,7 +205,7 @@ def test_bad_input_gets_one_line(
 
 def test_models_whose_cache_is_kept_otherwise_are_refused(token_file: Path, tmp_path: Path, dense_folder: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_v4_config()))
-    done = offload("--model", tmp_path, "--evaluation", token_file, "--output", tmp_path)
+    done = offload("--model", tmp_path, "--evaluation", token_file, "--output", tmp_path.with_suffix(".out"))
     assert done.exit_code == 2 and "of the family deepseek_v4; expected one of dsa, dense_gqa" in done.output
     done = offload("--model", dense_folder, "--output", tmp_path)
     assert done.exit_code == 2 and "--evaluation is missing" in done.output
@@ -340,10 +340,11 @@ def test_the_best_plan_within_limits(dense_folder: Path, token_file: Path, tmp_p
         assert str(replace(file.selection, buffer_pages=None)) == plan["selection"]
     small = min(buffer["device_bytes"] for _, buffer in pairs)
     done = offload(*options, "--max-device-gb", small / 1e9)
-    assert done.exit_code == 0 and "least KL within the limits: letters" in done.output
+    assert done.exit_code == 0 and "least KL within the limits: FFFFFF" in done.output
     assert "pattern.yaml" in done.output and "Least KL within" in (tmp_path / "out" / "offload.html").read_text()
     none = offload(*options, "--max-device-gb", small / 1.001e9)
     assert none.exit_code == 1 and "nothing is within the limits; the least that a step brings is" in none.output
+    assert "removed " in none.output and not (tmp_path / "out" / "pattern.yaml").exists()
     wrong = offload(*options, "--max-transfer", "nan")
     assert wrong.exit_code == 2 and "found nan, expected 0 to 1e+09" in wrong.output
 
@@ -365,3 +366,28 @@ def test_bad_plans_of_dense_models(
     done = offload(*given, "--output", tmp_path, *options)
     assert done.exit_code == 2, done.output
     assert expected in " ".join(done.output.split()), done.output
+
+
+def test_the_file_is_that_of_the_chosen_pattern(dense_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    """Two patterns that are spelt out are two lines; a name that is taken, or stands for two, is refused."""
+    options = ["--model", dense_folder, "--evaluation", token_file, "--seq-len", 32, "--num-sequences", 2,
+               "--decode-steps", 8, *FEW, "--buffers", "1,3", "--device", "cpu",
+               "--output", tmp_path / "out"]  # fmt: skip
+    patterns = ("DFSSSS", "DFFFFF", "DFSFSS")
+    named = [word for pattern in patterns for word in ("--pattern", pattern)]
+    done = offload(*options, *named, "--max-transfer", 1000, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    assert [plan["name"] for plan in found["plans"]] == ["baseline", *patterns]
+    best = min(found["plans"][1:], key=lambda plan: plan["kl"]["mean"])
+    assert found["choice"]["name"] == best["name"] == best["pattern"]
+    assert PatternFile.load(tmp_path / "out" / "pattern.yaml").pattern == best["pattern"]
+    for given, message in (
+        (["baseline=DFSSSS"], "the name baseline is taken"),
+        (["DFSSSS", "DFSSSS"], "DFSSSS stands there twice"),
+        (["a=DFSSSS", "a=DFFFFF"], "a stands there twice"),
+    ):
+        done = offload(*options, *(word for pattern in given for word in ("--pattern", pattern)))
+        assert done.exit_code == 2 and message in " ".join(done.output.split()), done.output
+    done = offload(*options, "--pattern", tmp_path / "out" / "pattern.yaml")
+    assert done.exit_code == 2 and "what is read and what is written overlap" in " ".join(done.output.split())

@@ -62,7 +62,8 @@ def test_greedy_writes_a_pattern_file_that_fits_the_model(finished: Path) -> Non
     assert file.search.evaluations == count_evaluations(Pattern.full(LAYERS), 2) == 5 + 4 + 3 + 2
     assert file.search.noise_floor == 0.0
     assert file.calibration.scored_tokens == 2 * (32 - 8 - 1)
-    assert sorted(path.name for path in finished.iterdir()) == ["metrics.json", "pattern.yaml", "report.html", "work"]
+    names = ["indexcache-run.json", "metrics.json", "pattern.yaml", "report.html", "work"]
+    assert sorted(path.name for path in finished.iterdir()) == names
 
 
 def test_metrics_compare_all_patterns_on_held_out_data(finished: Path) -> None:
@@ -106,7 +107,8 @@ def test_json_goes_to_stdout_alone(finished: Path, model_folder: Path, token_fil
 
 def test_no_report(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
     run(*arguments(model_folder, token_file, tmp_path, "--no-report", "--retain", "2/3"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.json", "pattern.yaml", "work"]
+    names = ["indexcache-run.json", "metrics.json", "pattern.yaml", "work"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_strategies_share_the_journal(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
@@ -223,6 +225,29 @@ def test_another_search_in_the_same_folder_is_refused(
     assert run(*arguments(model_folder, token_file, tmp_path / "a", *work, "--seed", "5", "--restart")).exit_code == 0
 
 
+def test_results_of_two_runs_never_stand_together(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    """Nor is anything of somebody else's written over, and a folder belongs to one command."""
+    first = arguments(model_folder, token_file, tmp_path)
+    assert run(*first).exit_code == 0 and (tmp_path / "report.html").exists()
+    (tmp_path / "notes.txt").write_text("mine")
+    result = run(*first, "--no-report")
+    assert result.exit_code == 0 and "removed" in result.stderr and not (tmp_path / "report.html").exists()
+    (tmp_path / "report.html").write_text("mine")
+    assert run(*first, "--no-report").exit_code == 0
+    before = (tmp_path / "metrics.json").read_bytes()
+    for more, message in (
+        ((), "report.html: is there already, and no indexcache-run.json says that indexcache-search wrote it"),
+        (("--restart",), "report.html: is there already"),
+        (("--work-dir", str(model_folder)), "what is read and what is written overlap"),
+    ):
+        result = run(*first, *more)
+        assert result.exit_code == 2 and message in " ".join(result.stderr.split()), result.output
+    assert (tmp_path / "metrics.json").read_bytes() == before and (tmp_path / "report.html").read_text() == "mine"
+    twice = ("--evaluation", str(token_file), "--evaluation", str(token_file))
+    result = run(*arguments(model_folder, token_file, tmp_path / "out", *twice))
+    assert result.exit_code == 2 and "stands there twice as evaluation source" in " ".join(result.stderr.split())
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(token_file: Path, tmp_path: Path) -> None:
     config = tiny_config()
     model = tiny_model(config)
@@ -251,12 +276,12 @@ def test_ctrl_c_leaves_a_valid_partial_trajectory(
         patch.setattr(TransformersEngine, "_score", interrupted)
         result = run(*arguments(model_folder, token_file, tmp_path))
     assert result.exit_code == 130 and "the same command goes on from here" in result.stderr
-    partial = PatternFile.load(tmp_path / "pattern.partial.yaml")
+    partial = PatternFile.load(tmp_path / "work" / "pattern.partial.yaml")
     whole = PatternFile.load(finished / "pattern.yaml")
     assert len(partial.trajectory) == 2 and partial.trajectory == whole.trajectory[:2]
     assert run(*arguments(model_folder, token_file, tmp_path)).exit_code == 0
     assert PatternFile.load(tmp_path / "pattern.yaml") == whole
-    assert not (tmp_path / "pattern.partial.yaml").exists()
+    assert not (tmp_path / "work" / "pattern.partial.yaml").exists()
 
 
 def test_ctrl_c_leaves_the_patterns_found_so_far(
@@ -267,7 +292,7 @@ def test_ctrl_c_leaves_the_patterns_found_so_far(
 
     monkeypatch.setattr("indexcache_search.run.comparison_lines", interrupted)
     assert run(*arguments(model_folder, token_file, tmp_path, "--strategy", "lazy")).exit_code == 130
-    partial = PatternFile.load(tmp_path / "pattern.partial.yaml")
+    partial = PatternFile.load(tmp_path / "work" / "pattern.partial.yaml")
     assert [len(partial.pattern_at(kept).full_layers) for kept in (Fraction(1, 2), Fraction(1, 3))] == [3, 2]
 
 

@@ -344,13 +344,13 @@ def distill(
         }
         number = defaults.steps if steps is None else steps
         process.let_work_end()
-        folders = Folders(folder, restart)
+        folders = Folders(folder, restart, "indexcache-distill" + (" --train eviction" if selection else ""))
         if train == "eviction":
             from indexcache_search.eviction import run as eviction
             from indexcache_search.eviction.settings import EvictionSettings
 
             heads = EvictionSettings(use=bias, body=body, steps=number, heads_lr=heads_lr, **common)
-            result = eviction.run(name, data, heads, runtime, folders, console)
+            result, written = eviction.run(name, data, heads, runtime, folders, console)
             table = eviction.terminal_table
         else:
             settings = Settings(
@@ -361,7 +361,7 @@ def distill(
                 indexer_lr=defaults.indexer_lr if indexer_lr is None else indexer_lr,
                 **common,
             )
-            result = run(name, data, settings, runtime, folders, console)
+            result, written = run(name, data, settings, runtime, folders, console)
             table = terminal_table
         if not result:
             return  # another process speaks
@@ -370,7 +370,5 @@ def distill(
             return
         out = results()
         out.print(table(result))
-        names = ("model", "pattern.yaml", "curves.svg", "metrics.json", "log.jsonl")
-        written = [str(folder / name) for name in names if (folder / name).exists()]
-        out.print(f"Wrote {', '.join(written)}", soft_wrap=True)
+        out.print(f"Wrote {', '.join(map(str, written))}", soft_wrap=True)
         out.print(f"Next: {serving(folder / 'pattern.yaml', folder / 'model')}", soft_wrap=True)

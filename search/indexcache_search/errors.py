@@ -19,5 +19,9 @@ class JournalError(IndexCacheError):
     """A work directory that belongs to another search, or is in use."""
 
 
+class FolderError(IndexCacheError):
+    """A folder to write to that holds what is not ours, or that another process writes to."""
+
+
 class NonFiniteLossError(Exception):
     """An evaluation gave NaN or infinity: the run stops, since every comparison after it would be meaningless."""

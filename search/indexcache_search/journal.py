@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +12,6 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from indexcache_search.engines.base import Evaluation
-from indexcache_search.errors import JournalError
 from indexcache_search.plans import Plan, plan_from_key
 from indexcache_search.records import Sealer, append, check_identity, complete, damaged, opened
 from sglang_indexcache.errors import PatternError
@@ -31,13 +30,13 @@ class Journal:
     has a checksum, and what does not check is refused.
 
     Args:
-        folder: the work directory; created.
+        folder: the work directory; created. Who shares it with other processes holds it (`owned.outputs`).
         identity: what results depend on.
         facts: remembered from the first run, for instance the date; not compared.
-        restart: discard what is there, once no other process uses it.
+        restart: discard what is there.
 
     Raises:
-        JournalError: if the folder holds another search, is damaged, or another process uses it.
+        JournalError: if the folder holds another search, or is damaged.
     """
 
     def __init__(
@@ -45,9 +44,9 @@ class Journal:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE_NAME
-        self._file = open(self.path, "a+b")  # noqa: SIM115 (closed by __exit__)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.fdopen(os.open(self.path, flags, 0o666), "a+b")
         try:
-            self._lock()
             if restart:
                 self._file.truncate(0)
             self._sealer = Sealer()
@@ -58,12 +57,6 @@ class Journal:
         except BaseException:
             self._file.close()
             raise
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise JournalError(f"{self.path}: another search is using this work directory") from None
 
     def _read(self, identity: Mapping[str, Any]) -> None:
         self._file.seek(0)

@@ -14,7 +14,7 @@ from indexcache_search.key_plan import KeyPlan
 from sglang_indexcache import SparseModel
 from sglang_indexcache.errors import PatternFileError
 from sglang_indexcache.fields import Finite
-from sglang_indexcache.files import read_json_object, write_atomically
+from sglang_indexcache.files import read_json_object
 from sglang_indexcache.pattern_file import ModelSection
 
 LIMIT = 1 << 20
@@ -104,6 +104,6 @@ class KeyFile(BaseModel):
             raise SearchError(f"{path}: {error}") from None
         return file
 
-    def save(self, path: Path) -> None:
-        """Write the file, all of it or nothing."""
-        write_atomically(path, json.dumps(self.model_dump(mode="json", by_alias=True), indent=1) + "\n")
+    def dumps(self) -> str:
+        """The file's text; `load` gives back an equal object."""
+        return json.dumps(self.model_dump(mode="json", by_alias=True), indent=1) + "\n"

@@ -28,6 +28,7 @@ from indexcache_search.key_file import KeyFile
 from indexcache_search.key_plan import KeyPlan
 from indexcache_search.key_search import KeyListeners, KeySearch, Thresholds
 from indexcache_search.line import NAMED, Line
+from indexcache_search.owned.outputs import Outputs, outputs
 from indexcache_search.progress import bar, warn
 from indexcache_search.results import ComparisonResult
 from indexcache_search.run import Data, Files, Runtime
@@ -64,7 +65,13 @@ def shares_of(text: str) -> tuple[float, ...]:
         shares = ()
     if not shares or not all(0 < share < 1 for share in shares):
         raise SearchError(f"--skip is {text[:60]!r}, expected shares between 0 and 1")
+    if len({_file_name(share) for share in shares}) < len(shares):
+        raise SearchError(f"--skip is {text[:60]!r}: two shares are the same to six digits")
     return shares
+
+
+def _file_name(share: float) -> str:
+    return f"thresholds-{share:g}.json"
 
 
 def run(
@@ -93,6 +100,24 @@ def run(
         IndexCacheError: if something asked for can't be done.
         NonFiniteLossError: if a loss is NaN or infinite.
     """
+    names = [*map(_file_name, shares), *result.FILES]
+    reads = {"--model": [model], "--calibration": data.calibration, "--evaluation": data.evaluation}
+    command = "indexcache-search --method key_delta"
+    with outputs(command, files.folder, files.work_dir, names, reads) as out:
+        return _run(model, data, runtime, shares, near, seed, out, files.restart, console)
+
+
+def _run(
+    model: str,
+    data: Data,
+    runtime: Runtime,
+    shares: tuple[float, ...],
+    near: Mapping[str, Any],
+    seed: int,
+    out: Outputs,
+    restart: bool,
+    console: Console,
+) -> KeyResult:
     description, reader, calibration, held_out = _load_data(model, data, runtime, seed)
     nothing = KeyPlan(method="key_delta", values=(0.0,) * description.num_layers, **near)
     for note in reader.notes:
@@ -101,16 +126,14 @@ def run(
         engine = keys.load_engine(
             model, description, runtime.device, runtime.dtype or "float32", runtime.batch_size, runtime.prefix_cache_gb
         )
-    with Journal(files.work_dir, identity(engine, calibration, held_out, "kl"), today(), files.restart) as journal:
+    with Journal(out.journal(), identity(engine, calibration, held_out, "kl"), today(), restart) as journal:
         with doing("search"):
             found = _search(engine, calibration, journal, nothing, shares, console)
-        engine.check_unchanged()
-        paths = tuple(_save(item, engine, calibration, journal, files.folder) for item in found)
-        for item, path in zip(found, paths, strict=True):
+        kept = {_file_name(item.asked): _text(item, engine, calibration, journal) for item in found}
+        for item in found:
             console.print(
                 f"{item.asked:g}: {item.plan.name}; one threshold: {item.uniform.values[0]:g}", soft_wrap=True
             )
-            console.print(f"Wrote {path}", soft_wrap=True)
         with doing("held-out comparison"), bar(console) as progress:
             task = progress.add_task("held-out comparison", total=1 + 4 * len(found) + len(keys.BITS))
             lines = []
@@ -120,9 +143,9 @@ def run(
             rivalled, built = [line.pattern for line in lines[::2]], HeldOut(held_out, {})
             comparison = keys.compare(engine, built, journal, lines, rivalled, lambda: progress.advance(task))
             gains = {item.asked: _gain(engine, held_out, journal, item) for item in found}
-    engine.check_unchanged()
-    result.write(comparison, files.folder)
-    return KeyResult(comparison, gains, paths)
+        engine.check_unchanged()
+    out.replace({**kept, **result.texts(comparison)}, console)
+    return KeyResult(comparison, gains, tuple(out.results.path / name for name in kept))
 
 
 def show_data(model: str, data: Data, runtime: Runtime, seed: int) -> None:
@@ -189,11 +212,10 @@ def _gain(engine: TransformersEngine, held_out: TokenSet, journal: Journal, foun
     return estimates.increase(uniform, plan, held_out)
 
 
-def _save(found: Thresholds, engine: TransformersEngine, calibration: TokenSet, journal: Journal, folder: Path) -> Path:
+def _text(found: Thresholds, engine: TransformersEngine, calibration: TokenSet, journal: Journal) -> str:
     evaluator = Evaluator(engine, calibration, "kl", journal, "calibration")
     costs = _counted(engine, calibration, journal)
-    path = folder / f"thresholds-{found.asked:g}.json"
-    KeyFile(
+    return KeyFile(
         schema="indexcache-keys/v1",
         model=ModelSection.of(engine.model),
         method="key_delta",
@@ -210,8 +232,7 @@ def _save(found: Thresholds, engine: TransformersEngine, calibration: TokenSet, 
         ],
         calibration_sha256=calibration.sha256,
         sketch=Sketch.of(calibration.tokens).encode(),
-    ).save(path)
-    return path
+    ).dumps()
 
 
 def show(found: KeyResult, model: str, out: Console) -> None:
@@ -222,7 +243,7 @@ def show(found: KeyResult, model: str, out: Console) -> None:
         error = "" if gain.stderr is None else f" ±{gain.stderr:.4f}"
         words = "one threshold for all layers has"
         out.print(f"{share:g}: {words} {gain.mean:+.4f}{error} KL more than the searched ones", soft_wrap=True)
-    folder = found.files[0].parent
-    out.print(f"Wrote {folder / 'eval.json'}, {folder / 'eval.html'}", soft_wrap=True)
+    written = [*found.files, *(found.files[0].parent / name for name in result.FILES)]
+    out.print(f"Wrote {', '.join(map(str, written))}", soft_wrap=True)
     flags = ("--attention", "key_delta", "--threshold", found.files[0])
     out.print(f"Next: {command('indexcache-eval', '--model', model, *flags)} --evaluation ...", soft_wrap=True)

@@ -16,6 +16,7 @@ from typing import IO, Any
 from indexcache_search.errors import JournalError
 from sglang_indexcache.naming import naming
 
+_LONGEST = 1 << 20  # of a first line
 _END = re.compile(rb', "check": "([0-9a-f]{16})"\}$')
 
 
@@ -85,6 +86,15 @@ def check_identity(path: Path, what: str, option: str, recorded: Mapping[str, An
 def complete(content: bytes) -> bytes:
     """`content` without a last line that was cut off."""
     return content[: content.rfind(b"\n") + 1]
+
+
+def may_be_sealed(path: Path) -> bool:
+    """Whether a file can be one of ours, whole, damaged or cut: a line ends as ours do, or there is none yet."""
+    with path.open("rb") as file:
+        first = file.readline(_LONGEST)
+        if not first.endswith(b"\n"):
+            return not first or first.startswith(b"{")
+        return any(_END.search(line.rstrip(b"\n")) for line in (first, *file))
 
 
 def opened(content: bytes, name: str, sealer: Sealer) -> Iterator[tuple[int, dict[str, Any]]]:

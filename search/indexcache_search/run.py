@@ -33,6 +33,7 @@ from indexcache_search.identity import identity, today
 from indexcache_search.journal import Journal
 from indexcache_search.line import NAMED
 from indexcache_search.matrices import Matrices
+from indexcache_search.owned.outputs import PARTIAL, SERVER_LOG, Outputs, outputs
 from indexcache_search.progress import SearchProgress, warn
 from indexcache_search.results import SearchResult
 from indexcache_search.search import Found, Listeners, Search
@@ -43,7 +44,6 @@ from indexcache_search.terminal import command, serving
 from sglang_indexcache.address import Address
 from sglang_indexcache.command_line import doing
 from sglang_indexcache.families import family_of
-from sglang_indexcache.files import write_atomically
 from sglang_indexcache.redaction import redacted
 from sglang_indexcache.selection import Selection
 
@@ -111,22 +111,29 @@ def run(model: str, data: Data, runtime: Runtime, settings: Settings, files: Fil
         IndexCacheError: if something asked for can't be done.
         NonFiniteLossError: if a loss is NaN or infinite.
     """
+    names = ["pattern.yaml", "metrics.json", *(["report.html"] if files.report else [])]
+    reads = {"--model": [model], "--calibration": data.calibration, "--evaluation": data.evaluation}
     with ExitStack() as stack:
+        out = stack.enter_context(outputs("indexcache-search", files.folder, files.work_dir, names, reads))
         with console.status(Text(f"Loading {redacted(model)}")):
             with doing("reading the data"):
                 reader, calibration, held_out = _load_data(model, data, settings, runtime)
             with doing("loading the model"):
-                engine = _load_engine(model, runtime, files, stack, console)
+                engine = _load_engine(model, runtime, out, stack, console)
         for note in reader.notes:
             warn(console, note)
-        names = identity(engine, calibration, held_out, settings.objective)
-        journal = stack.enter_context(Journal(files.work_dir, names, today(), files.restart))
-        result = _search(engine, calibration, held_out, settings, journal, files, console)
-    write_atomically(files.folder / "metrics.json", json.dumps(result.as_json(), indent=1) + "\n")
-    if files.report:
-        from indexcache_search.report import render  # matplotlib takes a second to import
+        belongs_to = identity(engine, calibration, held_out, settings.objective)
+        journal = stack.enter_context(Journal(out.journal(), belongs_to, today(), files.restart))
+        result = _search(engine, calibration, held_out, settings, journal, out, console)
+        pages = {
+            "pattern.yaml": result.pattern_file.dumps(),
+            "metrics.json": json.dumps(result.as_json(), indent=1) + "\n",
+        }
+        if files.report:
+            from indexcache_search.report import render  # matplotlib takes a second to import
 
-        write_atomically(files.folder / "report.html", render(result))
+            pages["report.html"] = render(result)
+        out.replace(pages, console)
     return result
 
 
@@ -170,7 +177,7 @@ def _load_data(model: str, data: Data, settings: Settings, runtime: Runtime) -> 
     return reader, calibration, held_out
 
 
-def _load_engine(model: str, runtime: Runtime, files: Files, stack: ExitStack, console: Console) -> Engine:
+def _load_engine(model: str, runtime: Runtime, out: Outputs, stack: ExitStack, console: Console) -> Engine:
     """Load weights here, or find or start servers that have; `stack` ends what was started."""
     if runtime.engine == "transformers":
         return TransformersEngine.load(
@@ -184,7 +191,7 @@ def _load_engine(model: str, runtime: Runtime, files: Files, stack: ExitStack, c
         )
     servers = [CalibrationServer(url) for url in runtime.endpoints]
     if not servers:
-        log = files.work_dir / "server.log"
+        log = out.work.growing(SERVER_LOG)
         servers = [stack.enter_context(own_server(model, runtime.server_flags, log))]
     return SglangEngine(servers, describe_model(model), runtime.batch_size, notice=lambda line: warn(console, line))
 
@@ -195,11 +202,10 @@ def _search(
     held_out: TokenSet,
     settings: Settings,
     journal: Journal,
-    files: Files,
+    out: Outputs,
     console: Console,
 ) -> SearchResult:
-    """Run the phases of a search under a progress bar; write the pattern file."""
-    partial = files.folder / "pattern.partial.yaml"
+    """Run the phases of a search under a progress bar; write down the patterns that are found on the way."""
     writer = FileWriter(engine, calibration, settings, journal.facts["created"])
     matrices = Matrices(engine, calibration, journal)
     seconds: dict[str, float] = {}
@@ -216,11 +222,11 @@ def _search(
         judges = Evaluator(engine, held_out, "nll", journal, "held-out", progress.evaluated)
 
         def on_step(step: Step, found: Found) -> None:
-            writer.file(found, step.pattern).save(partial)
+            out.work.write(PARTIAL, writer.file(found, step.pattern).dumps())
             progress.committed(step, len(found.steps), len(engine.model.native.full_layers) - search.goal.fewest)
 
         def on_pattern(retention: Fraction, found: Found) -> None:
-            writer.file(found, next(iter(found.patterns.values()))).save(partial)
+            out.work.write(PARTIAL, writer.file(found, next(iter(found.patterns.values()))).dumps())
             share = sum(map(float, found.patterns)) / sum(map(float, settings.retain))
             progress.found(retention, found.patterns[retention], share)
 
@@ -246,8 +252,6 @@ def _search(
     with doing("looking whether the model is still the same"):
         engine.check_unchanged()
     file = writer.file(found, found.patterns[settings.retain[0]])
-    file.save(files.folder / "pattern.yaml")
-    partial.unlink(missing_ok=True)
     table = metrics.held_out(rows, held_out, engine.model.first_choice)
     return metrics.collect(found, file, engine, search.algorithm_1(), table, measured, seconds)
 

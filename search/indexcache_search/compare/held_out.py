@@ -67,6 +67,11 @@ def build(
     unknown = [task for task in tasks if task not in TASKS]
     if unknown:
         raise DataError(f"--tasks: there is no {unknown[0]}, expected {', '.join(TASKS)}")
+    if len(set(tasks)) < len(tasks):
+        raise DataError(f"--tasks is {','.join(tasks)}, expected each task once")
+    clash = [source for source in sources if source.removesuffix("-style") in tasks and source.endswith("-style")]
+    if clash:
+        raise DataError(f"--evaluation: {clash[0]} is called as a task of --tasks is, expected ./{clash[0]}")
     if not sources and not tasks:
         raise DataError("nothing to compare on, expected --evaluation or --tasks")
     parts, left_out = [], 0

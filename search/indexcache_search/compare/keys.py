@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -30,7 +31,9 @@ from indexcache_search.journal import Journal
 from indexcache_search.key_file import KeyFile
 from indexcache_search.key_plan import BLOCK, SINKS, STAGES, KeyMethod, KeyPlan, Stage
 from indexcache_search.line import BASELINE, NAMED, Line
+from indexcache_search.names import file_names
 from indexcache_search.objectives import Objective
+from indexcache_search.owned.outputs import Outputs, outputs
 from indexcache_search.plans import Plan
 from indexcache_search.progress import bar
 from indexcache_search.results import ComparisonResult, Row
@@ -48,10 +51,12 @@ class Asked:
     Attributes:
         thresholds: either.
         near: `window`, `max_window` and `recent` of a `KeyPlan`, in the place of its own or of the file's.
+        text: as it was written.
     """
 
     thresholds: float | KeyFile
     near: Mapping[str, Any]
+    text: str
 
     def plan(self, model: SparseModel) -> KeyPlan:
         """For `model`.
@@ -82,6 +87,11 @@ class KeyCandidates:
     selections: tuple[Selection, ...] = ()
     rivals: bool = True
 
+    @property
+    def files(self) -> list[str]:
+        """Those that hold thresholds."""
+        return [item.text for item in self.asked if isinstance(item.thresholds, KeyFile)]
+
 
 def asked_for(thresholds: str, near: Mapping[str, Any]) -> tuple[Asked, ...]:
     """Numbers and files with commas between them; `near` as of `Asked`.
@@ -92,11 +102,11 @@ def asked_for(thresholds: str, near: Mapping[str, Any]) -> tuple[Asked, ...]:
     asked = []
     for word in (item.strip() for item in thresholds.split(",")):
         try:
-            asked.append(Asked(float(word), near))
+            asked.append(Asked(float(word), near, word))
         except ValueError:
             if not Path(word).exists():
                 raise SearchError(f"--threshold: {word[:60]!r} is neither a number nor a file") from None
-            asked.append(Asked(KeyFile.load(Path(word)), near))
+            asked.append(Asked(KeyFile.load(Path(word)), near, word))
     return tuple(asked)
 
 
@@ -112,6 +122,18 @@ def run(
         NonFiniteLossError: if a loss is NaN or infinite.
     """
     set_quiet()
+    reads = {"--model": [model], "--pattern": file_names(candidates.patterns), "--threshold": candidates.files}
+    command = "indexcache-eval --attention key_delta"
+    with outputs(command, output, output / "work", result.FILES, {**reads, **data.reads()}) as out:
+        comparison = _run(model, candidates, data, runtime, out, restart, console)
+        if comparison is not None:
+            out.replace(result.texts(comparison), console)
+    return comparison
+
+
+def _run(
+    model: str, candidates: KeyCandidates, data: Data, runtime: Runtime, out: Outputs, restart: bool, console: Console
+) -> ComparisonResult | None:
     seq_len = data.seq_len or 512
     description, config = dense_model(model, seq_len), read_config(model)
     check_seq_len(seq_len, config)
@@ -126,19 +148,26 @@ def run(
     built = built_of(model, description, config.vocab_size, data, seq_len, calibrated, "plan", console)
     if data.only_shown:
         return None
-    lines = [Line(NAMED, plan.name, None, plan) for plan in plans]
+    count = Counter(plan.name for plan in plans)
+    lines = [
+        Line(NAMED, plan.name if count[plan.name] == 1 else f"{plan.name} ({item.text})", None, plan)
+        for item, plan in zip(candidates.asked, plans, strict=True)
+    ]
     lines += named_lines(specs, candidates.retentions, candidates.selections, description)
+    count = Counter(f"{line.name} {line.retention or ''}".strip() for line in lines)
+    twice = next((name for name, number in count.items() if number > 1), None)
+    if twice is not None:
+        raise SearchError(f"two plans are called {twice!r}, expected each --threshold and --pattern once")
     engine = load_engine(model, description, runtime.device, runtime.dtype, runtime.batch_size, runtime.prefix_cache_gb)
     identity = {**engine_identity(engine), "held-out": built.data.sha256}
     with (
-        Journal(output / "work", identity, today(), restart) as journal,
+        Journal(out.journal(), identity, today(), restart) as journal,
         bar(console) as progress,
     ):
         task = progress.add_task("plans", total=None)
         rivalled = [line.pattern for line in lines] if candidates.rivals else []
         comparison = compare(engine, built, journal, lines, rivalled, lambda: progress.advance(task))
     engine.check_unchanged()
-    result.write(comparison, output)
     return comparison
 
 

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -21,7 +20,6 @@ from indexcache_search.line import BASELINE, BEST, MEAN, NAMED, PHASE
 from indexcache_search.report.figures import changes_figure, skips_figure
 from indexcache_search.results import ComparisonResult, Measured, Row
 from indexcache_search.results import HeldOut as HeldOutResult
-from sglang_indexcache.files import write_atomically
 
 SCHEMA = "indexcache-eval/v1"
 ERRORS = 2.0  # standard errors that make a change a finding
@@ -121,10 +119,12 @@ def task_tables(result: ComparisonResult, width: int) -> list[Table]:
     return tables.fitted("Generated tasks: share of the answers given (change from the baseline)", lines, 1, width)
 
 
-def write(result: ComparisonResult, folder: Path) -> None:
-    """eval.json and eval.html."""
-    write_atomically(folder / "eval.json", json.dumps(result.as_json(), indent=1) + "\n")
-    write_atomically(folder / "eval.html", render(result))
+FILES = ("eval.json", "eval.html")
+
+
+def texts(result: ComparisonResult) -> dict[str, str]:
+    """What stands in `FILES`."""
+    return dict(zip(FILES, (json.dumps(result.as_json(), indent=1) + "\n", render(result)), strict=True))
 
 
 def render(result: ComparisonResult) -> str:

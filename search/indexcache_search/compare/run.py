@@ -23,6 +23,8 @@ from indexcache_search.hf.loading import check_seq_len, describe_model, load_tok
 from indexcache_search.identity import engine_identity, engine_words, today
 from indexcache_search.journal import Journal
 from indexcache_search.line import NAMED, Line, uniform_lines
+from indexcache_search.names import file_names, unique_names
+from indexcache_search.owned.outputs import Outputs, outputs
 from indexcache_search.progress import bar, warn
 from indexcache_search.results import ComparisonResult
 from indexcache_search.selection_flags import suffix
@@ -50,6 +52,10 @@ class Data:
     reply: int | None = None
     rows: RowOptions = AS_THEY_ARE
     only_shown: bool = False
+
+    def reads(self) -> dict[str, Sequence[str]]:
+        """What the options name, see `check_apart`."""
+        return {"--evaluation": self.sources, "--haystack": [self.haystack]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +95,9 @@ class Candidates:
         """
         if bool(self.patterns) == bool(self.endpoints):
             raise SearchError("expected either --pattern or --endpoint")
+        others = self.endpoints[1:]
+        if len(set(others)) < len(others):
+            raise SearchError("--endpoint: a server that is compared stands there twice, expected each once")
         if len(self.endpoints) == 1:
             raise SearchError("--endpoint: found one, expected a baseline server and one to compare it with")
 
@@ -113,6 +122,17 @@ def run(
     """
     candidates.check()
     set_quiet()
+    reads = {"--model": [model], "--pattern": file_names(candidates.patterns), **data.reads()}
+    with outputs("indexcache-eval", output, output / "work", result.FILES, reads) as out:
+        comparison = _run(model, candidates, data, runtime, out, restart, console)
+        if comparison is not None:
+            out.replace(result.texts(comparison), console)
+    return comparison
+
+
+def _run(
+    model: str, candidates: Candidates, data: Data, runtime: Runtime, out: Outputs, restart: bool, console: Console
+) -> ComparisonResult | None:
     given = candidates.selections[0] if candidates.selections else None
     specs = [(name, PatternSpec.read(text, given, DEFAULT)) for name, text in map(split_name, candidates.patterns)]
     selections = candidates.selections or tuple(
@@ -142,13 +162,11 @@ def run(
             distinct = len({description.native, *(line.pattern for line in lines)})
             task = progress.add_task("patterns", total=2 * distinct * number)
             compared, engine = _run_patterns(
-                model, fewest, runtime, lines, built, output, restart, lambda done: progress.advance(task, done)
+                model, fewest, runtime, lines, built, out, restart, lambda done: progress.advance(task, done)
             )
-    comparison = result.collect(
+    return result.collect(
         compared, built, description.first_choice, model=description.name, engine=engine, seq_len=seq_len
     )
-    result.write(comparison, output)
-    return comparison
 
 
 def built_of(
@@ -198,11 +216,15 @@ def named_lines(
     Raises:
         IndexCacheError: if a file was made for another model, or a pattern does not fit this one.
     """
-    return [
-        Line(NAMED, (name or spec.label) + suffix(selection, selections), kept, replace(pattern, selection=selection))
+    asked = [
+        (name, spec, kept, suffix(selection, selections), replace(pattern, selection=selection))
         for name, spec in specs
-        for kept, pattern in spec.by_retention(model, retentions)
+        for kept, pattern in spec.by_retention(model, tuple(dict.fromkeys(retentions)))
         for selection in selections or (pattern.selection,)
+    ]
+    names = unique_names([(name, spec, f"{more} {kept}") for name, spec, kept, more, _ in asked])
+    return [
+        Line(NAMED, name + more, kept, pattern) for name, (_, _, kept, more, pattern) in zip(names, asked, strict=True)
     ]
 
 
@@ -242,7 +264,7 @@ def _run_patterns(
     runtime: Runtime,
     lines: Sequence[Line],
     built: HeldOut,
-    output: Path,
+    out: Outputs,
     restart: bool,
     done: Callable[[int], None],
 ) -> tuple[list[Compared], str]:
@@ -256,7 +278,7 @@ def _run_patterns(
         selection,
     )
     identity = {**engine_identity(engine), "held-out": built.data.sha256}
-    with Journal(output / "work", identity, today(), restart) as journal:
+    with Journal(out.journal(), identity, today(), restart) as journal:
         losses = Evaluator(engine, built.data, "nll", journal, "nll", lambda item: done(len(item.rows)))
         divergences = Evaluator(engine, built.data, "kl", journal, "kl", losses.on_evaluation)
         compared = measure.patterns(losses, divergences, lines, built)

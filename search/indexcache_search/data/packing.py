@@ -7,6 +7,7 @@ disjoint by construction, and patterns found with different seeds are compared o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -135,6 +136,9 @@ class _Packer:
     def collect(self, sources: Sequence[str], count: int, seed: int, what: str) -> TokenSet:
         if not sources or count < len(sources):
             raise DataError(f"{count} {what} sequences from {len(sources)} sources, expected at least one of each")
+        twice = next((source for source, number in Counter(sources).items() if number > 1), None)
+        if twice is not None:
+            raise DataError(f"{twice}: stands there twice as {what} source, expected each source once")
         share, extra = divmod(count, len(sources))
         tokens, scored, prompt, source_of = [], [], [], []
         for number, source in enumerate(sources):

@@ -14,21 +14,26 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from indexcache_search.errors import FolderError
+from indexcache_search.owned.lock import LOCK
+from indexcache_search.owned.mark import MARK
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe, family_of_modules
 from sglang_indexcache.families.dsa.spellings import to_sglang
 from sglang_indexcache.files import write_atomically
+from sglang_indexcache.model_name import ModelName
 from sglang_indexcache.naming import naming
 from sglang_indexcache.pattern_file import ModelSection, PatternFile
 
 _INDEX = "model.safetensors.index.json"
+_WEIGHTS = re.compile(r"\.(safetensors|bin|pt)(\.index\.json)?$")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def export(
     model: Any, weights: Mapping[str, Tensor], source: str, pattern: Pattern, folder: Path, keep_shared: bool
 ) -> None:
-    """Write `folder`, as a whole or not at all.
+    """Fill `folder` with the trained model.
 
     config.json is the source's own, so that keys which transformers does not know survive, with the pattern in the
     spellings of transformers and of every SGLang. Layers that transformers does not load (NextN/MTP) are copied.
@@ -38,25 +43,53 @@ def export(
         weights: all its parameters and buffers, in the dtypes to be written.
         source: folder or hub id that the model came from.
         pattern: what it was trained for.
-        folder: replaced if it is there.
+        folder: is there, and empty.
         keep_shared: write the indexers of S layers, too; else they are left out.
     """
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     origin = local_folder(source)
     family, shared = family_of_modules(model), set(pattern.shared_layers)
     kept = {name: value for name, value in weights.items() if keep_shared or not family.indexer_layers([name]) & shared}
-    with naming(partial):
-        model.save_pretrained(partial, state_dict=kept, max_shard_size="5GB")
-    _copy_other_layers(origin, partial, len(pattern))
-    for path in sorted(origin.iterdir()):
-        if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt") and path.name != _INDEX:
-            shutil.copy2(path, partial / path.name)
+    with naming(folder):
+        model.save_pretrained(folder, state_dict=kept, max_shard_size="5GB")
+    _copy_other_layers(origin, folder, len(pattern))
+    copy_files(origin, folder)
     config = json.loads((origin / "config.json").read_text())
     config.update(to_sglang(pattern))
-    write_atomically(partial / "config.json", json.dumps(config, indent=2) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def check_source(source: str) -> None:
+    """Check that an export can copy a model's files, if they are here: none is a link that leads elsewhere.
+
+    Raises:
+        FolderError: naming the first that is.
+    """
+    if Path(source).is_dir():
+        _copied(Path(source))
+
+
+def copy_files(origin: Path, folder: Path, weights: bool = False) -> None:
+    """Copy what lies beside a checkpoint's weights, these too if asked; what is in folders stays behind.
+
+    Raises:
+        FolderError: as `check_source`.
+    """
+    for path in _copied(origin):
+        if weights or not _WEIGHTS.search(path.name):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _copied(origin: Path) -> list[Path]:
+    """The files of a model; the links of the hub's cache lead to files beside its snapshots."""
+    paths = [path for path in sorted(origin.iterdir()) if path.is_file() and path.name not in (MARK, LOCK)]
+    real = origin.resolve()
+    places = [real, *([real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [])]
+    for path in paths:
+        if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in places):
+            raise FolderError(f"{path}: leads out of the folder, to {path.resolve()}; expected a file, for the copy")
+        if not path.name.isprintable():
+            raise FolderError(f"{path}: the name can't be printed, expected another")
+    return paths
 
 
 def trained_pattern_file(
@@ -76,7 +109,10 @@ def trained_pattern_file(
 
 def local_folder(source: str) -> Path:
     """The folder of a model; for a hub id the cached one that it was loaded from."""
-    return Path(source) if Path(source).is_dir() else Path(snapshot_download(source, local_files_only=True))
+    name = ModelName.parse(source)
+    if name.folder is not None:
+        return name.folder
+    return Path(snapshot_download(name.repository, revision=name.revision, local_files_only=True))
 
 
 def _copy_other_layers(origin: Path, folder: Path, layers: int) -> None:

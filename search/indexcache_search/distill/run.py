@@ -6,7 +6,6 @@ import gc
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -19,12 +18,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.curves import draw
-from indexcache_search.distill.export import export, trained_pattern_file
+from indexcache_search.distill.export import check_source, export, trained_pattern_file
 from indexcache_search.distill.preflight import check_memory, check_model, computes_in_bfloat16
 from indexcache_search.distill.progress import TrainingProgress
 from indexcache_search.distill.result import collect
 from indexcache_search.distill.settings import Runtime, Settings, Stage
 from indexcache_search.distill.task import StageTask
+from indexcache_search.errors import JournalError
 from indexcache_search.hf.device import checkpoint_gradients, memory_error_in_one_line, resolve_attention
 from indexcache_search.hf.loading import describe_model, load_model, model_folder, read_config, set_quiet
 from indexcache_search.identity import today
@@ -35,9 +35,8 @@ from indexcache_search.training.loop import Loop
 from indexcache_search.training.processes import Processes, joined
 from indexcache_search.training.sets import Data, training_sets
 from indexcache_search.training.settings import Folders
-from indexcache_search.training.work import work_folder
+from indexcache_search.training.work import Work, check_folders, work_folder
 from sglang_indexcache import Pattern, SparseModel, __version__
-from sglang_indexcache.files import write_atomically
 from sglang_indexcache.model_files import ModelFiles, tokenizer_files, weight_files
 
 STAGES: tuple[Stage, ...] = ("warmup", "sparse")
@@ -45,8 +44,8 @@ STAGES: tuple[Stage, ...] = ("warmup", "sparse")
 
 def run(
     model: str, data: Data, settings: Settings, runtime: Runtime, folders: Folders, console: Console
-) -> Mapping[str, Any]:
-    """Train `model` for a pattern, write what `indexcache-distill` writes, and return the metrics.
+) -> tuple[Mapping[str, Any], list[Path]]:
+    """Train `model` for a pattern, write what `indexcache-distill` writes, and return the metrics and what was written.
 
     Runs in every process of a launch; the first one writes and speaks.
 
@@ -57,6 +56,7 @@ def run(
     set_quiet()
     description, config = describe_model(model), read_config(model)
     check_model(model, description, config, data, settings, runtime)
+    check_source(model)
     with joined(runtime.device == "cpu", computes_in_bfloat16(runtime)) as processes:
         return _run(model, description, config, data, settings, runtime, folders, console, processes)
 
@@ -71,13 +71,15 @@ def _run(
     folders: Folders,
     console: Console,
     processes: Processes,
-) -> Mapping[str, Any]:
+) -> tuple[Mapping[str, Any], list[Path]]:
     settings.check(processes.count)
     attention = resolve_attention(runtime.attention, processes.device)
     stages = [stage for stage in STAGES if len(range(*settings.range(stage)))]
     if runtime.check_memory:
         for stage in stages:
             check_memory(config, settings, stage, data, runtime, attention, processes)
+    if processes.first:
+        check_folders(folders, data.reads(model))
     files, tokenizer = (ModelFiles.read(model_folder(model), listed) for listed in (weight_files, tokenizer_files))
     identity = {
         "model": description.name,
@@ -85,20 +87,18 @@ def _run(
         "weights_sha256": files.sha256,
         "tokenizer_sha256": tokenizer.sha256,
         **settings.as_dict(),
-        **asdict(data),
         "dtype": "bfloat16" if processes.bfloat16 else "float32",
         "attention": attention,
         "processes": processes.count,
     }
-    with work_folder(folders, identity, processes):
+    with work_folder(folders, data, identity, processes) as work:
         train, held_out = training_sets(
-            model, description, data, settings.seed, folders, processes, partial(warn, console)
+            model, description, data, work.identity, settings.seed, folders, processes, partial(warn, console)
         )
         checkpoints = Checkpoints(folders.work / "checkpoints", processes)
-        done, warmed_up = checkpoints.latest(), folders.work / "warmed-up"
-        events = folders.output / "tensorboard" if runtime.tensorboard else None
+        done = checkpoints.latest()
         with (
-            TrainingLog(folders.output / "log.jsonl", done, events) if processes.first else nullcontext() as log,
+            work.log(done, runtime.tensorboard) if processes.first else nullcontext() as log,
             TrainingProgress(console if processes.first else Console(quiet=True), done, settings.steps) as progress,
             checkpoints.named(),
             memory_error_in_one_line(
@@ -107,13 +107,16 @@ def _run(
             ),
         ):
             loop = Loop(processes, checkpoints, log, progress.watch, runtime.intervals)
-            for stage in stages:
+            finished = done >= settings.steps and work.is_whole(folders.model, processes)
+            for stage in [] if finished else stages:
                 first, last = settings.range(stage)
-                result = folders.model if stage == stages[-1] else warmed_up
-                if done >= last and result.is_dir():
+                result = folders.model if stage == stages[-1] else folders.warmed_up
+                if stage != stages[-1] and done >= last and work.is_whole(result, processes):
                     continue
+                if done > last:
+                    raise JournalError(f"{result}: is not whole, and was left behind; --restart trains anew")
                 progress.begin(stage)
-                source = str(warmed_up) if first else model
+                source = str(folders.warmed_up) if first else model
                 loaded, dtypes = _load(source, description, processes, None if first else files)
                 if runtime.gradient_checkpointing and stage == "sparse":
                     checkpoint_gradients(loaded)  # in the warm-up the frozen body keeps no activations anyway
@@ -134,27 +137,26 @@ def _run(
                 pattern = settings.pattern if stage == stages[-1] else description.native
                 keep = stage != stages[-1] or _keeps_shared(runtime, description)
                 _check(files, tokenizer, processes)
-                _export(task.model, dtypes, source, pattern, result, keep, processes)
+                _export(task.model, dtypes, source, pattern, work, result, keep, processes)
                 done = max(done, last)
                 del loaded, task
                 gc.collect()
                 torch.cuda.empty_cache()
         _check(files, tokenizer, processes)
-        return {} if log is None else _write_results(log, held_out, description, settings, folders)
+        metrics = {} if log is None else _write_results(log, held_out, description, settings, work)
+        return metrics, work.results.written
 
 
 def _write_results(
-    log: TrainingLog, held_out: TokenSet, description: SparseModel, settings: Settings, folders: Folders
+    log: TrainingLog, held_out: TokenSet, description: SparseModel, settings: Settings, work: Work
 ) -> dict[str, Any]:
     packages = ("torch", "transformers")
     versions = {"sglang_indexcache": __version__, **{name: version(name) for name in packages}}
     metrics = collect(log.records, held_out, description, settings, versions)
-    write_atomically(folders.output / "metrics.json", json.dumps(metrics, indent=1) + "\n")
-    write_atomically(folders.output / "curves.svg", draw(log.records, settings.warmup_steps))
-    if not (folders.output / "pattern.yaml").exists():
-        name = f"{description.name}-distilled"
-        file = trained_pattern_file(folders.model, name, settings.pattern, versions, today()["created"])
-        file.save(folders.output / "pattern.yaml")
+    name = f"{description.name}-distilled"
+    file = trained_pattern_file(work.folders.model, name, settings.pattern, versions, today()["created"])
+    texts = (json.dumps(metrics, indent=1) + "\n", draw(log.records, settings.warmup_steps), file.dumps())
+    work.write(dict(zip(("metrics.json", "curves.svg", "pattern.yaml"), texts, strict=True)))
     return metrics
 
 
@@ -198,6 +200,7 @@ def _export(
     dtypes: Mapping[str, torch.dtype],
     source: str,
     pattern: Pattern,
+    work: Work,
     folder: Path,
     keep_shared: bool,
     processes: Processes,
@@ -207,5 +210,6 @@ def _export(
     weights: dict[str, Any] = get_model_state_dict(model, options=options)
     if processes.first:
         weights = {name: value.to(dtypes[name]) for name, value in weights.items()}
-        export(model, weights, source, pattern, folder, keep_shared)
+        with work.exported(folder) as unfinished:
+            export(model, weights, source, pattern, unfinished, keep_shared)
     processes.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from indexcache_search import estimates
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.distill.export import local_folder
+from indexcache_search.distill.export import check_source, copy_files, local_folder
 from indexcache_search.distill.preflight import computes_in_bfloat16
 from indexcache_search.distill.progress import TrainingProgress
 from indexcache_search.distill.result import as_evaluation
@@ -38,15 +38,13 @@ from indexcache_search.hf.loading import (
 from indexcache_search.identity import today
 from indexcache_search.progress import warn
 from indexcache_search.training.checkpoints import Checkpoints
-from indexcache_search.training.log import TrainingLog
 from indexcache_search.training.loop import Loop
 from indexcache_search.training.processes import Processes, joined
 from indexcache_search.training.sets import Data, training_sets
 from indexcache_search.training.settings import Folders
-from indexcache_search.training.work import work_folder
+from indexcache_search.training.work import Work, check_folders, work_folder
 from sglang_indexcache import Pattern, PatternFile, SparseModel, __version__
 from sglang_indexcache.families import describe
-from sglang_indexcache.files import write_atomically
 from sglang_indexcache.model_files import ModelFiles, tokenizer_files, weight_files
 from sglang_indexcache.naming import naming
 from sglang_indexcache.pattern_file import ModelSection
@@ -55,14 +53,16 @@ from sglang_indexcache.steps import NO_MEMORY
 
 def run(
     model: str, data: Data, settings: EvictionSettings, runtime: Runtime, folders: Folders, console: Console
-) -> Mapping[str, Any]:
-    """Train eviction heads of `model`, and write model/, pattern.yaml, log.jsonl and metrics.json.
+) -> tuple[Mapping[str, Any], list[Path]]:
+    """Train eviction heads of `model`, write model/, pattern.yaml, log.jsonl and metrics.json; metrics and what was
+    written.
 
     Raises:
         IndexCacheError: if something asked for can't be done.
         NonFiniteLossError: if a loss is NaN or infinite; the last good checkpoint stays.
     """
     set_quiet()
+    check_source(model)
     description, config = describe_model(model, settings.pattern.selection), read_config(model)
     if runtime.attention == "kernels":
         raise SearchError("--attention kernels does not train eviction heads, expected auto or naive")
@@ -84,7 +84,9 @@ def _run(
     folders: Folders,
     console: Console,
     processes: Processes,
-) -> Mapping[str, Any]:
+) -> tuple[Mapping[str, Any], list[Path]]:
+    if processes.first:
+        check_folders(folders, data.reads(model))
     files, tokenizer = (ModelFiles.read(model_folder(model), listed) for listed in (weight_files, tokenizer_files))
     identity = {
         "model": description.name,
@@ -92,18 +94,16 @@ def _run(
         "weights_sha256": files.sha256,
         "tokenizer_sha256": tokenizer.sha256,
         **settings.as_dict(),
-        **asdict(data),
         "dtype": "bfloat16" if processes.bfloat16 else "float32",
     }
-    with work_folder(folders, identity, processes):
+    with work_folder(folders, data, identity, processes) as work:
         train, held_out = training_sets(
-            model, description, data, settings.seed, folders, processes, partial(warn, console)
+            model, description, data, work.identity, settings.seed, folders, processes, partial(warn, console)
         )
         checkpoints = Checkpoints(folders.work / "checkpoints", processes)
         done = checkpoints.latest()
-        events = folders.output / "tensorboard" if runtime.tensorboard else None
         with (
-            TrainingLog(folders.output / "log.jsonl", done, events) as log,
+            work.log(done, runtime.tensorboard) as log,
             TrainingProgress(console, done, settings.steps) as progress,
             checkpoints.named(),
             memory_error_in_one_line(
@@ -112,7 +112,7 @@ def _run(
             ),
         ):
             progress.begin("eviction")
-            if done < settings.steps or not folders.model.is_dir():
+            if done < settings.steps or not work.is_whole(folders.model, processes):
                 loaded = _load(model, description, settings, runtime, processes, files)
                 task = EvictionTask(processes, loaded, settings, train, held_out)
                 loop = Loop(processes, checkpoints, log, progress.watch, runtime.intervals)
@@ -122,10 +122,11 @@ def _run(
                 loop.train(task, done)
                 files.check()
                 tokenizer.check()
-                _export(task.model, model, settings, folders.model)
+                with work.exported(folders.model) as unfinished:
+                    _export(task.model, model, settings, unfinished)
         files.check()
         tokenizer.check()
-        return _results(log.records, held_out, description, settings, folders)
+        return _results(log.records, held_out, description, settings, work), work.results.written
 
 
 def _others(pattern: Pattern, native: Pattern) -> dict[str, Pattern]:
@@ -166,20 +167,16 @@ def _load(
 
 
 def _export(model: Any, source: str, settings: EvictionSettings, folder: Path) -> None:
-    """The checkpoint that the model came from, with its heads, and if it trained its weights; whole or not at all."""
-    partial, origin = folder.with_name(f"{folder.name}.partial"), local_folder(source)
-    shutil.rmtree(partial, ignore_errors=True)
-    weights = shutil.ignore_patterns("*.safetensors*", "*.bin*", "*.pt", FILE.parent.name) if settings.body else None
-    shutil.copytree(origin, partial, ignore=weights)
+    """Fill `folder` with the checkpoint that the model came from, with its heads, and if it trained its weights."""
+    origin = local_folder(source)
+    copy_files(origin, folder, weights=not settings.body)
     if settings.body:
         kept = {name: item for name, item in model.state_dict().items() if not name.startswith("eviction_heads.")}
         dtype = getattr(torch, str(model.config.dtype).removeprefix("torch."))
-        with naming(partial):
-            model.save_pretrained(partial, state_dict={name: item.to(dtype) for name, item in kept.items()})
-        shutil.copy2(origin / "config.json", partial / "config.json")
-    heads_of(model).save(partial / FILE)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+        with naming(folder):
+            model.save_pretrained(folder, state_dict={name: item.to(dtype) for name, item in kept.items()})
+        shutil.copyfile(origin / "config.json", folder / "config.json")
+    heads_of(model).save(folder / FILE)
 
 
 def _results(
@@ -187,7 +184,7 @@ def _results(
     held_out: TokenSet,
     description: SparseModel,
     settings: EvictionSettings,
-    folders: Folders,
+    work: Work,
 ) -> dict[str, Any]:
     """Write metrics.json and pattern.yaml; the held-out losses, paired, of what the heads are compared with."""
     evaluations = [record for record in records if "losses" in record]
@@ -221,10 +218,9 @@ def _results(
         "seconds": sum(record.get("seconds", 0.0) for record in records),
         "versions": versions,
     }
-    write_atomically(folders.output / "metrics.json", json.dumps(metrics, indent=1) + "\n")
-    model = describe(json.loads((folders.model / "config.json").read_text()), f"{description.name}-eviction")
+    model = describe(json.loads((work.folders.model / "config.json").read_text()), f"{description.name}-eviction")
     pattern = settings.pattern
-    PatternFile(
+    file = PatternFile(
         schema="indexcache/v1",
         model=ModelSection.of(model),
         selection=pattern.selection,
@@ -232,7 +228,8 @@ def _results(
         retention=pattern.retention,
         versions=versions,
         created=today()["created"],
-    ).save(folders.output / "pattern.yaml")
+    )
+    work.write({"metrics.json": json.dumps(metrics, indent=1) + "\n", "pattern.yaml": file.dumps()})
     return metrics
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -15,7 +14,6 @@ from rich.table import Table
 from indexcache_search.estimates import Estimate
 from indexcache_search.report.figures import misses_figure
 from indexcache_search.tables import fitted
-from sglang_indexcache.files import write_atomically
 
 SCHEMA = "indexcache-offload/v2"
 
@@ -188,13 +186,15 @@ def _with_error(estimate: Estimate, form: str = ".1f") -> str:
     return format(estimate.mean, form) + error
 
 
-def write(result: OffloadResult, folder: Path) -> None:
-    """offload.json and offload.html."""
-    write_atomically(folder / "offload.json", json.dumps(result.as_json(), indent=1) + "\n")
+FILES = ("offload.json", "offload.html")
+
+
+def texts(result: OffloadResult) -> dict[str, str]:
+    """What stands in `FILES`."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     plans = [(plan, heading(plan), [cells(buffer) for buffer in plan.buffers]) for plan in result.plans]
     page = template.render(
         result=result, plans=plans, columns=COLUMNS, sentence=sentence(result), figure=misses_figure(result.plans)
     )
-    write_atomically(folder / "offload.html", page)
+    return dict(zip(FILES, (json.dumps(result.as_json(), indent=1) + "\n", page), strict=True))

@@ -30,11 +30,13 @@ from indexcache_search.evaluator import Evaluator
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.identity import engine_identity, engine_words, today
 from indexcache_search.journal import Journal
+from indexcache_search.names import file_names, unique_names
 from indexcache_search.offload import result
 from indexcache_search.offload.advice import CacheBytes, KvDtype, Machine, choosing, hisparse_config, stall_ms
 from indexcache_search.offload.bandwidth import gather_bandwidth
 from indexcache_search.offload.counting import count_misses
 from indexcache_search.offload.result import Buffer, Choice, Limits, OffloadResult, PlanTraffic
+from indexcache_search.owned.outputs import Outputs, outputs
 from indexcache_search.progress import warn
 from indexcache_search.selection_flags import suffix
 from sglang_indexcache import Pattern, PatternFile, SparseModel
@@ -101,6 +103,18 @@ def run(
         NonFiniteLossError: if a loss is NaN or infinite.
     """
     set_quiet()
+    reads = {"--model": [model], "--pattern": file_names(asked.patterns), "--evaluation": asked.sources}
+    names = [*result.FILES, "pattern.yaml"]
+    with outputs("indexcache-offload", output, output / "work", names, reads) as out:
+        found, file = _run(model, asked, served, runtime, out, restart, console)
+        out.replace({**result.texts(found), **({} if file is None else {"pattern.yaml": file.dumps()})}, console)
+    return found
+
+
+def _run(
+    model: str, asked: Asked, served: Served, runtime: Runtime, out: Outputs, restart: bool, console: Console
+) -> tuple[OffloadResult, PatternFile | None]:
+    """What was counted, and the file of what was chosen."""
     given = asked.selections[0] if asked.selections else None
     specs = [(name, PatternSpec.read(text, given, DEFAULT)) for name, text in map(split_name, asked.patterns)]
     fewest = min(asked.selections, key=lambda item: item.tokens, default=None)
@@ -146,7 +160,7 @@ def run(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     plans = []
     with (
-        Journal(output / "work", identity, today(), restart) as journal,
+        Journal(out.journal(), identity, today(), restart) as journal,
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
     ):
         bar = progress.add_task("sequences", total=len(named) * data.num_sequences)
@@ -170,10 +184,10 @@ def run(
         choice=None if asked.limits is None else result.best(plans, asked.limits),
     )
     engine.check_unchanged()
-    result.write(found, output)
-    if found.choice is not None:
-        _file(dict(named)[found.choice.name], found.choice, description, engine).save(output / "pattern.yaml")
-    return found
+    if found.choice is None:
+        return found, None
+    [chosen] = [pattern for name, pattern in named if name == found.choice.name]
+    return found, _file(chosen, found.choice, description, engine)
 
 
 _Engine = TransformersEngine | SglangEngine
@@ -213,16 +227,17 @@ def _named(
     """The patterns that were asked for, each with all selections.
 
     Raises:
-        IndexCacheError: if one was made for another model, or does not fit this one.
+        IndexCacheError: if one was made for another model, or does not fit this one, or two have one name.
     """
-    named = []
+    found = []
     for name, spec in specs:
-        kept, pattern = "" if spec.retention is None else f" {spec.retention}", spec.pattern(model)
+        kept, pattern = "" if spec.retention is None or name else f" {spec.retention}", spec.pattern(model)
         pattern.check_plain("is not counted yet")
         for selection in selections or (pattern.selection,):
-            label = (name or spec.label + kept) + suffix(selection, selections)
-            named.append((label, replace(pattern, selection=selection)))
-    return named
+            more = kept + suffix(selection, selections)
+            found.append(((name, spec, more), replace(pattern, selection=selection)))
+    names = unique_names([item for item, _ in found])
+    return [(name + more, pattern) for name, ((_, _, more), pattern) in zip(names, found, strict=True)]
 
 
 def _decoded(data: TokenSet, steps: int, dense: bool) -> TokenSet:

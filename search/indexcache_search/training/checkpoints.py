@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from sglang_indexcache.naming import naming
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
 _MANIFEST = "checkpoint.json"
 _MAX_BYTES = 16 << 20
+_FILE = re.compile(r"process-\d+\.(safetensors|json)|checkpoint\.json|\..+\.[0-9a-f]{32}\.partial")
 _NAME = re.compile(r"step-(\d{6,})")
 KEPT = 2
 
@@ -77,7 +77,7 @@ class Checkpoints:
         partial, main = self._folder / "partial", self._processes.first
         weights, state = get_state_dict(model, optimizer, options=_OPTIONS)
         if main:
-            shutil.rmtree(partial, ignore_errors=True)
+            _remove(partial)
             partial.mkdir(parents=True)
         self._processes.wait()
         tensors, rest = _split({"model": weights, "optimizer": state})
@@ -90,10 +90,10 @@ class Checkpoints:
         if main:
             manifest = _Manifest(step=step, files={key: value for item in every for key, value in item.items()})
             write_atomically(partial / _MANIFEST, manifest.model_dump_json() + "\n")
-            shutil.rmtree(self.path(step), ignore_errors=True)
+            _remove(self.path(step))
             partial.rename(self.path(step))
             for old in self._complete()[:-KEPT]:
-                shutil.rmtree(old)
+                _remove(old)
         self._processes.wait()
 
     def load(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
@@ -148,6 +148,15 @@ class Checkpoints:
     @staticmethod
     def _step(path: Path) -> int:
         return int(path.name.removeprefix("step-"))
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint; what is none of its files stays, and with it the folder."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else ():
+        if _FILE.fullmatch(path.name):
+            path.unlink()
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

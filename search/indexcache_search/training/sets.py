@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from indexcache_search.data import dry_run
+from indexcache_search.data.content import content_digest
 from indexcache_search.data.options import AS_THEY_ARE, RowOptions
 from indexcache_search.data.packing import build_training_sets
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.stored import load_set, save_set
 from indexcache_search.data.tokens import TokenSet
+from indexcache_search.errors import DataError
 from indexcache_search.hf.loading import load_tokenizer, read_config
 from indexcache_search.training.processes import Processes
 from indexcache_search.training.settings import Folders
@@ -28,11 +31,24 @@ class Data:
     num_eval_sequences: int
     rows: RowOptions = AS_THEY_ARE
 
+    def reads(self, model: str) -> dict[str, Sequence[str]]:
+        """What the options name, see `check_apart`."""
+        return {"--model": [model], "--training": self.training, "--evaluation": self.evaluation}
+
+    def contents(self) -> dict[str, str | None]:
+        """By source, a digest of what it holds.
+
+        Raises:
+            DataError: if one can't be read.
+        """
+        return {f"sha256 of {source}": content_digest(source) for source in {*self.training, *self.evaluation}}
+
 
 def training_sets(
     model: str,
     description: SparseModel,
     data: Data,
+    identity: Mapping[str, Any],
     seed: int,
     folders: Folders,
     processes: Processes,
@@ -44,6 +60,7 @@ def training_sets(
         model: folder or hub id, for its tokenizer.
         description: what its config.json says; of dense models prompts and replies are told apart.
         data: sources and sizes.
+        identity: has what the sources held when the run began.
         seed: order of the training documents.
         folders: where they are kept.
         processes: the first of them reads.
@@ -58,6 +75,9 @@ def training_sets(
             reader, *sets = _read(model, description, data, seed)
             for note in reader.notes:
                 notice(note)
+            changed = [name for name, digest in data.contents().items() if digest != identity[name]]
+            if changed:
+                raise DataError(f"{changed[0]} changed while it was read, expected data that stay as they are")
             for tokens, folder in zip(sets, places, strict=True):
                 save_set(tokens, folder)
     train, held_out = (load_set(folder) for folder in places)

@@ -17,14 +17,29 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Folders:
-    """Where a run writes; `restart` discards what an earlier one left there."""
+    """Where a run writes.
+
+    Attributes:
+        output: the folder that was named.
+        restart: discard what an earlier run left there.
+        command: that runs, by which its folders are known.
+    """
 
     output: Path
     restart: bool
+    command: str = "indexcache-distill"
 
     @property
     def work(self) -> Path:
         return self.output / "work"
+
+    @property
+    def warmed_up(self) -> Path:
+        return self.work / "warmed-up"
+
+    @property
+    def events(self) -> Path:
+        return self.output / "tensorboard"
 
     @property
     def model(self) -> Path:

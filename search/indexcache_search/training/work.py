@@ -2,57 +2,146 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from indexcache_search.errors import JournalError
+from indexcache_search.owned import tree
+from indexcache_search.owned.folder import OwnFolder
+from indexcache_search.owned.overlap import check_apart
 from indexcache_search.records import check_identity
+from indexcache_search.training.log import TrainingLog
 from indexcache_search.training.processes import Processes
+from indexcache_search.training.sets import Data
 from indexcache_search.training.settings import Folders
 from sglang_indexcache.errors import FileError
 from sglang_indexcache.files import read_json_object, write_atomically
 
+RESULTS = ("metrics.json", "curves.svg", "pattern.yaml")
+LOG = "log.jsonl"
 _MAX_BYTES = 1 << 20
+_WORK = re.compile(
+    r"run\.json|data/(training|held-out)/((tokens|scored|source_of|prompt)\.npy|set\.json)|warmed-up/.+"
+    r"|checkpoints/(partial|step-\d{6,})/(process-\d+\.(safetensors|json)|checkpoint\.json)"
+)
+_EVENTS = re.compile(r"events\.out\.tfevents\.[^/]+")
+
+
+@dataclass(frozen=True)
+class Work:
+    """The folders of a run while it holds them.
+
+    Attributes:
+        folders: where they are.
+        results: the files that people look at.
+        identity: what the trained weights depend on, with digests of the data as they were when it began; empty in all
+            processes but the first.
+    """
+
+    folders: Folders
+    results: OwnFolder
+    identity: Mapping[str, Any]
+
+    def log(self, done: int, tensorboard: bool) -> TrainingLog:
+        """The run's log, from step `done` on."""
+        folders = self.folders
+        if tensorboard:
+            tree.open_subfolder(folders.events, folders.command, "events")
+        return TrainingLog(self.results.growing(LOG), done, folders.events if tensorboard else None)
+
+    @contextmanager
+    def exported(self, folder: Path) -> Iterator[Path]:
+        """An empty folder for a checkpoint, which takes the place of `folder` when the `with` block has ended.
+
+        Raises:
+            FolderError: if what is there is not ours, or not all of it.
+        """
+        with tree.replaced(folder, self.folders.work, self.folders.command) as unfinished:
+            yield unfinished
+        if folder == self.folders.model:
+            self.results.written.append(folder)
+
+    def is_whole(self, folder: Path, processes: Processes) -> bool:
+        """Whether a checkpoint is there, with all that was written."""
+        [whole, *_] = processes.gather(processes.first and tree.is_whole(folder, self.folders.command))
+        return bool(whole)
+
+    def write(self, texts: Mapping[str, str]) -> None:
+        """Write results in the place of all earlier ones."""
+        self.results.clear()
+        for name, text in texts.items():
+            self.results.write(name, text)
 
 
 @contextmanager
-def work_folder(folders: Folders, identity: Mapping[str, Any], processes: Processes) -> Iterator[None]:
-    """Hold the folder of a run inside the `with` block, in all of its processes.
+def work_folder(folders: Folders, data: Data, settings: Mapping[str, Any], processes: Processes) -> Iterator[Work]:
+    """Hold the folder of a run inside the `with` block, in all of its processes; the first one writes to it.
 
     Args:
-        folders: `restart` discards what an earlier run left there.
-        identity: what the trained weights depend on; another run's folder is refused.
+        folders: `restart` discards what an earlier run left there. They were checked, see `check_folders`.
+        data: what the run trains on.
+        settings: what the trained weights depend on, too; another run's folder is refused.
         processes: all processes of the run.
 
     Raises:
-        JournalError: if the folder belongs to another run, or another process uses it.
+        FolderError: if something of somebody else's is in the way, or another process writes there.
+        JournalError: if the folder belongs to another run.
     """
+    results = _results(folders)
     if not processes.first:
         processes.wait()
-        yield
+        yield Work(folders, results, {})
         return
     path = folders.work / "run.json"
-    folders.work.mkdir(parents=True, exist_ok=True)
-    with (folders.output / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise JournalError(f"{folders.output}: another run is using this folder") from None
+    with results.held():
+        tree.open_subfolder(folders.work, folders.command, "work")
         if folders.restart:
-            for folder in (folders.work, folders.model, folders.output / "tensorboard"):
-                shutil.rmtree(folder, ignore_errors=True)
-            for name in ("curves.svg", "log.jsonl", "metrics.json", "pattern.yaml"):
-                (folders.output / name).unlink(missing_ok=True)
-        own = json.loads(json.dumps(identity))
+            results.clear(growing=True)
+            tree.discard(folders.model, folders.work, folders.command)
+            tree.empty(folders.work)
+            tree.empty(folders.events)
+        for left in folders.work.iterdir():
+            if tree.UNFINISHED.fullmatch(left.name) and not left.is_symlink():
+                shutil.rmtree(left)
+        identity = json.loads(json.dumps({**settings, **asdict(data), **data.contents()}))
         try:
-            recorded = read_json_object(path, _MAX_BYTES) if path.is_file() else own
+            recorded = read_json_object(path, _MAX_BYTES) if path.is_file() else identity
         except FileError as error:
             raise JournalError(f"{error}; --restart discards the run") from None
-        check_identity(path, "run", "--output", recorded, own)
-        write_atomically(path, json.dumps(own, indent=1) + "\n")
+        check_identity(path, "run", "--output", recorded, identity)
+        write_atomically(path, json.dumps(identity, indent=1) + "\n")
         processes.wait()
-        yield
+        yield Work(folders, results, identity)
+
+
+def check_folders(folders: Folders, reads: Mapping[str, Iterable[str]]) -> None:
+    """Check, before anything is made, that what a run writes is free or its own, and that it reads elsewhere.
+
+    Args:
+        folders: where it writes.
+        reads: options, and what they name, see `check_apart`.
+
+    Raises:
+        FolderError: naming what is in the way.
+    """
+    names = [*(folders.output / name for name in (*RESULTS, LOG)), folders.work, folders.model, folders.events]
+    check_apart({"--output": folders.output}, names, reads)
+    _results(folders).check()
+    tree.check_subfolder(folders.work, folders.command, "work")
+    tree.check_subfolder(folders.events, folders.command, "events")
+    for folder in (folders.model, folders.warmed_up):
+        if folders.restart or not tree.is_whole(folder, folders.command):
+            tree.check_ours(folder, folders.command)
+    if folders.restart:
+        tree.check_content(folders.work, _WORK)
+        tree.check_content(folders.events, _EVENTS)
+
+
+def _results(folders: Folders) -> OwnFolder:
+    return OwnFolder(folders.output, folders.command, (*RESULTS, LOG), "--output")

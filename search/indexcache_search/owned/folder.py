@@ -1,0 +1,161 @@
+"""A folder whose own files are known by its mark."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from indexcache_search.errors import FolderError
+from indexcache_search.owned.lock import locked
+from indexcache_search.owned.mark import MARK, Mark, digest_of
+from indexcache_search.records import may_be_sealed
+from sglang_indexcache.files import write_atomically
+
+
+class OwnFolder:
+    """A folder that a command writes files to; whatever else is in it stays as it is.
+
+    A file is the command's own if the mark names it and it holds what was written there. One that is there without
+    that, or was changed since, is somebody's, and is never overwritten or removed.
+
+    Args:
+        path: of the folder; made when it is held.
+        command: that writes.
+        names: of the files that it may write.
+        option: that names another folder.
+
+    Attributes:
+        written: files of this run, in order.
+    """
+
+    def __init__(self, path: Path, command: str, names: Sequence[str], option: str) -> None:
+        self.path, self.command, self.written = path, command, list[Path]()
+        self._names, self._option = names, option
+        self._mark: Mark | None = None
+
+    def check(self) -> None:
+        """Check that all of our names are free or our own; nothing is made.
+
+        Raises:
+            FolderError: naming what is in the way.
+        """
+        try:
+            self._check_all()
+        except FolderError:
+            self._check_all()  # a run that was just writing changes its mark first, then the file
+
+    def _check_all(self) -> None:
+        if os.path.lexists(self.path) and not self.path.is_dir():
+            raise FolderError(f"{self._option} is {self.path}, which is no folder")
+        self._mark = checked_mark(self.path, self.command, "files", self._option)
+        for name in {**dict.fromkeys(self._names), **(self._mark.files if self._mark else {})}:
+            self._check(name)
+
+    @contextmanager
+    def held(self) -> Iterator[Self]:
+        """Be its only writer inside the `with` block.
+
+        Raises:
+            FolderError: as `check`, and if another process writes there.
+        """
+        self.check()
+        made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            with locked(self.path, self.command):
+                self.check()  # another run may have ended since
+                yield self
+        finally:
+            for folder in made:
+                try:
+                    folder.rmdir()
+                except OSError:  # holds something now
+                    break
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file as a whole, in the place of our own older one.
+
+        Raises:
+            FolderError: if somebody else's is there.
+        """
+        before = self._check(name)
+        new = hashlib.sha256(text.encode()).hexdigest()
+        self._record(name, [*dict.fromkeys([*([before] if before else []), new])])
+        write_atomically(self.path / name, text)
+        if self.path / name not in self.written:
+            self.written.append(self.path / name)
+
+    def growing(self, name: str) -> Path:
+        """The path of a file that is appended to, marked as our own.
+
+        Raises:
+            FolderError: if somebody else's is there.
+        """
+        self._check(name)
+        self._record(name, None)
+        return self.path / name
+
+    def clear(self, growing: bool = False) -> list[Path]:
+        """Remove what earlier runs wrote here, and say which files those were; files that grow only if asked.
+
+        Raises:
+            FolderError: before anything is removed, if one of them was changed since.
+        """
+        if self._mark is None:
+            return []
+        names = [name for name, digests in self._mark.files.items() if growing or digests is not None]
+        there = [name for name in names if self._check(name) is not None]
+        for name in there:
+            (self.path / name).unlink()
+        kept = {name: digests for name, digests in self._mark.files.items() if name not in names}
+        self._mark = Mark.new(self.command, "files", kept)
+        self._mark.write(self.path)
+        return [self.path / name for name in there]
+
+    def _record(self, name: str, digests: list[str] | None) -> None:
+        mark = self._mark or Mark.new(self.command, "files", {})
+        if self._mark is None or mark.files.get(name, []) != digests:
+            self._mark = mark.model_copy(update={"files": {**mark.files, name: digests}})
+            self._mark.write(self.path)
+
+    def _check(self, name: str) -> str | None:
+        """The sha256 of our own file, empty if it grows; `None` if none is there."""
+        path = self.path / name
+        if not os.path.lexists(path):
+            return None
+        if self._mark is None or name not in self._mark.files:
+            raise FolderError(
+                f"{path}: is there already, and no {MARK} says that {self.command} wrote it; move it away, or choose"
+                f" another {self._option}"
+            )
+        digests = self._mark.files[name]
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise FolderError(f"{path}: not a regular file, but {self.command} wrote one; move it away")
+        if digests is None:
+            if path.suffix == ".jsonl" and not may_be_sealed(path):
+                raise FolderError(f"{path}: is not what {self.command} wrote; move it away, or choose another"
+                                  f" {self._option}")  # fmt: skip
+            return ""
+        digest = digest_of(path)
+        if digest not in digests:
+            raise FolderError(f"{path}: was changed since {self.command} wrote it; move it away, or choose another"
+                              f" {self._option}")  # fmt: skip
+        return digest
+
+
+def checked_mark(folder: Path, command: str, holds: str, option: str) -> Mark | None:
+    """The mark of `folder`, if there is one.
+
+    Raises:
+        FolderError: if it is damaged, or another command's.
+    """
+    mark = Mark.read(folder)
+    if mark is not None and (mark.command, mark.holds) != (command, holds):
+        what = "what" if mark.holds == "files" else f"the {mark.holds} that"
+        raise FolderError(f"{folder}: holds {what} {mark.command} wrote; choose another {option} for {command}")
+    return mark

@@ -1,0 +1,103 @@
+"""One writer a folder at a time: a lock that ends with its process, and says who holds it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from indexcache_search.errors import FolderError
+from sglang_indexcache.files import reason
+
+LOCK = ".indexcache-lock"
+_MAX_BYTES = 4096
+_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+
+
+class _Holder(BaseModel):
+    """Who holds a lock."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    command: str
+    process: int
+    host: str
+    since: str
+
+
+@contextmanager
+def locked(folder: Path, command: str) -> Iterator[None]:
+    """Be the only writer of `folder` inside the `with` block; what a killed one left does not count.
+
+    On NFS the lock holds for all hosts where the server keeps locks (Linux turns flock into one of those).
+
+    Raises:
+        FolderError: if another process writes there, naming it, or the file system has no locks.
+    """
+    path = folder / LOCK
+    descriptor = _taken(path)
+    try:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        holder = _Holder(command=command, process=os.getpid(), host=socket.gethostname(), since=since)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, holder.model_dump_json().encode(), 0)
+        yield
+    finally:
+        try:
+            with suppress(OSError):
+                path.unlink()  # while it is held: whoever opened it meanwhile sees that it is gone
+        finally:
+            os.close(descriptor)
+
+
+def _taken(path: Path) -> int:
+    """A descriptor of the lock file that holds the lock."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    while True:
+        descriptor = os.open(path, flags, 0o644)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise FolderError(f"{path}: not a regular file, expected no such file, or the lock of a run")
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in _HELD:
+                    raise FolderError(f"{path}: {reason(error)}; expected a file system that has locks") from None
+                raise FolderError(f"{path.parent}: {_by(descriptor)}; wait for it, or choose another folder") from None
+            if _is_at(path, descriptor):
+                if os.fstat(descriptor).st_size and _holder(descriptor) is None:
+                    raise FolderError(f"{path}: is no lock of ours, expected no such file, or the lock of a run")
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # whoever held it has ended, and took the file along
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _holder(descriptor: int) -> _Holder | None:
+    try:
+        return _Holder.model_validate_json(os.pread(descriptor, _MAX_BYTES, 0))
+    except ValidationError:
+        return None
+
+
+def _by(descriptor: int) -> str:
+    holder = _holder(descriptor)
+    if holder is None:
+        return "another process is using this folder"
+    return f"{holder.command} is using this folder: process {holder.process} on {holder.host}, since {holder.since}"

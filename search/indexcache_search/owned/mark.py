@@ -1,0 +1,125 @@
+"""The mark of a folder that a command of this project writes to: what made it, and which of its files are its own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+import time
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from indexcache_search.errors import FolderError
+from sglang_indexcache import __version__
+from sglang_indexcache.errors import FileError
+from sglang_indexcache.files import read_regular, reason, write_atomically
+
+MARK = "indexcache-run.json"
+Holds = Literal["files", "model", "work", "events"]
+"""`files`: those that it names. `model`: likewise, written as a whole. `work`, `events`: what a training run keeps."""
+_RESULTS = re.compile(
+    r"(pattern|pattern\.partial)\.yaml|(metrics|eval|offload|thresholds-[0-9.e+-]{1,30})\.json|(report|eval|offload)\.html"
+    r"|curves\.svg|(log|journal)\.jsonl|server\.log"
+)
+_MAX_BYTES = 16 << 20
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class Mark(BaseModel):
+    """What stands in a mark.
+
+    Attributes:
+        command: that wrote the folder.
+        version: of this package.
+        created: when it began to, UTC.
+        holds: what the folder is for.
+        files: paths below the folder, and the sha256 of what the command wrote there; two where a kill may have come
+            between. `None` of files that grow.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=True)
+
+    schema_: Literal["indexcache-run/v1"] = Field(alias="schema")
+    command: str
+    version: str
+    created: str
+    holds: Holds
+    files: dict[str, list[str] | None]
+
+    @model_validator(mode="after")
+    def _is_a_mark(self) -> Self:
+        for name, digests in self.files.items():
+            known = _RESULTS.fullmatch(name) if self.holds == "files" else self.holds == "model" and is_below(name)
+            if not known:
+                raise ValueError(f"names {name!r}, which no command writes there")
+            if digests is not None and not all(_DIGEST.fullmatch(digest) for digest in digests):
+                raise ValueError(f"{name}: no sha256")
+        return self
+
+    @classmethod
+    def new(cls, command: str, holds: Holds, files: Mapping[str, list[str] | None]) -> Self:
+        """A mark of now."""
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        return cls(
+            schema="indexcache-run/v1",
+            command=command,
+            version=__version__,
+            created=created,
+            holds=holds,
+            files=dict(files),
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """The mark of `folder`; `None` if it has none.
+
+        Raises:
+            FolderError: if it can't be read or is damaged: then nothing says what in the folder is whose.
+        """
+        path = folder / MARK
+        if not os.path.lexists(path):
+            return None
+        try:
+            if path.is_symlink():
+                raise FileError(f"{path}: is a link")
+            return cls.model_validate_json(read_regular(path, _MAX_BYTES))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise FolderError(f"{path}: {where and where + ': '}{first['msg']}; {_NEXT}") from None
+        except FileError as error:
+            raise FolderError(f"{error}; {_NEXT}") from None
+
+    def write(self, folder: Path) -> None:
+        """Write the mark into `folder`, as a whole or not at all."""
+        write_atomically(folder / MARK, self.model_dump_json(by_alias=True, indent=1) + "\n")
+
+
+_NEXT = "nothing here is touched without a whole mark; move the folder away, or choose another"
+
+
+def is_below(name: str) -> bool:
+    """Whether `name` is a plain path below a folder: no `..`, nothing absolute, as it is spelt."""
+    path = PurePosixPath(name)
+    plain = "\0" not in name and "\\" not in name and str(path) == name and not path.is_absolute()
+    return plain and bool(path.parts) and not {".", ".."} & {*path.parts}
+
+
+def digest_of(path: Path) -> str:
+    """sha256 of a regular file; a link is not followed.
+
+    Raises:
+        FolderError: if it is something else, or can't be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise FolderError(f"{path}: not a regular file")
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise FolderError(f"{path}: {'is a link' if path.is_symlink() else reason(error)}") from None

@@ -1,0 +1,51 @@
+"""What a command reads and what it writes must lie apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from indexcache_search.errors import FolderError
+
+
+def check_apart(writes: Mapping[str, Path], names: Iterable[Path], reads: Mapping[str, Iterable[str]]) -> None:
+    """Check that no folder that is read holds one that is written or lies in it, and that no file is both.
+
+    Links, `..`, and other spellings of the same place are seen through.
+
+    Args:
+        writes: options and their folders.
+        names: files and folders that are written or replaced, whole.
+        reads: options, and what they name: files, folders, or what is no path at all.
+
+    Raises:
+        FolderError: naming both options.
+    """
+    own = list(names)
+    for option, texts in reads.items():
+        for text in texts:
+            path = Path(text)
+            if not _exists(path):
+                continue
+            for other, folder in writes.items():
+                met = path.is_dir() and (_is_in(path, folder) or _is_in(folder, path))
+                if met or any(_is_in(path, name) for name in own):
+                    raise FolderError(
+                        f"{option} is {text} and {other} is {folder}: what is read and what is written overlap;"
+                        f" choose another {other}"
+                    )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that can't be one
+        return False
+
+
+def _is_in(path: Path, folder: Path) -> bool:
+    """Whether `path`, there or not, is `folder` or lies in it."""
+    if not _exists(folder):
+        return False
+    real = path.resolve()
+    return any(_exists(place) and place.samefile(folder) for place in (real, *real.parents))
