@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ from indexcache_search.errors import FolderError, JournalError
 from indexcache_search.owned import tree
 from indexcache_search.owned.lock import LOCK
 from indexcache_search.owned.mark import MARK
-from indexcache_search.training import work as training_work
 from indexcache_search.training.processes import Processes
 from indexcache_search.training.sets import Data
 from indexcache_search.training.settings import Folders
-from indexcache_search.training.work import Work, work_folder
+from indexcache_search.training.work import Work, check_folders, work_folder
 from sglang_indexcache.errors import IndexCacheError
 from tests.test_ownership import COMMAND, names_in, snapshot
 
@@ -27,16 +27,21 @@ ALONE = Processes(0, 1, None, False)  # type: ignore[arg-type]  # no device is n
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Begins a run in tmp_path/"out", on a stand-in for a model."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Begins a run in tmp_path/"out"."""
     (tmp_path / "data.jsonl").write_text("{}\n")
-    data = Data(
-        training=(str(tmp_path / "data.jsonl"),), evaluation=(), seq_len=1, num_sequences=1, num_eval_sequences=1
-    )
-    monkeypatch.setattr(training_work, "model_identity", lambda _: {"model": "tiny"})
-    monkeypatch.setattr(training_work, "check_unchanged", lambda *_: None)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # nothing here loses its power
-    yield lambda restart=False, **more: work_folder(Folders(tmp_path / "out", restart), "owner/name", data, more, ALONE)
+    sources = (str(tmp_path / "data.jsonl"),)
+    data = Data(training=sources, evaluation=(), seq_len=1, num_sequences=1, num_eval_sequences=1)
+
+    @contextmanager
+    def begun(restart: bool = False, **more: Any) -> Iterator[Work]:
+        folders = Folders(tmp_path / "out", restart)
+        check_folders(folders, data.reads("owner/name"))
+        with work_folder(folders, data, more, ALONE) as work:
+            yield work
+
+    return begun
 
 
 def complete(work: Work) -> None:
