@@ -14,7 +14,6 @@ from sglang_indexcache import IndexCacheError, Pattern, PatternFile
 from sglang_indexcache.errors import PatternError, PatternFileError
 from sglang_indexcache.pattern import uniform_pattern
 from sglang_indexcache.selection import DEFAULT, Selection
-from sglang_indexcache.serving.ready import carry
 from sglang_indexcache.serving.request import Request
 from sglang_indexcache.spec import PatternSpec
 from tests.conftest import tiny_dense_config
@@ -155,5 +154,6 @@ def _yaml(content: Any) -> str:
 
 def test_the_selection_travels_with_the_server_arguments(tmp_path: Path) -> None:
     FILE.save(tmp_path / "pattern.yaml")
-    request = Request.load(str(tmp_path / "pattern.yaml"))
-    assert Request.from_overrides(carry("{}", request)).pattern == Pattern("DSSDSS", DEFAULT)
+    asked = {"spec": str(tmp_path / "pattern.yaml"), "own": None, "allow": False}
+    Request.of(asked)
+    assert Request.of(asked | {"spec": None}).pattern == Pattern("DSSDSS", DEFAULT)
