@@ -37,12 +37,9 @@ settings.load_profile("indexcache")
 LAYERS, TOPK, VOCAB = 6, 8, 96
 NEWEST = (  # files that run with the newest of every dependency, too: engine, kernels, commands
     "test_block_decoding",
-    "test_candidate_topk",
     "test_deepseek_v4",
     "test_dense_commands",
     "test_engine",
-    "test_eviction",
-    "test_indexer_topk",
     "test_indexers",
     "test_kernels",
     "test_kernels_transformers",

@@ -44,7 +44,7 @@ PROMPT = torch.arange(SEQ_LEN)[None] < SEQ_LEN - REPLY
         ("FS+0q128", "indexer is '0q128'"),
         ("FS+0c4", "0c4 is of C layers, but layer 0 is F"),
         ("FS+1q2", "1q2 is of F layers, but layer 1 is S"),
-        ("FC", "'C' for layer 1, expected F or S"),
+        ("FC", r"layer 1 is C, expected what it chooses from behind the letters: \+1c4"),
         ("FCC+1c4", r"layer 2 is C, expected what it chooses from behind the letters: \+2c4"),
         ("FC+1c65", "65 candidates, expected 1 to 64"),
         ("CF+0c4", "begins with C"),
