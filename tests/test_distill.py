@@ -389,7 +389,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(
         ({"pattern": "uniform@2/3"}, "uniform needs retentions of the form 1/n, found 2/3"),
         ({"pattern": "missing.yaml"}, "missing.yaml"),
         ({"training": "missing.jsonl"}, "missing.jsonl: no such file"),
-        ({"warmup_steps": 0, "steps": 0}, "expected at least one step"),
+        ({"warmup_steps": 0, "steps": 0}, "needs --steps above 0"),
         ({"micro_batch_size": 3}, "--batch-size is 4, expected a multiple of --micro-batch-size x processes = 3 x 1"),
         ({"seq_len": 8}, "--seq-len is 8, but queries see every token up to position 8 (index_topk is 8)"),
         ({"seq_len": 512}, "--seq-len is 512, but the model was made for 256 tokens"),
