@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -130,7 +131,8 @@ def test_revisions_are_asked_for_everywhere(folder: Path, monkeypatch: pytest.Mo
 
     given: list[dict[str, Any]] = []
     for auto in ("AutoConfig", "AutoTokenizer"):
-        monkeypatch.setattr(loading, auto, type(auto, (), {"from_pretrained": lambda **place: given.append(place)}))
+        found = {"from_pretrained": lambda **place: given.append(place) or MagicMock()}
+        monkeypatch.setattr(loading, auto, type(auto, (), found))
     loading.read_config("owner/name@v2")
     loading.load_tokenizer("owner/name@v2")
     assert [(item["pretrained_model_name_or_path"], item["revision"]) for item in given] == [("owner/name", "v2")] * 2
