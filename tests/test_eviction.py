@@ -195,7 +195,7 @@ def trained(dense_folder: Path, texts: Path, tmp_path_factory: pytest.TempPathFa
     output = tmp_path_factory.mktemp("trained") / "out"
     code, text = train(dense_folder, texts, output, "--heads-lr", 0.1)
     assert code == 0, text
-    assert "eviction heads: KL" in text and "norms of values" in text and "more than attending to everything" in text
+    assert "eviction heads: KL" in text and "norms of values" in text and "more than attending to" in text
     return output
 
 
