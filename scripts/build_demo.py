@@ -86,7 +86,7 @@ def write_recall(tasks: RecallTasks, names: tuple[str, ...], each: int, seq_len:
 
 @dataclass(frozen=True)
 class Source:
-    """What one part of the data is made of.
+    """Text that one part of the data is made of.
 
     Attributes:
         documents: its text.

@@ -17,7 +17,7 @@ SEED = (1 << 63) - 1
 def within(
     least: float, most: float, reason: str = "", *, open_below: bool = False
 ) -> Callable[[Number | None], Number | None]:
-    """What an option calls back: it refuses what is no number from `least` to `most`; NaN and infinity are none.
+    """Make an option's callback that refuses anything but a number from `least` to `most`, NaN and infinity too.
 
     Args:
         least: the smallest that is taken.

@@ -89,7 +89,7 @@ class KeyCandidates:
 
     @property
     def files(self) -> list[str]:
-        """Those that hold thresholds."""
+        """Paths of the files that hold thresholds."""
         return [item.text for item in self.asked if isinstance(item.thresholds, KeyFile)]
 
 

@@ -123,7 +123,7 @@ FILES = ("eval.json", "eval.html")
 
 
 def texts(result: ComparisonResult) -> dict[str, str]:
-    """What stands in `FILES`."""
+    """Render the contents of `FILES`, by name."""
     return dict(zip(FILES, (json.dumps(result.as_json(), indent=1) + "\n", render(result)), strict=True))
 
 

@@ -190,7 +190,7 @@ FILES = ("offload.json", "offload.html")
 
 
 def texts(result: OffloadResult) -> dict[str, str]:
-    """What stands in `FILES`."""
+    """Render the contents of `FILES`, by name."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     plans = [(plan, heading(plan), [cells(buffer) for buffer in plan.buffers]) for plan in result.plans]
