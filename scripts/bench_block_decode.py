@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
-from indexcache_search.hf.block_decoding import Blocks, apply_block_decoding
+from indexcache_search.lab.edge.decoding import Blocks, apply_block_decoding
 
 STEPS = 12
 

@@ -28,8 +28,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_kernels import BlockBuffer, copy_blocks, swap_blocks
 from indexcache_search.hf.attending import attending
-from indexcache_search.hf.offloaded import OffloadedDecoder, PassedOn
-from indexcache_search.offload.bandwidth import copy_bandwidth
+from indexcache_search.lab.offload.bandwidth import copy_bandwidth
+from indexcache_search.lab.offload.decoder import OffloadedDecoder, PassedOn
 from scripts.bench_delta import SHAPES, config_of
 from scripts.bench_page_selection import milliseconds
 from sglang_indexcache import Pattern

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from indexcache_search import cli, distill_cli, eval_cli
-from indexcache_search.offload import cli as offload_cli
+from indexcache_search.lab.offload import cli as offload_cli
 
 COMMANDS = {"search": cli, "eval": eval_cli, "distill": distill_cli, "offload": offload_cli}
 
@@ -62,7 +62,14 @@ def test_bounds_say_why(module: ModuleType, arguments: list[str], line: str) -> 
 
 # -- options that a mode does not read
 
-RUNS = ("run.run", "key_run.run", "compare.run.run", "compare.keys.run", "distill.run.run", "eviction.run.run")
+RUNS = (
+    "run.run",
+    "lab.key_delta.run.run",
+    "compare.run.run",
+    "lab.key_delta.compare.run",
+    "distill.run.run",
+    "lab.eviction.run.run",
+)
 AFTERWARDS = {"json_", "max_increase", "dry_run"}  # read when a run is over, or in the place of one
 URL = ["http://127.0.0.1:9"]
 MODES: dict[str, list[dict[str, Any]]] = {
@@ -130,7 +137,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(repr(arguments))
         raise typer.Exit(0)
 
-    for name in (*RUNS, "offload.run.run"):
+    for name in RUNS:
         monkeypatch.setattr(f"indexcache_search.{name}", note)
     return found
 

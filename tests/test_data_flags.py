@@ -16,7 +16,7 @@ from indexcache_search import cli, demo, distill_cli, eval_cli
 from indexcache_search.data import dry_run
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.offload import cli as offload_cli
+from indexcache_search.lab.offload import cli as offload_cli
 
 SOURCE_OF = {cli.app: "--calibration", distill_cli.app: "--training", eval_cli.app: "--evaluation"}
 NAMES = {"--calibration": "search", "--training": "distill", "--evaluation": "eval"}

@@ -22,7 +22,7 @@ from indexcache_search.errors import DataError, SearchError
 from indexcache_search.eval_cli import app
 from indexcache_search.hf.indexers import block_selection
 from indexcache_search.hf.roles import apply_roles
-from indexcache_search.offload.cli import app as offload_app
+from indexcache_search.lab.offload.cli import app as offload_app
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.errors import PatternError, PatternFileError
 from sglang_indexcache.families import describe, family_of

@@ -145,7 +145,7 @@ def test_the_wheel_runs_the_demo_outside_the_checkout(tmp_path: Path) -> None:
         "sglang_indexcache/pattern_file.schema.json",
         "indexcache_search/demo/patterns/lazy.yaml",
         "indexcache_kernels/indexer_topk/triton.py",
-        "indexcache_search/offload/page.html",
+        "indexcache_search/lab/offload/page.html",
     ):
         assert name in names
     site = tmp_path / "site"

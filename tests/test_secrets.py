@@ -23,7 +23,7 @@ from indexcache_search.data.sources import rows
 from indexcache_search.engines import own_server
 from indexcache_search.errors import DataError, SearchError
 from indexcache_search.eval_cli import app as evaluate
-from indexcache_search.offload.cli import app as offload
+from indexcache_search.lab.offload.cli import app as offload
 from sglang_indexcache import Pattern, redaction
 from sglang_indexcache.check import main as check
 from sglang_indexcache.families import describe

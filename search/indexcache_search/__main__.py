@@ -24,7 +24,7 @@ def distill() -> None:
 
 def offload() -> None:
     """Run indexcache-offload."""
-    _run("indexcache-offload", "indexcache_search.offload.cli")
+    _run("indexcache-offload", "indexcache_search.lab.offload.cli")
 
 
 def _run(command: str, module: str, extra: str = "search") -> None:

@@ -329,7 +329,7 @@ def search(
             ),
         )
         if method == "key_delta":
-            from indexcache_search import key_run
+            from indexcache_search.lab.key_delta import run as key_run
 
             if model is None:
                 raise SearchError("--method key_delta needs a --model")

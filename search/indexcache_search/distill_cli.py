@@ -346,8 +346,8 @@ def distill(
         process.let_work_end()
         folders = Folders(folder, restart, "indexcache-distill" + (" --train eviction" if selection else ""))
         if train == "eviction":
-            from indexcache_search.eviction import run as eviction
-            from indexcache_search.eviction.settings import EvictionSettings
+            from indexcache_search.lab.eviction import run as eviction
+            from indexcache_search.lab.eviction.settings import EvictionSettings
 
             heads = EvictionSettings(use=bias, body=body, steps=number, heads_lr=heads_lr, **common)
             result, written = eviction.run(name, data, heads, runtime, folders, console)

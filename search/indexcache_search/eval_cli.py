@@ -243,7 +243,7 @@ def evaluate(
         )
         process.let_work_end()
         if attention == "key_delta":
-            from indexcache_search.compare import keys
+            from indexcache_search.lab.key_delta import compare as keys
 
             if is_demo:
                 raise SearchError("--attention key_delta needs the --model of a dense model")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from indexcache_search.errors import SearchError
-from indexcache_search.key_plan import METHODS, KeyPlan
+from indexcache_search.lab.key_delta.plan import METHODS, KeyPlan
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from indexcache_search.estimates import Estimate
-from indexcache_search.key_plan import STAGES
+from indexcache_search.lab.key_delta.plan import STAGES
 from indexcache_search.line import BASELINE, PHASE
 from indexcache_search.results import HeldOut, Row
 from sglang_indexcache.pattern import FULL

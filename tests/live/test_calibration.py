@@ -31,8 +31,8 @@ from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import describe_model, load_tokenizer
+from indexcache_search.lab.offload import cli
 from indexcache_search.objectives import Objective
-from indexcache_search.offload import cli
 from indexcache_search.strategies.greedy import greedy
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.refusal import ADMIN_KEY_VARIABLE

@@ -18,7 +18,7 @@ from indexcache_search.engines.answers import Rank
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
 from indexcache_search.errors import SearchError
-from indexcache_search.key_plan import KeyPlan
+from indexcache_search.lab.key_delta.plan import KeyPlan
 from indexcache_search.objectives import Objective
 from indexcache_search.plans import Plan
 from sglang_indexcache import Pattern, SparseModel

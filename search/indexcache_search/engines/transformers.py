@@ -20,7 +20,6 @@ from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines import measurements
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.beginnings import Beginnings
-from indexcache_search.engines.key_runs import KeyRuns
 from indexcache_search.engines.page_signals import page_signals
 from indexcache_search.engines.prefix import PrefixCache, run_from_cache
 from indexcache_search.errors import SearchError
@@ -33,10 +32,11 @@ from indexcache_search.hf.device import (
     resolve_attention,
     target_device,
 )
-from indexcache_search.hf.eviction import attach_saved
 from indexcache_search.hf.loading import describe_model, load_model
 from indexcache_search.hf.roles import apply_roles
-from indexcache_search.key_plan import KeyPlan
+from indexcache_search.lab.eviction.heads import attach_saved
+from indexcache_search.lab.key_delta.plan import KeyPlan
+from indexcache_search.lab.key_delta.runs import KeyRuns
 from indexcache_search.objectives import Objective
 from indexcache_search.plans import Plan, order
 from sglang_indexcache import Pattern, SparseModel

@@ -29,7 +29,7 @@ from indexcache_search.hf.choosing import (
     token_max_scores,
     value_norm,
 )
-from indexcache_search.hf.eviction import EvictionHeads, heads_of
+from indexcache_search.lab.eviction.heads import EvictionHeads, heads_of
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
 from sglang_indexcache.selection import COMPRESSED_KEYS, Selection

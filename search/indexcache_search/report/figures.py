@@ -16,14 +16,14 @@ from matplotlib.patches import Rectangle
 
 from indexcache_search import tables
 from indexcache_search.estimates import Estimate
-from indexcache_search.key_plan import METHODS
+from indexcache_search.lab.key_delta.plan import METHODS
 from indexcache_search.line import BASELINE, NAMED, PHASE
 from indexcache_search.results import HeldOut, Measured, SearchResult
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import full_layer_count
 
 if TYPE_CHECKING:
-    from indexcache_search.offload.result import PlanTraffic
+    from indexcache_search.lab.offload.result import PlanTraffic
 
 _BLUE, _RED, _GREY = "#2563a8", "#c8352b", "#7a7f87"
 

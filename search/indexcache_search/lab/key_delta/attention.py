@@ -18,7 +18,7 @@ from indexcache_kernels.key_delta import delta_scores, differences, kept_keys, m
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.attending import attending
 from indexcache_search.hf.pages import check_layers
-from indexcache_search.key_plan import BITS_GROUP, BLOCK, SINKS, KeyPlan, Stage
+from indexcache_search.lab.key_delta.plan import BITS_GROUP, BLOCK, SINKS, KeyPlan, Stage
 
 Watcher = Callable[[int, Tensor], None]
 """Called with a layer and its keys, `[batch, G, L, D]`, as they are."""

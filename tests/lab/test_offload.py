@@ -18,9 +18,9 @@ from indexcache_search.errors import SearchError
 from indexcache_search.hf.pages import apply_page_roles
 from indexcache_search.identity import today
 from indexcache_search.journal import Journal
-from indexcache_search.offload import bandwidth, cli
-from indexcache_search.offload.advice import PAGE, CacheBytes, Machine, choosing, hisparse_config, stall_ms
-from indexcache_search.offload.counting import count_misses
+from indexcache_search.lab.offload import bandwidth, cli
+from indexcache_search.lab.offload.advice import PAGE, CacheBytes, Machine, choosing, hisparse_config, stall_ms
+from indexcache_search.lab.offload.counting import count_misses
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.residency import page_misses

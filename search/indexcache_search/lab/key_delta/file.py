@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.errors import SearchError
-from indexcache_search.key_plan import KeyPlan
+from indexcache_search.lab.key_delta.plan import KeyPlan
 from sglang_indexcache import SparseModel
 from sglang_indexcache.errors import PatternFileError
 from sglang_indexcache.fields import Finite

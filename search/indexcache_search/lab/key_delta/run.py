@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from indexcache_search import estimates, tables
-from indexcache_search.compare import keys, result
+from indexcache_search.compare import result
 from indexcache_search.compare.held_out import HeldOut
 from indexcache_search.data import dry_run
 from indexcache_search.data.packing import build_token_sets
@@ -24,9 +24,10 @@ from indexcache_search.evaluator import Evaluator
 from indexcache_search.hf.loading import check_seq_len, load_tokenizer, read_config, set_quiet
 from indexcache_search.identity import identity, today
 from indexcache_search.journal import Journal
-from indexcache_search.key_file import KeyFile
-from indexcache_search.key_plan import KeyPlan
-from indexcache_search.key_search import KeyListeners, KeySearch, Thresholds
+from indexcache_search.lab.key_delta import compare as keys
+from indexcache_search.lab.key_delta.file import KeyFile
+from indexcache_search.lab.key_delta.plan import KeyPlan
+from indexcache_search.lab.key_delta.search import KeyListeners, KeySearch, Thresholds
 from indexcache_search.line import NAMED, Line
 from indexcache_search.owned.outputs import Outputs, outputs
 from indexcache_search.progress import bar, warn

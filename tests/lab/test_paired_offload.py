@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from indexcache_search.offload import cli
+from indexcache_search.lab.offload import cli
 from scripts.paired_offload import rows
 
 OPTIONS = ["--seq-len", "32", "--num-sequences", "4", "--decode-steps", "8", "--page-tokens", "4", "--pages", "3",

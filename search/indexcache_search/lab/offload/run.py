@@ -30,12 +30,12 @@ from indexcache_search.evaluator import Evaluator
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.identity import engine_identity, engine_words, today
 from indexcache_search.journal import Journal
+from indexcache_search.lab.offload import result
+from indexcache_search.lab.offload.advice import CacheBytes, KvDtype, Machine, choosing, hisparse_config, stall_ms
+from indexcache_search.lab.offload.bandwidth import gather_bandwidth
+from indexcache_search.lab.offload.counting import count_misses
+from indexcache_search.lab.offload.result import Buffer, Choice, Limits, OffloadResult, PlanTraffic
 from indexcache_search.names import file_names, unique_names
-from indexcache_search.offload import result
-from indexcache_search.offload.advice import CacheBytes, KvDtype, Machine, choosing, hisparse_config, stall_ms
-from indexcache_search.offload.bandwidth import gather_bandwidth
-from indexcache_search.offload.counting import count_misses
-from indexcache_search.offload.result import Buffer, Choice, Limits, OffloadResult, PlanTraffic
 from indexcache_search.owned.outputs import Outputs, outputs
 from indexcache_search.progress import warn
 from indexcache_search.selection_flags import suffix

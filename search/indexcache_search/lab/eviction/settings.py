@@ -7,7 +7,7 @@ from typing import Any
 
 from indexcache_search.distill.settings import Schedule, rate
 from indexcache_search.errors import SearchError
-from indexcache_search.hf.eviction import BiasUse
+from indexcache_search.lab.eviction.heads import BiasUse
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import SHARED
 

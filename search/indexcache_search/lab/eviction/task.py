@@ -17,10 +17,10 @@ from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.result import as_evaluation
 from indexcache_search.distill.task import BETAS
 from indexcache_search.errors import NonFiniteLossError
-from indexcache_search.eviction.settings import EvictionSettings
 from indexcache_search.hf.device import LOGIT_ROWS
-from indexcache_search.hf.eviction import heads_of
 from indexcache_search.hf.roles import apply_roles
+from indexcache_search.lab.eviction.heads import heads_of
+from indexcache_search.lab.eviction.settings import EvictionSettings
 from indexcache_search.objectives import Objective
 from indexcache_search.training.order import Order
 from indexcache_search.training.processes import Processes

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from indexcache_search.distill_cli import app
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
-from indexcache_search.eviction.task import EvictionTask
-from indexcache_search.hf.eviction import FILE, EvictionHeads, attach
 from indexcache_search.hf.pages import apply_page_roles, attention_in_blocks
+from indexcache_search.lab.eviction.heads import FILE, EvictionHeads, attach
+from indexcache_search.lab.eviction.task import EvictionTask
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.checkpoint import weights_digest
 from sglang_indexcache.errors import PatternError

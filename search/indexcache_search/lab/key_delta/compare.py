@@ -20,7 +20,6 @@ from indexcache_search.compare.measure import patterns
 from indexcache_search.compare.run import Data, Runtime, built_of, calibrated_on, named_lines
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
-from indexcache_search.engines.key_runs import in_stage, read_tokens
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.estimates import Estimate
@@ -28,8 +27,9 @@ from indexcache_search.evaluator import Evaluator
 from indexcache_search.hf.loading import check_seq_len, describe_model, read_config, set_quiet
 from indexcache_search.identity import engine_identity, engine_words, today
 from indexcache_search.journal import Journal
-from indexcache_search.key_file import KeyFile
-from indexcache_search.key_plan import BLOCK, SINKS, STAGES, KeyMethod, KeyPlan, Stage
+from indexcache_search.lab.key_delta.file import KeyFile
+from indexcache_search.lab.key_delta.plan import BLOCK, SINKS, STAGES, KeyMethod, KeyPlan, Stage
+from indexcache_search.lab.key_delta.runs import in_stage, read_tokens
 from indexcache_search.line import BASELINE, NAMED, Line
 from indexcache_search.names import file_names
 from indexcache_search.objectives import Objective

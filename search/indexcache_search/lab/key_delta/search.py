@@ -18,13 +18,13 @@ from scipy.interpolate import PchipInterpolator
 
 from indexcache_kernels.key_delta import kept_keys, multiply_adds
 from indexcache_search import estimates
-from indexcache_search.compare.keys import Costs
-from indexcache_search.engines.key_runs import KeyRuns, read_tokens
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluator import Evaluator
-from indexcache_search.hf.keys import exact_from
 from indexcache_search.judge import Judge
-from indexcache_search.key_plan import KeyPlan
+from indexcache_search.lab.key_delta.attention import exact_from
+from indexcache_search.lab.key_delta.compare import Costs
+from indexcache_search.lab.key_delta.plan import KeyPlan
+from indexcache_search.lab.key_delta.runs import KeyRuns, read_tokens
 
 Floats = NDArray[np.float64]
 

@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from indexcache_search import cli, eval_cli
-from indexcache_search.compare.keys import share_of, window_of
-from indexcache_search.engines.key_runs import KeyRuns, pairs_of
 from indexcache_search.errors import SearchError
-from indexcache_search.hf.keys import chosen_blocks
-from indexcache_search.key_file import KeyFile
-from indexcache_search.key_search import STEP, Curves, allocate
+from indexcache_search.lab.key_delta.attention import chosen_blocks
+from indexcache_search.lab.key_delta.compare import share_of, window_of
+from indexcache_search.lab.key_delta.file import KeyFile
+from indexcache_search.lab.key_delta.runs import KeyRuns, pairs_of
+from indexcache_search.lab.key_delta.search import STEP, Curves, allocate
 from sglang_indexcache import Pattern
 from sglang_indexcache.selection import Selection
 from tests.conftest import LAYERS, PAGES, VOCAB

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from indexcache_kernels.patching import replaced
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.hf.keys import Watcher, apply_key_plan
-from indexcache_search.key_plan import KeyPlan, Stage
+from indexcache_search.lab.key_delta.attention import Watcher, apply_key_plan
+from indexcache_search.lab.key_delta.plan import KeyPlan, Stage
 from indexcache_search.plans import Plan
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, FULL, SHARED

@@ -12,10 +12,10 @@ from torch import Tensor
 from indexcache_kernels.key_delta import kept_keys
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import SearchError
-from indexcache_search.hf import keys
-from indexcache_search.hf.keys import KeyDeltaCache, apply_key_plan, chosen_blocks, rounded
 from indexcache_search.journal import Journal
-from indexcache_search.key_plan import KeyMethod, KeyPlan
+from indexcache_search.lab.key_delta import attention as keys
+from indexcache_search.lab.key_delta.attention import KeyDeltaCache, apply_key_plan, chosen_blocks, rounded
+from indexcache_search.lab.key_delta.plan import KeyMethod, KeyPlan
 from indexcache_search.plans import plan_from_key
 from sglang_indexcache.errors import PatternError
 from tests.conftest import LAYERS, tiny_dense_config, tiny_engine

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from indexcache_search.errors import SearchError
-from indexcache_search.hf import offloaded
-from indexcache_search.hf.offloaded import OffloadedDecoder, generate
 from indexcache_search.hf.pages import apply_page_roles
+from indexcache_search.lab.offload import decoder as offloaded
+from indexcache_search.lab.offload.decoder import OffloadedDecoder, generate
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.residency import Residency

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import StaticCache
 
 from indexcache_search.errors import SearchError
-from indexcache_search.hf import block_decoding
-from indexcache_search.hf.block_decoding import Blocks
-from indexcache_search.hf.block_decoding import apply_block_decoding as applied
+from indexcache_search.lab.edge import decoding as block_decoding
+from indexcache_search.lab.edge.decoding import Blocks
+from indexcache_search.lab.edge.decoding import apply_block_decoding as applied
 from tests.conftest import LAYERS, VOCAB
 from tests.test_pages import KINDS, dense_model
 

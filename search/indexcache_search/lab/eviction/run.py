@@ -23,10 +23,7 @@ from indexcache_search.distill.progress import TrainingProgress
 from indexcache_search.distill.result import as_evaluation
 from indexcache_search.distill.settings import Runtime
 from indexcache_search.errors import SearchError
-from indexcache_search.eviction.settings import EvictionSettings
-from indexcache_search.eviction.task import EvictionTask
 from indexcache_search.hf.device import checkpoint_gradients, memory_error_in_one_line
-from indexcache_search.hf.eviction import FILE, EvictionHeads, attach, heads_of
 from indexcache_search.hf.loading import (
     check_seq_len,
     describe_model,
@@ -36,6 +33,9 @@ from indexcache_search.hf.loading import (
     set_quiet,
 )
 from indexcache_search.identity import today
+from indexcache_search.lab.eviction.heads import FILE, EvictionHeads, attach, heads_of
+from indexcache_search.lab.eviction.settings import EvictionSettings
+from indexcache_search.lab.eviction.task import EvictionTask
 from indexcache_search.progress import warn
 from indexcache_search.training.checkpoints import Checkpoints
 from indexcache_search.training.loop import Loop

@@ -11,7 +11,7 @@ from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.journal import Journal
-from indexcache_search.offload.advice import choosing
+from indexcache_search.lab.offload.advice import choosing
 from sglang_indexcache import Pattern
 from sglang_indexcache.residency import hisparse_misses, page_misses
 from sglang_indexcache.selection import Selection

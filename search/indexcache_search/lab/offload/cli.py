@@ -24,7 +24,7 @@ from sglang_indexcache.spec import GRAMMAR
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from indexcache_search.offload.result import Limits, OffloadResult
+    from indexcache_search.lab.offload.result import Limits, OffloadResult
 
 EPILOG = f"""
 Examples:
@@ -176,7 +176,7 @@ def offload(
     with errors_in_one_line(console, "indexcache-offload"):
         refuse_unread(called, NEEDS)
         from indexcache_search.compare.run import Runtime
-        from indexcache_search.offload.run import Asked, Served, run
+        from indexcache_search.lab.offload.run import Asked, Served, run
 
         is_demo = model is None
         if not is_demo and not evaluation:
@@ -220,7 +220,7 @@ def offload(
 
 def _show(found: OffloadResult, model: str | None, folder: Path, out: Console) -> None:
     """Print a table for each plan, what is best, and where the files are."""
-    from indexcache_search.offload import result
+    from indexcache_search.lab.offload import result
 
     for plan in found.plans:
         for table in result.terminal_tables(plan, out.width):
@@ -236,7 +236,7 @@ def _show(found: OffloadResult, model: str | None, folder: Path, out: Console) -
 
 def _limits(max_transfer: float | None, max_device_gb: float | None) -> Limits | None:
     """What the flags say."""
-    from indexcache_search.offload.result import Limits
+    from indexcache_search.lab.offload.result import Limits
 
     if max_transfer is None and max_device_gb is None:
         return None

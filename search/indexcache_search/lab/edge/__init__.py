@@ -1,0 +1,1 @@
+"""Decoding a dense model over chosen blocks of its cache, on a CPU."""
