@@ -7,8 +7,6 @@ indexer_topk: one causal sequence, dim 128, k 2048; against DeepGEMM's fp8_mqa_l
 fast_topk_v2, whole and in chunks of queries as SGLang calls them, where they are installed, and against PyTorch.
 chunk: the last 8,192 queries alone, of random scores and of equal ones; also with FlashInfer's exact selection, and 528
 queries at a time. decoding: 8 and 64 requests of `length` keys each, as CUDA graphs; DeepGEMM's scores are paged.
-candidate_topk: the last 8,192, 64 and 8 queries, 2, 4 and 8 x 2048 random candidates each; against all keys. Few
-queries run as CUDA graphs.
 sparse_attention: absorbed MLA (576 and 512 dimensions), 4,096 queries of k 2048 random keys each; against FlashMLA and
 PyTorch; its backward against PyTorch's autograd. indexer_kl: against PyTorch.
 
@@ -31,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from indexcache_kernels import candidate_topk, causal_ranges, indexer_kl, indexer_topk, sparse_attention
+from indexcache_kernels import causal_ranges, indexer_kl, indexer_topk, sparse_attention
 from indexcache_kernels.sparse_attention import flash_mla
 from scripts.deep_gemm_topk import Decoding, fast_topk, flashinfer_topk
 from scripts.deep_gemm_topk import indexer_topk as deep_gemm_topk
@@ -39,7 +37,6 @@ from scripts.deep_gemm_topk import indexer_topk as deep_gemm_topk
 RATES = {torch.bfloat16: 989e12, torch.float8_e4m3fn: 1979e12, torch.int32: 989e12}  # NVIDIA H100 and H200 SXM
 BANDWIDTHS = {"H100": 3.35e12, "H200": 4.8e12}
 TOPK, INDEX_DIM, DIM, V_DIM = 2048, 128, 576, 512
-CANDIDATES = (2, 4, 8)  # x TOPK
 CHUNK = 8192  # rows of SGLang's chunked prefill
 QUERIES = 4096
 
@@ -143,46 +140,14 @@ def decoding_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
             yield Case("decoding", torch.float8_e4m3fn, heads, length, f"{batch} x {name}", run, operations, least)
 
 
-def random_keys(queries: int, length: int, count: int = TOPK) -> Tensor:
+def random_keys(queries: int, length: int) -> Tensor:
     """Different keys for each query, ascending."""
     generator = torch.Generator("cuda").manual_seed(length)
     parts = []
     for _ in range(0, queries, 1024):
-        order = torch.rand(1024, length, device="cuda", generator=generator).topk(min(count, length), dim=1).indices
+        order = torch.rand(1024, length, device="cuda", generator=generator).topk(min(TOPK, length), dim=1).indices
         parts.append(order.int().sort(dim=1).values)
     return torch.cat(parts)[:queries]
-
-
-def candidate_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
-    """The last queries of a sequence, each with random candidates of its own: the worst there is for caches."""
-    given = index_inputs(length, heads, torch.float8_e4m3fn)
-    for queries in (CHUNK, 64, 8):
-        last = {name: tensor if name in ("k", "k_scale") else tensor[-queries:] for name, tensor in given.items()}
-        calls: dict[str, Callable[[], Any]] = {}
-        for count in CANDIDATES:
-            chosen = {**last, "candidates": random_keys(queries, length, count * TOPK), "topk": TOPK}
-            del chosen["starts"], chosen["ends"]
-            calls[f"c{count}"] = lambda chosen=chosen: candidate_topk(**chosen)
-        calls["all keys, indexer_topk"] = lambda last=last: indexer_topk(**last, topk=TOPK)
-        for count in CANDIDATES[:2]:  # what an F layer pays that selects candidates
-            calls[f"all keys, {count} x topk"] = lambda last=last, count=count: indexer_topk(**last, topk=count * TOPK)
-        if installed("deep_gemm", "sgl_kernel"):
-            calls["all keys, DeepGEMM + fast_topk"] = lambda last=last: deep_gemm_topk(**last, rows=CHUNK)
-        for name, call in calls.items():
-            count = int(name[1:]) * TOPK if name[0] == "c" else length
-            operations = 2 * queries * count * heads * INDEX_DIM
-            least = size(*last.values()) + 4 * queries * (TOPK + (count if name[0] == "c" else 0))
-            run = call if queries == CHUNK else captured(call)
-            yield Case(
-                "candidate_topk",
-                torch.float8_e4m3fn,
-                heads,
-                length,
-                f"{queries} queries, {name}",
-                run,
-                operations,
-                least,
-            )
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -282,7 +247,6 @@ CASES = {
     "indexer_topk": topk_cases,
     "chunk": chunk_cases,
     "decoding": decoding_cases,
-    "candidate_topk": candidate_cases,
     "sparse_attention": attention_cases,
     "indexer_kl": kl_cases,
 }

@@ -41,7 +41,7 @@ OBJECTIVES: tuple[Objective, ...] = ("nll", "kl")
 
 def steps_of_a_search(engine: TransformersEngine, data: TokenSet) -> list[list[Pattern]]:
     """Candidates after 0, 1/4, 1/2 and 3/4 of the flips of lazy greedy."""
-    settings = Settings((Fraction(1, 8),), "lazy", objective="nll")
+    settings = Settings(retain=(Fraction(1, 8),), strategy="lazy", objective="nll")
     names = identity(engine, data, data, settings.objective)
     with tempfile.TemporaryDirectory() as folder, Journal(Path(folder), names, today()) as journal:
         search = Search(engine, Evaluator(engine, data, settings.objective, journal, "calibration"), settings)

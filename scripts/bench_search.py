@@ -54,17 +54,15 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import parse_retention
 
 EVERYTHING = (Fraction(1, 2), Fraction(1, 4), Fraction(1, 8))
-PLAIN = Settings(EVERYTHING, "greedy", race=False)
+PLAIN = Settings(retain=EVERYTHING, strategy="greedy", race=False)
 VARIANTS = {
     "greedy (Algorithm 1)": PLAIN,
     "lazy, no racing": replace(PLAIN, strategy="lazy"),
     "lazy": replace(PLAIN, strategy="lazy", race=True),
-    "lazy, 2 candidates": replace(PLAIN, strategy="lazy", race=True, candidates=2),
-    "lazy, 3 candidates": replace(PLAIN, strategy="lazy", race=True, candidates=3),
+    "lazy, 2 candidates": replace(PLAIN, strategy="lazy", race=True, flips=2),
+    "lazy, 3 candidates": replace(PLAIN, strategy="lazy", race=True, flips=3),
     "lazy + swaps": replace(PLAIN, strategy="lazy", race=True, swaps=16),
     "lazy, blocks of queries": replace(PLAIN, strategy="lazy", race=True, queries=(4, 16)),
-    "lazy, candidates": replace(PLAIN, strategy="lazy", race=True, rescore=(4,)),
-    "lazy, both": replace(PLAIN, strategy="lazy", race=True, queries=(4, 16), rescore=(4,)),
     "greedy + swaps": replace(PLAIN, swaps=32),
     "exhaustive": replace(PLAIN, strategy="exhaustive"),
 }

@@ -115,7 +115,7 @@ def check(
         problems.append(str(error))
     installed, effective = SglangSource.installed() if unpacked is None else SglangSource.at(unpacked), None
     if pattern.indexers and override is not None:
-        notes.append("what scores less is set after loading: SGLang has no rule that could be asked before")
+        notes.append("blocks of queries are set after loading: SGLang has no rule that could be asked before")
         lacking = [] if installed is None else [installed.refusal(feature) for feature in family.needed(pattern)]
         problems += [reason for reason in lacking if reason is not None]
     if installed is None:
@@ -131,7 +131,7 @@ def check(
             effective = family.would_run(installed, model, override, len(pattern))
         except SglangError as error:
             problems.append(str(error))
-        if effective is not None and effective != pattern.scoring_everything():
+        if effective is not None and effective != pattern.plain():
             problems.append(f"SGLang {installed.version} would run {effective} instead of {pattern}")
     return Report(
         pattern.letters,

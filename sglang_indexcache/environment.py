@@ -32,7 +32,7 @@ def family_features() -> tuple[Feature, ...]:
         item
         for family in FAMILIES
         for item in (
-            *(family.serving, family.pipeline, family.rule, family.blocks, family.candidates, family.told),
+            *(family.serving, family.pipeline, family.rule, family.blocks, family.told),
             *family.variants,
         )
     )

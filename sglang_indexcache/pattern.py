@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Self
 
 from sglang_indexcache.errors import PatternError
-from sglang_indexcache.indexers import CANDIDATES, Indexer
+from sglang_indexcache.indexers import CANDIDATES, NO_CANDIDATES, IndexerSetting
 from sglang_indexcache.selection import Selection
 
 FULL, SHARED = "F", "S"
@@ -29,44 +29,44 @@ class Pattern:
     the pages that it chooses itself, an `S` layer to those that the nearest `D` or `F` layer before it chose.
     Layers are numbered from 0, as engines do; the papers count from 1.
 
-    Between the two of DSA models: an `F` layer may select for a block of neighbouring prompt queries at a time, and a
-    `C` layer selects with its own indexer, but from the best candidates of the nearest `F` layer before it.
+    An `F` layer of DSA models may also select for a block of neighbouring prompt queries at a time.
 
     Args:
         roles: one letter a layer, for instance `"FSSSFSSS"`; the first one is `F`, or `D`.
-        selection: `None` for `F`, `S` and `C`.
-        indexers: how much less those layers score that don't score everything, by layer; each `C` has one.
+        selection: `None` for `F` and `S` alone.
+        indexers: the `F` layers that select in blocks, by layer.
 
     Raises:
-        PatternError: if `roles` is empty, holds another letter, or begins with `S` or `C`, or an indexer does not fit
-            its letter.
+        PatternError: if `roles` is empty, holds another letter, or begins with `S`, or an indexer is not of an `F`
+            layer.
     """
 
     roles: str
     selection: Selection | None = None
-    indexers: tuple[Indexer, ...] = ()
+    indexers: tuple[IndexerSetting, ...] = ()
 
     def __post_init__(self) -> None:
-        letters = (FULL, SHARED, CANDIDATES) if self.selection is None else (DENSE, FULL, SHARED)
+        letters = (FULL, SHARED) if self.selection is None else (DENSE, FULL, SHARED)
         expected = "F or S" if self.selection is None else "D, F or S"
         if not isinstance(self.roles, str):
             raise PatternError(f"pattern is {type(self.roles).__name__}, expected a string of {expected}")
         if not self.roles:
             raise PatternError(f"pattern is empty, expected one letter {expected} for each layer")
         for layer, letter in enumerate(self.roles):
+            if letter == CANDIDATES:
+                raise PatternError(f"pattern has C for layer {layer}, but {NO_CANDIDATES}; expected {expected}")
             if letter not in letters:
                 more = " (D needs a selection)" if letter == DENSE else ""
                 more = " in capitals" if letter.upper() in letters else more
                 raise PatternError(f"pattern has {letter!r} for layer {layer}, expected {expected}{more}")
-        if self.roles[0] in (SHARED, CANDIDATES):
+        if self.roles[0] == SHARED:
             raise PatternError(
-                f"pattern begins with {self.roles[0]}, but layer 0 has no earlier layer to share from; expected"
-                f" {self.letter}"
+                f"pattern begins with S, but layer 0 has no earlier layer to share from; expected {self.letter}"
             )
         self._check_indexers()
 
     def _check_indexers(self) -> None:
-        """Check that every indexer stands at a letter of its kind, and the other way round."""
+        """Check that every indexer is of an `F` layer."""
         if self.indexers and self.selection is not None:
             raise PatternError(f"pattern has a selection, so no indexer; found {self.indexers[0]}")
         layers = [indexer.layer for indexer in self.indexers]
@@ -75,27 +75,13 @@ class Pattern:
         for indexer in self.indexers:
             if indexer.layer >= len(self.roles):
                 raise PatternError(f"{indexer} is of layer {indexer.layer}, expected 0 to {len(self.roles) - 1}")
-            letter = CANDIDATES if indexer.candidates else FULL
-            if self.roles[indexer.layer] != letter:
-                found = self.roles[indexer.layer]
-                raise PatternError(f"{indexer} is of {letter} layers, but layer {indexer.layer} is {found}")
-            if indexer.candidates and self.queries[self.scorer(indexer.layer)] > 1:
-                raise PatternError(
-                    f"{indexer}: layer {self.scorer(indexer.layer)} selects in blocks, so it has no candidates to give"
-                )
-        lacking = [layer for layer, role in enumerate(self.roles) if role == CANDIDATES and layer not in layers]
-        if lacking:
-            raise PatternError(
-                f"layer {lacking[0]} is C, expected what it chooses from behind the letters: +{lacking[0]}c4"
-            )
-
-    def scorer(self, layer: int) -> int:
-        """The nearest `F` layer up to `layer`: it scored what a `C` layer chooses from."""
-        return self.roles.rindex(FULL, 0, layer + 1)
+            found = self.roles[indexer.layer]
+            if found != FULL:
+                raise PatternError(f"{indexer} is of F layers, but layer {indexer.layer} is {found}")
 
     @classmethod
     def parse(cls, text: str, selection: Selection | None = None) -> Self:
-        """Read letters, and behind them what `letters` puts there: `FSSFSSCS+3q16+6c4`.
+        """Read letters, and behind them what `letters` puts there: `FSSFSSFS+3q16+6q4`.
 
         Raises:
             PatternError: if it is something else.
@@ -103,7 +89,7 @@ class Pattern:
         if not isinstance(text, str):
             return cls(text, selection)
         roles, *indexers = text.split("+")
-        return cls(roles, selection, tuple(map(Indexer.parse, indexers)))
+        return cls(roles, selection, tuple(map(IndexerSetting.parse, indexers)))
 
     @property
     def letter(self) -> str:
@@ -217,7 +203,7 @@ class Pattern:
 
     @property
     def letters(self) -> str:
-        """One letter a layer, and behind them each indexer that does not score everything, with a `+` before it."""
+        """One letter a layer, and behind them each indexer that selects in blocks, with a `+` before it."""
         return "+".join([self.roles, *map(str, self.indexers)])
 
     def beginning(self, layers: int) -> str:
@@ -235,13 +221,12 @@ class Pattern:
         return hashlib.sha256(self.key.encode("ascii")).hexdigest()
 
     def share(self, layer: int) -> Self:
-        """This pattern with `layer` flipped from `F`, `C` or `D` to `S`.
+        """This pattern with `layer` flipped from `F` or `D` to `S`.
 
         Raises:
             PatternError: if the layer is not there, is something else, or is layer 0.
         """
-        candidates = 0 <= layer < len(self) and self.roles[layer] == CANDIDATES
-        return self._flipped(layer, CANDIDATES if candidates else self.letter, SHARED)
+        return self._flipped(layer, self.letter, SHARED)
 
     def unshare(self, layer: int) -> Self:
         """This pattern with `layer` flipped from `S` to `F` or `D`.
@@ -254,7 +239,8 @@ class Pattern:
     def _flipped(self, layer: int, before: str, after: str) -> Self:
         if not 0 <= layer < len(self) or self.roles[layer] != before:
             raise PatternError(f"layer {layer} of {self.roles} is not an {before} layer")
-        return self._changed(layer, after)
+        roles = self.roles[:layer] + after + self.roles[layer + 1 :]
+        return replace(self, roles=roles, indexers=tuple(self._other_indexers(layer)))
 
     def selecting_for(self, layer: int, queries: int) -> Self:
         """This pattern with an `F` layer that selects for `queries` prompt queries at a time; 1 for each by itself.
@@ -262,21 +248,14 @@ class Pattern:
         Raises:
             PatternError: if the layer is not `F`, or it can't be so many.
         """
-        return self._changed(layer, self.roles[layer], Indexer(layer=layer, queries=queries) if queries > 1 else None)
+        indexers = self._other_indexers(layer)
+        if queries > 1:
+            indexers.append(IndexerSetting(layer=layer, queries=queries))
+        return replace(self, indexers=tuple(sorted(indexers, key=lambda item: item.layer)))
 
-    def rescoring(self, layer: int, candidates: int) -> Self:
-        """This pattern with an `F` or `S` layer turned into a `C` that re-scores `candidates` x index_topk tokens.
-
-        Raises:
-            PatternError: if the layer is layer 0, or it can't be so many.
-        """
-        return self._changed(layer, CANDIDATES, Indexer(layer=layer, candidates=candidates))
-
-    def _changed(self, layer: int, letter: str, indexer: Indexer | None = None) -> Self:
-        """This pattern with another letter for `layer`, and another indexer or one that scores everything."""
-        others = [item for item in self.indexers if item.layer != layer]
-        indexers = sorted([*others, *filter(None, [indexer])], key=lambda item: item.layer)
-        return replace(self, roles=self.roles[:layer] + letter + self.roles[layer + 1 :], indexers=tuple(indexers))
+    def _other_indexers(self, layer: int) -> list[IndexerSetting]:
+        """The indexers of all layers but `layer`."""
+        return [item for item in self.indexers if item.layer != layer]
 
     def check_fits(self, num_layers: int, locked: Collection[int] = ()) -> None:
         """Check the pattern against a model.
@@ -291,26 +270,23 @@ class Pattern:
         if len(self) != num_layers:
             kind = "DSA layers" if self.selection is None else "layers"
             raise PatternError(f"pattern has {len(self)} letters, model has {num_layers} {kind}")
-        wrong = [layer for layer in sorted(locked) if self.roles[layer] in (FULL, CANDIDATES)]
+        wrong = [layer for layer in sorted(locked) if self.roles[layer] == FULL]
         if wrong:
             names = ", ".join(map(str, wrong[:8])) + (", ..." if len(wrong) > 8 else "")
-            letter = self.roles[wrong[0]]
-            raise PatternError(
-                f"pattern has {letter} for layer {names}, but the checkpoint has no indexer there; expected S"
-            )
+            raise PatternError(f"pattern has F for layer {names}, but the checkpoint has no indexer there; expected S")
 
     def check_plain(self, why: str) -> None:
-        """Check that all indexers score everything or nothing; `why` says of another one why it should.
+        """Check that no layer selects in blocks; `why` says of one that does why it must not.
 
         Raises:
-            PatternError: if one does not.
+            PatternError: if one does.
         """
         if self.indexers:
             raise PatternError(f"{self.indexers[0]} {why}; expected F and S alone")
 
-    def scoring_everything(self) -> Self:
-        """This pattern with indexers that score everything or nothing: a `C` becomes an `F`."""
-        return replace(self, roles=self.roles.replace(CANDIDATES, FULL), indexers=())
+    def plain(self) -> Self:
+        """This pattern with layers that select for each query by itself."""
+        return replace(self, indexers=())
 
     def check_kind(self, native: Pattern) -> None:
         """Check that a model with the pattern `native` has what this pattern's letters are about.

@@ -129,8 +129,7 @@ class PatternFile(_Section):
     )
     pattern: str = Field(
         description="one letter per layer; F runs its indexer, or with a selection D attends to everything; S reuses"
-        " the last choice before it. Behind them +6q16 (layer 6 selects for 16 prompt queries at a time) or +3c4 (layer"
-        " 3, a C, re-scores the best 4 x index_topk tokens of the last F before it)"
+        " the last choice before it. Behind them +6q16: layer 6 selects for 16 prompt queries at a time"
     )
     retention: Finite = Field(description="share of layers that are not shared, as a decimal")
     patterns: dict[str, str] = Field(default_factory=dict, description="other patterns by retention, e.g. 1/4")

@@ -18,7 +18,7 @@ from sglang_indexcache.selection import Selection
 
 GRAMMAR = "FILE, FILE@1/4, uniform@1/4 or letters"
 _UNIFORM = "uniform@"
-_LETTERS = frozenset((DENSE, FULL, SHARED, CANDIDATES))
+_LETTERS = frozenset((DENSE, FULL, SHARED, CANDIDATES))  # C is refused as a letter, not missed as a file
 _IN_INDEXERS = frozenset("0123456789qc+")
 
 
@@ -51,9 +51,8 @@ class PatternSpec:
             IndexCacheError: one line.
         """
         _check_spelling(text)
-        letters, _, indexers = text.partition("+")
-        if letters and not set(letters) - _LETTERS and not set(indexers) - _IN_INDEXERS:
-            if DENSE in letters:
+        if spells_letters(text):
+            if DENSE in text:
                 selection = selection or fallback
                 if selection is None:
                     raise PatternError(f"{text} has a D, which needs a selection; expected a pattern file")
@@ -133,6 +132,12 @@ def split_name(text: str) -> tuple[str | None, str]:
     return (name, rest) if mark and name and "/" not in name else (None, text)
 
 
+def spells_letters(text: str) -> bool:
+    """Whether `text` is a pattern's letters, and no file's name."""
+    letters, _, indexers = text.partition("+")
+    return bool(letters) and not set(letters) - _LETTERS and not set(indexers) - _IN_INDEXERS
+
+
 def _check_spelling(text: str) -> None:
     """Refuse what nobody means as a file's name: quotes or white space around it, letters that are not capitals.
 
@@ -143,8 +148,7 @@ def _check_spelling(text: str) -> None:
         return
     if unquoted(text) != text:
         raise PatternError(f"pattern is {text!r}, quotes or white space and all; expected {unquoted(text)}")
-    letters, _, indexers = text.partition("+")
-    if letters and not set(letters.upper()) - _LETTERS and not set(indexers.lower()) - _IN_INDEXERS:
-        meant = letters.upper() + text[len(letters) :].lower()
-        if meant != text:
-            raise PatternError(f"{text}: letters of patterns are capitals, and there is no such file; expected {meant}")
+    letters = text.partition("+")[0]
+    meant = letters.upper() + text[len(letters) :].lower()
+    if meant != text and spells_letters(meant):
+        raise PatternError(f"{text}: letters of patterns are capitals, and there is no such file; expected {meant}")

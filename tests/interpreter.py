@@ -16,7 +16,7 @@ import torch
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = "cpu" if INTERPRETED else "cuda"
 _OPERATIONS = (
-    *("block_attention", "block_scores", "block_swap", "candidate_topk", "indexer_kl", "indexer_topk"),
+    *("block_attention", "block_scores", "block_swap", "indexer_kl", "indexer_topk"),
     *("page_selection", "sparse_attention"),
 )
 

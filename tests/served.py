@@ -1,4 +1,4 @@
-"""What SGLang's indexers and their metadata are, without SGLang: for tests of what takes the place of their methods."""
+"""What SGLang's indexers and their metadata are, without SGLang: for tests of what takes the place of a method."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Metadata:
     """Of a forward pass: what SGLang's class says, for requests with a prefix."""
 
     def __init__(self, prefixes: Sequence[int], lengths: Sequence[int], kind: str) -> None:
-        self.totals = totals = [prefix + length for prefix, length in zip(prefixes, lengths, strict=True)]
-        self.bases = bases = [sum(totals[:number]) for number in range(len(totals))]
+        totals = [prefix + length for prefix, length in zip(prefixes, lengths, strict=True)]
+        bases = [sum(totals[:number]) for number in range(len(totals))]
         rows = [
             (number, bases[number], position)
             for number, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True))
@@ -45,7 +45,7 @@ class Metadata:
         self.requests, self.starts, positions = (
             torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True)
         )
-        self.lengths, self.rows = positions + 1, len(rows)
+        self.lengths = positions + 1
         self.topk_backend, self.kind, self.calls = Backend(), kind, 0
         self.force_unfused_topk = kind == UNFUSED
         self.topk_transform_method = SimpleNamespace(name=kind)
@@ -108,24 +108,7 @@ class SglangIndexer:
     def _get_topk_paged(
         self, forward_batch: Any, layer_id: int, q_fp8: Tensor, weights: Tensor, metadata: Any
     ) -> Tensor:
-        scores = torch.full((metadata.rows, max(metadata.totals)), float("nan"))
-        for row, (base, length) in enumerate(zip(metadata.bases, metadata.totals, strict=True)):
-            scores[row, :length] = index_scores(q_fp8[[row]], weights[[row]], self.keys[base : base + length])
-        selected = torch.full((len(q_fp8), TOPK), -1, dtype=torch.int32)
-        selected[: metadata.rows] = metadata.topk_transform(scores, TOPK)
-        return selected
-
-    @staticmethod
-    def _get_index_k_read_buffer(pool: Any, layer_id: int) -> Tensor:
-        """`[pages, bytes]`: of each page the keys, and behind them their scales."""
-        indexer, metadata = pool[layer_id]
-        buffer = torch.zeros(int(metadata.pages.max()) + 1, PAGE * (4 * DIM + 4), dtype=torch.uint8)
-        keys = buffer[:, : 4 * PAGE * DIM].view(torch.float32).unflatten(1, (PAGE, DIM))
-        buffer[:, 4 * PAGE * DIM :].view(torch.float32).fill_(1.0)
-        for table, base, length in zip(metadata.pages, metadata.bases, metadata.totals, strict=True):
-            position = torch.arange(length)
-            keys[table[position // PAGE].long(), position % PAGE] = indexer.keys[base : base + length]
-        return buffer
+        raise NotImplementedError
 
     def _get_topk_ragged(
         self,
@@ -162,22 +145,12 @@ class SglangIndexer:
 
 
 @pytest.fixture
-def sglang_modules(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
-    """Stands in for what is imported: whether selections are given as slots, and the pool.
-
-    Returns:
-        The pool, to be filled: of each layer its indexer and the pass's metadata.
-    """
-    pool: dict[int, Any] = {}
+def sglang_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for what is imported: whether selections are given as slots, and the indexer's class."""
     module = ModuleType("sglang.srt.environ")
     module.envs = SimpleNamespace(SGLANG_DSA_FUSE_TOPK=SimpleNamespace(get=lambda: True))  # type: ignore[attr-defined]
-    context = ModuleType("sglang.srt.model_executor.forward_context")
-    context.get_token_to_kv_pool = lambda: pool  # type: ignore[attr-defined]
     indexer = ModuleType("sglang.srt.layers.attention.dsa.dsa_indexer")
     indexer.Indexer = SglangIndexer  # type: ignore[attr-defined]
-    names = [
-        f"sglang.srt{name}" for name in ("", ".model_executor", ".layers", ".layers.attention", ".layers.attention.dsa")
-    ]
-    for found in (*map(ModuleType, ("sglang", *names)), module, context, indexer):
+    names = [f"sglang.srt{name}" for name in ("", ".layers", ".layers.attention", ".layers.attention.dsa")]
+    for found in (*map(ModuleType, ("sglang", *names)), module, indexer):
         monkeypatch.setitem(sys.modules, found.__name__, found)
-    return pool

@@ -99,7 +99,6 @@ VALUES: dict[str, Any] = {
     "strategy": "uniform",
     "score": "compressed_keys",
     "queries": "8",
-    "rescore": "4",
     "steps": "ema:0.5",
     "pages": "32",
     "skip": "0.3",

@@ -244,7 +244,7 @@ def test_the_search_shares_exactly_what_is_redundant(strategy: str, tmp_path: An
         compressor.indexer = Redundant(model, description.layers[letter - 1])
     engine = TransformersEngine(model, description)
     data = random_tokens(sequences=4, seq_len=SEQ_LEN, first_choice=4 * TOPK)
-    settings = Settings((Fraction(2, 3),), strategy, objective="kl", race=strategy == "lazy")
+    settings = Settings(retain=(Fraction(2, 3),), strategy=strategy, objective="kl", race=strategy == "lazy")
     with Journal(tmp_path, identity(engine, data, data, "kl"), {}) as journal:
         calibration = Evaluator(engine, data, "kl", journal, "calibration")
         found = Search(engine, calibration, settings, lambda: None).find()

@@ -1,8 +1,9 @@
-"""Indexers that score less: how patterns say so, what then is selected, and who refuses it."""
+"""Layers that select for blocks of queries: how patterns say so, what is selected, and who refuses it."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +28,7 @@ from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.errors import PatternError, PatternFileError
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.dsa.spellings import to_sglang, to_transformers, to_vllm
-from sglang_indexcache.indexers import QUERIES, Indexer
+from sglang_indexcache.indexers import NO_CANDIDATES, QUERIES
 from sglang_indexcache.pattern_file import ModelSection
 from sglang_indexcache.spec import PatternSpec
 from tests.conftest import LAYERS, TOPK, VOCAB, random_tokens, tiny_config, tiny_engine, tiny_model, tiny_v4_config
@@ -42,16 +43,10 @@ PROMPT = torch.arange(SEQ_LEN)[None] < SEQ_LEN - REPLY
         ("FS+0q3", "3 queries, expected one of 2, 4, 8, 16, 64"),
         ("FS+0q1", "1 queries"),
         ("FS+0q128", "indexer is '0q128'"),
-        ("FS+0c4", "0c4 is of C layers, but layer 0 is F"),
         ("FS+1q2", "1q2 is of F layers, but layer 1 is S"),
-        ("FC", r"layer 1 is C, expected what it chooses from behind the letters: \+1c4"),
-        ("FCC+1c4", r"layer 2 is C, expected what it chooses from behind the letters: \+2c4"),
-        ("FC+1c65", "65 candidates, expected 1 to 64"),
-        ("CF+0c4", "begins with C"),
         ("FS+2q2", "2q2 is of layer 2, expected 0 to 1"),
         ("FSF+2q2+0q2", "indexers are of layers 2, 0, expected each once, ascending"),
         ("FS+0q2+0q2", "expected each once"),
-        ("FC+0q2+1c4", "1c4: layer 0 selects in blocks, so it has no candidates to give"),
         ("FS+", "indexer is ''"),
         ("FS+00q2", "indexer is '00q2'"),
         ("FS +0q2", "' ' for layer 2"),
@@ -63,29 +58,49 @@ def test_what_no_pattern_says_is_refused(text: str, message: str) -> None:
         Pattern.parse(text)
 
 
+@pytest.mark.parametrize("text", ["FSCF", "FSCF+2c4", "FSFF+2c4", "FCFC+1c2+3c4", "FSCF+0q4+2c4", "CF"])
+def test_candidates_are_refused_with_the_version_that_dropped_them(text: str, tmp_path: Path) -> None:
+    for read in (Pattern.parse, Pattern.from_key, PatternSpec.read):
+        with pytest.raises(PatternError, match=re.escape(NO_CANDIDATES)) as refused:
+            read(text)
+        assert "\n" not in str(refused.value)
+    model = ModelSection.of(describe(tiny_config(), "tiny"))
+    file = PatternFile(schema="indexcache/v1", model=model, pattern="FSFFSS", retention=0.5)
+    content = file.dumps()
+    assert "FSFFSS" in content
+    with pytest.raises(PatternFileError, match=re.escape(NO_CANDIDATES)) as refused:
+        PatternFile.loads(content.replace("FSFFSS", text))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_whose_name_has_a_c_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = ModelSection.of(describe(tiny_config(), "tiny"))
+    PatternFile(schema="indexcache/v1", model=model, pattern="FSFFSS", retention=0.5).save(Path("CF.yaml"))
+    assert PatternSpec.read("CF.yaml").known() == Pattern("FSFFSS")
+
+
 def test_letters_key_and_fingerprint_say_all_of_it() -> None:
-    texts = ["FSFC", "FSFS+2q16", "FSFS+0q16", "FSFS+0q4+2q16", "FSFC+3c4", "FSFC+0q4+3c4", "FCFC+1c2+3c4", "FSFS"]
-    patterns = [Pattern.parse(text) for text in texts[1:]]
-    assert [pattern.letters for pattern in patterns] == texts[1:] == [str(pattern) for pattern in patterns]
+    texts = ["FSFS+2q16", "FSFS+0q16", "FSFS+0q4+2q16", "FSFS"]
+    patterns = [Pattern.parse(text) for text in texts]
+    assert [pattern.letters for pattern in patterns] == texts == [str(pattern) for pattern in patterns]
     assert all(Pattern.from_key(pattern.key) == pattern for pattern in patterns)
     assert len({pattern.fingerprint for pattern in patterns}) == len(patterns)
     assert Pattern("FSFS").fingerprint == Pattern.parse("FSFS").fingerprint  # as it was before there were any
     with pytest.raises(PatternError, match="expected F or S"):
         Pattern("FSFS+2q16")  # what a plugin that does not know them makes of it
-    assert Pattern.parse("FSFC+3c4").beginning(3) == Pattern.parse("FSFS").beginning(3)
+    assert Pattern.parse("FSFS+2q2").beginning(2) == Pattern.parse("FSFS").beginning(2)
     assert Pattern.parse("FSFS+2q2").beginning(3) != Pattern.parse("FSFS").beginning(3)
 
 
 def test_changes_of_a_layer_keep_the_other_indexers() -> None:
-    pattern = Pattern.parse("FFFC+1q4+3c4")
-    assert pattern.share(1) == Pattern.parse("FSFC+3c4")
-    assert pattern.selecting_for(0, 16) == Pattern.parse("FFFC+0q16+1q4+3c4")
-    assert pattern.selecting_for(1, 1) == Pattern.parse("FFFC+3c4")
-    assert pattern.rescoring(3, 8) == Pattern.parse("FFFC+1q4+3c8")
-    assert Pattern("FFFS").rescoring(2, 2) == Pattern.parse("FFCS+2c2")
-    assert pattern.source_layers == (0, 1, 2, 3) and pattern.shared_layers == () and pattern.full_layers == (0, 1, 2)
-    with pytest.raises(PatternError, match="has C for layer 3, but the checkpoint has no indexer there"):
-        pattern.check_fits(4, (3,))
+    pattern = Pattern.parse("FFFS+1q4+2q4")
+    assert pattern.share(1) == Pattern.parse("FSFS+2q4")
+    assert pattern.unshare(3) == Pattern.parse("FFFF+1q4+2q4")
+    assert pattern.selecting_for(0, 16) == Pattern.parse("FFFS+0q16+1q4+2q4")
+    assert pattern.selecting_for(2, 16) == Pattern.parse("FFFS+1q4+2q16")
+    assert pattern.selecting_for(1, 1) == Pattern.parse("FFFS+2q4")
+    assert pattern.plain() == Pattern("FFFS")
 
 
 def test_files_and_command_lines_take_them(tmp_path: Path) -> None:
@@ -93,20 +108,20 @@ def test_files_and_command_lines_take_them(tmp_path: Path) -> None:
     file = PatternFile(
         schema="indexcache/v1",
         model=ModelSection.of(model),
-        pattern="FSFFCS+2q4+4c4",
+        pattern="FSFFSS+2q4+3q8",
         retention=0.5,
-        patterns={"1/2": "FSFFCS+2q4+4c4", "1/3": "FFSSSS"},
+        patterns={"1/2": "FSFFSS+2q4+3q8", "1/3": "FFSSSS"},
     )
     file.save(tmp_path / "pattern.yaml")
     loaded = PatternFile.load(tmp_path / "pattern.yaml")
-    assert loaded == file and loaded.as_pattern() == Pattern.parse("FSFFCS+2q4+4c4")
+    assert loaded == file and loaded.as_pattern() == Pattern.parse("FSFFSS+2q4+3q8")
     assert PatternSpec.read(f"{tmp_path}/pattern.yaml@1/2").known() == loaded.as_pattern()
-    assert PatternSpec.read("FSFFCS+2q4+4c4").pattern(model) == loaded.as_pattern()
+    assert PatternSpec.read("FSFFSS+2q4+3q8").pattern(model) == loaded.as_pattern()
     text = (tmp_path / "pattern.yaml").read_text().replace("+2q4", "+2q5")
     with pytest.raises(PatternFileError, match="5 queries, expected one of"):
         PatternFile.loads(text)
-    with pytest.raises(PatternError, match="4c4 is of C layers"):
-        PatternSpec.read("FSFSSS+4c4")
+    with pytest.raises(PatternError, match="4q4 is of F layers"):
+        PatternSpec.read("FSFSSS+4q4")
 
 
 # -- what is selected
@@ -160,29 +175,6 @@ def tokens_of(seed: int = 0) -> Tensor:
     return torch.randint(3, VOCAB, (2, SEQ_LEN), generator=torch.Generator().manual_seed(seed))
 
 
-def test_candidates_between_all_keys_and_none_of_their_own(config: dict[str, Any]) -> None:
-    model, tokens = tiny_model(config), tokens_of()
-    everything = -(-SEQ_LEN // TOPK)  # candidates are all there is
-    logits, _ = run(model, "FFFFFF", tokens)
-    widest, _ = run(model, "FFCCFC" + f"+2c{everything}+3c{everything}+5c{everything}", tokens)
-    assert torch.equal(widest, logits)
-    shared, own = run(model, "FFSSFS", tokens), run(model, "FFCCFC+2c1+3c1+5c1", tokens)
-    assert all(torch.equal(shared[1][letter], own[1][letter]) for letter in range(LAYERS))
-    assert torch.equal(shared[0], own[0])
-    between, selected = run(model, "FFCSFS+2c2", tokens)
-    assert not torch.equal(between, logits) and not torch.equal(between, shared[0])
-    assert torch.equal(selected[3], selected[2])  # an S above a C reuses its choice
-
-
-def test_each_candidate_layer_has_its_own_number_of_candidates(config: dict[str, Any]) -> None:
-    model, tokens = tiny_model(config), tokens_of()
-    _, two = run(model, "FCSSSS+1c2", tokens)
-    _, both = run(model, "FCCSSS+1c2+2c3", tokens)
-    assert torch.equal(two[1], both[1])
-    _, wide = run(model, "FFSSSS", tokens)
-    assert not torch.equal(wide[1], two[1])
-
-
 def test_only_prompts_select_in_blocks(config: dict[str, Any]) -> None:
     model, tokens = tiny_model(config), tokens_of()
     logits, own = run(model, "FSFSSS", tokens)
@@ -215,7 +207,7 @@ def test_padding_before_a_sequence_is_refused_on_the_kernels(config: dict[str, A
             model(input_ids=tokens, attention_mask=mask, use_cache=False)
 
 
-@pytest.mark.parametrize("pattern", ["FFSFSS+1q2+3q2", "FFSFSS+1q8+3q2", "FFCSCS+2c2+4c4", "FFFCFC+0q4+3c2+5c3"])
+@pytest.mark.parametrize("pattern", ["FFSFSS+1q2+3q2", "FFSFSS+1q8+3q2", "FFFSFF+0q4+5q8"])
 def test_the_kernels_select_the_same(config: dict[str, Any], pattern: str) -> None:
     model, tokens = tiny_model(config), tokens_of()
     expected, plain = run(model, pattern, tokens, PROMPT)
@@ -230,7 +222,7 @@ def test_the_kernels_select_the_same(config: dict[str, Any], pattern: str) -> No
 
 def test_prefix_reuse_gives_the_same_bits(config: dict[str, Any]) -> None:
     data = random_tokens(seq_len=SEQ_LEN).ending_in_replies(REPLY)
-    texts = ["FFFFFF", "FSFSSS+2q4", "FSFSSS", "FSFSSS+0q2+2q4", "FSCSSF+2c2", "FFFSSS+1q8", "FSFSSS+2q4"]
+    texts = ["FFFFFF", "FSFSSS+2q4", "FSFSSS", "FSFSSS+0q2+2q4", "FFFSSS+1q8", "FSFSSS+2q4"]
     patterns = [Pattern.parse(text) for text in texts]
     cached, plain = tiny_engine(config), tiny_engine(config)
     for pattern in patterns:
@@ -276,12 +268,11 @@ def test_a_loss_that_sees_later_tokens_is_refused(config: dict[str, Any]) -> Non
 
 def test_a_cache_is_refused(config: dict[str, Any]) -> None:
     model = tiny_model(config)
-    for pattern in ("FFFFFF+2q4", "FFFCSS+3c2"):
-        with (
-            apply_roles(model, Pattern.parse(pattern), prompt=PROMPT),
-            pytest.raises(SearchError, match="no key/value"),
-        ):
-            model(input_ids=tokens_of(), use_cache=True)
+    with (
+        apply_roles(model, Pattern.parse("FFFFFF+2q4"), prompt=PROMPT),
+        pytest.raises(SearchError, match="no key/value"),
+    ):
+        model(input_ids=tokens_of(), use_cache=True)
 
 
 def test_who_can_not_run_them_says_so() -> None:
@@ -293,7 +284,7 @@ def test_who_can_not_run_them_says_so() -> None:
             spelling(Pattern.parse("FSFS+2q4"))
     v4 = tiny_model(tiny_v4_config())
     with (
-        pytest.raises(SearchError, match="indexers of deepseek_v4 score everything or nothing"),
+        pytest.raises(SearchError, match="indexers of deepseek_v4 can't select in blocks"),
         apply_roles(v4, Pattern.parse("FFFF+2q4"), prompt=PROMPT),
     ):
         pass
@@ -304,8 +295,6 @@ def test_who_can_not_run_them_says_so() -> None:
 
 def test_queries_divide_a_page() -> None:
     assert all(64 % queries == 0 for queries in QUERIES)
-    with pytest.raises(PatternError, match="expected queries or candidates"):
-        Indexer(layer=1)
 
 
 @pytest.mark.parametrize("command", ["distill", "offload"])
@@ -337,11 +326,11 @@ def test_eval_compares_them(model_folder: Path, token_file: Path, tmp_path: Path
         "--pattern",
         "blocks=FFSFSS+1q4",
         "--pattern",
-        "FFCFSS+2c2",
+        "FFSSFS+1q2",
     ]
     refused = CliRunner().invoke(app, arguments)
     assert refused.exit_code == 2 and "1q4: prompt tokens count" in refused.output
     result = CliRunner().invoke(app, [*arguments, "--reply", "12", "--restart"])
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "eval.json").read_text())["held_out"]["rows"]
-    assert [row["pattern"] for row in rows][-2:] == ["FFSFSS+1q4", "FFCFSS+2c2"]
+    assert [row["pattern"] for row in rows][-2:] == ["FFSFSS+1q4", "FFSSFS+1q2"]

@@ -117,25 +117,26 @@ def test_every_changed_byte_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "message"),
     [
-        {"losses": [0.3]},
-        {"losses": ["0.3", "0.1"]},
-        {"rows": [0, 0]},
-        {"rows": [-1, 0]},
-        {"tokens": [0, 6]},
-        {"rows": [], "losses": [], "correct": [], "tokens": [], "layer_tokens": []},
-        {"pattern": "SFF"},
-        {"more": 1},
+        ({"losses": [0.3]}, " is damaged"),
+        ({"losses": ["0.3", "0.1"]}, " is damaged"),
+        ({"rows": [0, 0]}, " is damaged"),
+        ({"rows": [-1, 0]}, " is damaged"),
+        ({"tokens": [0, 6]}, " is damaged"),
+        ({"rows": [], "losses": [], "correct": [], "tokens": [], "layer_tokens": []}, " is damaged"),
+        ({"pattern": "SFF"}, ": pattern begins with S"),
+        ({"pattern": "FSC+2c4"}, ": indexer is '2c4', but C layers .candidates. are not supported since version 0.2.0"),
+        ({"more": 1}, " is damaged"),
     ],
 )
-def test_a_line_that_checks_and_says_nonsense_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_line_that_checks_and_says_nonsense_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     record = {"set": "a", "pattern": "FSF", "repeat": 0, "rows": [2, 0], "losses": [0.3, 0.1], "correct": [3, 4]}
     record |= {"tokens": [5, 6], "layer_tokens": [7, 8], "seconds": 0.25}
     sealer = Sealer()
     header = {"identity": IDENTITY, "facts": {"created": "2026-11-21"}}
     (tmp_path / "journal.jsonl").write_bytes(sealer.seal(header) + sealer.seal({**record, **changes}))
-    with pytest.raises(JournalError, match="line 2 is damaged"):
+    with pytest.raises(JournalError, match=f"line 2{message}"):
         journal(tmp_path)
     with pytest.raises(ValueError, match="not JSON compliant"):
         sealer.seal({"losses": [float("nan")]})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from indexcache_search.engines.measurements import output_similarity
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.cache_argument import cache_argument
 from indexcache_search.hf.device import resolve_attention
-from indexcache_search.hf.indexers import among, in_blocks, with_candidates
+from indexcache_search.hf.indexers import in_blocks
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe
@@ -45,20 +44,15 @@ def not_called(*_: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", [*CACHE_NAMES, None], ids=["cache", "past_key_values", "by position"])
-@pytest.mark.parametrize("kind", ["in blocks", "with candidates", "among"])
-def test_a_cache_is_seen_by_any_of_its_names(kind: str, name: str | None) -> None:
+def test_a_cache_is_seen_by_any_of_its_names(name: str | None) -> None:
     indexer = tiny_model(tiny_config()).model.layers[2].self_attn.indexer
-    forwards: dict[str, Callable[..., Tensor]] = {
-        "in blocks": in_blocks(indexer, not_called, 2, PROMPT),
-        "with candidates": with_candidates(indexer, not_called, [2], not_called),
-        "among": among(indexer, not_called, not_called),
-    }
+    forward = in_blocks(indexer, not_called, 2, PROMPT)
     inputs, cache = [TOKENS] * 5, DynamicCache()
     given: dict[str, Any] = {} if name is None else {name: cache}
     with pytest.raises(SearchError, match="expected no key/value cache"):
-        forwards[kind](*inputs, *([] if given else [cache]), **given)
+        forward(*inputs, *([] if given else [cache]), **given)
     with pytest.raises(TypeError, match="kv"):
-        forwards[kind](*inputs, kv=cache)
+        forward(*inputs, kv=cache)
 
 
 def test_the_kernels_take_a_cache_by_any_of_its_names() -> None:
@@ -109,12 +103,8 @@ def test_other_parameters_are_refused_before_anything_runs(monkeypatch: pytest.M
     assert resolve_attention("auto", torch.device("cuda")) == "naive"
     with pytest.raises(SearchError, match=f"--attention kernels needs another version: .*{line}"):
         resolve_attention("kernels", torch.device("cuda"))
-    for pattern in ("FFFFFF+2q4", "FFFCSS+3c2"):
-        with (
-            pytest.raises(SearchError, match=line),
-            apply_roles(model, Pattern.parse(pattern), prompt=PROMPT),
-        ):
-            pass
+    with pytest.raises(SearchError, match=line), apply_roles(model, Pattern.parse("FFFFFF+2q4"), prompt=PROMPT):
+        pass
     with pytest.raises(SearchError, match=line):
         Distillation(model, Pattern("FSFSFS"), "warmup")
 

@@ -155,11 +155,11 @@ def test_uniform_asks_for_no_more_layers_than_have_an_indexer() -> None:
 @pytest.mark.parametrize(
     ("letters", "message"),
     [
-        ("FSCF", r"layer 2 is C, expected what it chooses from behind the letters: \+2c4"),
+        ("FSCF", r"C for layer 2, but C layers \(candidates\) are not supported since version 0.2.0; expected F or S$"),
         ("FSXF", "pattern has 'X' for layer 2, expected F or S$"),
         ("FSfF", "pattern has 'f' for layer 2, expected F or S in capitals"),
         ("FSDF", r"expected F or S \(D needs a selection\)"),
-        ("CSSF", "pattern begins with C"),
+        ("SSFF", "pattern begins with S"),
     ],
 )
 def test_what_is_said_of_other_letters(letters: str, message: str) -> None:

@@ -12,10 +12,11 @@ import torch
 from indexcache_search.hf.indexers import block_selection
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError, ProofError
-from sglang_indexcache.families.dsa import Dsa, blocks, placing
+from sglang_indexcache.families.dsa import Dsa, blocks, patch_indexers
 from sglang_indexcache.families.dsa.index_space import in_index_space, positions_of
+from sglang_indexcache.families.dsa.needs import BLOCKS, DECODING, PREFILL
 from sglang_indexcache.families.hy_v4 import HyV4
-from sglang_indexcache.indexers import EXACT_ROWS, Indexer
+from sglang_indexcache.indexers import EXACT_ROWS, IndexerSetting
 from sglang_indexcache.serving.preflight import refused_flags
 from sglang_indexcache.serving.proof import other_indexers
 from sglang_indexcache.serving.ranks import RankReport, read_back
@@ -163,29 +164,48 @@ def test_what_is_proven() -> None:
     assert read_back([RankReport("", (0, 1, 2, 3), None, "FSFF", both)] * 2, None) == pattern
 
 
+def indexer() -> SglangIndexer:
+    return SglangIndexer(torch.zeros(1, DIM))
+
+
+def modules(*indexers: Any) -> list[tuple[int, Any]]:
+    return list(enumerate(SimpleNamespace(indexer=item) for item in indexers))
+
+
 def test_modules_are_read_back() -> None:
     """What is not there, and what somebody else put there, is seen."""
-    plain, other = SglangIndexer(torch.zeros(1)), SglangIndexer(torch.zeros(1))
-    in_blocks = SglangIndexer(torch.zeros(1))
-    in_blocks._get_topk_ragged = blocks.BlockSelection(in_blocks, 4)  # type: ignore[method-assign]
-    modules = [SimpleNamespace(indexer=item) for item in (plain, None, in_blocks)]
-    assert list(placing.installed(enumerate(modules))) == [Indexer(layer=2, queries=4)]
-    other._get_topk_ragged = print  # type: ignore[assignment]
-    with pytest.raises(ProofError, match="letter 0 selects by builtin_function_or_method"):
-        list(placing.installed([(0, SimpleNamespace(indexer=other))]))
+    plain, in_blocks = indexer(), indexer()
+    patch_indexers.install(modules(plain, None, in_blocks), Pattern.parse("FSFF+2q4+3q4"))  # layer 3 is elsewhere
+    assert list(patch_indexers.installed(modules(plain, None, in_blocks))) == [IndexerSetting(layer=2, queries=4)]
+    for method in (PREFILL, DECODING):
+        other = indexer()
+        setattr(other, method, print)
+        with pytest.raises(ProofError, match="letter 0 selects by builtin_function_or_method, expected SGLang's own"):
+            list(patch_indexers.installed(modules(other)))
+    in_blocks._get_topk_paged = print  # type: ignore[assignment]
+    with pytest.raises(ProofError, match="letter 0 selects by BlockSelection, builtin_function_or_method, expected"):
+        list(patch_indexers.installed(modules(in_blocks)))
+
+
+def test_indexers_of_other_kinds_are_refused() -> None:
+    local, other = indexer(), type("Other", (SglangIndexer,), {PREFILL: lambda self: None})(torch.zeros(1, DIM))
+    local.num_local_tokens = 4
+    for refused, text, line in (
+        (local, "F+0q4", "always selects the first or last tokens"),
+        (other, "F+0q4", "Other selects in a way of its own"),
+        (None, "F+0q4", "letter 0 should select in blocks, but the loaded model has no indexer there"),
+        (indexer(), "F+0q64", "letter 0 selects for 64 queries at a time, expected at most index_topk"),
+    ):
+        with pytest.raises(ProofError, match=line):
+            patch_indexers.install(modules(refused), Pattern.parse(text))
 
 
 def test_what_servers_refuse() -> None:
-    assert Dsa().handed_over({}, Pattern.parse("FSFC+3c4"))["index_topk_pattern"] == "FSFF"
     assert Dsa().handed_over({}, Pattern.parse("FSFF+2q4"))["index_topk_pattern"] == "FSFF"
+    assert Dsa().needed(Pattern.parse("FSFF+2q4+3q4")) == (BLOCKS,) and not Dsa().needed(Pattern("FSFF"))
     with pytest.raises(PatternError, match="2q4 is not served on hy_v4"):
         HyV4().handed_over({}, Pattern.parse("FSFF+2q4"))
-    with pytest.raises(PatternError, match="3c4 is not served on hy_v4"):
-        HyV4().handed_over({}, Pattern.parse("FSFC+3c4"))
-    refused = Dsa().refused_with(Pattern.parse("FSFC+3c4"))
-    assert set(refused) - set(Dsa().refused_with(Pattern.parse("FSFF+2q4"))) == {"speculative_algorithm"}
-    assert not Dsa().refused_with(Pattern("FSFF"))
-    for name in refused:
+    for name in Dsa.refused_with_blocks:
         given: Any = 2 if name.endswith("size") else True
-        [(flag, reason)] = refused_flags(refused, SimpleNamespace(**{name: given}))
+        [(flag, reason)] = refused_flags(Dsa.refused_with_blocks, SimpleNamespace(**{name: given}))
         assert flag.startswith("--") and "never tried" in reason

@@ -12,7 +12,7 @@ Axes have one letter everywhere:
 | K | selected keys of a query | I | heads of an indexer |
 | H | heads | C | dimensions of an indexer's query and key |
 | G | key heads; H / G heads share one | B | requests of a decode step |
-| N | pages or blocks of a request, candidates of a query | M | entries of its page table |
+| N | pages or blocks of a request | M | entries of its page table |
 
 In kernels pointers end in `_ptr`, blocks of the axes are BLOCK_Q, BLOCK_K, BLOCK_H and BLOCK_I, and a comment behind a
 tensor is its shape.
@@ -21,7 +21,6 @@ tensor is its shape.
 from indexcache_kernels.block_attention import block_attention
 from indexcache_kernels.block_scores import block_scores, compress_keys
 from indexcache_kernels.block_swap import BlockBuffer, copy_blocks, swap_blocks
-from indexcache_kernels.candidate_topk import candidate_topk
 from indexcache_kernels.errors import KernelInputError
 from indexcache_kernels.indexer_kl import indexer_kl
 from indexcache_kernels.indexer_topk import causal_ranges, indexer_topk
@@ -34,7 +33,6 @@ __all__ = [
     "PageBudget",
     "block_attention",
     "block_scores",
-    "candidate_topk",
     "causal_ranges",
     "compress_keys",
     "copy_blocks",

@@ -82,7 +82,7 @@ RACES = Need(
     "a strategy that looks at a part of the sequences first",
     lambda given: not given["race"] or given["strategy"] not in STRATEGIES or STRATEGIES[given["strategy"]].races,
 )
-PRICED = Need("--queries or --rescore", lambda given: bool(given["queries"] or given["rescore"]))
+PRICED = Need("--queries", lambda given: bool(given["queries"]))
 WITH_RESULTS = Need("a run without --dry-run", lambda given: not given["dry_run"])
 NEEDS: Needs = {
     **dict.fromkeys(("model", "engine", "calibration", "evaluation", "seq_len", "num_sequences"), ()),
@@ -90,7 +90,7 @@ NEEDS: Needs = {
     **dict.fromkeys(("retain", "strategy", "swaps", "blocks", "reply", "objective"), (PATTERNS,)),
     **dict.fromkeys(("chat_template", "turns", "skip_bad_rows", "dry_run"), ()),
     **dict.fromkeys(("report", "json_"), (PATTERNS, WITH_RESULTS)),
-    **dict.fromkeys(("queries", "rescore"), (PATTERNS, HERE)),
+    "queries": (PATTERNS, HERE),
     **dict.fromkeys(("pages", "page_tokens", "recent_pages", "sink_pages", "score", "steps"), (PATTERNS,)),
     **dict.fromkeys(("skip", "window", "max_window", "recent_keys"), (KEYS,)),
     **dict.fromkeys(("price_context", "decode_retain"), (PATTERNS, PRICED)),
@@ -190,24 +190,13 @@ def search(
             " --retain is a share of what indexers cost in prompts. Needs --reply."
         ),
     ] = "",
-    rescore: Annotated[
-        str,
-        typer.Option(
-            help="Let layers choose among the best 2 to 64 x index_topk tokens of the F before them, such as 4; then"
-            " --retain is such a share, too. Nothing was won by it so far (docs/indexers.md)."
-        ),
-    ] = "",
     price_context: Annotated[
         int,
-        typer.Option(
-            help="--queries, --rescore: tokens of a prompt at which indexers are priced.", callback=bounded.tokens()
-        ),
+        typer.Option(help="--queries: tokens of a prompt at which indexers are priced.", callback=bounded.tokens()),
     ] = PRICE_CONTEXT,
     decode_retain: Annotated[
         str | None,
-        typer.Option(
-            help="--queries, --rescore: share of layers that are F at most: while decoding each runs its indexer."
-        ),
+        typer.Option(help="--queries: share of layers that are F at most: while decoding each runs its indexer."),
     ] = None,
     reply: Annotated[
         int | None,
@@ -284,18 +273,17 @@ def search(
             raise SearchError("--calibration is missing, expected a file, folder or hub id with text like your traffic")
         retentions = tuple(dict.fromkeys(parse_retention(item) for item in retain.split(",")))
         settings = Settings(
-            retentions,
-            strategy,
-            blocks,
-            candidates,
-            race,
-            swaps,
-            objective,
-            seed,
-            _numbers("--queries", queries),
-            _numbers("--rescore", rescore),
-            price_context,
-            None if decode_retain is None else parse_retention(decode_retain),
+            retain=retentions,
+            strategy=strategy,
+            blocks=blocks,
+            flips=candidates,
+            race=race,
+            swaps=swaps,
+            objective=objective,
+            seed=seed,
+            queries=_numbers("--queries", queries),
+            price_context=price_context,
+            decode_retain=None if decode_retain is None else parse_retention(decode_retain),
         )
         data = Data(
             tuple(calibration),

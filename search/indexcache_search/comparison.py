@@ -43,7 +43,7 @@ def comparison_lines(
         patterns: by retention.
         native: the checkpoint's own.
         measured: `similarity`, or of dense models `shift` and `recall`; see `Matrices`.
-        plain: the best found for as much whose indexers score everything, where those of `patterns` need not.
+        plain: the best found for as much without blocks of queries, where `patterns` may have them.
     """
     lines, others = [Line.baseline(native)], []
     for retention, pattern in patterns.items():

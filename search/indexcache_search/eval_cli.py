@@ -18,10 +18,9 @@ from indexcache_search.terminal import errors_in_one_line, messages, results
 from sglang_indexcache import process
 from sglang_indexcache.address import Address
 from sglang_indexcache.command_line import exit_codes
-from sglang_indexcache.indexers import CANDIDATES
-from sglang_indexcache.pattern import DENSE, FULL, SHARED, parse_retention
+from sglang_indexcache.pattern import parse_retention
 from sglang_indexcache.pattern_file import split_retention
-from sglang_indexcache.spec import GRAMMAR, split_name
+from sglang_indexcache.spec import GRAMMAR, spells_letters, split_name
 
 EPILOG = f"""
 Examples:
@@ -83,7 +82,7 @@ NEEDS: Needs = {
 def _is_open(text: str) -> bool:
     """Whether `text` names a file, and none of the retentions in it."""
     name = split_name(text)[1]
-    return split_retention(name)[1] is None and bool(set(name.partition("+")[0]) - {DENSE, FULL, SHARED, CANDIDATES})
+    return split_retention(name)[1] is None and not spells_letters(name)
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

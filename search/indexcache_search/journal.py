@@ -12,6 +12,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from indexcache_search.engines.base import Evaluation
+from indexcache_search.errors import JournalError
 from indexcache_search.plans import Plan, plan_from_key
 from indexcache_search.records import Sealer, append, check_identity, complete, damaged, opened
 from sglang_indexcache.errors import PatternError
@@ -183,7 +184,7 @@ def _records(content: bytes, path: Path, sealer: Sealer) -> Iterator[_Header | _
     """What stands in a journal, line by line.
 
     Raises:
-        JournalError: if a line is damaged.
+        JournalError: if a line is damaged, or its pattern is none of this version.
     """
     for number, record in opened(content, str(path), sealer):
         try:
@@ -193,5 +194,7 @@ def _records(content: bytes, path: Path, sealer: Sealer) -> Iterator[_Header | _
                 yield _Matrix.model_validate(record)
             else:
                 yield _Line.model_validate(record).parse()
-        except (ValidationError, PatternError):
+        except PatternError as error:  # of a version with other patterns
+            raise JournalError(f"{path}: line {number}: {error}; --restart discards the file") from None
+        except ValidationError:
             raise damaged(path, number) from None

@@ -44,7 +44,7 @@ class Found:
     Attributes:
         steps: nested flips, where there are such.
         patterns: by retention; all on the way of `steps`, or better than what is.
-        plain: the best for as much whose indexers score everything, where those of `patterns` need not.
+        plain: the best for as much without blocks of queries, where `patterns` may have them.
         look_alikes: other patterns that calibration can't tell from those.
         cost: what all evaluations on the calibration set took.
         baseline_loss: the native pattern's loss on the calibration set.

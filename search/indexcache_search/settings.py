@@ -8,18 +8,16 @@ from fractions import Fraction
 
 from indexcache_search.errors import SearchError
 from indexcache_search.objectives import Objective
-from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
+from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES, WITH_PRICES
 from indexcache_search.strategies.base import Goal, Strategy
-from indexcache_search.strategies.lazy import Lazy
-from indexcache_search.strategies.priced import Priced
-from indexcache_search.strategies.prices import PRICE_CONTEXT, Prices
+from indexcache_search.strategies.prices import PRICE_CONTEXT, prices_at
 from indexcache_search.strategies.swaps import Swapping
 from sglang_indexcache import SparseModel
-from sglang_indexcache.indexers import EXACT_ROWS, MOST_CANDIDATES, QUERIES
+from sglang_indexcache.indexers import EXACT_ROWS, QUERIES
 from sglang_indexcache.pattern import full_layer_count
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a search is asked to do.
 
@@ -27,12 +25,11 @@ class Settings:
         retain: retentions wanted; the first is the pattern file's default.
         strategy: a name among `STRATEGIES`.
         blocks: parts that block-wise greedy divides the layers into; 1 is Algorithm 1.
-        candidates: flips that a lazy step evaluates at least.
+        flips: how many flips a lazy step evaluates at least.
         race: compare patterns on growing shares of the sequences, where the strategy does that at all.
         swaps: swaps that local search tries a round; 0 for no local search.
         objective: what is minimised.
-        queries: for how many prompt queries at a time an `F` layer may select; see `strategies.priced`.
-        rescore: among how many times index_topk candidates a layer may choose.
+        queries: for how many prompt queries at a time an `F` layer may select; see `strategies.budget_search`.
         price_context: prompt tokens at which these are priced.
         decode_retain: share of layers that are `F` at most in such patterns; `None` for all.
         seed: decides the order of the calibration data.
@@ -41,13 +38,12 @@ class Settings:
     retain: tuple[Fraction, ...]
     strategy: str = DEFAULT_STRATEGY
     blocks: int = 1
-    candidates: int = 1
+    flips: int = 1
     race: bool = True
     swaps: int = 0
     objective: Objective = "kl"
     seed: int = 0
     queries: tuple[int, ...] = ()
-    rescore: tuple[int, ...] = ()
     price_context: int = PRICE_CONTEXT
     decode_retain: Fraction | None = None
 
@@ -67,10 +63,10 @@ class Settings:
             raise SearchError(f"--strategy is {self.strategy}, expected one of {', '.join(STRATEGIES)}")
         if self.blocks > 1 and not strategy.takes_blocks:
             raise SearchError(f"--blocks {self.blocks} needs --strategy greedy, found {self.strategy}")
-        if self._flag:
-            if self.strategy != Lazy.name or self.swaps:
-                raise SearchError(f"{self._flag} needs --strategy lazy, without --swaps")
-            return Priced()
+        if self.queries:
+            if self.strategy not in WITH_PRICES or self.swaps:
+                raise SearchError(f"--queries needs --strategy {' or '.join(WITH_PRICES)}, without --swaps")
+            return WITH_PRICES[self.strategy]
         return Swapping(strategy, self.swaps) if self.swaps else strategy
 
     def goal(self, model: SparseModel) -> Goal:
@@ -84,43 +80,33 @@ class Settings:
             native=model.native,
             full_layers=full_layers,
             blocks=self.blocks,
-            candidates=self.candidates,
+            flips=self.flips,
             prices=self._prices(model),
             most_full=self._most_full(model, full_layers),
         )
         self.chosen_strategy().check(goal)
         return goal
 
-    @property
-    def _flag(self) -> str | None:
-        """Which flag lets indexers score less, if any does."""
-        return "--queries" if self.queries else "--rescore" if self.rescore else None
-
-    def _prices(self, model: SparseModel) -> Prices | None:
+    def _prices(self, model: SparseModel) -> dict[int, float]:
         """See `Goal.prices`."""
-        if self._flag is None:
-            return None
+        if not self.queries:
+            return {}
         if model.native.selection is not None:
-            raise SearchError(f"{self._flag} is about indexers, the model is dense")
+            raise SearchError("--queries is about indexers, the model is dense")
         for queries in self.queries:
             if queries not in QUERIES or queries > model.index_topk:
                 most = max(item for item in QUERIES if item <= max(2, model.index_topk))
                 raise SearchError(f"--queries has {queries}, expected {', '.join(map(str, QUERIES))}, at most {most}")
-        for count in self.rescore:
-            if not 2 <= count <= MOST_CANDIDATES:
-                raise SearchError(f"--rescore has {count}, expected 2 to {MOST_CANDIDATES}")
         if self.price_context <= EXACT_ROWS:
             raise SearchError(f"--price-context is {self.price_context}, expected more than {EXACT_ROWS}")
-        return Prices.at(self.price_context, model.index_topk, self.queries, self.rescore)
+        return prices_at(self.price_context, self.queries)
 
     def _most_full(self, model: SparseModel, full_layers: Mapping[Fraction, int]) -> int | None:
         """See `Goal.most_full`."""
         if self.decode_retain is None:
             return None
-        if self._flag is None:
-            raise SearchError(
-                "--decode-retain is about patterns with --queries or --rescore, without which --retain says it"
-            )
+        if not self.queries:
+            raise SearchError("--decode-retain is about patterns with --queries, without which --retain says it")
         most = full_layer_count(model.num_layers, self.decode_retain)
         for retention, count in full_layers.items():
             if count > most:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sglang_indexcache.config_keys import ConfigKeys, check_unknown
 from sglang_indexcache.errors import ModelConfigError, PatternError
-from sglang_indexcache.indexers import Indexer
+from sglang_indexcache.indexers import IndexerSetting
 from sglang_indexcache.model import SparseModel
 from sglang_indexcache.overrides import FLAG
 from sglang_indexcache.pattern import Pattern
@@ -40,9 +40,7 @@ class Family(ABC):
         told: what it must have so that a calibration server can tell what queries select; `None` where none can.
         refused_flags: attributes of SGLang's server arguments that can't be combined with S layers, and why.
         blocks: what it must have for F layers that select for blocks of prompt queries; `None` where no server does.
-        candidates: the same of C layers.
-        refused_with_indexers: as `refused_flags`, of patterns with one or the other.
-        refused_with_candidates: as `refused_flags`, of patterns with C layers besides.
+        refused_with_blocks: as `refused_flags`, of patterns with such layers.
         not_in_transformers: why transformers' model computes something else than the checkpoint; `None` if it does not.
         on_kernels: whether the project's kernels can take the place of transformers' attention.
     """
@@ -59,9 +57,7 @@ class Family(ABC):
     told: ClassVar[Feature | None] = None
     refused_flags: ClassVar[Mapping[str, str]] = MappingProxyType({})
     blocks: ClassVar[Feature | None] = None
-    candidates: ClassVar[Feature | None] = None
-    refused_with_indexers: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    refused_with_candidates: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    refused_with_blocks: ClassVar[Mapping[str, str]] = MappingProxyType({})
     not_in_transformers: ClassVar[str | None] = None
     on_kernels: ClassVar[bool] = True
 
@@ -121,21 +117,15 @@ class Family(ABC):
             item.check_only({key: value for key, value in overrides.items() if key in item.only}, FLAG)
 
     def needed(self, pattern: Pattern) -> tuple[Feature, ...]:
-        """What SGLang must have for those of a pattern's indexers that don't score everything.
+        """What SGLang must have besides `serving` for a pattern: something if layers of it select in blocks.
 
         Raises:
-            PatternError: if no server has such indexers.
+            PatternError: if no server has such layers.
         """
-        features = [self.blocks if item.queries else self.candidates for item in pattern.indexers]
-        if None in features:
+        if self.blocks is None:
             pattern.check_plain(f"is not served on {self.name}")
-        return tuple(dict.fromkeys(item for item in features if item is not None))
-
-    def refused_with(self, pattern: Pattern) -> Mapping[str, str]:
-        """Attributes of SGLang's server arguments that these indexers can't be combined with, and why."""
-        candidates = any(item.candidates for item in pattern.indexers)
-        refused = {**self.refused_with_indexers, **(self.refused_with_candidates if candidates else {})}
-        return refused if pattern.indexers else {}
+            return ()
+        return (self.blocks,) if pattern.indexers else ()
 
     @abstractmethod
     def handed_over(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
@@ -192,8 +182,8 @@ class Family(ABC):
         """What S layers of the loaded model would attend to; `None` where indexers choose."""
         return None
 
-    def indexers(self, model: Any) -> tuple[Indexer, ...]:
-        """What indexers of the loaded model on this rank would not score, read from them, by letter.
+    def indexers(self, model: Any) -> tuple[IndexerSetting, ...]:
+        """The layers of the loaded model on this rank that would select in blocks, read from their indexers.
 
         Raises:
             ProofError: if that can't be told.

@@ -22,7 +22,7 @@ The first three and `Scheduler.__init__` are watched from the start (`plugin`); 
 asked for something.
 Hooks can't be taken back, and a process may have several engines: each looks up the plan of the engine at hand
 (`engines`), and does nothing where there is none. On DSA models nothing runs in the forward pass, but for layers that
-score less than everything; with metrics on, two counters are added to after it.
+select in blocks; with metrics on, two counters are added to after it.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Preflight:
         family = self.family_at(at_revision(server_args.model_path, getattr(server_args, "revision", None)))
         for given, reason in refused_flags(family.refused_flags, server_args):
             raise PreflightError(f"{given} can't be combined with a pattern: {reason}")
-        for given, reason in refused_flags(family.refused_with(pattern), server_args):
+        for given, reason in refused_flags(family.refused_with_blocks, server_args) if pattern.indexers else ():
             raise PreflightError(f"{given} can't be combined with {pattern.indexers[0]}: {reason}")
         if getattr(server_args, "pp_size", 1) > 1:
             if family.pipeline is None:

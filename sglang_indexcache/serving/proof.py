@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from sglang_indexcache.errors import IndexCacheError, ProofError, one_line
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.indexers import CANDIDATES, Indexer
+from sglang_indexcache.indexers import IndexerSetting
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.probes import LOAD_MODEL, Need
 from sglang_indexcache.serving.ranks import RankReport, all_agree, first_problem, meet_all_ranks, read_back
@@ -148,7 +148,7 @@ def indexer_tensors(family: Family, model: Any) -> Iterator[tuple[int, Any, str,
     """
     for site, module in family.modules(model):
         indexer = family.indexer(module)
-        if indexer is not None and family.role(site, module) in (FULL, CANDIDATES):
+        if indexer is not None and family.role(site, module) == FULL:
             for name, parameter in indexer.named_parameters():
                 if name.endswith(_CHECKPOINT_NAMES) and parameter.data.is_floating_point():
                     yield site, indexer, name, parameter
@@ -186,8 +186,8 @@ def mismatch(pattern: Pattern, effective: dict[int, Effective], begins_every_sta
             return f"the loaded model has a DSA layer {layer}, the pattern has {len(pattern)} letters"
         if module.role != pattern[layer]:
             return f"letter {layer} would run as {module.role}, the pattern says {pattern[layer]}"
-        if module.role in (FULL, CANDIDATES) and not module.has_indexer:
-            return f"letter {layer} is {module.role}, but the loaded model has no indexer there"
+        if module.role == FULL and not module.has_indexer:
+            return f"letter {layer} is F, but the loaded model has no indexer there"
         if module.unloaded is not None:
             return f"letter {layer} is {module.role}, but no weights were loaded into its indexer's {module.unloaded}"
     if begins_every_stage and effective[min(effective)].role == SHARED:
@@ -199,7 +199,7 @@ def mismatch(pattern: Pattern, effective: dict[int, Effective], begins_every_sta
     return None
 
 
-def other_indexers(pattern: Pattern, layers: Collection[int], found: Iterable[Indexer]) -> str | None:
+def other_indexers(pattern: Pattern, layers: Collection[int], found: Iterable[IndexerSetting]) -> str | None:
     """One line if indexers of this rank's `layers` would score something else than `pattern` says."""
     wanted = {item.layer: item for item in pattern.indexers if item.layer in layers}
     loaded = {item.layer: item for item in found}
@@ -247,7 +247,7 @@ def look_at(asked: Asked, runner: Any, told: Callable[[], None] = lambda: None) 
         told: does what must come first.
     """
     effective: dict[int, Effective] = {}
-    indexers: tuple[Indexer, ...] = ()
+    indexers: tuple[IndexerSetting, ...] = ()
     try:
         told()
         effective = effective_roles(asked.family, runner.model)

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from sglang_indexcache.errors import ProofError
-from sglang_indexcache.indexers import Indexer
+from sglang_indexcache.indexers import IndexerSetting
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.refusal import PATTERN_VARIABLE, refuse
 from sglang_indexcache.selection import Selection
@@ -21,14 +21,14 @@ MEET_VARIABLE = "SGLANG_INDEXCACHE_MEET_SECONDS"
 class RankReport:
     """What one rank found; `roles` has a letter for each layer, `-` for layers that are on other ranks.
 
-    `indexers` are those of this rank's layers that don't score everything.
+    `indexers` are those of this rank's layers that select in blocks.
     """
 
     fingerprint: str
     layers: tuple[int, ...]
     problem: str | None
     roles: str = ""
-    indexers: tuple[Indexer, ...] = ()
+    indexers: tuple[IndexerSetting, ...] = ()
 
     def with_problem(self, problem: str) -> RankReport:
         """The same with another problem."""

@@ -1,4 +1,4 @@
-"""Servers and sequences for layers that score less than everything."""
+"""Servers and sequences for layers that select in blocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def random_prompts(*lengths: int) -> list[list[int]]:
 
 def in_blocks(passes: Sequence[tuple[int, int]], length: int, pattern: Pattern, topk: int) -> Tensor:
     """Which queries of a sequence select in blocks, `[1, length]`; `passes` have a prefix and a length each."""
-    [queries] = {indexer.queries for indexer in pattern.indexers if indexer.queries}
+    [queries] = {indexer.queries for indexer in pattern.indexers}
     shared = torch.zeros(1, length, dtype=torch.bool)
     for prefix, computed in passes:
         shared[0, prefix : prefix + computed] = False
@@ -60,7 +60,7 @@ def serve_a_branch(
     record = tmp_path / "record"
     record.mkdir()
     file = write_pattern(pattern, folder, tmp_path / "pattern.yaml")
-    other = write_pattern(Pattern(pattern.roles.replace("C", "F")), folder, tmp_path / "other.yaml")
+    other = write_pattern(pattern.plain(), folder, tmp_path / "other.yaml")
     changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     flags = ("--chunked-prefill-size", str(CHUNK), "--tp-size", "2", "--skip-tokenizer-init")
     with running(folder, tmp_path / "log", "--indexcache-pattern", file, *flags, **changes) as server:

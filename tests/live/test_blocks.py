@@ -13,7 +13,7 @@ pytest.importorskip("sglang")
 
 from dsa_cpu_platform import recorder
 from sglang_indexcache import Pattern
-from sglang_indexcache.families.dsa import placing
+from sglang_indexcache.families.dsa import patch_indexers
 from tests.live import models
 from tests.live.inprocess import Served, _ended, call, generate, launch, load, load_runner
 from tests.live.reference import check_selections, load_reference
@@ -84,7 +84,7 @@ def test_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             "--enable-hisparse",
-            "--enable-hisparse can't be combined with 2q4: indexers that score less than everything were never tried"
+            "--enable-hisparse can't be combined with 2q4: layers that select for blocks of queries were never tried"
             " with it",
         ),
         ("--enable-lmcache", "--enable-lmcache can't be combined with a pattern: its cache keys don't carry"),
@@ -100,7 +100,7 @@ def test_what_does_not_go_together(flag: str, line: str, tmp_path: Path) -> None
 
 def without_blocks(folder: Path) -> tuple[int, list[str]]:
     """Load a model where nothing makes indexers select in blocks."""
-    placing.install = lambda *_: None  # type: ignore[assignment]
+    patch_indexers.install = lambda *_: None  # type: ignore[assignment]
     return _ended(lambda: load_runner(folder))
 
 

@@ -71,7 +71,7 @@ def copy_with(model: Path, folder: Path, **changes: Any) -> Path:
         ("pattern: FSSFSS", "pattern: SFSFSS", "begins with S, but layer 0 has no earlier layer"),
         ("pattern: FSSFSS", "pattern: FSSFS", "5 letters"),
         ("pattern: FSSFSS", "pattern: FSSFSS\nretentoin: 1", "retentoin"),
-        ("pattern: FSSFSS", "pattern: FSSFSS+5c4", "5c4 is of C layers, but layer 5 is S"),
+        ("pattern: FSSFSS", "pattern: FSSFSC+5c4", "C layers (candidates) are not supported since version 0.2.0"),
     ],
 )
 def test_bad_files(model: Path, file: str, old: str, new: str, message: str) -> None:

@@ -103,7 +103,7 @@ class SglangEngine:
 
         Raises:
             SearchError: if a server refuses, all stay away for longer than `patience`, or a plan is for keys.
-            PatternError: if an indexer is to score less than everything.
+            PatternError: if a layer is to select in blocks.
         """
         work: queue.Queue[Pattern] = queue.Queue()
         done: queue.Queue[Evaluation | Exception] = queue.Queue()

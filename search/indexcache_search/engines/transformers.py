@@ -150,9 +150,8 @@ class TransformersEngine:
     ) -> Iterator[Evaluation]:
         """See `Engine.evaluate`; one pattern after the other, those that share their first roles side by side."""
         asked = list(range(data.num_sequences) if rows is None else rows)
-        fits = not fresh and self._prefixes_fit(data, len(asked))
+        cache = None if fresh or not self._prefixes_fit(data, len(asked)) else self._cache
         for pattern in sorted(patterns, key=order):
-            cache = self._cache if fits and not _has_candidates(pattern) else None
             _check_scored(pattern, data)
             began = time.monotonic()
             scores: list[tuple[float, int, int, int]] = []
@@ -322,18 +321,13 @@ class TransformersEngine:
         return layer_tokens
 
 
-def _has_candidates(plan: Plan) -> bool:
-    """Whether layers choose from what another one scored, which no state of a beginning holds."""
-    return isinstance(plan, Pattern) and any(indexer.candidates for indexer in plan.indexers)
-
-
 def _check_scored(plan: Plan, data: TokenSet) -> None:
     """Check that no token counts that a query predicts whose selection later queries took part in.
 
     Raises:
         SearchError: if one does.
     """
-    shares = [item for item in plan.indexers if item.queries] if isinstance(plan, Pattern) else []
+    shares = plan.indexers if isinstance(plan, Pattern) else ()
     if shares and (data.prompt is None or (data.scored[:, 1:] & data.prompt[:, :-1]).any()):
         raise SearchError(f"{shares[0]}: prompt tokens count, whose selections see later ones; expected --reply")
 

@@ -1,4 +1,4 @@
-"""Indexers of transformers' DSA models that score less: for blocks of prompt queries, or among candidates.
+"""Indexers of transformers' DSA models that select for blocks of prompt queries.
 
 The definition, not a fast way: what is left out is computed and thrown away. A block's queries share the selection of
 their mean (the *leader*), made before the block begins; the tokens of the block up to the query itself are always in,
@@ -7,17 +7,15 @@ so that nothing near is lost and a query sees no later one's selection of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from indexcache_kernels import candidate_topk
 from indexcache_kernels.errors import KernelInputError
 from indexcache_kernels.indexer_forward import check_indexer, indexer_forward
-from indexcache_kernels.patching import replaced
 from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors
 from indexcache_search.errors import SearchError
 
@@ -118,56 +116,3 @@ def _best_before(q: Tensor, k: Tensor, weights: Tensor, begins: Tensor, topk: in
     seen = torch.arange(k.shape[1], device=k.device) < begins[:, None]
     best = scores.masked_fill(~seen, float("-inf")).topk(topk, dim=-1)
     return torch.where(best.values == float("-inf"), -1, best.indices)
-
-
-def with_candidates(indexer: Any, run: Run, counts: Iterable[int], keep: Callable[[int, Tensor], None]) -> Run:
-    """`run`; besides, `keep` gets each query's best tokens, `[batch, queries, tokens]`: each count times index_topk."""
-
-    def compute(*given: Any) -> Tensor:
-        *inputs, cache = given
-        if cache is not None:
-            raise SearchError("candidates are kept in one pass, expected no key/value cache")
-        for count in counts:  # each by itself: the kernels don't give the best first
-            with replaced((indexer, "index_topk", count * indexer.index_topk)):
-                keep(count, run(*inputs))
-        return run(*inputs)
-
-    return indexer_forward(compute)
-
-
-def among(indexer: Any, run: Run, candidates: Callable[[], Tensor]) -> Run:
-    """`run`, but a query scores its `candidates` alone.
-
-    Args:
-        indexer: of a DSA model of transformers.
-        run: its `forward`.
-        candidates: gives `[batch, queries, tokens]`.
-    """
-
-    def compute(
-        hidden_states: Tensor,
-        q_resid: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor,
-        position_ids: Tensor | None,
-        cache: Any,
-    ) -> Tensor:
-        if cache is not None:
-            raise SearchError("candidates are scored in one pass, expected no key/value cache")
-        chosen = candidates().to(hidden_states.device)
-        if attention_mask.dtype == torch.int32:  # on the kernels, which score ranges of keys
-            rope = INDEXER_ROPES[indexer.config.model_type]
-            vectors = index_vectors(indexer, rope, hidden_states, q_resid, position_embeddings)
-            rows = zip(*vectors, chosen, strict=True)
-            return torch.stack(
-                [candidate_topk(q, k, w.float(), candidates=some, topk=indexer.index_topk) for q, k, w, some in rows]
-            )
-        shape = (*chosen.shape[:2], attention_mask.shape[-1])
-        allowed = torch.zeros(shape, dtype=torch.bool, device=chosen.device).scatter(-1, chosen.long(), True)
-        if attention_mask.dtype == torch.bool:
-            mask = attention_mask & allowed
-        else:
-            mask = attention_mask.masked_fill(~allowed, float("-inf"))
-        return run(hidden_states, q_resid, position_embeddings, mask, position_ids)
-
-    return indexer_forward(compute)

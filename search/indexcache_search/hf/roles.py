@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from indexcache_kernels.patching import replaced
 from indexcache_kernels.transformers import INDEXER_ROPES
 from indexcache_search.errors import SearchError
-from indexcache_search.hf.indexers import among, check_call, in_blocks, with_candidates
+from indexcache_search.hf.indexers import check_call, in_blocks
 from indexcache_search.hf.pages import apply_page_roles
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import family_of_modules
@@ -37,8 +36,8 @@ def apply_roles(
 
     An `F` layer's indexer runs and its indices are kept; an `S` layer's indexer is not run and gives back the kept
     ones. Nothing else of the model is touched, so all-F is the untouched model bit for bit. A layer without an indexer
-    (shared in the checkpoint) takes what the layer below passes up, as transformers has it. For indexers that score
-    less see `hf.indexers`; with a selection, see `apply_page_roles`.
+    (shared in the checkpoint) takes what the layer below passes up, as transformers has it. For layers that
+    select in blocks see `hf.indexers`; with a selection, see `apply_page_roles`.
 
     A key/value cache filled under one pattern has no index keys for that pattern's `S` layers: don't go on with it
     under another.
@@ -64,7 +63,7 @@ def apply_roles(
     selectors = family.selectors(model)
     pattern.check_fits(len(selectors), [site for site, selector in enumerate(selectors) if selector is None])
     kept: list[Tensor] = [] if carried is None else [carried]
-    cheaper = _cheaper(model, selectors, pattern, prompt)
+    block_runs = _block_runs(model, selectors, pattern, prompt)
 
     def full(layer: int, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -90,7 +89,7 @@ def apply_roles(
             continue
         if hasattr(selector.forward, _MARK):
             raise RuntimeError("roles are already applied to this model; leave the first `with` block before")
-        run = cheaper.get(site, selector.forward)
+        run = block_runs.get(site, selector.forward)
         forward = shared(site) if pattern[site] == SHARED else full(site, run)
         setattr(forward, _MARK, pattern[site])
         changes.append((selector, "forward", forward))
@@ -98,31 +97,17 @@ def apply_roles(
         yield
 
 
-def _cheaper(
+def _block_runs(
     model: Any, selectors: Sequence[Any], pattern: Pattern, prompt: Tensor | None
 ) -> dict[int, Callable[..., Tensor]]:
-    """What runs in the place of the indexers' `forward` that score less, and of those that others choose from."""
+    """What runs in the place of the `forward` of indexers that select in blocks, by layer."""
     if pattern.indexers and model.config.model_type not in INDEXER_ROPES:
-        raise SearchError(f"{pattern.indexers[0]}: indexers of {model.config.model_type} score everything or nothing")
+        raise SearchError(f"{pattern.indexers[0]}: indexers of {model.config.model_type} can't select in blocks")
     runs: dict[int, Callable[..., Tensor]] = {}
-    kept: dict[tuple[int, int], Tensor] = {}  # candidates by the layer that scored them, and how many
-    counts: dict[int, set[int]] = {}
-    for indexer in pattern.indexers:
-        selector, source = selectors[indexer.layer], pattern.scorer(indexer.layer)
+    for item in pattern.indexers:
+        selector = selectors[item.layer]
         check_call(selector)
-        if indexer.candidates:
-            counts.setdefault(source, set()).add(indexer.candidates)
-            candidates = partial(kept.__getitem__, (source, indexer.candidates))
-            runs[indexer.layer] = among(selector, selector.forward, candidates)
-        elif prompt is None:
-            raise SearchError(f"{indexer}: expected data with prompts, where queries may share a selection (--reply)")
-        else:
-            runs[indexer.layer] = in_blocks(selector, selector.forward, indexer.queries, prompt)
-    for source, wanted in counts.items():
-        selector = selectors[source]
-
-        def keep(count: int, tokens: Tensor, source: int = source) -> None:
-            kept[source, count] = tokens
-
-        runs[source] = with_candidates(selector, selector.forward, sorted(wanted), keep)
+        if prompt is None:
+            raise SearchError(f"{item}: expected data with prompts, where queries may share a selection (--reply)")
+        runs[item.layer] = in_blocks(selector, selector.forward, item.queries, prompt)
     return runs

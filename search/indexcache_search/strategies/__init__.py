@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from indexcache_search.strategies.base import Strategy
+from indexcache_search.strategies.budget_search import BudgetSearch
 from indexcache_search.strategies.exhaustive import Exhaustive
 from indexcache_search.strategies.greedy import Greedy
 from indexcache_search.strategies.lazy import Lazy
@@ -16,6 +17,8 @@ STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy for strategy in (Lazy(), Greedy(), Exhaustive(), Uniform(), Similarity(), Shift(), Recall())
 }
 DEFAULT_STRATEGY = next(iter(STRATEGIES))
+WITH_PRICES: dict[str, Strategy] = {Lazy.name: BudgetSearch()}
+"""What looks for patterns with blocks of queries, by the name of the strategy whose flips it follows."""
 
 
 def measured_strategies(dense: bool) -> list[MeasuredStrategy]:

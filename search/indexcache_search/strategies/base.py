@@ -16,14 +16,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from indexcache_search.judge import Judge
-    from indexcache_search.strategies.prices import Prices
 
 
 @dataclass(frozen=True)
 class Step:
     """One committed flip of `layer`, giving `pattern` with `loss`.
 
-    `losses` are those of the candidates that ran on all sequences.
+    `losses` are those of the flips that ran on all sequences.
     """
 
     layer: int
@@ -40,9 +39,10 @@ class Goal:
         native: the checkpoint's own pattern: nothing is shared but locked layers.
         full_layers: how many `F` layers each retention keeps.
         blocks: see `greedy`.
-        candidates: flips that a lazy step evaluates at least.
-        prices: of indexers that score less; `None` where there are none. Patterns may then have other numbers of `F`
-            layers than `full_layers`, for together as much.
+        flips: how many flips a lazy step evaluates at least.
+        prices: what an `F` layer costs, by how many prompt queries it selects for at a time, 1 among them; empty where
+            all layers select for each query by itself. Patterns with prices may have other numbers of `F` layers than
+            `full_layers`, for together as much.
         most_full: how many `F` layers such patterns have at most, for each of them runs its indexer while decoding;
             `None` if that does not matter.
     """
@@ -50,8 +50,8 @@ class Goal:
     native: Pattern
     full_layers: Mapping[Fraction, int]
     blocks: int = 1
-    candidates: int = 1
-    prices: Prices | None = None
+    flips: int = 1
+    prices: Mapping[int, float] = field(default_factory=dict)
     most_full: int | None = None
 
     @property
@@ -102,7 +102,7 @@ class Outcome:
         patterns: by retention.
         steps: nested flips that lead to them; none where a pattern was found at once.
         rivals: other patterns that ran on all sequences, by retention, the best first.
-        plain: where indexers have prices, the best pattern found for as much whose indexers score everything.
+        plain: where indexers have prices, the best pattern found for as much without blocks of queries.
     """
 
     patterns: dict[Fraction, Pattern]

@@ -34,11 +34,11 @@ def greedy(start: Pattern, stop: int, evaluate: EvaluateLosses, blocks: int = 1)
     pattern = start
     while len(pattern.full_layers) > stop:
         for span in spans:
-            candidates = [layer for layer in span if pattern[layer] == start.letter and layer not in fixed]
-            if not candidates or len(pattern.full_layers) <= stop:
+            layers = [layer for layer in span if pattern[layer] == start.letter and layer not in fixed]
+            if not layers or len(pattern.full_layers) <= stop:
                 continue
-            losses = dict(zip(candidates, evaluate([pattern.share(layer) for layer in candidates]), strict=True))
-            best = min(candidates, key=lambda layer: (losses[layer], layer))
+            losses = dict(zip(layers, evaluate([pattern.share(layer) for layer in layers]), strict=True))
+            best = min(layers, key=lambda layer: (losses[layer], layer))
             pattern = pattern.share(best)
             yield Step(best, pattern, losses[best], losses)
 

@@ -35,19 +35,19 @@ class LazyFlips:
     Args:
         start: the pattern that the search begins with.
         judge: compares patterns.
-        candidates: how many flips a step evaluates at least, the layer above the last flip not counted.
+        flips: how many flips a step evaluates at least, the layer above the last flip not counted.
 
     Attributes:
         pattern: what is left of `start`.
     """
 
-    def __init__(self, start: Pattern, judge: Judge, candidates: int) -> None:
+    def __init__(self, start: Pattern, judge: Judge, flips: int) -> None:
         self.pattern = start
-        self._judge, self._candidates = judge, candidates
+        self._judge, self._flips = judge, flips
         self._fixed = fixed_layers(start, 1)
         self._costs: dict[int, float] = {}  # of flipping a layer, when last evaluated
         self._flipped: dict[int, float] = {}  # what layers cost that were flipped, the last one last
-        self._seen: set[int] = set()  # candidates of the last step
+        self._seen: set[int] = set()  # layers whose flip the last step evaluated
 
     def flip(self) -> Step:
         """The cheapest flip of `pattern`, which is then without it."""
@@ -56,7 +56,7 @@ class LazyFlips:
             self._measure(layers, self._judge.half)
         order = sorted(layers, key=lambda layer: (self._costs[layer], layer))
         above = [layer for layer in layers if self._flipped and layer > next(reversed(self._flipped))][:1]
-        best, *group = dict.fromkeys([*order[: self._candidates], *above])
+        best, *group = dict.fromkeys([*order[: self._flips], *above])
         self._seen, costs = {best}, self._measure([best], self._judge.shares[-1])
         while group := group or self._once_cheaper(order, costs[best]):
             self._seen |= set(group)
@@ -112,7 +112,7 @@ class LazyFlips:
 def trajectory(problem: Problem, stop: int, wanted: Collection[int]) -> tuple[list[Step], dict[int, list[Pattern]]]:
     """Flips to `stop` `F` layers, and for each of the numbers in `wanted` what ran on all sequences, the best first."""
     native, judge = problem.goal.native, problem.judge
-    flips, steps = LazyFlips(native, judge, problem.goal.candidates), list[Step]()
+    flips, steps = LazyFlips(native, judge, problem.goal.flips), list[Step]()
     ranked, tries = {len(native.full_layers): [native]}, math.ceil(len(native) / LAYERS_A_SWAP)
     while len(flips.pattern.full_layers) > stop:
         before, step = flips.pattern, flips.flip()
@@ -128,7 +128,7 @@ def trajectory(problem: Problem, stop: int, wanted: Collection[int]) -> tuple[li
 
 
 class Lazy(Strategy):
-    """Algorithm 1 with few candidates a step, and a look at swaps of each pattern that is asked for."""
+    """Algorithm 1 with few flips a step, and a look at swaps of each pattern that is asked for."""
 
     name = "lazy"
     summary = "every flip once, then a few each step, then swaps; a trajectory that serves any retention"

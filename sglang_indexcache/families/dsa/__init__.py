@@ -17,16 +17,16 @@ from sglang_indexcache.families.dsa.overrides import merge_overrides
 from sglang_indexcache.families.dsa.rule import RULE_FEATURE, effective_pattern
 from sglang_indexcache.families.dsa.schedule import check_layer_types, expert_layers
 from sglang_indexcache.families.dsa.spellings import PATTERN_KEY, Rule, read_spelling
-from sglang_indexcache.indexers import CANDIDATES, Indexer
+from sglang_indexcache.indexers import IndexerSetting
 from sglang_indexcache.model import SparseModel, layer_count, positive
-from sglang_indexcache.pattern import FULL, Pattern
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import Feature, SglangSource
 from sglang_indexcache.rope import rope_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_UNTRIED = "indexers that score less than everything were never tried with it"
+_UNTRIED = "layers that select for blocks of queries were never tried with it"
 _INDEXER_WEIGHT = re.compile(r"^(?:(?!mtp|nextn|draft)\w+\.)*layers\.(\d+)\.(?:self_attn|attn|attention)\.indexer\.")
 
 
@@ -45,8 +45,7 @@ class Dsa(Family):
     rule: ClassVar[Feature | None] = RULE_FEATURE
     told: ClassVar[Feature | None] = needs.POSITIONS
     blocks: ClassVar[Feature | None] = needs.BLOCKS
-    candidates: ClassVar[Feature | None] = needs.CANDIDATES
-    refused_with_indexers: ClassVar[Mapping[str, str]] = MappingProxyType(
+    refused_with_blocks: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             "enable_prefill_cp": _UNTRIED,
             "enable_prefill_context_parallel": _UNTRIED,
@@ -56,7 +55,6 @@ class Dsa(Family):
             "enable_hisparse": _UNTRIED,
         }
     )
-    refused_with_candidates: ClassVar[Mapping[str, str]] = MappingProxyType({"speculative_algorithm": _UNTRIED})
 
     def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> SparseModel:
         num_layers = layer_count(config, name)
@@ -108,13 +106,13 @@ class Dsa(Family):
     def handed_over(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
         self.check_overrides(overrides)
         self.needed(pattern)
-        return merge_overrides(overrides, pattern.scoring_everything())
+        return merge_overrides(overrides, pattern.plain())
 
     def loaded(self, runner: Any, pattern: Pattern) -> None:
         if pattern.indexers:
-            from sglang_indexcache.families.dsa import placing
+            from sglang_indexcache.families.dsa import patch_indexers
 
-            placing.install(attention.modules(runner.model), pattern)
+            patch_indexers.install(attention.modules(runner.model), pattern)
 
     def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> Pattern:
         return effective_pattern(source, model, overrides, letters)
@@ -123,15 +121,12 @@ class Dsa(Family):
         return attention.modules(model)
 
     def role(self, site: int, module: Any) -> str:
-        from sglang_indexcache.families.dsa import placing
+        return attention.role(site, module)
 
-        role = attention.role(site, module)
-        return CANDIDATES if role == FULL and placing.chooses(module) else role
+    def indexers(self, model: Any) -> tuple[IndexerSetting, ...]:
+        from sglang_indexcache.families.dsa import patch_indexers
 
-    def indexers(self, model: Any) -> tuple[Indexer, ...]:
-        from sglang_indexcache.families.dsa import placing
-
-        return tuple(placing.installed(attention.modules(model)))
+        return tuple(patch_indexers.installed(attention.modules(model)))
 
     def indexer(self, module: Any) -> Any:
         return getattr(module, "indexer", None)

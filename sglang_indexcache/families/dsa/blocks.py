@@ -12,16 +12,18 @@ sglang/srt/layers/attention/dsa of 0.5.17 and 0.5.23.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sglang_indexcache.families.dsa.index_space import in_index_space
-from sglang_indexcache.families.dsa.method import Method
 from sglang_indexcache.families.dsa.needs import PREFILL
+from sglang_indexcache.hooks import refusing_around
 from sglang_indexcache.indexers import EXACT_ROWS
 
 _PLANS = "_indexcache_blocks"
@@ -63,8 +65,10 @@ def blocks_of(prefixes: Sequence[int], lengths: Sequence[int], queries: int, top
     return Blocks(rows, begins, requests)
 
 
-class BlockSelection(Method):
-    """Of an F layer: selects for the queries of a prompt in blocks.
+class BlockSelection:
+    """Stands in for an F layer's `Indexer._get_topk_ragged`, and selects for the queries of a prompt in blocks.
+
+    What goes wrong here ends the process.
 
     Args:
         indexer: SGLang's.
@@ -72,10 +76,17 @@ class BlockSelection(Method):
     """
 
     def __init__(self, indexer: Any, queries: int) -> None:
-        super().__init__(indexer, PREFILL)
-        self.queries = queries
+        self.indexer, self.queries = indexer, queries
+        self._sglangs = MethodType(getattr(type(indexer), PREFILL), indexer)
+        self._signature, self._guarded = inspect.signature(self._sglangs), refusing_around(self._select)
 
-    def select(self, sglangs: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Select as SGLang's method does: `[rows, index_topk]`, int32, in its index space, -1 for none."""
+        selected: Tensor = self._guarded(self._sglangs, *args, **kwargs)
+        return selected
+
+    def _select(self, sglangs: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        given = self._signature.bind(*args, **kwargs).arguments
         q, weights, metadata, result = given["q_fp8"], given["weights"], given["metadata"], given.get("topk_result")
         plan = self._plan(given["forward_batch"], q.device)
         if plan is None:

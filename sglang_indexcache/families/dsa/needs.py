@@ -1,10 +1,11 @@
-"""What SGLang must have so that layers of DSA models score less than everything, and to tell what they select."""
+"""What SGLang must have so that layers of DSA models select in blocks, and to tell what they select."""
 
 from __future__ import annotations
 
 from sglang_indexcache.probes import SAMPLING, Feature, Need
 
-PREFILL, DECODING = METHODS = ("_get_topk_ragged", "_get_topk_paged")
+PREFILL = "_get_topk_ragged"  # selects for the queries of prompts
+DECODING = "_get_topk_paged"  # for those of decoded tokens
 _MODULE = "srt.layers.attention.dsa."
 
 RAGGED = Need(
@@ -28,15 +29,6 @@ INDEXER_METADATA = Need(
 OFFSETS = Need("srt.layers.attention.dsa_backend", "DSAMetadata.topk_indices_offset")
 SLOTS = Need("srt.layers.attention.dsa_backend", "DSAMetadata.page_table_1")
 TOPK = Need(_MODULE + "dsa_topk_backend", "DSATopKBackend.topk_func", ("score", "lengths", "topk", "row_starts"))
-PAGED = Need(
-    _MODULE + "dsa_indexer",
-    "Indexer." + DECODING,
-    ("forward_batch", "layer_id", "q_fp8", "weights", "metadata"),
-    ("topk_transform", "_get_index_k_read_buffer"),
-    closed=True,
-)
-READ_BUFFER = Need(_MODULE + "dsa_indexer", "Indexer._get_index_k_read_buffer", ("pool", "layer_id"))
-POOL = Need("srt.model_executor.forward_context", "get_token_to_kv_pool")
 PAGES = Need("srt.layers.attention.dsa_backend", "DSAMetadata.real_page_table")
 PAGE_SIZE = Need("srt.layers.attention.dsa_backend", "DSAMetadata.page_size")
 BLOCKS = Feature(
@@ -44,12 +36,6 @@ BLOCKS = Feature(
     "F layers of DSA models that select for blocks of prompt queries",
     (RAGGED, TRANSFORM, TOPK, PAGES, PAGE_SIZE),
     "no server for patterns with +6q16",
-)
-CANDIDATES = Feature(
-    "candidates",
-    "C layers of DSA models, which choose among candidates",
-    (RAGGED, PAGED, TRANSFORM, READ_BUFFER, POOL, PAGES, PAGE_SIZE),
-    "no server for patterns with +3c4",
 )
 POSITIONS = Feature(
     "misses",

@@ -170,7 +170,7 @@ def to_vllm(pattern: Pattern) -> dict[str, Any]:
     """`--hf-overrides` that make vLLM serve `pattern`.
 
     Raises:
-        PatternError: if an indexer is to score less than everything, which no engine's configuration says.
+        PatternError: if a layer is to select in blocks, which no engine's configuration says.
     """
     pattern.check_plain(_NO_SPELLING)
     return {"use_index_cache": True, PATTERN_KEY: pattern.roles}

@@ -27,7 +27,7 @@ class HyV4(Dsa):
     keys = KEYS
     serving = Feature("hy_v4", "patterns of F and S on HY-V4", (MODEL, *attention.NEEDS), "no server for HY-V4")
     pipeline = None
-    blocks = candidates = told = None  # never compared with a reference there
+    blocks = told = None  # never compared with a reference there
     not_in_transformers = (
         "transformers 5.15 to 5.23 rotates halves of its rotary dimensions, where the checkpoint was trained on pairs"
     )

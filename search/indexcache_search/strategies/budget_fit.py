@@ -1,0 +1,109 @@
+"""Which layers of one pattern should select in blocks, so that its indexers cost no more than a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sglang_indexcache import Pattern
+from sglang_indexcache.indexers import IndexerSetting
+
+if TYPE_CHECKING:
+    from indexcache_search.judge import Judge
+
+UNITS = 512  # of an `F` layer's price, in the knapsack
+
+
+class BudgetFit:
+    """Makes one pattern as cheap as is asked for, where that costs least.
+
+    First every layer is tried with every block that it may have on the first share of the sequences; what an exact
+    knapsack over those picks is measured on half of them, until it picks what was measured so. Some blocks cost
+    nothing but on rare sequences: where a pick as a whole costs more than its blocks did, they are tried on those
+    sequences, too.
+
+    Args:
+        pattern: of `F` and `S`.
+        judge: evaluates on growing shares of the sequences.
+        prices: of an `F` layer, by how many queries select together.
+    """
+
+    def __init__(self, pattern: Pattern, judge: Judge, prices: Mapping[int, float]) -> None:
+        self._pattern, self._judge = pattern, judge
+        self._enough = judge.shares.index(judge.half)
+        self._units = {number: math.ceil(price * UNITS - 1e-6) for number, price in prices.items()}
+        self._costs: dict[IndexerSetting, float] = {}
+        self._shares: dict[IndexerSetting, int] = {}
+        self._blocks = {
+            layer: [IndexerSetting(layer=layer, queries=number) for number in prices if number > 1]
+            for layer in pattern.full_layers
+        }
+        self._measure([block for blocks in self._blocks.values() for block in blocks])
+
+    def within(self, budget: float) -> Pattern | None:
+        """The pattern that is expected to lose least for at most `budget`; `None` if none costs so little."""
+        while True:
+            picked = self._picked(budget)
+            if picked is None:
+                return None
+            rough = [block for block in picked if self._shares[block] < self._enough]
+            if not rough:
+                return with_blocks(self._pattern, picked)
+            least = min(self._shares[block] for block in rough)
+            self._measure([block for block in rough if self._shares[block] == least])
+
+    def expected(self, pattern: Pattern) -> float:
+        """The loss of `pattern` on all sequences, if its blocks cost together what each costs alone."""
+        [alone] = self._judge.losses([self._pattern])
+        return alone + sum(self._costs[block] for block in pattern.indexers)
+
+    def look_again(self, pattern: Pattern) -> None:
+        """Try the blocks of `pattern` where it costs most as a whole; elsewhere they can't cost much."""
+        rows = self._judge.telling(pattern, self._pattern)
+        share = len(rows) / len(self._judge.shares[-1])
+        patterns = [with_blocks(self._pattern, [block]) for block in pattern.indexers]
+        for block, estimate in zip(pattern.indexers, self._judge.scout(patterns, self._pattern, rows), strict=True):
+            self._costs[block] = max(self._costs[block], share * estimate.mean)
+
+    def _measure(self, blocks: list[IndexerSetting]) -> None:
+        """Measure blocks on the share after the one they were measured on."""
+        share = self._shares.get(blocks[0], -1) + 1
+        patterns = [with_blocks(self._pattern, [block]) for block in blocks]
+        estimates = self._judge.scout(patterns, self._pattern, self._judge.shares[share])
+        for block, estimate in zip(blocks, estimates, strict=True):
+            self._costs[block], self._shares[block] = estimate.mean, share
+
+    def _picked(self, budget: float) -> list[IndexerSetting] | None:
+        """The knapsack, exact but for prices rounded up to one part in `UNITS`."""
+        room = math.floor(budget * UNITS + 1e-6)
+        least = np.zeros(room + 1)  # loss for at most so many units
+        choices = []
+        for blocks in self._blocks.values():
+            losses = np.full((1 + len(blocks), room + 1), np.inf)
+            for row, (units, loss) in zip(losses, self._kinds(blocks), strict=True):
+                if units <= room:
+                    row[units:] = least[: room + 1 - units] + loss
+            choices.append(losses.argmin(axis=0))
+            least = losses.min(axis=0)
+        if not np.isfinite(least[room]):
+            return None
+        picked = []
+        for blocks, choice in zip(reversed(self._blocks.values()), reversed(choices), strict=True):
+            number = int(choice[room])
+            room -= self._kinds(blocks)[number][0]
+            picked += blocks[number - 1 : number] if number else []
+        return picked
+
+    def _kinds(self, blocks: list[IndexerSetting]) -> list[tuple[int, float]]:
+        """Units and loss of a layer that selects for each query by itself, then of each of its `blocks`."""
+        return [(self._units[1], 0.0), *((self._units[block.queries], self._costs[block]) for block in blocks)]
+
+
+def with_blocks(pattern: Pattern, blocks: Iterable[IndexerSetting]) -> Pattern:
+    """Make layers of `pattern` select in these blocks."""
+    for block in blocks:
+        pattern = pattern.selecting_for(block.layer, block.queries)
+    return pattern

@@ -1,0 +1,71 @@
+"""Make the indexers of SGLang's DSA models select in blocks, and read back which ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from sglang_indexcache.errors import ProofError
+from sglang_indexcache.families.dsa.blocks import BlockSelection
+from sglang_indexcache.families.dsa.needs import DECODING, PREFILL
+from sglang_indexcache.indexers import IndexerSetting
+from sglang_indexcache.pattern import Pattern
+
+
+def install(modules: Iterable[tuple[int, Any]], pattern: Pattern) -> None:
+    """Make the indexers of attention modules do what `pattern` says; layers that are elsewhere are left out.
+
+    Raises:
+        ProofError: if a layer's indexer is of another kind, or selects fewer tokens than a block has.
+    """
+    indexers = {layer: getattr(module, "indexer", None) for layer, module in modules}
+    for item in pattern.indexers:
+        if item.layer not in indexers:
+            continue
+        indexer: Any = indexers[item.layer]
+        _check_patchable(item.layer, indexer)
+        if item.queries > indexer.index_topk:
+            raise ProofError(
+                f"letter {item.layer} selects for {item.queries} queries at a time, expected at most index_topk"
+                f" ({indexer.index_topk})"
+            )
+        setattr(indexer, PREFILL, BlockSelection(indexer, item.queries))
+
+
+def _check_patchable(layer: int, indexer: Any) -> None:
+    """Check that the indexer of a layer is of the kind that blocks were made for.
+
+    Raises:
+        ProofError: if not.
+    """
+    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer as SglangIndexer
+
+    if indexer is None:
+        raise ProofError(f"letter {layer} should select in blocks, but the loaded model has no indexer there")
+    if torch.version.hip is not None or indexer.wq_b.weight.device.type not in ("cuda", "cpu"):
+        raise ProofError(f"letter {layer} selects in blocks, which was never tried on such a device; expected CUDA")
+    for method in (PREFILL, DECODING):
+        if getattr(type(indexer), method, None) is not getattr(SglangIndexer, method):
+            raise ProofError(f"letter {layer}: {type(indexer).__name__} selects in a way of its own")
+    if indexer.num_init_tokens or indexer.num_local_tokens:
+        raise ProofError(f"letter {layer} always selects the first or last tokens, so it can't select in blocks")
+
+
+def installed(modules: Iterable[tuple[int, Any]]) -> Iterator[IndexerSetting]:
+    """The layers whose indexers select in blocks, read from the attention modules.
+
+    Raises:
+        ProofError: if something else took the place of the indexers' methods.
+    """
+    for layer, module in modules:
+        indexer = getattr(module, "indexer", None)
+        own = {} if indexer is None else vars(indexer)
+        patches = {name: own[name] for name in (PREFILL, DECODING) if name in own}
+        blocks = patches.get(PREFILL)
+        if isinstance(blocks, BlockSelection) and len(patches) == 1:
+            yield IndexerSetting(layer=layer, queries=blocks.queries)
+        elif patches:
+            names = ", ".join(type(patch).__name__ for patch in patches.values())
+            raise ProofError(f"letter {layer} selects by {names}, expected SGLang's own methods")
