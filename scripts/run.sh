@@ -7,14 +7,14 @@
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 base= # an environment that this one lies on top of
-options=(-q)
+options=(-q --no-compile) # what is imported is compiled then
 if [ "${1:-}" = --newest ]; then
   shift
   "$0" true
   base=${INDEXCACHE_VENV:-$root/.venv}
   venv=${INDEXCACHE_NEWEST_VENV:-$root/.venv-newest}
   constraints=/dev/null
-  options+=(--no-compile --upgrade)
+  options+=(--upgrade)
   projects=(-e "$root[dev]" pydantic rich torch transformers triton typer)
 elif [ "${1:-}" = --sglang ]; then
   shift
