@@ -203,7 +203,7 @@ def test_bad_sources_are_refused(tmp_path: Path, write: Callable[..., str]) -> N
         (str(tmp_path / "empty"), "no file in this folder ends with .jsonl"),
         (str(tmp_path / "nothing.jsonl"), "no such file"),
         ("nothing", "not a hub id"),
-        ("somebody/nothing", "somebody/nothing: can't be read"),
+        ("somebody/nothing", "somebody/nothing: no such file or folder here, and can't be read from the hub"),
         ("demo:nothing", "demo:nothing: no such set, expected one of calibration-recall"),
     ):
         with pytest.raises(DataError, match=message) as caught:

@@ -35,9 +35,11 @@ def rows(source: str, seed: int, notice: Callable[[str], None] = lambda _: None)
         raise DataError(f"{url.group()}...: found a URL, expected a file, folder or hub id; download it first")
     from datasets import IterableDataset, load_dataset  # takes seconds to import
 
+    where = "can't be read"
     try:
         found = _files(source)
         if found is None:
+            where = "no such file or folder here, and can't be read from the hub"
             name, subset, split = (*source.split(":"), "", "")[:3]
             whole = load_dataset(name, *([subset] if subset else []), split=split or "train", streaming=True)
             shuffled = whole.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
@@ -53,7 +55,7 @@ def rows(source: str, seed: int, notice: Callable[[str], None] = lambda _: None)
         raise
     except Exception as error:  # datasets, pyarrow and the hub client each have their own
         split = "; owner/name:subset:split names another split" if "split" in str(error).lower() else ""
-        raise DataError(f"{source}: can't be read: {one_line(error, 200) or type(error).__name__}{split}") from None
+        raise DataError(f"{source}: {where}: {one_line(error, 200) or type(error).__name__}{split}") from None
 
 
 def _files(source: str) -> Found | None:
