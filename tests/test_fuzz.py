@@ -235,9 +235,8 @@ def test_an_answer_is_bounded_in_time_and_size(monkeypatch: pytest.MonkeyPatch) 
     cases += [(answer, 300.0, 8.0, "answers with more than 100000 bytes") for answer in (flood, chunks, hints)]
     for answer, seconds, begun, message in cases:
         monkeypatch.setattr(connection, "BEGUN_SECONDS", begun)
-        with server(answer) as url:
-            with pytest.raises(http_client.NoAnswerError, match=message):
-                http_client.ask(url, "/", form, seconds=seconds, max_bytes=100_000)
+        with server(answer) as url, pytest.raises(http_client.NoAnswerError, match=message):
+            http_client.ask(url, "/", form, seconds=seconds, max_bytes=100_000)
 
 
 def test_the_key_stays_with_the_server_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
