@@ -29,7 +29,7 @@ from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.own_server import own_server
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.objectives import Objective
-from sglang_indexcache import Pattern, SparseModel
+from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.families import describe
 from sglang_indexcache.protocol import KL, Measured
 
@@ -92,7 +92,7 @@ def read_tokens(options: argparse.Namespace, vocabulary: int, rng: random.Random
     return [row for row in rows if len(row) == options.context][: options.sequences]
 
 
-def random_pattern(model: SparseModel, rng: random.Random) -> Pattern:
+def random_pattern(model: ModelLayers, rng: random.Random) -> Pattern:
     shared = set(rng.sample(range(1, model.num_layers), model.num_layers // 2))
     return Pattern.full(model.num_layers, shared | set(model.native.shared_layers))
 
@@ -100,7 +100,7 @@ def random_pattern(model: SparseModel, rng: random.Random) -> Pattern:
 class Bench:
     """Evaluates one pattern after the other on one server: as a search does it, and token by token."""
 
-    def __init__(self, server: CalibrationServer, model: SparseModel, data: TokenSet, clock: Path) -> None:
+    def __init__(self, server: CalibrationServer, model: ModelLayers, data: TokenSet, clock: Path) -> None:
         self.server, self.data, self.clock = server, data, clock
         self.engine = SglangEngine([server], model)
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.objectives import Objective
-from sglang_indexcache import Pattern, SparseModel
+from sglang_indexcache import ModelLayers, Pattern
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class SimulatedEngine:
         self.name = f"simulator of {num_layers} layers, seed {seed}"
         self.settings: Mapping[str, str] = {"torch": "none", "structure": str(structure)}
         digest = hashlib.sha256(f"{self.name} {structure}".encode()).hexdigest()
-        self.model = SparseModel(
+        self.model = ModelLayers(
             name=self.name,
             architecture="Simulated",
             layers=tuple(range(num_layers)),
             index_topk=64,
-            first_choice=64,
+            first_sparse_position=64,
             native=Pattern.full(num_layers),
             config_sha256=digest,
         )

@@ -9,15 +9,15 @@ if TYPE_CHECKING:
     from typing import Any
 
     from sglang_indexcache.errors import IndexCacheError
-    from sglang_indexcache.model import SparseModel
+    from sglang_indexcache.model import ModelLayers
     from sglang_indexcache.pattern import Pattern
     from sglang_indexcache.pattern_file import PatternFile
 
-__all__ = ["IndexCacheError", "Pattern", "PatternFile", "SparseModel", "__version__"]
+__all__ = ["IndexCacheError", "ModelLayers", "Pattern", "PatternFile", "__version__"]
 
 __version__ = "0.1.0"
 
-_HOMES = {"IndexCacheError": "errors", "Pattern": "pattern", "PatternFile": "pattern_file", "SparseModel": "model"}
+_HOMES = {"IndexCacheError": "errors", "Pattern": "pattern", "PatternFile": "pattern_file", "ModelLayers": "model"}
 
 
 def __getattr__(name: str) -> Any:

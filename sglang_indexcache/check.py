@@ -155,7 +155,7 @@ def as_text(report: Report) -> str:
     pattern = Pattern.parse(report.pattern, report.selection)
     lines = [
         f"pattern   {report.pattern}",
-        f"          {len(pattern.full_layers)} of {len(pattern)} layers {pattern.letter},"
+        f"          {len(pattern.full_layers)} of {len(pattern)} layers {pattern.full_role},"
         f" fingerprint {report.fingerprint[:16]}",
         *([] if report.selection is None else [f"selection {_selection(report.selection)}"]),
         f"model     {report.model}",

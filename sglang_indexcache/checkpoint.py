@@ -13,7 +13,7 @@ from sglang_indexcache.errors import FileError, IndexCacheError, ModelConfigErro
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.files import read_json_object, reason
-from sglang_indexcache.model import SparseModel
+from sglang_indexcache.model import ModelLayers
 from sglang_indexcache.model_files import CONFIG, INDEX, ModelFiles, tokenizer_files, weight_files
 from sglang_indexcache.model_name import ModelName
 from sglang_indexcache.pattern import Pattern
@@ -38,7 +38,7 @@ class Checkpoint:
         indexer_layers: model layers with indexer weights, NextN/MTP layers left out; `None` if no weights are at hand.
     """
 
-    model: SparseModel
+    model: ModelLayers
     indexer_layers: frozenset[int] | None
 
     @property

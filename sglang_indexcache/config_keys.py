@@ -132,7 +132,7 @@ def check_unknown(config: Mapping[str, Any], known: Collection[str], where: str)
 
 
 def identity(architecture: str, facts: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `SparseModel` that tell one config.json from another."""
+    """The fields of a `ModelLayers` that tell one config.json from another."""
     kept = {key: value for key, value in config.items() if key not in _OLD_INCIDENTAL}
     said = {key.partition(".")[0] for key in facts}
     said |= ROPE_KEYS if "rope_parameters" in said else set()

@@ -13,7 +13,7 @@ MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseModel:
+class ModelLayers:
     """A model whose layers choose what they attend to; `families.describe` reads it from a config.json.
 
     Attributes:
@@ -21,7 +21,7 @@ class SparseModel:
         architecture: as in config.json; `families.family_of` knows its family.
         layers: the model layer that each letter of a pattern stands for; NextN/MTP layers have none.
         index_topk: tokens that each query selects; of dense models, for the selection of `native`.
-        first_choice: position of the first query with a choice; up to there every pattern gives the same output.
+        first_sparse_position: of the first query with a choice; up to there every pattern gives the same output.
         native: the checkpoint's own pattern; nothing is shared unless it was trained so.
         config_sha256: digest of `config`, see `config_keys.facts_digest`.
         config: what config.json says beyond its architecture's defaults that changes what the model computes.
@@ -33,7 +33,7 @@ class SparseModel:
     architecture: str
     layers: tuple[int, ...]
     index_topk: int
-    first_choice: int
+    first_sparse_position: int
     native: Pattern
     config_sha256: str
     config: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -44,6 +44,11 @@ class SparseModel:
     def num_layers(self) -> int:
         """Layers that can choose: the letters of a pattern."""
         return len(self.layers)
+
+    @property
+    def dense(self) -> bool:
+        """Whether its layers attend to everything, so that a pattern brings a selection."""
+        return self.native.dense
 
     @property
     def locked(self) -> tuple[int, ...]:

@@ -46,8 +46,7 @@ class Pattern:
     indexers: tuple[IndexerSetting, ...] = ()
 
     def __post_init__(self) -> None:
-        letters = (FULL, SHARED) if self.selection is None else (DENSE, FULL, SHARED)
-        expected = "F or S" if self.selection is None else "D, F or S"
+        letters, expected = ((DENSE, FULL, SHARED), "D, F or S") if self.dense else ((FULL, SHARED), "F or S")
         if not isinstance(self.roles, str):
             raise PatternError(f"pattern is {type(self.roles).__name__}, expected a string of {expected}")
         if not self.roles:
@@ -61,13 +60,13 @@ class Pattern:
                 raise PatternError(f"pattern has {letter!r} for layer {layer}, expected {expected}{more}")
         if self.roles[0] == SHARED:
             raise PatternError(
-                f"pattern begins with S, but layer 0 has no earlier layer to share from; expected {self.letter}"
+                f"pattern begins with S, but layer 0 has no earlier layer to share from; expected {self.full_role}"
             )
         self._check_indexers()
 
     def _check_indexers(self) -> None:
         """Check that every indexer is of an `F` layer."""
-        if self.indexers and self.selection is not None:
+        if self.indexers and self.dense:
             raise PatternError(f"pattern has a selection, so no indexer; found {self.indexers[0]}")
         layers = [indexer.layer for indexer in self.indexers]
         if layers != sorted(set(layers)):
@@ -92,9 +91,14 @@ class Pattern:
         return cls(roles, selection, tuple(map(IndexerSetting.parse, indexers)))
 
     @property
-    def letter(self) -> str:
-        """That of a layer of the native pattern, which a search turns into `S`: `F`, or `D` with a selection."""
-        return FULL if self.selection is None else DENSE
+    def dense(self) -> bool:
+        """Whether it is of a dense model, whose layers attend to everything or to the pages of a selection."""
+        return self.selection is not None
+
+    @property
+    def full_role(self) -> str:
+        """Letter of a layer that a search may turn into `S`: `F`, or `D` of dense models."""
+        return DENSE if self.dense else FULL
 
     @classmethod
     def full(cls, num_layers: int, shared: Collection[int] = (), selection: Selection | None = None) -> Self:
@@ -170,7 +174,7 @@ class Pattern:
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
         """The layers that share nothing: they run their indexer, or attend to everything. Ascending."""
-        return tuple(layer for layer, role in enumerate(self.roles) if role == self.letter)
+        return tuple(layer for layer, role in enumerate(self.roles) if role == self.full_role)
 
     @cached_property
     def shared_layers(self) -> tuple[int, ...]:
@@ -197,7 +201,7 @@ class Pattern:
         return {layer: blocks.get(layer, 1) for layer in self.full_layers}
 
     @property
-    def scored_layers(self) -> float:
+    def indexer_cost(self) -> float:
         """How many layers' worth of scores the `F` layers take in a long prompt, or layers that are `D`."""
         return sum(1 / queries for queries in self.queries.values())
 
@@ -226,7 +230,7 @@ class Pattern:
         Raises:
             PatternError: if the layer is not there, is something else, or is layer 0.
         """
-        return self._flipped(layer, self.letter, SHARED)
+        return self._flipped(layer, self.full_role, SHARED)
 
     def unshare(self, layer: int) -> Self:
         """This pattern with `layer` flipped from `S` to `F` or `D`.
@@ -234,7 +238,7 @@ class Pattern:
         Raises:
             PatternError: if the layer is not there, or is something else.
         """
-        return self._flipped(layer, SHARED, self.letter)
+        return self._flipped(layer, SHARED, self.full_role)
 
     def _flipped(self, layer: int, before: str, after: str) -> Self:
         if not 0 <= layer < len(self) or self.roles[layer] != before:
@@ -268,7 +272,7 @@ class Pattern:
             PatternError: if the length differs, or a locked layer is `F`.
         """
         if len(self) != num_layers:
-            kind = "DSA layers" if self.selection is None else "layers"
+            kind = "layers" if self.dense else "DSA layers"
             raise PatternError(f"pattern has {len(self)} letters, model has {num_layers} {kind}")
         wrong = [layer for layer in sorted(locked) if self.roles[layer] == FULL]
         if wrong:
@@ -294,11 +298,11 @@ class Pattern:
         Raises:
             PatternError: if one has a selection and the other an indexer.
         """
-        if self.selection is None and native.selection is not None:
+        if native.dense and not self.dense:
             raise PatternError(
                 "pattern is of F and S without a selection, the model is dense; expected D and S with one"
             )
-        if self.selection is not None and native.selection is None:
+        if self.dense and not native.dense:
             raise PatternError("pattern has a selection, but the model's own indexers choose; expected F and S alone")
 
 
@@ -345,8 +349,8 @@ def uniform_pattern(
     places = pattern.full_layers
     if len(places) > len(free):
         raise PatternError(
-            f"uniform {retention} keeps {len(places)} of {len(native)} layers {pattern.letter}, but the checkpoint has"
-            f" indexers for {len(free)}; expected a smaller retention"
+            f"uniform {retention} keeps {len(places)} of {len(native)} layers {pattern.full_role}, but the checkpoint"
+            f" has indexers for {len(free)}; expected a smaller retention"
         )
     kept: list[int] = []
     for number, place in enumerate(places):

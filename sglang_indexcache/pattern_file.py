@@ -16,7 +16,7 @@ from sglang_indexcache.config_keys import differing, facts_digest
 from sglang_indexcache.errors import FileError, IndexCacheError, PatternError, PatternFileError, is_hidden, one_line
 from sglang_indexcache.fields import Count, Finite
 from sglang_indexcache.files import read_regular, write_atomically
-from sglang_indexcache.model import SparseModel
+from sglang_indexcache.model import ModelLayers
 from sglang_indexcache.pattern import Pattern, full_layer_count, parse_retention
 from sglang_indexcache.selection import Selection
 
@@ -44,7 +44,7 @@ class ModelSection(_Section):
     )
 
     @classmethod
-    def of(cls, model: SparseModel) -> Self:
+    def of(cls, model: ModelLayers) -> Self:
         """The section of a pattern file for `model`."""
         return cls(
             architecture=model.architecture,
@@ -55,7 +55,7 @@ class ModelSection(_Section):
             config=dict(model.config),
         )
 
-    def check(self, model: SparseModel) -> None:
+    def check(self, model: ModelLayers) -> None:
         """Check that this is the section of `model`.
 
         Raises:
@@ -164,10 +164,11 @@ class PatternFile(_Section):
             if name != str(parse_retention(name)):
                 raise PatternError(f"patterns.{name}: expected {parse_retention(name)}, the one way to write it")
             expected = full_layer_count(model.num_layers, parse_retention(name))
-            if pattern.scored_layers > expected or (not pattern.indexers and len(pattern.full_layers) < expected):
-                kept = f"{pattern.scored_layers:.4g}"
+            if pattern.indexer_cost > expected or (not pattern.indexers and len(pattern.full_layers) < expected):
+                kept = f"{pattern.indexer_cost:.4g}"
                 raise PatternError(
-                    f"patterns.{name}: found {kept} {pattern.letter} layers, expected {expected} of {model.num_layers}"
+                    f"patterns.{name}: found {kept} {pattern.full_role} layers, expected {expected} of"
+                    f" {model.num_layers}"
                 )
             known.append(letters)
         if (self.trajectory or self.patterns) and self.pattern not in known:
@@ -209,8 +210,8 @@ class PatternFile(_Section):
         reach = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
         total = self.model.num_layers
         raise PatternError(
-            f"retention {retention} keeps {full_layers} of {total} layers {steps[0].letter}, but the file has patterns"
-            f" with {reach}"
+            f"retention {retention} keeps {full_layers} of {total} layers {steps[0].full_role}, but the file has"
+            f" patterns with {reach}"
         )
 
     def at(self, retention: Fraction) -> PatternFile:
@@ -218,7 +219,7 @@ class PatternFile(_Section):
         pattern = self.pattern_at(retention)
         return self.model_copy(update={"pattern": pattern.letters, "retention": pattern.retention})
 
-    def check_model(self, model: SparseModel) -> None:
+    def check_model(self, model: ModelLayers) -> None:
         """Check that the file was made for `model`.
 
         Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.indexers import CANDIDATES
-from sglang_indexcache.model import SparseModel
+from sglang_indexcache.model import ModelLayers
 from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern, parse_retention, uniform_pattern
 from sglang_indexcache.pattern_file import PatternFile, split_retention
 from sglang_indexcache.quotes import unquoted
@@ -74,7 +74,7 @@ class PatternSpec:
             return "uniform" if self.letters is None else "letters"
         return self.file.search.strategy if self.file.search else Path(split_retention(self.text)[0]).stem
 
-    def pattern(self, model: SparseModel) -> Pattern:
+    def pattern(self, model: ModelLayers) -> Pattern:
         """The pattern for `model`; of a whole file its default.
 
         Raises:
@@ -102,7 +102,7 @@ class PatternSpec:
             return uniform_pattern(native, self.retention, locked=locked)
         return self.known()
 
-    def by_retention(self, model: SparseModel, retentions: Sequence[Fraction]) -> list[tuple[Fraction, Pattern]]:
+    def by_retention(self, model: ModelLayers, retentions: Sequence[Fraction]) -> list[tuple[Fraction, Pattern]]:
         """The pattern for `model`; of a file without a retention those at `retentions`.
 
         Raises:

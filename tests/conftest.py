@@ -193,11 +193,11 @@ def tiny_engine(config: dict[str, Any], **options: Any) -> TransformersEngine:
 
 
 def random_tokens(
-    sequences: int = 3, seq_len: int = 40, seed: int = 0, sources: int = 1, first_choice: int = TOPK
+    sequences: int = 3, seq_len: int = 40, seed: int = 0, sources: int = 1, first_sparse_position: int = TOPK
 ) -> TokenSet:
-    """Random sequences; every target that is predicted from `first_choice` on is scored."""
+    """Random sequences; every target that is predicted from `first_sparse_position` on is scored."""
     tokens = np.random.default_rng(seed).integers(3, VOCAB, (sequences, seq_len)).astype(np.int32)
-    scored = np.broadcast_to(np.arange(seq_len) > first_choice, tokens.shape).copy()
+    scored = np.broadcast_to(np.arange(seq_len) > first_sparse_position, tokens.shape).copy()
     return TokenSet(tokens, scored, np.arange(sequences) % sources, tuple(f"source {i}" for i in range(sources)))
 
 

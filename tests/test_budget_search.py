@@ -45,7 +45,7 @@ def test_prices_count_scores() -> None:
         assert price(queries, context) == pytest.approx(keys / sum(range(context)), rel=2e-3)
     assert price(16, 10**6) == pytest.approx(1 / 16, rel=0.01)
     pattern = Pattern.parse("FSFFSS+2q4+3q16")
-    assert cost(pattern, PRICES) == 1 + 0.25 + 0.0625 == pattern.scored_layers
+    assert cost(pattern, PRICES) == 1 + 0.25 + 0.0625 == pattern.indexer_cost
     assert prices_at(1000, (16, 4, 4)) == {1: 1.0, 4: price(4, 1000), 16: price(16, 1000)}
 
 
@@ -209,7 +209,7 @@ def test_a_search_from_the_command_line(model_folder: Path, token_file: Path, tm
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     file = PatternFile.load(tmp_path / "out" / "pattern.yaml@1/3")
-    assert file.as_pattern().scored_layers <= 2.001
+    assert file.as_pattern().indexer_cost <= 2.001
     rows = json.loads((tmp_path / "out" / "metrics.json").read_text())["held_out"]["rows"]
     names = [row["name"] for row in rows if row["kind"] == "named"]
     assert names[:2] == ["lazy", "lazy, F and S"] and rows[1]["pattern"] == file.pattern

@@ -58,7 +58,7 @@ def test_a_config_that_transformers_saved_again_is_the_same(name: str) -> None:
     model, again = describe(config, "first"), describe(saved, "second")
     assert not list(differing(model.config, again.config, "first", "second"))
     assert again == describe(config, "second") and again.native == model.native
-    roles = "D" + "S" * (model.num_layers - 1) if model.native.selection else None
+    roles = "D" + "S" * (model.num_layers - 1) if model.dense else None
     pattern = Pattern(roles, model.native.selection) if roles else model.native
     file = PatternFile.loads(pattern_file(pattern, config).dumps())
     file.check_model(again)

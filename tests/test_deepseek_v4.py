@@ -53,7 +53,7 @@ def test_letters_are_the_layers_with_an_indexer() -> None:
     model = describe(tiny_v4_config(), "v4")
     assert model.layers == V4_LAYERS
     assert model.native == Pattern.full(LETTERS)
-    assert model.first_choice == 4 * TOPK
+    assert model.first_sparse_position == 4 * TOPK
     flash = [0, 0, *(4 if layer % 2 == 0 else 128 for layer in range(2, 43)), 0]
     assert describe(tiny_v4_config(num_hidden_layers=43, compress_ratios=flash), "flash").num_layers == 21
 
@@ -156,7 +156,7 @@ def test_shared_layers_attend_to_their_sources_choice_and_differ_where_there_is_
 
 def test_prefixes_are_reused_bit_for_bit() -> None:
     engine = tiny_engine(tiny_v4_config(), batch_size=2)
-    data = random_tokens(seq_len=SEQ_LEN, first_choice=4 * TOPK)
+    data = random_tokens(seq_len=SEQ_LEN, first_sparse_position=4 * TOPK)
     reused = {item.pattern: item for item in engine.evaluate(PATTERNS, data, "kl")}
     plain = tiny_engine(tiny_v4_config(), batch_size=2)
     for item in plain.evaluate(PATTERNS, data, "kl", fresh=True):
@@ -169,7 +169,7 @@ def test_prefixes_are_reused_bit_for_bit() -> None:
 
 def test_a_cache_that_is_too_small_is_not_used() -> None:
     engine = tiny_engine(tiny_v4_config(), prefix_cache_gb=2e-4)  # hc_mult streams, of which one would have room
-    data = random_tokens(sequences=1, seq_len=SEQ_LEN, first_choice=4 * TOPK)
+    data = random_tokens(sequences=1, seq_len=SEQ_LEN, first_sparse_position=4 * TOPK)
     [evaluation] = engine.evaluate([Pattern("FSSF")], data, "nll")
     assert evaluation.layer_tokens == (LETTERS * SEQ_LEN,)
     assert len(engine._cache) == 0
@@ -178,7 +178,7 @@ def test_a_cache_that_is_too_small_is_not_used() -> None:
 def test_overlap_and_similarity_are_those_of_the_definitions() -> None:
     config = tiny_v4_config()
     engine, model = tiny_engine(config), tiny_model(config)
-    data = random_tokens(sequences=1, seq_len=SEQ_LEN, first_choice=4 * TOPK)
+    data = random_tokens(sequences=1, seq_len=SEQ_LEN, first_sparse_position=4 * TOPK)
     chosen: dict[int, torch.Tensor] = {}
     outputs: dict[str, dict[int, torch.Tensor]] = {}
 
@@ -243,7 +243,7 @@ def test_the_search_shares_exactly_what_is_redundant(strategy: str, tmp_path: An
         compressor = model.model.layers[description.layers[letter]].self_attn.compressor
         compressor.indexer = Redundant(model, description.layers[letter - 1])
     engine = TransformersEngine(model, description)
-    data = random_tokens(sequences=4, seq_len=SEQ_LEN, first_choice=4 * TOPK)
+    data = random_tokens(sequences=4, seq_len=SEQ_LEN, first_sparse_position=4 * TOPK)
     settings = Settings(retain=(Fraction(2, 3),), strategy=strategy, objective="kl", race=strategy == "lazy")
     with Journal(tmp_path, identity(engine, data, data, "kl"), {}) as journal:
         calibration = Evaluator(engine, data, "kl", journal, "calibration")

@@ -52,8 +52,8 @@ def test_every_layer_is_a_site(dense_folder: Path) -> None:
     model = describe(tiny_dense_config("qwen3"), "tiny")
     assert family_of(model.architecture) is DENSE
     assert model.layers == tuple(range(LAYERS)) and model.native == Pattern("D" * LAYERS, DEFAULT)
-    assert model.first_choice == 1024
-    assert DENSE.selecting(model, PAGES).first_choice == 16 and DENSE.selecting(model, None) == model
+    assert model.first_sparse_position == 1024
+    assert DENSE.selecting(model, PAGES).first_sparse_position == 16 and DENSE.selecting(model, None) == model
     checkpoint = Checkpoint.read(str(dense_folder))
     assert checkpoint.indexer_layers == set(range(LAYERS)) and checkpoint.locked == ()
 
@@ -161,7 +161,7 @@ def test_prompts_are_dense_and_replies_count(tmp_path: Path) -> None:
     read = data.tokens[0][data.prompt[0]].tolist()
     assert read[:3] == [3, 10 + ord("a") % 64, 10 + ord("b") % 64] and read.count(3) == read.count(4) == 2
     assert (written == 2).sum() >= 1 and 3 not in written and 4 not in written
-    assert data.scored[0].nonzero()[0].min() > model.first_choice
+    assert data.scored[0].nonzero()[0].min() > model.first_sparse_position
     assert not (data.scored & data.prompt).any()
     save_set(data, tmp_path / "stored")
     stored = load_set(tmp_path / "stored")
@@ -191,7 +191,7 @@ PATTERNS = [Pattern(roles, PAGES) for roles in ("DDDDDD", "DSSDSS", "DSSSSS", "D
 
 @pytest.mark.parametrize("objective", ["nll", "kl"])
 def test_prefix_reuse_changes_no_bit(objective: Any) -> None:
-    data = random_tokens(3, 48, first_choice=16)
+    data = random_tokens(3, 48, first_sparse_position=16)
     data = replace(data, prompt=np.arange(48) < np.asarray([[20], [5], [0]]))
     reusing, plain = engine(), engine(prefix_cache_gb=0)
     found = {item.pattern: item for item in reusing.evaluate(PATTERNS, data, objective)}
@@ -210,7 +210,7 @@ def test_prefix_reuse_changes_no_bit(objective: Any) -> None:
 @pytest.mark.parametrize("begins", [0, 25])
 def test_losses_are_those_of_a_plain_pass(begins: int, pages: int) -> None:
     """The engine reads beginnings once; a plain pass reads whole sequences."""
-    data, reference = random_tokens(2, 48, first_choice=16), engine()
+    data, reference = random_tokens(2, 48, first_sparse_position=16), engine()
     prompt = np.broadcast_to(np.arange(48) < begins, (2, 48))
     data = replace(data, prompt=prompt, scored=data.scored & ~prompt)
     tokens = torch.from_numpy(data.tokens.astype(np.int64))
@@ -226,7 +226,7 @@ def test_losses_are_those_of_a_plain_pass(begins: int, pages: int) -> None:
 
 
 def test_beginnings_that_do_not_fit_are_read_again() -> None:
-    data, costs = random_tokens(3, 48, first_choice=16), {}
+    data, costs = random_tokens(3, 48, first_sparse_position=16), {}
     losses = {}
     for room in (1.0, 0.0):
         one = engine(prefix_cache_gb=0)
@@ -238,7 +238,7 @@ def test_beginnings_that_do_not_fit_are_read_again() -> None:
 
 
 def test_selections_of_one_engine_are_kept_apart() -> None:
-    data, reusing = random_tokens(2, 48, first_choice=8), engine()
+    data, reusing = random_tokens(2, 48, first_sparse_position=8), engine()
     few, more = (Pattern("DSSDSS", replace(PAGES, pages=pages)) for pages in (2, 11))
     found = {item.pattern: item.losses for item in reusing.evaluate([few, more], data, "nll")}
     alone = {item.pattern: item.losses for one in (few, more) for item in engine().evaluate([one], data, "nll")}
@@ -246,7 +246,7 @@ def test_selections_of_one_engine_are_kept_apart() -> None:
 
 
 def test_overlap_is_that_of_pages() -> None:
-    data, reference = random_tokens(2, 48, first_choice=16), engine()
+    data, reference = random_tokens(2, 48, first_sparse_position=16), engine()
     found = reference.topk_overlap(data, 8)
     assert np.allclose(found.diagonal(), 1.0) and np.allclose(found, found.T)
     assert (found >= 1 / PAGES.pages).all() and found.min() < 1.0  # the recent page is everybody's
@@ -254,7 +254,7 @@ def test_overlap_is_that_of_pages() -> None:
 
 def test_signals_are_those_of_the_definitions() -> None:
     """Of one sequence, against attention weights that transformers itself gives out."""
-    data, reference = random_tokens(1, 40, first_choice=16), engine()
+    data, reference = random_tokens(1, 40, first_sparse_position=16), engine()
     rows = list(range(16, 40, 23))
     signals = reference.page_signals(data, 2)
     tokens = torch.from_numpy(data.tokens.astype(np.int64))
@@ -287,7 +287,7 @@ def test_signals_are_those_of_the_definitions() -> None:
 def test_in_blocks_the_engine_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CUDA device with `--attention kernels`."""
     monkeypatch.setattr(pages, "ROWS", 8)
-    data = random_tokens(3, 48, first_choice=16)
+    data = random_tokens(3, 48, first_sparse_position=16)
     plain, blocks = engine(), engine(attention="kernels")
     for one, other in zip(*(item.evaluate(PATTERNS, data, "kl") for item in (plain, blocks)), strict=True):
         np.testing.assert_allclose(one.losses, other.losses, rtol=1e-4, atol=1e-4)

@@ -22,7 +22,7 @@ def engine(prefix_cache_gb: float) -> TransformersEngine:
 
 
 def test_a_mixture_of_experts_is_evaluated_as_any_dense_model() -> None:
-    data = random_tokens(2, 40, first_choice=16)
+    data = random_tokens(2, 40, first_sparse_position=16)
     patterns = [Pattern(roles, PAGES) for roles in ("DDDDDD", "DSSDSS", "DSSSSS")]
     reusing, plain = engine(1.0), engine(0.0)
     found, expected = (list(one.evaluate(patterns, data, "nll")) for one in (reusing, plain))

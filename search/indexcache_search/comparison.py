@@ -52,7 +52,7 @@ def comparison_lines(
             lines.append(Line(NAMED, f"{strategy}, F and S", retention, plain[retention]))
         count = full_layer_count(len(native), retention)
         baselines = {Uniform.name: [line for line in uniform_lines(native, retention) if line.phase == 0]}
-        for rule in measured_strategies(native.selection is not None):
+        for rule in measured_strategies(native.dense):
             matrix = measured.get(rule.name)
             if matrix is not None:
                 taken = rule.pattern(matrix, count, native)

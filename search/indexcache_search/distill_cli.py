@@ -298,7 +298,7 @@ def distill(
             nosa = Steps(policy="nosa", query_pages=query_pages, importance="heads")
             selection = replace(plain, steps=nosa)
         description = describe_model(name)
-        if selection is not None and description.native.selection is None:
+        if selection is not None and not description.dense:
             raise SearchError(f"--train eviction is for dense models; {description.name} has indexers that choose")
         description = describe_model(name, selection)
         defaults = HEADS if train == "eviction" else DEMO if is_demo else Defaults()
@@ -311,7 +311,7 @@ def distill(
         data = Data(
             training=tuple(training),
             evaluation=tuple(evaluation or training),
-            seq_len=seq_len or defaults.seq_len or 4 * description.first_choice,
+            seq_len=seq_len or defaults.seq_len or 4 * description.first_sparse_position,
             num_sequences=num_sequences or defaults.num_sequences,
             num_eval_sequences=num_eval_sequences or defaults.num_eval_sequences,
             rows=data_flags.row_options(chat_template, turns, skip_bad_rows),

@@ -35,7 +35,7 @@ class Matrices:
         `overlap` of what layers choose and `similarity` of their outputs, both `[layers, layers]`; of dense models
         `shift`, `[1, layers]`, and `recall`, `[layers, layers]`, see `page_signals`.
         """
-        if name == "overlap" and self._engine.model.native.selection is None:
+        if name == "overlap" and not self._engine.model.dense:
             return self._matrix(f"overlap-{ROWS}", lambda: self._engine.topk_overlap(self._sample, ROWS))
         if name == "similarity":
             return self._matrix(name, lambda: self._engine.output_similarity(self._sample))

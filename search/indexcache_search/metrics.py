@@ -77,7 +77,7 @@ def _steps(found: Found) -> list[StepResult]:
     ]
 
 
-def held_out(rows: Sequence[Row], data: TokenSet, first_choice: int) -> HeldOut:
+def held_out(rows: Sequence[Row], data: TokenSet, first_sparse_position: int) -> HeldOut:
     """The held-out comparison: every pattern, and uniform's mean and best over phases where there are several."""
     baseline = next(row.evaluation for row in rows if row.line.kind == BASELINE)
     table = [TableRow(**described(row.line), **_measure(row.evaluation, baseline, data)) for row in rows]
@@ -89,7 +89,7 @@ def held_out(rows: Sequence[Row], data: TokenSet, first_choice: int) -> HeldOut:
             table += _phase_summaries(phases, baseline, data, suffix(group[1], selections))
     return HeldOut(
         sources=list(data.sources),
-        answer_sources=_answer_sources(data, first_choice),
+        answer_sources=_answer_sources(data, first_sparse_position),
         sequences=data.num_sequences,
         scored_tokens=data.scored_tokens,
         sha256=data.sha256,
@@ -110,9 +110,9 @@ def described(line: Line) -> dict[str, Any]:
     }
 
 
-def _answer_sources(data: TokenSet, first_choice: int) -> list[str]:
+def _answer_sources(data: TokenSet, first_sparse_position: int) -> list[str]:
     """Sources of which a loss mask picks the tokens that count: questions with answers, rather than running text."""
-    all_counted = np.asarray(data.scored[:, first_choice + 1 :].all(axis=1))
+    all_counted = np.asarray(data.scored[:, first_sparse_position + 1 :].all(axis=1))
     return [name for number, name in enumerate(data.sources) if not all_counted[data.source_of == number].all()]
 
 

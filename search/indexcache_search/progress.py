@@ -136,8 +136,8 @@ class SearchProgress:
         change = step.loss - estimates.loss(self._baseline, self._data).mean
         kept, role = len(step.pattern.full_layers), step.pattern[step.layer]
         self._progress.console.print(
-            f"step {number:>3}: layer {step.layer:>3} -> {role}, {kept} of {len(step.pattern)} {step.pattern.letter},"
-            f" loss {step.loss:.4f} ({change:+.4f})",
+            f"step {number:>3}: layer {step.layer:>3} -> {role}, {kept} of {len(step.pattern)}"
+            f" {step.pattern.full_role}, loss {step.loss:.4f} ({change:+.4f})",
             soft_wrap=True,
         )
         self._best = None

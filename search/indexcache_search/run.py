@@ -50,7 +50,7 @@ from sglang_indexcache.selection import Selection
 
 @dataclass(frozen=True)
 class Data:
-    """Sources and sizes of the calibration and the held-out set; `seq_len` None means 4 x `first_choice`.
+    """Sources and sizes of the calibration and the held-out set; `seq_len` None means 4 x `first_sparse_position`.
 
     `reply`, see `TokenSet.ending_in_replies`; `None` if all tokens count that sources let count. `rows` says how rows
     are understood.
@@ -157,9 +157,9 @@ def _load_data(model: str, data: Data, settings: Settings, runtime: Runtime) -> 
     settings.goal(description)  # raises what can't be had
     if settings.queries and data.reply is None:
         raise SearchError("--queries shares selections in prompts; expected --reply, the tokens behind them that count")
-    seq_len = data.seq_len or 4 * description.first_choice
+    seq_len = data.seq_len or 4 * description.first_sparse_position
     check_seq_len(seq_len, config)
-    replies = description.native.selection is not None
+    replies = description.dense
     reader = TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len, replies, data.rows)
     sets = build_token_sets(
         reader,
@@ -237,7 +237,7 @@ def _search(
             found = search.find()
         with timed("overlap and similarity"):
             progress.wait("what layers have in common")
-            rules = measured_strategies(engine.model.native.selection is not None)
+            rules = measured_strategies(engine.model.dense)
             measured = {name: matrices.measured(name) for name in ("overlap", *(rule.name for rule in rules))}
             lines = comparison_lines(settings.strategy, found.patterns, engine.model.native, measured, found.plain)
         for look_alike in found.look_alikes:
@@ -252,7 +252,7 @@ def _search(
     with doing("looking whether the model is still the same"):
         engine.check_unchanged()
     file = writer.file(found, found.patterns[settings.retain[0]])
-    table = metrics.held_out(rows, held_out, engine.model.first_choice)
+    table = metrics.held_out(rows, held_out, engine.model.first_sparse_position)
     return metrics.collect(found, file, engine, search.algorithm_1(), table, measured, seconds)
 
 

@@ -12,7 +12,7 @@ from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES, WITH_PRIC
 from indexcache_search.strategies.base import Goal, Strategy
 from indexcache_search.strategies.prices import PRICE_CONTEXT, prices_at
 from indexcache_search.strategies.swaps import Swapping
-from sglang_indexcache import SparseModel
+from sglang_indexcache import ModelLayers
 from sglang_indexcache.indexers import EXACT_ROWS, QUERIES
 from sglang_indexcache.pattern import full_layer_count
 
@@ -69,7 +69,7 @@ class Settings:
             return WITH_PRICES[self.strategy]
         return Swapping(strategy, self.swaps) if self.swaps else strategy
 
-    def goal(self, model: SparseModel) -> Goal:
+    def goal(self, model: ModelLayers) -> Goal:
         """What the strategy is asked for on `model`; checked, before anything expensive.
 
         Raises:
@@ -87,11 +87,11 @@ class Settings:
         self.chosen_strategy().check(goal)
         return goal
 
-    def _prices(self, model: SparseModel) -> dict[int, float]:
+    def _prices(self, model: ModelLayers) -> dict[int, float]:
         """See `Goal.prices`."""
         if not self.queries:
             return {}
-        if model.native.selection is not None:
+        if model.dense:
             raise SearchError("--queries is about indexers, the model is dense")
         for queries in self.queries:
             if queries not in QUERIES or queries > model.index_topk:
@@ -101,7 +101,7 @@ class Settings:
             raise SearchError(f"--price-context is {self.price_context}, expected more than {EXACT_ROWS}")
         return prices_at(self.price_context, self.queries)
 
-    def _most_full(self, model: SparseModel, full_layers: Mapping[Fraction, int]) -> int | None:
+    def _most_full(self, model: ModelLayers, full_layers: Mapping[Fraction, int]) -> int | None:
         """See `Goal.most_full`."""
         if self.decode_retain is None:
             return None

@@ -12,7 +12,7 @@ from sglang_indexcache.families.dense_gqa import DenseGqa
 from sglang_indexcache.families.dsa import Dsa
 from sglang_indexcache.families.hy_v4 import HyV4
 from sglang_indexcache.families.refused import REFUSED
-from sglang_indexcache.model import SparseModel
+from sglang_indexcache.model import ModelLayers
 
 FAMILIES: tuple[Family, ...] = (Dsa(), HyV4(), DeepseekV4(), DenseGqa())
 
@@ -41,7 +41,7 @@ def family_of_modules(model: object) -> Family:
     return family_of(next((name for name in names if name in _BY_ARCHITECTURE), names[0]))
 
 
-def describe(config: Mapping[str, Any], name: str) -> SparseModel:
+def describe(config: Mapping[str, Any], name: str) -> ModelLayers:
     """What a parsed config.json says of a model's layers.
 
     Args:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sglang_indexcache.config_keys import ConfigKeys, check_unknown
 from sglang_indexcache.errors import ModelConfigError, PatternError
 from sglang_indexcache.indexers import IndexerSetting
-from sglang_indexcache.model import SparseModel
+from sglang_indexcache.model import ModelLayers
 from sglang_indexcache.overrides import FLAG
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import LOAD_MODEL, Feature, Need, SglangSource
@@ -25,7 +25,7 @@ class Family(ABC):
     """Models whose layers choose what they attend to, in one and the same way.
 
     A letter of a pattern stands for a *site*, a place in the model that can choose. Which model layer that is says
-    `SparseModel.layers`, and nobody else.
+    `ModelLayers.layers`, and nobody else.
 
     Attributes:
         name: short, for tables.
@@ -69,7 +69,7 @@ class Family(ABC):
     # -- the checkpoint
 
     @abstractmethod
-    def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> SparseModel:
+    def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> ModelLayers:
         """Read a parsed config.json.
 
         Args:
@@ -81,7 +81,7 @@ class Family(ABC):
             ModelConfigError: if a needed key is missing or wrong.
         """
 
-    def selecting(self, model: SparseModel, selection: Selection | None) -> SparseModel:
+    def selecting(self, model: ModelLayers, selection: Selection | None) -> ModelLayers:
         """What `describe` gave, for patterns with `selection`; where that is `None`, for its own.
 
         Raises:
@@ -92,7 +92,7 @@ class Family(ABC):
         if model.native.selection is None:
             raise PatternError(f"{model.name} has indexers that choose; expected no selection")
         native = replace(model.native, selection=selection)
-        return replace(model, native=native, index_topk=selection.tokens, first_choice=selection.tokens)
+        return replace(model, native=native, index_topk=selection.tokens, first_sparse_position=selection.tokens)
 
     @abstractmethod
     def indexer_layers(self, tensors: Iterable[str]) -> frozenset[int]:

@@ -27,7 +27,7 @@ def mark_handshake(pattern: Pattern, args: Any) -> None:
 
     A decode server then says: KV cache dtype mismatch: prefill server has kv_cache_dtype=bfloat16+indexcache-...
     """
-    if pattern.selection is not None:
+    if pattern.dense:
         return  # all layers of a dense model write their keys, whoever prefills
     if not args.kv_cache_dtype_str.endswith(tag(pattern)):
         args.kv_cache_dtype_str = f"{args.kv_cache_dtype_str}+{tag(pattern)}"

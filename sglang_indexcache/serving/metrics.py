@@ -57,9 +57,9 @@ def make_metrics(
         [*labels, "role"],
         multiprocess_mode="mostrecent",
     )
-    layers.labels(**labels, role=pattern.letter).set(full)
+    layers.labels(**labels, role=pattern.full_role).set(full)
     layers.labels(**labels, role=SHARED).set(shared)
-    if pattern.selection is not None:
+    if pattern.dense:
         steps = Counter(
             "sglang:indexcache_decode_passes", "Decode passes, whose S layers read chosen pages.", [*labels]
         )

@@ -194,7 +194,7 @@ def mismatch(pattern: Pattern, effective: dict[int, Effective], begins_every_sta
         first = min(effective)
         return (
             f"letter {first} is the first of its pipeline stage, where nothing was chosen yet: expected"
-            f" {pattern.letter}"
+            f" {pattern.full_role}"
         )
     return None
 

@@ -213,11 +213,11 @@ def test_heads_alone(trained: Path, dense_folder: Path) -> None:
     tensors = load_file(trained / "model" / FILE)
     assert bool(tensors["scale"].any()) and tensors["weight"].shape == (LAYERS, 2, 32)
     engine = TransformersEngine.load(str(trained / "model"), "cpu", selection=plan.selection)
-    [found] = engine.evaluate([plan], random_tokens(2, 160, first_choice=100), "kl")
+    [found] = engine.evaluate([plan], random_tokens(2, 160, first_sparse_position=100), "kl")
     assert min(found.losses) > 0
     stranger = TransformersEngine.load(str(dense_folder), "cpu", selection=plan.selection)
     with pytest.raises(SearchError, match="the plan asks for eviction heads"):
-        list(stranger.evaluate([plan], random_tokens(2, 160, first_choice=100), "nll"))
+        list(stranger.evaluate([plan], random_tokens(2, 160, first_sparse_position=100), "nll"))
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def replay(model: Any, pattern: Pattern, ids: Sequence[int], chosen: Selections)
     disputed: list[float] = []
     rows = 0
     description = describe(model.config.to_dict(), "reference")
-    ratio = description.first_choice // description.index_topk  # tokens that one index stands for
+    ratio = description.first_sparse_position // description.index_topk  # tokens that one index stands for
 
     def follow(layer: int, run: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Tensor:

@@ -13,7 +13,7 @@ from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import DataError
-from sglang_indexcache import SparseModel
+from sglang_indexcache import ModelLayers
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class HeldOut:
 
 def build(
     reader: TokenReader,
-    model: SparseModel,
+    model: ModelLayers,
     sources: Sequence[str],
     tasks: Sequence[str],
     haystack: str,
@@ -49,7 +49,7 @@ def build(
 
     Args:
         reader: reads the sources; has the tokenizer for tasks.
-        model: gives `first_choice`.
+        model: gives `first_sparse_position`.
         sources: shared out over `sequences`, as `indexcache-search` does; may be empty.
         tasks: names from `TASKS`.
         haystack: source of the text around the needles.
@@ -99,7 +99,7 @@ def build(
         answers |= {first + index: drawn.answers for index, drawn in enumerate(made)}
         tokens.append(np.stack([drawn.tokens for drawn in made]))
         answered = np.stack([drawn.mask for drawn in made])
-        scored.append(answered & (np.arange(seq_len) > model.first_choice))
+        scored.append(answered & (np.arange(seq_len) > model.first_sparse_position))
         prompts.append(~answered)
         source_of.append(np.full(samples, len(names) - len(tasks) + number))
     prompt = np.concatenate(prompts) if reader.replies else None

@@ -26,19 +26,19 @@ ERRORS = 2.0  # standard errors that make a change a finding
 
 
 def collect(
-    lines: Sequence[Compared], held_out: HeldOut, first_choice: int, *, model: str, engine: str, seq_len: int
+    lines: Sequence[Compared], held_out: HeldOut, first_sparse_position: int, *, model: str, engine: str, seq_len: int
 ) -> ComparisonResult:
     """Everything measured: `held_out` as in metrics.json of a search, with `kl`, and changes paired by sequence.
 
     Args:
         lines: the baseline first.
         held_out: what was run.
-        first_choice: see `SparseModel`.
+        first_sparse_position: see `ModelLayers`.
         model: its name.
         engine: what ran it, or the servers.
         seq_len: tokens a sequence.
     """
-    table = metrics.held_out([line.row for line in lines], held_out.data, first_choice)
+    table = metrics.held_out([line.row for line in lines], held_out.data, first_sparse_position)
     rows = [_with_changes(row, line, lines[0], held_out) for line, row in zip(lines, table.rows, strict=False)]
     table = table.model_copy(update={"rows": [*rows, *table.rows[len(rows) :]]})
     return ComparisonResult(

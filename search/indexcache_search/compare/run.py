@@ -28,7 +28,7 @@ from indexcache_search.owned.outputs import Outputs, outputs
 from indexcache_search.progress import bar, warn
 from indexcache_search.results import ComparisonResult
 from indexcache_search.selection_flags import suffix
-from sglang_indexcache import Pattern, SparseModel
+from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.address import Address
 from sglang_indexcache.pattern import full_layer_count
 from sglang_indexcache.selection import DEFAULT, Selection
@@ -37,7 +37,7 @@ from sglang_indexcache.spec import PatternSpec, split_name
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What is compared on; see `held_out.build`. `seq_len` None means 4 x `first_choice`.
+    """What is compared on; see `held_out.build`. `seq_len` None means 4 x `first_sparse_position`.
 
     `rows` says how rows are understood; with `only_shown` nothing is compared, and what was read is printed.
     """
@@ -140,14 +140,14 @@ def _run(
     )
     fewest = min(selections, key=lambda item: item.tokens, default=None)  # from there on some pattern has a choice
     description, config = describe_model(model, fewest), read_config(model)
-    if description.native.selection is not None and candidates.endpoints:
+    if description.dense and candidates.endpoints:
         raise SearchError(
             "--endpoint reads the logprobs of prompts, which servers of dense models read as ever; expected --pattern"
         )
     lines = named_lines(specs, candidates.retentions, candidates.selections, description)
     if candidates.uniform:
         lines += _uniform(lines, description)
-    seq_len = data.seq_len or 4 * description.first_choice
+    seq_len = data.seq_len or 4 * description.first_sparse_position
     check_seq_len(seq_len, config)
     built = built_of(model, description, config.vocab_size, data, seq_len, calibrated_on(specs), "pattern", console)
     if data.only_shown:
@@ -165,13 +165,13 @@ def _run(
                 model, fewest, runtime, lines, built, out, restart, lambda done: progress.advance(task, done)
             )
     return result.collect(
-        compared, built, description.first_choice, model=description.name, engine=engine, seq_len=seq_len
+        compared, built, description.first_sparse_position, model=description.name, engine=engine, seq_len=seq_len
     )
 
 
 def built_of(
     model: str,
-    description: SparseModel,
+    description: ModelLayers,
     vocab_size: int,
     data: Data,
     seq_len: int,
@@ -180,7 +180,7 @@ def built_of(
     console: Console,
 ) -> HeldOut:
     """What is compared on, without what a `what` was calibrated on; see `held_out.build`."""
-    replies = description.native.selection is not None
+    replies = description.dense
     reader = TokenReader(lambda: load_tokenizer(model), vocab_size, seq_len, replies, data.rows)
     built = held_out.build(
         reader,
@@ -209,7 +209,7 @@ def named_lines(
     specs: Sequence[tuple[str | None, PatternSpec]],
     retentions: Sequence[Fraction],
     selections: Sequence[Selection],
-    model: SparseModel,
+    model: ModelLayers,
 ) -> list[Line]:
     """The lines that were asked for; see `Candidates`.
 
@@ -228,7 +228,7 @@ def named_lines(
     ]
 
 
-def _uniform(named: Sequence[Line], model: SparseModel) -> list[Line]:
+def _uniform(named: Sequence[Line], model: ModelLayers) -> list[Line]:
     """Uniform patterns at all phases, of the retentions and selections of what was named."""
     asked = [(line.retention, line.pattern.selection) for line in named if isinstance(line.pattern, Pattern)]
     lines = []

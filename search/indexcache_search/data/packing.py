@@ -18,14 +18,14 @@ from indexcache_search.data.reader import Section, TokenReader
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import DataError
-from sglang_indexcache import SparseModel
+from sglang_indexcache import ModelLayers
 
 EVALUATION_ORDER_SEED = 0
 
 
 def build_token_sets(
     reader: TokenReader,
-    model: SparseModel,
+    model: ModelLayers,
     calibration: Sequence[str],
     evaluation: Sequence[str],
     *,
@@ -38,8 +38,8 @@ def build_token_sets(
 
     Args:
         reader: reads the sources.
-        model: gives `first_choice`: only targets predicted from there on are scored, since before every pattern gives
-            the same output.
+        model: gives `first_sparse_position`: only targets predicted from there on are scored, since before every
+            pattern gives the same output.
         calibration: sources; each gets an equal share of the sequences, the first ones what does not divide.
         evaluation: likewise; may name the same sources.
         seq_len: tokens a sequence.
@@ -57,7 +57,7 @@ def build_token_sets(
 
 def build_training_sets(
     reader: TokenReader,
-    model: SparseModel,
+    model: ModelLayers,
     training: Sequence[str],
     evaluation: Sequence[str],
     *,
@@ -81,7 +81,7 @@ def build_training_sets(
 
 def held_out_set(
     reader: TokenReader,
-    model: SparseModel,
+    model: ModelLayers,
     sources: Sequence[str],
     *,
     seq_len: int,
@@ -104,13 +104,14 @@ def held_out_set(
     return collected, packer.left_out
 
 
-def _packer(reader: TokenReader, model: SparseModel, seq_len: int) -> _Packer:
-    if seq_len < model.first_choice + 2:
+def _packer(reader: TokenReader, model: ModelLayers, seq_len: int) -> _Packer:
+    if seq_len < model.first_sparse_position + 2:
         raise DataError(
-            f"--seq-len is {seq_len}, but queries see every token up to position {model.first_choice} (index_topk is"
-            f" {model.index_topk}), where all patterns are equal; expected at least {model.first_choice + 2}"
+            f"--seq-len is {seq_len}, but queries see every token up to position {model.first_sparse_position}"
+            f" (index_topk is {model.index_topk}), where all patterns are equal; expected at least"
+            f" {model.first_sparse_position + 2}"
         )
-    return _Packer(reader, seq_len, model.first_choice + 1, set(), Sketch())
+    return _Packer(reader, seq_len, model.first_sparse_position + 1, set(), Sketch())
 
 
 @dataclass

@@ -81,10 +81,10 @@ class TokenSet:
         return digest.hexdigest()
 
 
-def sampled_queries(seq_len: int, first_choice: int, rows: int) -> NDArray[np.int64]:
+def sampled_queries(seq_len: int, first_sparse_position: int, rows: int) -> NDArray[np.int64]:
     """Positions of up to `rows` queries, evenly spread over those with a choice."""
-    number = min(rows, seq_len - first_choice)
-    return np.linspace(first_choice, seq_len - 1, number).round().astype(np.int64)
+    number = min(rows, seq_len - first_sparse_position)
+    return np.linspace(first_sparse_position, seq_len - 1, number).round().astype(np.int64)
 
 
 def growing_shares(data: TokenSet, first: int) -> list[list[int]]:

@@ -13,14 +13,14 @@ from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import check_seq_len
 from indexcache_search.training.processes import Processes
 from indexcache_search.training.sets import Data
-from sglang_indexcache import SparseModel
+from sglang_indexcache import ModelLayers
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.families import family_of
 from sglang_indexcache.families.dsa import Dsa
 
 
 def check_model(
-    model: str, description: SparseModel, config: PreTrainedConfig, data: Data, settings: Settings, runtime: Runtime
+    model: str, description: ModelLayers, config: PreTrainedConfig, data: Data, settings: Settings, runtime: Runtime
 ) -> None:
     """Check that a model can be trained as asked.
 

@@ -11,13 +11,13 @@ from indexcache_search import estimates
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.settings import Settings
 from indexcache_search.engines.base import Evaluation
-from sglang_indexcache import Pattern, SparseModel
+from sglang_indexcache import ModelLayers, Pattern
 
 
 def collect(
     records: Sequence[Mapping[str, Any]],
     held_out: TokenSet,
-    model: SparseModel,
+    model: ModelLayers,
     settings: Settings,
     versions: Mapping[str, str],
 ) -> dict[str, Any]:

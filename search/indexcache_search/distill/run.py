@@ -36,7 +36,7 @@ from indexcache_search.training.processes import Processes, joined
 from indexcache_search.training.sets import Data, training_sets
 from indexcache_search.training.settings import Folders
 from indexcache_search.training.work import Work, check_folders, work_folder
-from sglang_indexcache import Pattern, SparseModel, __version__
+from sglang_indexcache import ModelLayers, Pattern, __version__
 from sglang_indexcache.model_files import ModelFiles, tokenizer_files, weight_files
 
 STAGES: tuple[Stage, ...] = ("warmup", "sparse")
@@ -63,7 +63,7 @@ def run(
 
 def _run(
     model: str,
-    description: SparseModel,
+    description: ModelLayers,
     config: PreTrainedConfig,
     data: Data,
     settings: Settings,
@@ -148,7 +148,7 @@ def _run(
 
 
 def _write_results(
-    log: TrainingLog, held_out: TokenSet, description: SparseModel, settings: Settings, work: Work
+    log: TrainingLog, held_out: TokenSet, description: ModelLayers, settings: Settings, work: Work
 ) -> dict[str, Any]:
     packages = ("torch", "transformers")
     versions = {"sglang_indexcache": __version__, **{name: version(name) for name in packages}}
@@ -168,7 +168,7 @@ def _check(files: ModelFiles, tokenizer: ModelFiles, processes: Processes) -> No
 
 
 def _load(
-    source: str, description: SparseModel, processes: Processes, files: ModelFiles | None
+    source: str, description: ModelLayers, processes: Processes, files: ModelFiles | None
 ) -> tuple[Any, dict[str, torch.dtype]]:
     """The model, in the dtypes of its checkpoint, and these; only the first process reads the weights.
 
@@ -190,7 +190,7 @@ def _load(
     return model, dtypes
 
 
-def _keeps_shared(runtime: Runtime, description: SparseModel) -> bool:
+def _keeps_shared(runtime: Runtime, description: ModelLayers) -> bool:
     """Whether the result has the indexers of S layers; transformers runs all of DeepSeek-V3.2's."""
     return runtime.keep_shared if runtime.keep_shared is not None else "DeepseekV32" in description.architecture
 

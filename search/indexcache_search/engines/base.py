@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.objectives import Objective
 from indexcache_search.plans import Plan
-from sglang_indexcache import SparseModel
+from sglang_indexcache import ModelLayers
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Engine(Protocol):
 
     name: str
     settings: Mapping[str, str]
-    model: SparseModel
+    model: ModelLayers
     weights_sha256: str
 
     def evaluate(

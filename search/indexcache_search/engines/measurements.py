@@ -17,13 +17,13 @@ from indexcache_kernels.patching import replaced
 from indexcache_search.data.tokens import sampled_queries
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.roles import apply_roles
-from sglang_indexcache import SparseModel
+from sglang_indexcache import ModelLayers
 from sglang_indexcache.families import family_of_modules
 
 
 @torch.inference_mode()
 def topk_overlap(
-    model: nn.Module, description: SparseModel, batches: Iterable[Tensor], rows: int
+    model: nn.Module, description: ModelLayers, batches: Iterable[Tensor], rows: int
 ) -> NDArray[np.float64]:
     """Mean of |T_i & T_j| / k over layers i and j (paper, Appendix A).
 
@@ -38,7 +38,7 @@ def topk_overlap(
     """
     total, count = np.zeros((description.num_layers, description.num_layers)), 0
     for batch in batches:
-        sampled = torch.from_numpy(sampled_queries(batch.shape[1], description.first_choice, rows))
+        sampled = torch.from_numpy(sampled_queries(batch.shape[1], description.first_sparse_position, rows))
         selected: dict[int, Tensor] = {}
 
         def keep(layer: int, indices: Tensor, sampled: Tensor = sampled, batch: Tensor = batch) -> None:
@@ -55,7 +55,7 @@ def topk_overlap(
 
 
 @torch.inference_mode()
-def output_similarity(model: nn.Module, description: SparseModel, batches: Iterable[Tensor]) -> NDArray[np.float64]:
+def output_similarity(model: nn.Module, description: ModelLayers, batches: Iterable[Tensor]) -> NDArray[np.float64]:
     """Mean cosine similarity of layer i's attention output with its own and with layer j's indices.
 
     Args:
@@ -82,11 +82,11 @@ def output_similarity(model: nn.Module, description: SparseModel, batches: Itera
             output: Any,
             held: dict[int, Tensor] = indices,
         ) -> None:
-            own = output[0][:, description.first_choice :].float()
+            own = output[0][:, description.first_sparse_position :].float()
             for other in range(letter):
                 source = description.native.source_layers[other]
                 again = _run_with_indices(attention, selectors[letter], args, kwargs, held[source])
-                reused = again[:, description.first_choice :].float()
+                reused = again[:, description.first_sparse_position :].float()
                 total[letter, other] += F.cosine_similarity(own, reused, dim=-1).double().mean().item()
             total[letter, letter] += 1.0
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from indexcache_search.data.tokens import sampled_queries
 from indexcache_search.hf.cache_argument import cache_argument
 from indexcache_search.hf.pages import apply_page_roles
-from sglang_indexcache import SparseModel
+from sglang_indexcache import ModelLayers
 
 
 @torch.inference_mode()
 def page_signals(
-    model: Any, description: SparseModel, ends: Iterable[AbstractContextManager[tuple[Tensor, Any, int]]], rows: int
+    model: Any, description: ModelLayers, ends: Iterable[AbstractContextManager[tuple[Tensor, Any, int]]], rows: int
 ) -> dict[str, NDArray[np.float64]]:
     """Signals of a model that shares nothing.
 
@@ -64,7 +64,7 @@ def page_signals(
 class _Pass:
     """One sequence: what its sampled queries attended to, and in which pages."""
 
-    def __init__(self, sampled: Tensor, description: SparseModel) -> None:
+    def __init__(self, sampled: Tensor, description: ModelLayers) -> None:
         selection = description.native.selection
         assert selection is not None
         self._sampled, self._page_tokens, self._letters = sampled, selection.page_tokens, description.num_layers

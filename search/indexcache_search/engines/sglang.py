@@ -21,7 +21,7 @@ from indexcache_search.errors import SearchError
 from indexcache_search.lab.key_delta.plan import KeyPlan
 from indexcache_search.objectives import Objective
 from indexcache_search.plans import Plan
-from sglang_indexcache import Pattern, SparseModel
+from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.protocol import KEEP, KL, MISSES, OVERLAP, Measured, Range
 
 LONGEST_PAUSE = 30.0
@@ -69,7 +69,7 @@ class SglangEngine:
     def __init__(
         self,
         servers: Sequence[CalibrationServer],
-        description: SparseModel,
+        description: ModelLayers,
         batch_size: int = 1,
         patience: float = 600.0,
         notice: Callable[[str], None] = lambda line: None,
@@ -329,7 +329,7 @@ class SglangEngine:
             raise SearchError(f"{lane.url}: kept no baseline of sequence {missing[0]}")
 
     def _overlap(self, lane: CalibrationServer, data: TokenSet, rows: int) -> NDArray[np.float64]:
-        positions = sampled_queries(data.seq_len, self.model.first_choice, rows)
+        positions = sampled_queries(data.seq_len, self.model.first_sparse_position, rows)
         lane.switch(self.model.native)
         lane.sample_indices(positions.tolist())
         for row in range(data.num_sequences):

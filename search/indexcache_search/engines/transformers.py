@@ -39,7 +39,7 @@ from indexcache_search.lab.key_delta.plan import KeyPlan
 from indexcache_search.lab.key_delta.runs import KeyRuns
 from indexcache_search.objectives import Objective
 from indexcache_search.plans import Plan, order
-from sglang_indexcache import Pattern, SparseModel
+from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.families import family_of
 from sglang_indexcache.model_files import ModelFiles
 from sglang_indexcache.pattern import SHARED
@@ -69,7 +69,7 @@ class TransformersEngine:
     def __init__(
         self,
         model: Any,
-        description: SparseModel,
+        description: ModelLayers,
         batch_size: int = 1,
         prefix_cache_gb: float = 2.0,
         attention: str = "naive",
@@ -184,7 +184,7 @@ class TransformersEngine:
         """
         if pattern.selection is None:
             return 0
-        first = min(self.model.first_choice, pattern.selection.tokens)
+        first = min(self.model.first_sparse_position, pattern.selection.tokens)
         chooses = np.broadcast_to(np.arange(data.seq_len) >= first, (len(rows), data.seq_len))
         if data.prompt is not None:
             chooses = chooses & ~data.prompt[list(rows)]
@@ -192,14 +192,14 @@ class TransformersEngine:
 
     def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64]:
         """See `Engine.topk_overlap`."""
-        if self.model.native.selection is not None:
+        if self.model.dense:
             return self.page_signals(data, rows)["overlap"]
         with self._attention():
             return measurements.topk_overlap(self.torch_model, self.model, self._batches(data, 1), rows)
 
     def page_signals(self, data: TokenSet, rows: int) -> Mapping[str, NDArray[np.float64]]:
         """See `Engine.page_signals`."""
-        if self.model.native.selection is None:
+        if not self.model.dense:
             return {}
         ends = (self._end(row, data) for row in range(data.num_sequences))
         with self._attention():
@@ -210,7 +210,7 @@ class TransformersEngine:
         """What `page_signals` asks for of one sequence."""
         tokens, start = self._batches(data.taken([row]), 1)[0], self._begins(self.model.native, [row], data)
         if not start:
-            yield tokens, None, min(self.model.first_choice, data.seq_len - 1)
+            yield tokens, None, min(self.model.first_sparse_position, data.seq_len - 1)
             return
         with self._beginnings.read(f"{data.sha256} {[row]} {start}", tokens[:, :start]) as (past, _):
             yield tokens[:, start:], past, 1
@@ -244,7 +244,7 @@ class TransformersEngine:
 
     def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
         """See `Engine.output_similarity`; of dense models nobody asks for it."""
-        if self.model.native.selection is not None:
+        if self.model.dense:
             return None
         with self._attention():
             return measurements.output_similarity(self.torch_model, self.model, self._batches(data, 1))

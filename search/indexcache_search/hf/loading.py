@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.weights import SINGLE, read_weights, whole_numbers
-from sglang_indexcache import SparseModel, checkpoint
+from sglang_indexcache import ModelLayers, checkpoint
 from sglang_indexcache.errors import IndexCacheError, ModelConfigError, one_line
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
@@ -27,7 +27,7 @@ from sglang_indexcache.selection import Selection
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-def load_model(model: str, description: SparseModel, dtype: torch.dtype | str) -> tuple[Any, ModelFiles]:
+def load_model(model: str, description: ModelLayers, dtype: torch.dtype | str) -> tuple[Any, ModelFiles]:
     """The model of transformers with all of its weights from the checkpoint, and the files that it came from.
 
     What is digested is what runs: weights are read once, into memory of this process, so nothing that happens to their
@@ -133,7 +133,7 @@ def _unexplained(
     return sorted(unknown)
 
 
-def describe_model(model: str, selection: Selection | None = None) -> SparseModel:
+def describe_model(model: str, selection: Selection | None = None) -> ModelLayers:
     """Read the config.json of a folder or hub id.
 
     Args:

@@ -56,7 +56,7 @@ def apply_roles(
         RuntimeError: if roles are already applied to the model.
     """
     family = family_of_modules(model)
-    if pattern.selection is not None:
+    if pattern.dense:
         with apply_page_roles(model, pattern, prompt, observe=observe, carried=carried):
             yield
         return

@@ -167,8 +167,8 @@ def by_count(native: Pattern, steps: Sequence[Step]) -> dict[int, Pattern]:
 
 def too_many(count: int, native: Pattern) -> SearchError:
     """More layers were to share nothing than can."""
-    available, what = len(native.full_layers), "have an indexer" if native.selection is None else "are there"
-    return SearchError(f"{count} {native.letter} layers were asked for, but only {available} layers {what}")
+    available, what = len(native.full_layers), "are there" if native.dense else "have an indexer"
+    return SearchError(f"{count} {native.full_role} layers were asked for, but only {available} layers {what}")
 
 
 def find_each(problem: Problem, ranked: Callable[[Fraction], list[Pattern]]) -> Outcome:

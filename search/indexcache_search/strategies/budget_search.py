@@ -98,7 +98,7 @@ def _counts(budget: int, goal: Goal) -> list[int]:
 
 def _neighbours(pattern: Pattern, prices: Mapping[int, float], native: Pattern) -> Iterator[Pattern]:
     """Patterns of which a layer selects in another block, is shared or not, or an `F` and an `S` trade."""
-    shared = [layer for layer in pattern.shared_layers if native[layer] == native.letter]
+    shared = [layer for layer in pattern.shared_layers if native[layer] == native.full_role]
     for layer, now in pattern.queries.items():
         yield from (pattern.selecting_for(layer, number) for number in prices if number != now)
     for layer in pattern.full_layers[1:]:

@@ -60,7 +60,7 @@ class Exhaustive(DirectStrategy):
         patterns = list(every_pattern(goal.native, full_layers))
         algorithm_1 = count_evaluations(goal.native, goal.fewest) * len(goal.native)
         problem.notice(
-            f"{retention}: {len(patterns):,} patterns with {full_layers} {goal.native.letter} layers,"
+            f"{retention}: {len(patterns):,} patterns with {full_layers} {goal.native.full_role} layers,"
             f" {layers_to_run(patterns) / max(algorithm_1, 1):.0%} of the layer-tokens of Algorithm 1 where layers"
             " below the first difference are reused"
         )

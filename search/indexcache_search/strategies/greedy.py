@@ -34,7 +34,7 @@ def greedy(start: Pattern, stop: int, evaluate: EvaluateLosses, blocks: int = 1)
     pattern = start
     while len(pattern.full_layers) > stop:
         for span in spans:
-            layers = [layer for layer in span if pattern[layer] == start.letter and layer not in fixed]
+            layers = [layer for layer in span if pattern[layer] == start.full_role and layer not in fixed]
             if not layers or len(pattern.full_layers) <= stop:
                 continue
             losses = dict(zip(layers, evaluate([pattern.share(layer) for layer in layers]), strict=True))
@@ -53,7 +53,7 @@ def split_blocks(num_layers: int, blocks: int) -> list[range]:
 def fixed_layers(start: Pattern, blocks: int) -> set[int]:
     """The first `F` layer of each block."""
     firsts = (
-        next((layer for layer in span if start[layer] == start.letter), None)
+        next((layer for layer in span if start[layer] == start.full_role), None)
         for span in split_blocks(len(start), blocks)
     )
     return {layer for layer in firsts if layer is not None}
@@ -72,7 +72,8 @@ def check_reachable(start: Pattern, stop: int, blocks: int = 1) -> None:
     fixed = len(fixed_layers(start, blocks))
     if stop < fixed:
         raise SearchError(
-            f"{stop} {start.letter} layers were asked for, but --blocks {blocks} keeps {fixed}; expected fewer blocks"
+            f"{stop} {start.full_role} layers were asked for, but --blocks {blocks} keeps {fixed};"
+            " expected fewer blocks"
         )
 
 

@@ -37,7 +37,7 @@ class MeasuredStrategy(DirectStrategy):
         """
 
     def check(self, goal: Goal) -> None:
-        if self.dense and goal.native.selection is None:
+        if self.dense and not goal.native.dense:
             raise SearchError(
                 f"--strategy {self.name} is for dense models, whose layers choose pages; expected another one"
             )

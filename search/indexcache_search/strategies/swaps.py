@@ -41,7 +41,9 @@ class Flips:
     def _costs(self) -> dict[int, float]:
         """What each layer costs, flipped alone."""
         layers, before = self._native.full_layers[1:], self._pattern
-        flipped = [before.share(layer) if before[layer] == before.letter else before.unshare(layer) for layer in layers]
+        flipped = [
+            before.share(layer) if before[layer] == before.full_role else before.unshare(layer) for layer in layers
+        ]
         estimates = self._judge.scout(flipped, before, self._rows)
         return {layer: item.mean for layer, item in zip(layers, estimates, strict=True)}
 
@@ -90,7 +92,7 @@ def improve(pattern: Pattern, native: Pattern, judge: Judge, tries: int) -> Iter
 def swap_line(pattern: Pattern, swapped: Pattern, judge: Judge) -> str:
     """For people: what changed, and what that costs now."""
     (shared, full), [loss] = _traded(pattern, swapped), judge.losses([swapped])
-    kept, total, letter = len(swapped.full_layers), len(swapped), swapped.letter
+    kept, total, letter = len(swapped.full_layers), len(swapped), swapped.full_role
     return f"swap: layer {shared:>3} -> S, {full:>3} -> {letter}, {kept} of {total} {letter}, loss {loss:.4f}"
 
 

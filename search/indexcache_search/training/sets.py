@@ -17,7 +17,7 @@ from indexcache_search.errors import DataError
 from indexcache_search.hf.loading import load_tokenizer, read_config
 from indexcache_search.training.processes import Processes
 from indexcache_search.training.settings import Folders
-from sglang_indexcache import SparseModel
+from sglang_indexcache import ModelLayers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Data:
 
 def training_sets(
     model: str,
-    description: SparseModel,
+    description: ModelLayers,
     data: Data,
     identity: Mapping[str, Any],
     seed: int,
@@ -85,7 +85,7 @@ def training_sets(
     return train, held_out
 
 
-def show_data(model: str, description: SparseModel, data: Data, seed: int) -> None:
+def show_data(model: str, description: ModelLayers, data: Data, seed: int) -> None:
     """Read both sets, print what was read, and keep nothing.
 
     Raises:
@@ -95,8 +95,8 @@ def show_data(model: str, description: SparseModel, data: Data, seed: int) -> No
     dry_run.show(reader, {"evaluation": held_out, "training": train})
 
 
-def _read(model: str, description: SparseModel, data: Data, seed: int) -> tuple[TokenReader, TokenSet, TokenSet]:
-    replies = description.native.selection is not None
+def _read(model: str, description: ModelLayers, data: Data, seed: int) -> tuple[TokenReader, TokenSet, TokenSet]:
+    replies = description.dense
     vocab_size = read_config(model).vocab_size
     reader = TokenReader(lambda: load_tokenizer(model), vocab_size, data.seq_len, replies, data.rows)
     sets = build_training_sets(

@@ -25,7 +25,7 @@ from sglang_indexcache.families.deepseek_v4.schedule import (
     hash_layers,
     rotary,
 )
-from sglang_indexcache.model import SparseModel, positive
+from sglang_indexcache.model import ModelLayers, positive
 from sglang_indexcache.overrides import FLAG
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import Feature
@@ -64,18 +64,18 @@ class DeepseekV4(Family):
         }
     )
 
-    def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> SparseModel:
+    def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> ModelLayers:
         ratios = compression_ratios(config, name)
         layers = tuple(layer for layer, ratio in enumerate(ratios) if ratio == CHOOSING_RATIO)
         if not layers:
             raise ModelConfigError(f"{name}: config.json: no layer has compression ratio 4, so none has an indexer")
         index_topk = positive(config, "index_topk", name)
-        return SparseModel(
+        return ModelLayers(
             name=name,
             architecture=architecture,
             layers=layers,
             index_topk=index_topk,
-            first_choice=CHOOSING_RATIO * index_topk,
+            first_sparse_position=CHOOSING_RATIO * index_topk,
             native=Pattern.full(len(layers)),
             **identity(architecture, self._facts(config, name, architecture, ratios), config),
         )

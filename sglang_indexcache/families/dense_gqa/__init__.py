@@ -20,7 +20,7 @@ from sglang_indexcache.families.dense_gqa import attention
 from sglang_indexcache.families.dense_gqa.backends import BACKENDS
 from sglang_indexcache.families.dense_gqa.keys import KEYS, WINDOW_KEYS
 from sglang_indexcache.families.dense_gqa.windows import check_layers
-from sglang_indexcache.model import SparseModel, layer_count, positive
+from sglang_indexcache.model import ModelLayers, layer_count, positive
 from sglang_indexcache.overrides import FLAG
 from sglang_indexcache.pattern import FULL, Pattern
 from sglang_indexcache.probes import LOAD_BACKENDS, Feature, Need
@@ -63,19 +63,19 @@ class DenseGqa(Family):
         }
     )
 
-    def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> SparseModel:
+    def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> ModelLayers:
         num_layers = layer_count(config, name)
         check_layers(config, name, num_layers, architecture)
         heads = positive(config, "num_attention_heads", name)
         groups = heads if config.get("num_key_value_heads") is None else positive(config, "num_key_value_heads", name)
         if heads % groups:
             raise ModelConfigError(f"{name}: config.json: {heads} heads share {groups} key heads, expected a divisor")
-        return SparseModel(
+        return ModelLayers(
             name=name,
             architecture=architecture,
             layers=tuple(range(num_layers)),
             index_topk=DEFAULT.tokens,
-            first_choice=DEFAULT.tokens,
+            first_sparse_position=DEFAULT.tokens,
             native=Pattern.full(num_layers, selection=DEFAULT),
             **identity(architecture, self._facts(config, name, architecture), config),
         )
@@ -96,7 +96,7 @@ class DenseGqa(Family):
         lengths = {"max_position_embeddings": sizes["max_position_embeddings"]}
         return {**facts, **rope_facts(rope_parameters({**lengths, **config}, name), name)}
 
-    def selecting(self, model: SparseModel, selection: Selection | None) -> SparseModel:
+    def selecting(self, model: ModelLayers, selection: Selection | None) -> ModelLayers:
         return super().selecting(model, selection or DEFAULT)
 
     def indexer_layers(self, tensors: Iterable[str]) -> frozenset[int]:

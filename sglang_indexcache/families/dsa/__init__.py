@@ -18,7 +18,7 @@ from sglang_indexcache.families.dsa.rule import RULE_FEATURE, effective_pattern
 from sglang_indexcache.families.dsa.schedule import check_layer_types, expert_layers
 from sglang_indexcache.families.dsa.spellings import PATTERN_KEY, Rule, read_spelling
 from sglang_indexcache.indexers import IndexerSetting
-from sglang_indexcache.model import SparseModel, layer_count, positive
+from sglang_indexcache.model import ModelLayers, layer_count, positive
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import Feature, SglangSource
 from sglang_indexcache.rope import rope_parameters
@@ -56,19 +56,19 @@ class Dsa(Family):
         }
     )
 
-    def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> SparseModel:
+    def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> ModelLayers:
         num_layers = layer_count(config, name)
         try:
             native = self.native(config, num_layers)
         except SpellingError as error:
             raise ModelConfigError(f"{name}: config.json: {error}") from None
         index_topk = positive(config, "index_topk", name)
-        return SparseModel(
+        return ModelLayers(
             name=name,
             architecture=architecture,
             layers=tuple(range(num_layers)),
             index_topk=index_topk,
-            first_choice=index_topk,
+            first_sparse_position=index_topk,
             native=native,
             **identity(architecture, self._facts(config, name, architecture, native), config),
         )

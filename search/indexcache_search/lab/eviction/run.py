@@ -43,7 +43,7 @@ from indexcache_search.training.processes import Processes, joined
 from indexcache_search.training.sets import Data, training_sets
 from indexcache_search.training.settings import Folders
 from indexcache_search.training.work import Work, check_folders, work_folder
-from sglang_indexcache import Pattern, PatternFile, SparseModel, __version__
+from sglang_indexcache import ModelLayers, Pattern, PatternFile, __version__
 from sglang_indexcache.families import describe
 from sglang_indexcache.model_files import ModelFiles, tokenizer_files, weight_files
 from sglang_indexcache.naming import naming
@@ -77,7 +77,7 @@ def run(
 
 def _run(
     model: str,
-    description: SparseModel,
+    description: ModelLayers,
     data: Data,
     settings: EvictionSettings,
     runtime: Runtime,
@@ -142,7 +142,7 @@ def _others(pattern: Pattern, native: Pattern) -> dict[str, Pattern]:
 
 def _load(
     model: str,
-    description: SparseModel,
+    description: ModelLayers,
     settings: EvictionSettings,
     runtime: Runtime,
     processes: Processes,
@@ -182,7 +182,7 @@ def _export(model: Any, source: str, settings: EvictionSettings, folder: Path) -
 def _results(
     records: list[dict[str, Any]],
     held_out: TokenSet,
-    description: SparseModel,
+    description: ModelLayers,
     settings: EvictionSettings,
     work: Work,
 ) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from indexcache_search.owned.outputs import Outputs, outputs
 from indexcache_search.plans import Plan
 from indexcache_search.progress import bar
 from indexcache_search.results import ComparisonResult, Row
-from sglang_indexcache import SparseModel
+from sglang_indexcache import ModelLayers
 from sglang_indexcache.selection import Selection
 from sglang_indexcache.spec import PatternSpec, split_name
 
@@ -58,7 +58,7 @@ class Asked:
     near: Mapping[str, Any]
     text: str
 
-    def plan(self, model: SparseModel) -> KeyPlan:
+    def plan(self, model: ModelLayers) -> KeyPlan:
         """For `model`.
 
         Raises:
@@ -171,7 +171,7 @@ def _run(
     return comparison
 
 
-def dense_model(model: str, seq_len: int) -> SparseModel:
+def dense_model(model: str, seq_len: int) -> ModelLayers:
     """What config.json says of a dense model; texts count behind the first quarter of a sequence.
 
     Raises:
@@ -179,13 +179,13 @@ def dense_model(model: str, seq_len: int) -> SparseModel:
         ModelConfigError: if it is of no known family.
     """
     description = describe_model(model)
-    if description.native.selection is None:
+    if not description.dense:
         raise SearchError(f"{model} has indexers that choose; key_delta is for dense models")
-    return replace(description, first_choice=seq_len // 4)
+    return replace(description, first_sparse_position=seq_len // 4)
 
 
 def load_engine(
-    model: str, description: SparseModel, device: str, dtype: str, batch_size: int, prefix_cache_gb: float
+    model: str, description: ModelLayers, device: str, dtype: str, batch_size: int, prefix_cache_gb: float
 ) -> TransformersEngine:
     """The reference engine, for what `dense_model` says."""
     selection = description.native.selection
@@ -214,7 +214,7 @@ def compare(
     comparison = result.collect(
         compared,
         built,
-        engine.model.first_choice,
+        engine.model.first_sparse_position,
         model=engine.model.name,
         engine=engine_words(engine),
         seq_len=data.seq_len,

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.errors import SearchError
 from indexcache_search.lab.key_delta.plan import KeyPlan
-from sglang_indexcache import SparseModel
+from sglang_indexcache import ModelLayers
 from sglang_indexcache.errors import PatternFileError
 from sglang_indexcache.fields import Finite
 from sglang_indexcache.files import read_json_object
@@ -63,7 +63,7 @@ class KeyFile(BaseModel):
             recent=self.recent,
         )
 
-    def for_model(self, model: SparseModel) -> KeyPlan:
+    def for_model(self, model: ModelLayers) -> KeyPlan:
         """The plan, if it was made for this model.
 
         Raises:

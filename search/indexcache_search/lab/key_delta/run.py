@@ -34,7 +34,7 @@ from indexcache_search.progress import bar, warn
 from indexcache_search.results import ComparisonResult
 from indexcache_search.run import Data, Files, Runtime
 from indexcache_search.terminal import command
-from sglang_indexcache import SparseModel
+from sglang_indexcache import ModelLayers
 from sglang_indexcache.command_line import doing
 from sglang_indexcache.pattern_file import ModelSection
 
@@ -161,7 +161,7 @@ def show_data(model: str, data: Data, runtime: Runtime, seed: int) -> None:
 
 def _load_data(
     model: str, data: Data, runtime: Runtime, seed: int
-) -> tuple[SparseModel, TokenReader, TokenSet, TokenSet]:
+) -> tuple[ModelLayers, TokenReader, TokenSet, TokenSet]:
     set_quiet()
     if runtime.engine != "transformers":
         raise SearchError("--method key_delta runs on transformers alone, expected no --engine")

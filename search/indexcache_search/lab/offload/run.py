@@ -39,7 +39,7 @@ from indexcache_search.names import file_names, unique_names
 from indexcache_search.owned.outputs import Outputs, outputs
 from indexcache_search.progress import warn
 from indexcache_search.selection_flags import suffix
-from sglang_indexcache import Pattern, PatternFile, SparseModel
+from sglang_indexcache import ModelLayers, Pattern, PatternFile
 from sglang_indexcache.address import Address
 from sglang_indexcache.families import family_of
 from sglang_indexcache.pattern import DENSE, FULL
@@ -60,7 +60,7 @@ class Asked:
         selections: of dense models, what each pattern selects, in the place of what its file says.
         sources: text.
         rows: how their rows are understood.
-        seq_len: tokens a sequence; `None` means 4 x `first_choice`.
+        seq_len: tokens a sequence; `None` means 4 x `first_sparse_position`.
         sequences: how many.
         steps: last tokens of each that count as decoded.
         buffers: sizes, in units of what a query selects.
@@ -122,29 +122,29 @@ def _run(
     family = family_of(description.architecture).name
     if family not in FAMILIES:
         raise SearchError(f"{model} is of the family {family}; expected one of {', '.join(FAMILIES)}")
-    if asked.endpoints and description.native.selection is not None:
+    if asked.endpoints and description.dense:
         raise SearchError(f"--endpoint does not run {description.architecture}; expected a DSA model")
     named = [("baseline", description.native), *_named(specs, asked.selections, description)]
     smallest = min((pattern.selection.tokens for _, pattern in named if pattern.selection), default=None)
-    first_choice = min(description.first_choice, smallest or description.first_choice)
-    seq_len = asked.seq_len or 4 * first_choice
+    first_sparse_position = min(description.first_sparse_position, smallest or description.first_sparse_position)
+    seq_len = asked.seq_len or 4 * first_sparse_position
     check_seq_len(seq_len, config)
-    if asked.steps > seq_len - first_choice:
+    if asked.steps > seq_len - first_sparse_position:
         raise SearchError(
-            f"--decode-steps is {asked.steps}, expected at most {seq_len - first_choice}: up to {first_choice} tokens a"
-            " query selects all"
+            f"--decode-steps is {asked.steps}, expected at most {seq_len - first_sparse_position}: up to"
+            f" {first_sparse_position} tokens a query selects all"
         )
     reader = TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len, options=asked.rows)
     data, _ = held_out_set(
         reader,
-        replace(description, first_choice=first_choice),
+        replace(description, first_sparse_position=first_sparse_position),
         asked.sources,
         seq_len=seq_len,
         count=asked.sequences,
     )
     for note in reader.notes:
         warn(console, note)
-    data = _decoded(data, asked.steps, description.native.selection is not None)
+    data = _decoded(data, asked.steps, description.dense)
     engine = _engine(model, description, asked, runtime, fewest, console)
     bandwidth, known_from = _bandwidth(
         served, engine, _bytes(config, asked.kv_dtype, description.native.selection).piece
@@ -194,7 +194,7 @@ _Engine = TransformersEngine | SglangEngine
 
 
 def _engine(
-    model: str, description: SparseModel, asked: Asked, runtime: Runtime, fewest: Selection | None, console: Console
+    model: str, description: ModelLayers, asked: Asked, runtime: Runtime, fewest: Selection | None, console: Console
 ) -> _Engine:
     """What runs the model: this process, or servers that do already."""
     if not asked.endpoints:
@@ -205,7 +205,7 @@ def _engine(
     return SglangEngine(servers, description, notice=partial(warn, console))
 
 
-def _file(pattern: Pattern, choice: Choice, model: SparseModel, engine: _Engine) -> PatternFile:
+def _file(pattern: Pattern, choice: Choice, model: ModelLayers, engine: _Engine) -> PatternFile:
     """The pattern file of what was chosen; of dense models with the size of its buffer."""
     selection = pattern.selection
     if selection is not None:
@@ -222,7 +222,7 @@ def _file(pattern: Pattern, choice: Choice, model: SparseModel, engine: _Engine)
 
 
 def _named(
-    specs: Sequence[tuple[str | None, PatternSpec]], selections: Sequence[Selection], model: SparseModel
+    specs: Sequence[tuple[str | None, PatternSpec]], selections: Sequence[Selection], model: ModelLayers
 ) -> list[tuple[str, Pattern]]:
     """The patterns that were asked for, each with all selections.
 
@@ -343,6 +343,6 @@ class _Work:
     def _a_step(self, pattern: Pattern, counts: NDArray[np.int64]) -> Estimate:
         """Mean over sources and steps of `[sequences]` counts; a page's first step brings nothing."""
         rows, none = tuple(range(len(counts))), (0,) * len(counts)
-        steps = self._asked.steps - (pattern.selection is not None)
+        steps = self._asked.steps - pattern.dense
         sums = Evaluation(pattern, rows, tuple(map(float, counts)), none, (steps,) * len(counts), none, 0.0)
         return estimates.loss(sums, self._data)
