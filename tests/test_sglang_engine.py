@@ -436,7 +436,7 @@ def test_the_port_of_a_new_server_is_free(monkeypatch: pytest.MonkeyPatch) -> No
     assert 10000 <= free < 30000
 
 
-@pytest.mark.parametrize("code", [0, 500, 502])
+@pytest.mark.parametrize("code", [502, *(pytest.param(item, marks=pytest.mark.slow) for item in (0, 500))])
 def test_a_server_whose_status_answers_and_whose_work_fails_is_given_up(stubs: list[Stub], code: int) -> None:
     """Its patience counts from the first loss, in pauses that grow."""
     stubs[0].fail = lambda path: (code, {}) if path == "/generate" else None
