@@ -291,7 +291,7 @@ def test_a_thousand_damaged_files_are_refused_or_mean_something_valid() -> None:
 
 def test_the_exported_schema_is_current() -> None:
     path = Path(__file__).parent.parent / "sglang_indexcache" / "pattern_file.schema.json"
-    assert json.loads(path.read_text()) == PatternFile.json_schema(), "run scripts/export_schema.py"
+    assert json.loads(path.read_text()) == PatternFile.json_schema(), "run scripts/tools/export_schema.py"
 
 
 def test_check_model_names_the_difference() -> None:

@@ -24,7 +24,7 @@ from indexcache_search.strategies.exhaustive import count_patterns, every_patter
 from indexcache_search.strategies.greedy import greedy
 from indexcache_search.strategies.lazy import Lazy, LazyFlips
 from indexcache_search.strategies.swaps import improve, last_check, swap_line
-from scripts.simulated import SimulatedEngine, Structure
+from scripts.bench.search.simulated import SimulatedEngine, Structure
 from sglang_indexcache import Pattern
 from tests.conftest import made_up
 

@@ -1,0 +1,312 @@
+"""Tokens a second with the cache in host memory, beside full attention with all memory of a CUDA device.
+
+    python -m scripts.bench.lab.offload --shape minicpm4-8b --context 65536 --batches 128,256 --misses 0,5,10,20
+    python -m scripts.bench.lab.offload --copies
+
+Weights, keys and values are random. Full attention: as many requests as the device holds, by flashinfer. Offloaded:
+`OffloadedDecoder`, all layers F, or one in four (`--shared`). What a layer wants is made up, so that a given share of
+it is missing in every step; layers score and rank all the same. Host memory of requests overlaps, in `--host-gb`, so
+that batches fit that the machine's memory does not hold; every copy reads it where it would be. Both sides are one CUDA
+graph, and decode their own tokens; all runs are in one process.
+
+--copies measures `copy_blocks` alone, by the size of a block and how many are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from indexcache_kernels import BlockBuffer, copy_blocks, swap_blocks
+from indexcache_search.hf.attending import attending
+from indexcache_search.lab.offload.bandwidth import copy_bandwidth
+from indexcache_search.lab.offload.decoder import OffloadedDecoder, PassedOn
+from scripts.bench.kernels.page_selection import milliseconds
+from scripts.bench.serving.delta import SHAPES, config_of
+from sglang_indexcache import Pattern
+from sglang_indexcache.selection import Selection
+
+PAGE = 16  # of full attention's cache
+SPARE = 8 << 30  # bytes of the device that caches don't take
+WARM = 4
+
+
+def new_model(shape: str, context: int, device: str) -> Any:
+    """A model of random weights."""
+    config = AutoConfig.for_model(**config_of(shape, context))
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def lengths_of(requests: int, context: int) -> list[int]:
+    """Around `context`, all different."""
+    spread = context // 16
+    return [context - spread // 2 + spread * number // requests for number in range(requests)]
+
+
+def trace(rows: int, count: int, blocks: int, missing: float, steps: int, device: str) -> Tensor:
+    """`[steps, rows, count]`, int32: what is wanted; `missing` of it is new in the mean, in the place of the oldest."""
+    generator = torch.Generator(device).manual_seed(0)
+    phase, order = (torch.rand(rows, size, device=device, generator=generator) for size in (1, blocks))
+    queue, number = order.argsort(1), torch.arange(count, device=device)  # [rows, blocks]
+    found = []
+    for step in range(steps):
+        oldest = (step * missing * count + phase).long()  # [rows, 1], in the queue
+        place = oldest + (number - oldest) % count
+        found.append(queue.gather(1, place % blocks).sort(1).values.int())
+    return torch.stack(found)
+
+
+class Replaying(OffloadedDecoder):
+    """Wants what a trace says, over random keys and values."""
+
+    def __init__(self, model: Any, pattern: Pattern, requests: int, room: int, host_bytes: int) -> None:
+        self._host_bytes = host_bytes // len(pattern)
+        super().__init__(model, pattern, requests, room, graph=model.device.type == "cuda")
+        self._at = torch.zeros(1, dtype=torch.long, device=model.device)
+        self._trace = torch.empty(0, dtype=torch.int32, device=model.device)  # [steps, layers that choose, B, K]
+
+    def _check_memory(self) -> None:
+        """Memory overlaps."""
+
+    def _in_host_memory(self) -> Tensor:
+        tokens = self._selection.page_tokens
+        row, rows = self._blocks * tokens * self._dim, 2 * self._requests * self._groups
+        held = min(rows * row, max(2 * row, self._host_bytes // 2))
+        apart = (held - row) // (rows - 1) // 64 * 64
+        memory = torch.empty(held, dtype=torch.bfloat16, pin_memory=self._model.device.type == "cuda")
+        shape = (2, self._requests, self._groups, self._blocks, tokens, self._dim)
+        block = tokens * self._dim
+        return memory.as_strided(shape, (rows // 2 * apart, self._groups * apart, apart, block, self._dim, 1))
+
+    def begin(self, lengths: list[int], missing: float, steps: int) -> None:
+        """Requests of these lengths, and what they want in the next steps."""
+        for layer in self._layers:
+            layer.device.normal_()
+        choosers, count = self._choosers.values(), self._selection.pages - 1
+        blocks = min(lengths) // self._selection.page_tokens - 1
+        rows = len(choosers) * self._requests
+        made = trace(rows, count, blocks, missing, steps, str(self._model.device))
+        made = made.view(steps, len(choosers), self._requests, count)
+        if self._trace.shape != made.shape:
+            self._trace = made
+        self._trace.copy_(made)  # a graph reads it where it is
+        self._at.zero_()
+        for number, chooser in enumerate(choosers):
+            chooser.compressed.normal_()
+            chooser.last.normal_()
+            empty = BlockBuffer.empty(self._requests, self._slots, self._model.device)
+            chooser.buffer.blocks.copy_(empty.blocks)
+            chooser.buffer.order.copy_(empty.order)
+            swap_blocks(made[0, number], torch.full_like(made[0, number, :, 0], -1), chooser.buffer)
+        self.lengths = list(lengths)
+        self._positions.copy_(torch.tensor(lengths))
+
+    def _forward(self) -> None:
+        super()._forward()
+        self._at += 1
+
+    def _wanted(self, number: int, query: Tensor, scale: float) -> Tensor:
+        super()._wanted(number, query, scale)
+        return self._trace[:, self._choosers[number].number].index_select(0, self._at)[0]
+
+
+_running: list[Resident] = []
+
+
+class Resident:
+    """Full attention by flashinfer over a cache on the device; what is decoded takes the place of the newest token."""
+
+    def __init__(self, model: Any, lengths: list[int]) -> None:
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+        config, device = model.config, model.device
+        self._model, groups, dim = model, config.num_key_value_heads, config.head_dim
+        pages = torch.tensor([-(-length // PAGE) for length in lengths], dtype=torch.int32)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int32), pages.cumsum(0).int()])
+        shape = (2, int(starts[-1]), PAGE, groups, dim)
+        self._cache = [torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(config.num_hidden_layers)]
+        for layer in self._cache:
+            layer.normal_()
+        indices = torch.randperm(int(starts[-1]), device=device).int()
+        last = torch.tensor([(length - 1) % PAGE + 1 for length in lengths], dtype=torch.int32)
+        self._newest = indices[(starts[1:] - 1).long().to(device)].long(), (last - 1).long().to(device)
+        self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            torch.empty(512 << 20, dtype=torch.uint8, device=device), "NHD", use_tensor_cores=True
+        )
+        self._wrapper.plan(
+            starts.to(device),
+            indices,
+            last.to(device),
+            config.num_attention_heads,
+            groups,
+            dim,
+            PAGE,
+            q_data_type=torch.bfloat16,
+            kv_data_type=torch.bfloat16,
+        )
+        self._tokens = torch.zeros(len(lengths), dtype=torch.long, device=device)
+        self._positions = torch.tensor(lengths, device=device) - 1
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> Tensor:
+        self._tokens.copy_(tokens)
+        if self._graph is None:
+            self._forward()
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._forward()
+        self._graph.replay()
+        return self._logits.clone()
+
+    def _forward(self) -> None:
+        with attending(self._model, "indexcache_resident", _attention, lambda *_, **__: None, _running, self):
+            self._logits: Tensor = self._model(
+                self._tokens[:, None],
+                position_ids=self._positions[:, None],
+                past_key_values=PassedOn(len(self._cache)),
+                use_cache=True,
+            ).logits[:, -1]
+
+    def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        cache = self._cache[number]
+        cache[:, self._newest[0], self._newest[1]] = torch.stack([key, value])
+        out: Tensor = self._wrapper.run(query, (cache[0], cache[1]))
+        return out
+
+
+def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    [resident] = _running
+    layer: Any = module.layer_idx
+    return resident.attend(layer, query[:, :, 0].contiguous(), key[:, :, 0], value[:, :, 0])[:, None], None
+
+
+def tokens_a_second(step: Callable[[Tensor], Tensor], requests: int, steps: int, device: torch.device) -> float:
+    """Of greedy replies."""
+    tokens = torch.zeros(requests, dtype=torch.long, device=device)
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        tokens = step(tokens).argmax(-1)
+    synchronize()
+    return requests * steps / (time.perf_counter() - began)
+
+
+def full_attention(model: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """With as many requests as the device holds."""
+    config = model.config
+    each = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # bytes a token
+    torch.cuda.empty_cache()
+    requests = int((torch.cuda.mem_get_info()[0] - SPARE) // (each * options.context))
+    resident = Resident(model, lengths_of(requests, options.context))
+    tokens_a_second(resident.step, requests, WARM, model.device)
+    speeds = [tokens_a_second(resident.step, requests, options.steps, model.device) for _ in range(2)]
+    return {"plan": "full attention", "requests": requests, "tokens_s": speeds}
+
+
+def offloaded(model: Any, options: argparse.Namespace, name: str, requests: int) -> Iterator[dict[str, Any]]:
+    """One plan and batch, at every rate of misses."""
+    layers, device = model.config.num_hidden_layers, model.device
+    pages = options.pages
+    selection = Selection(
+        page_tokens=64,
+        pages=pages,
+        recent_pages=8,
+        sink_pages=1,
+        score="compressed_keys",
+        buffer_pages=int(options.buffer * pages),
+    )
+    roles = "F" * layers if name == "F" else "".join("S" if layer % 4 else "F" for layer in range(layers))
+    room = max(lengths_of(requests, options.context)) + 2 * options.steps + 2 * WARM + 64
+    decoder = Replaying(model, Pattern(roles, selection), requests, room, int(options.host_gb * 2**30))
+    wanted = (pages - 1) * requests * roles.count("F")
+    for missing in (float(item) / 100 for item in options.misses.split(",")):
+        decoder.begin(lengths_of(requests, options.context), missing, 2 * options.steps + WARM + 1)
+        tokens_a_second(decoder.step, requests, WARM, device)
+        before = sum(decoder.misses.values())
+        speeds = [tokens_a_second(decoder.step, requests, options.steps, device) for _ in range(2)]
+        brought = (sum(decoder.misses.values()) - before) / (2 * options.steps)  # a step, in layers that choose
+        share, block = brought / wanted, 4 * 64 * model.config.num_key_value_heads * model.config.head_dim
+        moved = brought * block * layers / roles.count("F")
+        yield {
+            "plan": roles,
+            "requests": requests,
+            "missing": share,
+            "bytes_step": moved,
+            "gb_s": moved * speeds[-1] / requests / 1e9,
+            "tokens_s": speeds,
+            "device_gb": torch.cuda.memory_allocated() / 1e9 if device.type == "cuda" else None,
+        }
+
+
+@torch.inference_mode()
+def copies() -> Iterator[dict[str, Any]]:
+    """GB/s of `copy_blocks`, beside those of one large copy."""
+    rows, slots, blocks = 128, 96, 256
+    yield {"one copy of 256 MiB, GB/s": copy_bandwidth(torch.device("cuda"))}
+    for kilobytes in (4, 16, 64):
+        host = torch.empty(rows, blocks, kilobytes << 10, dtype=torch.uint8, pin_memory=True)
+        device = torch.empty(rows, slots, kilobytes << 10, dtype=torch.uint8, device="cuda")
+        for missing in (1, 4, 16, 63):
+            wanted = torch.rand(rows, blocks, device="cuda").argsort(1)[:, :63].int()
+            places = torch.arange(63, dtype=torch.int32, device="cuda").repeat(rows, 1)
+            loads = torch.rand(rows, 63, device="cuda").argsort(1) < missing
+            time_ms = milliseconds(partial(copy_blocks, host, device, wanted, places, loads))
+            speed = rows * missing * (kilobytes << 10) / time_ms / 1e6
+            yield {"block_kb": kilobytes, "missing": missing, "rows": rows, "ms": time_ms, "gb_s": speed}
+
+
+def runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All that was asked for."""
+    if options.copies:
+        yield from copies()
+        return
+    model = new_model(options.shape, 2 * options.context, options.device)
+    full = None
+    if options.device == "cuda":
+        yield {"device": torch.cuda.get_device_name(), "bandwidth_gb_s": copy_bandwidth(model.device)}
+        full = full_attention(model, options)
+        yield full
+    for name in ("F", "FSSS") if options.shared else ("F",):
+        for requests in map(int, options.batches.split(",")):
+            for found in offloaded(model, options, name, requests):
+                if full is not None:
+                    found["ratio"] = min(found["tokens_s"]) / max(full["tokens_s"])
+                yield found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="minicpm4-8b", choices=SHAPES)
+    parser.add_argument("--context", type=int, default=65536, help="tokens of a request, in the mean")
+    parser.add_argument("--batches", default="128,256", help="requests that are offloaded together")
+    parser.add_argument("--misses", default="0,5,10,20", help="percent of the wanted blocks")
+    parser.add_argument("--pages", type=int, default=64, help="of 64 tokens, that a step selects")
+    parser.add_argument("--buffer", type=float, default=1.5, help="blocks on the device, in selections")
+    parser.add_argument("--shared", action="store_true", help="also a plan in which one layer in four chooses")
+    parser.add_argument("--steps", type=int, default=256, help="timed, twice")
+    parser.add_argument("--host-gb", type=float, default=32)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--copies", action="store_true")
+    parser.add_argument("--output", type=Path, default=Path("bench_offload.json"))
+    options = parser.parse_args()
+    results = []
+    for result in runs(options):
+        print(json.dumps(result), flush=True)
+        results.append(result)
+        options.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""What does each strategy cost, and how good is what it finds? One table for a model.
+
+    python -m scripts.bench.search.strategies                        # the demo model, 3 calibration seeds
+    python -m scripts.bench.search.strategies --model build/models/deep24 --device cuda --batch-size 8
+    python -m scripts.bench.search.strategies --model sim:78         # a simulated model of 78 layers for each seed
+
+Many seeds run side by side, also where the data libraries are missing:
+
+    python -m scripts.bench.search.strategies --seeds 0,1,2,3 --write-sets build/sets
+    python -m scripts.bench.search.strategies --sets build/sets --seeds 0,1 --output a.json &
+    python -m scripts.bench.search.strategies --sets build/sets --seeds 2,3 --output b.json & wait
+    python -m scripts.bench.search.strategies --sets build/sets --merge a.json b.json
+
+Every strategy runs by itself, with a journal and a prefix cache of its own. Cost: patterns evaluated, and layer-tokens
+(layers that really ran x tokens) relative to the paper's Algorithm 1, which runs every layer of every evaluation.
+Quality: increase of the held-out loss over the own pattern of the checkpoint, mean over seeds; errors are over held-out
+sequences, which are the same for all seeds. With --against the difference to that strategy follows. A second table has
+errors over seeds, and the worst seed. Simulated models differ more than sequences do, so a third one has the relative
+differences with errors over models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexcache_search import demo, estimates
+from indexcache_search.data.packing import build_token_sets
+from indexcache_search.data.reader import TokenReader
+from indexcache_search.data.stored import load_set, save_set
+from indexcache_search.data.tokens import TokenSet
+from indexcache_search.engines.base import Engine, Evaluation
+from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.evaluator import Cost, Evaluator
+from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
+from indexcache_search.identity import identity, today
+from indexcache_search.journal import Journal
+from indexcache_search.matrices import Matrices
+from indexcache_search.search import Search
+from indexcache_search.settings import Settings
+from scripts.bench.search.simulated import SimulatedEngine, Structure
+from sglang_indexcache import Pattern
+from sglang_indexcache.pattern import parse_retention
+
+EVERYTHING = (Fraction(1, 2), Fraction(1, 4), Fraction(1, 8))
+PLAIN = Settings(retain=EVERYTHING, strategy="greedy", race=False)
+VARIANTS = {
+    "greedy (Algorithm 1)": PLAIN,
+    "lazy, no racing": replace(PLAIN, strategy="lazy"),
+    "lazy": replace(PLAIN, strategy="lazy", race=True),
+    "lazy, 2 candidates": replace(PLAIN, strategy="lazy", race=True, flips=2),
+    "lazy, 3 candidates": replace(PLAIN, strategy="lazy", race=True, flips=3),
+    "lazy + swaps": replace(PLAIN, strategy="lazy", race=True, swaps=16),
+    "lazy, blocks of queries": replace(PLAIN, strategy="lazy", race=True, queries=(4, 16)),
+    "greedy + swaps": replace(PLAIN, swaps=32),
+    "exhaustive": replace(PLAIN, strategy="exhaustive"),
+}
+DEFAULT = ("greedy (Algorithm 1)", "lazy", "lazy + swaps")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One seed's data, and a way to get an engine that remembers nothing."""
+
+    new_engine: Callable[[], Engine]
+    calibration: TokenSet
+    held_out: TokenSet
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one strategy found with one seed: held-out evaluations by retention, of the baseline under 1."""
+
+    cost: Cost
+    share: float
+    seconds: float
+    patterns: Mapping[Fraction, Pattern]
+    held_out: Mapping[Fraction, Evaluation]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "cost": asdict(self.cost),
+            "share_of_algorithm_1": self.share,
+            "seconds": round(self.seconds, 1),
+            "patterns": {str(kept): pattern.letters for kept, pattern in self.patterns.items()},
+            "held_out": {str(kept): item.losses for kept, item in self.held_out.items()},
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any], data: TokenSet) -> Run:
+        """What `as_json` wrote; what was not written is 0 or empty."""
+        patterns = {Fraction(kept): Pattern.parse(letters) for kept, letters in content["patterns"].items()}
+        sequences, tokens = range(data.num_sequences), tuple(data.scored.sum(1).tolist())
+        nothing = (0,) * data.num_sequences
+        held_out = {
+            Fraction(kept): Evaluation(Pattern("F"), tuple(sequences), tuple(losses), nothing, tokens, nothing, 0.0)
+            for kept, losses in content["held_out"].items()
+        }
+        share, seconds = content["share_of_algorithm_1"], content["seconds"]
+        return cls(Cost(**content["cost"]), share, seconds, patterns, held_out)
+
+
+def run(case: Case, settings: Settings) -> Run:
+    """Search with a journal of its own."""
+    engine, began = case.new_engine(), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        names = identity(engine, case.calibration, case.held_out, settings.objective)
+        with Journal(Path(folder), names, today()) as journal:
+            calibration = Evaluator(engine, case.calibration, settings.objective, journal, "calibration")
+            matrices = Matrices(engine, case.calibration, journal)
+            search = Search(engine, calibration, settings, matrices.measured)
+            found = search.find()
+            seconds = time.monotonic() - began
+            patterns = {Fraction(1): engine.model.native, **found.patterns}
+            judges = Evaluator(engine, case.held_out, "nll", journal, "held-out")
+            held_out = dict(zip(patterns, judges.evaluations(list(patterns.values())), strict=True))
+    return Run(found.cost, found.cost.layer_tokens / search.algorithm_1(), seconds, found.patterns, held_out)
+
+
+def token_sets(options: argparse.Namespace) -> Iterator[tuple[int, TokenSet, TokenSet]]:
+    """Each seed's calibration and held-out set, of the demo's data; read from a folder where one is given."""
+    for seed, *sets in _token_sets(options):
+        calibration, held_out = (
+            sets if options.reply is None else [item.ending_in_replies(options.reply) for item in sets]
+        )
+        yield seed, calibration, held_out
+
+
+def _token_sets(options: argparse.Namespace) -> Iterator[tuple[int, TokenSet, TokenSet]]:
+    if options.sets is not None:
+        for seed in map(int, options.seeds.split(",")):
+            calibration, held_out = (load_set(options.sets / name) for name in (f"calibration-{seed}", "held-out"))
+            if calibration is None or held_out is None:
+                raise SystemExit(f"{options.sets}: has no sets of seed {seed}; expected --write-sets before")
+            yield seed, calibration, held_out
+        return
+    folder, sources = options.data, (demo.CALIBRATION, demo.EVALUATION)
+    if folder is not None:
+        sources = tuple(
+            tuple(str(folder / f"{name.removeprefix('demo:')}.jsonl") for name in names) for names in sources
+        )
+    reader = TokenReader(lambda: load_tokenizer(options.model), read_config(options.model).vocab_size, options.seq_len)
+    for seed in map(int, options.seeds.split(",")):
+        yield (
+            seed,
+            *build_token_sets(
+                reader,
+                describe_model(options.model),
+                *sources,
+                seq_len=options.seq_len,
+                num_calibration=options.sequences,
+                num_evaluation=options.eval_sequences,
+                seed=seed,
+            ),
+        )
+
+
+def write_sets(options: argparse.Namespace) -> None:
+    """Write the sets of all seeds; the held-out one is the same for all."""
+    for seed, calibration, held_out in _token_sets(options):
+        for name, data in ((f"calibration-{seed}", calibration), ("held-out", held_out)):
+            save_set(data, options.write_sets / name)
+
+
+def transformers_cases(options: argparse.Namespace) -> Iterator[Case]:
+    """The demo's calibration and held-out data for a real model."""
+    set_quiet()
+    loaded = TransformersEngine.load(options.model, options.device)
+    for _, calibration, held_out in token_sets(options):
+        yield Case(
+            lambda: TransformersEngine(loaded.torch_model, loaded.model, options.batch_size, options.prefix_cache_gb),
+            calibration,
+            held_out,
+        )
+
+
+def simulated_cases(options: argparse.Namespace) -> Iterator[Case]:
+    """Another simulated model for each seed."""
+    layers = int(options.model.removeprefix("sim:"))
+    for seed in map(int, options.seeds.split(",")):
+        engine = SimulatedEngine(layers, seed, Structure())
+        calibration, held_out = engine.tokens(options.sequences, seed=1), engine.tokens(options.eval_sequences, seed=2)
+        yield Case(partial(SimulatedEngine, layers, seed, Structure()), calibration, held_out)
+
+
+def merged(files: Sequence[Path], data: TokenSet) -> dict[str, list[Run]]:
+    """What several runs found, by strategy in the order of seeds."""
+    found: dict[str, dict[int, Run]] = {}
+    for content in (json.loads(path.read_text()) for path in files):
+        seeds = [int(seed) for seed in content["options"]["seeds"].split(",")]
+        for name, items in content["runs"].items():
+            found.setdefault(name, {}).update(
+                {seed: Run.from_json(item, data) for seed, item in zip(seeds, items, strict=False)}
+            )
+    common = set.intersection(*(set(runs) for runs in found.values()))
+    return {name: [runs[seed] for seed in sorted(common)] for name, runs in found.items()}
+
+
+def mean_over_seeds(runs: Sequence[Run], kept: Fraction) -> Evaluation:
+    """Held-out losses of each sequence, mean over seeds."""
+    losses = np.mean([item.held_out[kept].losses for item in runs], axis=0)
+    return replace(runs[0].held_out[kept], losses=tuple(losses.tolist()))
+
+
+def rows(
+    runs: Mapping[str, Sequence[Run]], retain: Sequence[Fraction], data: TokenSet, against: str
+) -> list[list[str]]:
+    """The table's cells."""
+    table = []
+    for name, items in runs.items():
+        cells = [
+            name,
+            f"{np.mean([item.cost.evaluations for item in items]):.0f}",
+            f"{np.mean([item.share for item in items]):.1%}",
+            f"{np.mean([item.seconds for item in items]):.0f}",
+        ]
+        for kept in retain:
+            mean = mean_over_seeds(items, kept)
+            increase = estimates.increase(mean, mean_over_seeds(items, Fraction(1)), data)
+            cells.append(f"{increase.mean:+.4f} ±{increase.stderr:.4f}")
+            if name != against and against in runs:
+                difference = estimates.increase(mean, mean_over_seeds(runs[against], kept), data)
+                cells[-1] += f" ({difference.mean:+.4f} ±{difference.stderr:.4f})"
+        table.append(cells)
+    return table
+
+
+def rows_over_models(runs: Mapping[str, Sequence[Run]], retain: Sequence[Fraction], against: str) -> list[list[str]]:
+    """Relative differences of the increases to those of `against`, with standard errors over models."""
+    table = []
+    for name, items in runs.items():
+        cells = [name]
+        for kept in retain:
+            losses = [
+                [sum(item.held_out[at].losses) for item in runs[which]] for which in (name, against) for at in (kept, 1)
+            ]
+            found, baseline, other, _ = map(np.asarray, losses)
+            relative = (found - other) / (other - baseline)
+            cells.append(f"{relative.mean():+.1%} ±{relative.std(ddof=1) / np.sqrt(len(items)):.1%}")
+        table.append(cells)
+    return table
+
+
+def rows_over_seeds(
+    runs: Mapping[str, Sequence[Run]], retain: Sequence[Fraction], data: TokenSet, against: str
+) -> list[list[str]]:
+    """Mean increases with standard errors over seeds, the worst seed, and the paired difference to `against`."""
+
+    def increases(items: Sequence[Run], kept: Fraction) -> NDArray[np.float64]:
+        return np.asarray(
+            [estimates.increase(item.held_out[kept], item.held_out[Fraction(1)], data).mean for item in items]
+        )
+
+    def with_error(values: NDArray[np.float64]) -> str:
+        return f"{values.mean():+.4f} ±{values.std(ddof=1) / np.sqrt(len(values)):.4f}"
+
+    table = []
+    for name, items in runs.items():
+        shares = [item.share for item in items]
+        cells = [name, f"{np.mean(shares):.1%}, at most {max(shares):.1%}"]
+        for kept in retain:
+            own = increases(items, kept)
+            cells.append(f"{with_error(own)}, worst {own.max():+.4f}")
+            if name != against and against in runs:
+                cells[-1] += f" ({with_error(own - increases(runs[against], kept))})"
+        table.append(cells)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(demo.MODEL), help="folder, or sim:LAYERS")
+    parser.add_argument("--strategies", default=";".join(DEFAULT), help=f"of {'; '.join(VARIANTS)}")
+    parser.add_argument("--seeds", default="0,1,2", help="orders of the calibration documents")
+    parser.add_argument("--retain", default="1/2,1/4,1/8")
+    parser.add_argument("--objective", default="nll", choices=("nll", "kl"))
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--eval-sequences", type=int, default=144)
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument(
+        "--reply", type=int, help="tokens of a sequence that count, behind a prompt (blocks of queries)"
+    )
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="as of build_demo --data; by default the demo's")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--prefix-cache-gb", type=float, default=1.7)
+    parser.add_argument("--against", default=DEFAULT[0])
+    parser.add_argument("--output", type=Path, default=Path("bench_search.json"))
+    parser.add_argument("--write-sets", type=Path, metavar="FOLDER", help="only write the token sets of all seeds")
+    parser.add_argument("--sets", type=Path, metavar="FOLDER", help="token sets that were written before")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="only show what several runs found")
+    options = parser.parse_args()
+    if options.write_sets is not None:
+        write_sets(options)
+        return
+    retain = tuple(parse_retention(item) for item in options.retain.split(","))
+    runs: dict[str, list[Run]] = {name: [] for name in options.strategies.split(";")}
+    if options.merge:
+        _, _, data = next(token_sets(options))
+        runs = merged(options.merge, data)
+    new_cases = simulated_cases if options.model.startswith("sim:") else transformers_cases
+    for number, case in enumerate(() if options.merge else new_cases(options)):
+        data = case.held_out
+        for name, items in runs.items():
+            settings = replace(VARIANTS[name], retain=retain, objective=options.objective)
+            items.append(run(case, settings))
+            print(f"seed {number}, {name}: {rows({name: items[-1:]}, retain, data, '')[0][1:]}", flush=True)
+            result = {name: [item.as_json() for item in items] for name, items in runs.items()}
+            options.output.write_text(json.dumps({"options": vars(options), "runs": result}, default=str) + "\n")
+    titles = ["strategy", "patterns", "layer-tokens", "seconds", *map(str, retain)]
+    show(titles, rows(runs, retain, data, options.against))
+    if len(next(iter(runs.values()))) > 1:
+        show(["over seeds", "layer-tokens", *map(str, retain)], rows_over_seeds(runs, retain, data, options.against))
+    if options.model.startswith("sim:") and options.against in runs and len(runs[options.against]) > 1:
+        show(["over models", *map(str, retain)], rows_over_models(runs, retain, options.against))
+
+
+def show(titles: Sequence[str], table: Sequence[Sequence[str]]) -> None:
+    """Print a Markdown table."""
+    print("| " + " | ".join(titles) + " |\n|---" + "|---:" * (len(titles) - 1) + "|")
+    for cells in table:
+        print("| " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,430 @@
+"""How long does a decode step take over chosen pages, beside stock attention? Needs SGLang and a CUDA device.
+
+    python -m scripts.bench.serving.delta --shape 7b --cells 1x32768,16x16384,64x16384
+    python -m scripts.bench.serving.delta --check
+
+Stock flashinfer and patterns of 5 and 7 D layers take turns in one process (a b c c b a), on one model and one cache;
+CUDA graphs are captured anew for each. Other stock backends have a process of their own, with the same flags. Weights
+are random, and so are keys and values: nothing is prefilled, and the chosen pages lie wherever the scores have them.
+A step is `ModelRunner.forward` of a batch at that length, with the plans that it makes; the same step is run again and
+again. `alone`: with a synchronisation behind each, the median. `queued`: ten without one, as SGLang's overlap scheduler
+runs them, so that what the host does is hidden as far as it can be; the median of tens. The fastest turn counts.
+With --one-layer all layers have the weights of the first, which are read as often: more of the device is left for keys.
+
+--check compares what is decoded: with room for all against stock, bit for bit, and with few pages graphs against eager
+passes and flashinfer against `torch_native`, whose pages are chosen by the kernels' definitions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache import Pattern, PatternFile
+from sglang_indexcache.refusal import PATTERN_VARIABLE
+from sglang_indexcache.selection import DEFAULT, Selection
+from tests.live.inprocess import new_batch
+from tests.patterns import write_pattern
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.5b": {"model_type": "qwen2", "sizes": (28, 1536, 8960, 12, 2), "vocab_size": 151936},
+    "7b": {"model_type": "qwen2", "sizes": (28, 3584, 18944, 28, 4), "vocab_size": 152064},
+    "8b": {"model_type": "qwen3", "sizes": (36, 4096, 12288, 32, 8), "vocab_size": 151936},
+    "llama-8b": {"model_type": "llama", "sizes": (32, 4096, 14336, 32, 8), "vocab_size": 128256},
+    "minicpm4-8b": {"model_type": "llama", "sizes": (32, 4096, 16384, 32, 2), "vocab_size": 73448},
+    "tiny": {"model_type": "llama", "sizes": (8, 512, 1024, 8, 2), "vocab_size": 1024},
+}
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+RESULT = "RESULT "
+CHECKED = (700, 300, 127, 128, 129, 5, 1)  # prompt lengths around FEW's 128 tokens
+STEPS = 12
+FEW = Selection(page_tokens=16, pages=8, recent_pages=2, sink_pages=0, score="token_max")
+
+
+def config_of(shape: str, context: int) -> dict[str, Any]:
+    """What config.json says of a shape."""
+    layers, hidden, inner, heads, groups = SHAPES[shape]["sizes"]
+    kind = SHAPES[shape]["model_type"]
+    return {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": 128 if hidden > 512 else hidden // heads,
+        "vocab_size": SHAPES[shape]["vocab_size"],
+        "hidden_act": "silu",
+        "max_position_embeddings": context,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "initializer_range": 0.05,
+    }
+
+
+def dense_layers(layers: int, count: int) -> list[int]:
+    """The first three, as the paper has them, and others at equal distances."""
+    others = count - 3
+    return [0, 1, 2, *(3 + (layers - 3) * (number + 1) // (others + 1) for number in range(others))]
+
+
+def write(model: Path, layers: list[int], selection: Selection, path: Path) -> str:
+    """A pattern file of D layers."""
+    count = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    return write_pattern(Pattern.from_full_layers(count, layers, selection), model, path)
+
+
+# -- one condition, in a process of its own
+
+
+def share_weights(layers: Any) -> None:
+    """Give all layers the weights of the first, and free the others'."""
+    import torch
+
+    first = dict(layers[0].named_parameters())
+    for layer in layers[1:]:
+        for name, weight in layer.named_parameters():
+            weight.data = first[name].data
+    torch.cuda.empty_cache()
+
+
+def load_runner(model: Path, arguments: dict[str, Any], one_layer: bool = False) -> Any:
+    """SGLang's model runner with all plugins (0.5.17's way to load one alone)."""
+    from sglang.benchmark import one_batch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    load_plugins()
+    if one_layer:
+        load = ModelRunner.load_model
+
+        def load_shared(runner: Any) -> None:
+            load(runner)
+            share_weights(runner.model.model.layers)
+
+        ModelRunner.load_model = load_shared
+    given = ServerArgs(
+        model_path=str(model),
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        disable_radix_cache=True,
+        page_size=16,
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        mm_feature_transport="cpu",
+        cuda_graph_backend_prefill="disabled",
+        random_seed=0,
+        **arguments,
+    )
+    one_batch._set_envs_and_config(given)
+    one_batch.get_tokenizer = lambda *_, **__: None
+    wrapper, _ = one_batch.load_model(given, PortArgs.init_new(given), 0, 0)
+    return wrapper.torch_runner
+
+
+class Decoding:
+    """A batch of requests that are decoded together.
+
+    Args:
+        runner: SGLang's.
+        prompts: token ids.
+        prefill: whether prompts are read; otherwise their keys and values are what the cache holds.
+    """
+
+    def __init__(self, runner: Any, prompts: Sequence[Sequence[int]], prefill: bool) -> None:
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        self._runner = runner
+        requests = []
+        for number, ids in enumerate(prompts):
+            request = Req(
+                rid=str(number),
+                origin_input_text="",
+                origin_input_ids=array("q", ids),
+                sampling_params=SamplingParams(temperature=0, max_new_tokens=64),
+            )
+            request.full_untruncated_fill_ids = request.origin_input_ids
+            request.logprob_start_len = -1
+            request.set_extend_range(0, len(ids))
+            requests.append(request)
+        self._batch = new_batch(runner, requests)
+        if prefill:
+            runner.forward(self._forward_batch())
+
+    def _forward_batch(self) -> Any:
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+        return ForwardBatch.init_new(self._batch, self._runner, return_hidden_states_before_norm=False)
+
+    def step(self, tokens: Any) -> Any:
+        """Append a token to each request; the batch that decodes it."""
+        self._batch.input_ids = tokens
+        self._batch.prepare_for_decode()
+        return self._forward_batch()
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds a decode step, by condition, cell and way of timing; of the fastest turn."""
+    import torch
+
+    from sglang_indexcache.families.dense_gqa import attention
+    from sglang_indexcache.families.dense_gqa.backends import choosing
+
+    cells = parse_cells(options.cells)
+    arguments = {
+        "load_format": "dummy",
+        "max_total_tokens": max(batch * (context + 64) for batch, context in cells),
+        "max_running_requests": max(batch for batch, _ in cells),
+        "cuda_graph_bs_decode": sorted({batch for batch, _ in cells}),
+        "context_length": max(context for _, context in cells) + 128,
+        **json.loads(options.engine),
+    }
+    runner = load_runner(options.model, arguments, options.one_layer)
+    pool, stock = runner.token_to_kv_pool, type(runner.attn_backend)
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.normal_()
+    patterns = [PatternFile.load(path).as_pattern() for path in options.patterns.split(",") if path]
+    conditions: list[tuple[str, Pattern | None]] = [(f"stock {arguments['attention_backend']}", None)]
+    conditions += [(f"{len(pattern.full_layers)} D", pattern) for pattern in patterns]
+    turns = [*conditions, *conditions[::-1]] if patterns else conditions
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    with torch.no_grad():
+        for number, (name, pattern) in enumerate(turns):
+            if pattern is not None:
+                runner.attn_backend.__class__ = choosing(stock)
+                runner.attn_backend.indexcache_selection = pattern.selection
+                attention.switch(runner, pattern)
+            else:
+                runner.attn_backend.__class__ = stock
+            if number:
+                runner.init_decode_cuda_graph()
+            if pattern is not None:
+                attention.check_captured(runner, pattern)
+            for batch, context in cells:
+                best = found.setdefault(name, {}).setdefault(f"{batch}x{context}", {})
+                for way, value in times(runner, batch, context, options.repeats).items():
+                    best[way] = min(value, best.get(way, value))
+    return {"times": found, "tokens": runner.max_total_num_tokens, "device": torch.cuda.get_device_name()}
+
+
+def times(runner: Any, batch: int, context: int, repeats: int) -> dict[str, float]:
+    """Milliseconds a step of one cell, `alone` and `queued`."""
+    import torch
+
+    runner.req_to_token_pool.clear()
+    runner.token_to_kv_pool_allocator.clear()
+    step = Decoding(runner, [[7] * context] * batch, prefill=False).step(torch.full((batch,), 7, device="cuda"))
+
+    def timed(count: int) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            runner.forward(step)
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - began) / count
+
+    timed(5)
+    return {
+        "alone": statistics.median(timed(1) for _ in range(repeats)),
+        "queued": statistics.median(timed(10) for _ in range(max(3, repeats // 5))),
+    }
+
+
+def decode(options: argparse.Namespace) -> dict[str, Any]:
+    """Log-probabilities of all tokens at each decoded position, under tokens that are the same for all conditions."""
+    import torch
+
+    arguments = {
+        "max_total_tokens": 4096,
+        "max_running_requests": 8,
+        "cuda_graph_bs_decode": [1, 4, 8],
+        "context_length": 2048,
+        **json.loads(options.engine),
+    }
+    runner = load_runner(options.model, arguments)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, 1024, (length,), generator=generator).tolist() for length in CHECKED]
+    forced = torch.randint(2, 1024, (STEPS, len(CHECKED)), generator=generator)
+    with torch.no_grad():
+        decoding = Decoding(runner, prompts, prefill=True)
+        rows = []
+        for tokens in forced:
+            output = runner.forward(decoding.step(tokens.cuda())).logits_output
+            rows.append(output.next_token_logits.float().log_softmax(-1).cpu())
+    torch.save(torch.stack(rows), options.logprobs)
+    captured = vars(runner.attn_backend).get("indexcache_captured", {})
+    return {
+        "backend": type(runner.attn_backend).__name__,
+        "captured": {size: "".join(letters[layer] for layer in sorted(letters)) for size, letters in captured.items()},
+    }
+
+
+# -- all of them
+
+
+def run(condition: str, options: argparse.Namespace, model: Path, engine: dict[str, Any], *more: str) -> dict[str, Any]:
+    """What a condition's process found; its output goes to a log where that fails."""
+    pattern, _, backend = condition.rpartition("@")
+    environment = {key: value for key, value in os.environ.items() if key != PATTERN_VARIABLE}
+    if pattern:
+        environment[PATTERN_VARIABLE] = pattern
+    engine = {**engine, "attention_backend": backend}
+    arguments = [
+        sys.executable,
+        "-m",
+        "scripts.bench.serving.delta",
+        "--child",
+        "--model",
+        str(model),
+        "--cells",
+        options.cells,
+    ]
+    arguments += ["--repeats", str(options.repeats), "--engine", json.dumps(engine), *more]
+    arguments += ["--one-layer"] if options.one_layer else []
+    process = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    for line in process.stdout.splitlines():
+        if line.startswith(RESULT):
+            found: dict[str, Any] = json.loads(line.removeprefix(RESULT))
+            if bool(pattern) != found.get("backend", "").startswith("Choosing"):
+                raise SystemExit(f"{condition}: ran {found['backend']}")
+            return found
+    options.output.with_suffix(".failed.log").write_text(process.stdout)
+    raise SystemExit(f"{condition} gave no result:\n{process.stdout[-3000:]}")
+
+
+def parse_cells(text: str) -> list[tuple[int, int]]:
+    return [(int(batch), int(context)) for batch, context in (cell.split("x") for cell in text.split(","))]
+
+
+def bench(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """Every condition's times, printed beside those of the fastest stock backend."""
+    layers = SHAPES[options.shape]["sizes"][0]
+    selection = replace(DEFAULT, pages=options.pages, recent_pages=max(1, options.pages // 8))
+    paths = [
+        write(folder, dense_layers(layers, int(count)), selection, folder / f"{count}.yaml")
+        for count in options.dense.split(",")
+    ]
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    for backend in options.stock.split(","):
+        patterns = ",".join(map(str, paths)) if backend == options.backend else ""
+        found = run(f"@{backend}", options, folder, json.loads(options.engine), "--patterns", patterns)
+        table |= found["times"]
+        yield {"shape": options.shape, "one_layer": options.one_layer, "selection": str(selection), **found}
+    cells = list(next(iter(table.values())))
+    for way in ("alone", "queued"):
+        print("| " + " | ".join([f"{options.shape}, {way}", *cells]) + " |\n|---" + "|---:" * len(cells) + "|")
+        for name, by_cell in table.items():
+            row = []
+            for cell in cells:
+                stock = min(other[cell][way] for key, other in table.items() if key.startswith("stock"))
+                ratio = "" if name.startswith("stock") else f" ({stock / by_cell[cell][way]:.2f})"
+                row.append(f"{by_cell[cell][way]:.2f}{ratio}")
+            print("| " + " | ".join([name, *row]) + " |")
+
+
+def check(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """Compare what is decoded under several conditions."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config_of("tiny", 2048)))
+    few = write(folder, [0, 1, 4], FEW, folder / "few.yaml")
+    room = write(folder, [0, 1, 4], replace(FEW, pages=64, recent_pages=8), folder / "room.yaml")
+    eager, sure = {"cuda_graph_backend_decode": "disabled"}, {"enable_deterministic_inference": True}
+    conditions: dict[str, tuple[str, dict[str, Any]]] = {
+        "stock": ("@flashinfer", {}),
+        "stock, deterministic": ("@flashinfer", sure),
+        "stock, eager": ("@flashinfer", eager),
+        "stock torch_native": ("@torch_native", eager),
+        "room": (f"{room}@flashinfer", {}),
+        "room, deterministic": (f"{room}@flashinfer", sure),
+        "room, eager, deterministic": (f"{room}@flashinfer", {**sure, **eager}),
+        "few": (f"{few}@flashinfer", {}),
+        "few, deterministic": (f"{few}@flashinfer", sure),
+        "few, eager, deterministic": (f"{few}@flashinfer", {**sure, **eager}),
+        "few torch_native": (f"{few}@torch_native", eager),
+    }
+    with ThreadPoolExecutor(4) as together:
+        found = {
+            name: together.submit(run, condition, options, folder, engine, "--logprobs", str(folder / f"{name}.pt"))
+            for name, (condition, engine) in conditions.items()
+        }
+        for name, result in found.items():
+            print(f"{name}: {result.result()}", flush=True)
+            yield {"condition": name, **result.result()}
+    logprobs = {name: torch.load(folder / f"{name}.pt") for name in conditions}
+    for one, other in (
+        ("stock, deterministic", "room, deterministic"),
+        ("stock, deterministic", "room, eager, deterministic"),
+        ("few, deterministic", "few, eager, deterministic"),
+        ("stock", "stock torch_native"),
+        ("stock", "stock, eager"),
+        ("stock", "room"),
+        ("few", "few torch_native"),
+        ("few", "few, deterministic"),
+        ("stock", "few"),
+    ):
+        distance = (logprobs[one] - logprobs[other]).abs().amax(-1)  # [steps, requests]
+        same = torch.equal(logprobs[one], logprobs[other])
+        each = ", ".join(f"{length}: {value:.2e}" for length, value in zip(CHECKED, distance.amax(0), strict=True))
+        print(f"{one} | {other}: {'bit for bit' if same else f'mean {distance.mean():.2e}, largest by prompt {each}'}")
+        yield {"one": one, "other": other, "same": same, "distance": distance.tolist()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="7b", choices=SHAPES)
+    parser.add_argument("--cells", default="1x32768,16x16384", help="requests x tokens in the cache")
+    parser.add_argument("--dense", default="5,7", help="numbers of D layers")
+    parser.add_argument("--pages", type=int, default=DEFAULT.pages)
+    parser.add_argument("--stock", default="flashinfer,triton", help="stock backends, that of the patterns among them")
+    parser.add_argument("--backend", default="flashinfer", help="the one that serves patterns")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--one-layer", action="store_true", help="all layers share the weights of the first")
+    parser.add_argument("--engine", default="{}", help="more arguments of SGLang's server, JSON")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--output", type=Path, default=Path("bench_delta.json"))
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--patterns", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--logprobs", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        result = measure(options) if options.logprobs is None else decode(options)
+        sys.stdout.write("\n" + RESULT + json.dumps(result) + "\n")
+        sys.stdout.flush()
+        os._exit(0)  # no SGLang clean-up hooks
+    with tempfile.TemporaryDirectory() as name:
+        folder, results = Path(name), []
+        longest = max(context for _, context in parse_cells(options.cells)) + 256
+        config = config_of("tiny", 2048) if options.check else config_of(options.shape, longest)
+        (folder / "config.json").write_text(json.dumps(config))
+        for result in check(options, folder) if options.check else bench(options, folder):
+            results.append(result)
+            options.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

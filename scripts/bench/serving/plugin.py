@@ -1,0 +1,195 @@
+"""Does serving through the plugin cost anything, and does it serve the same? Needs SGLang and a GPU.
+
+    python -m scripts.bench.serving.plugin --model /models/GLM-5-FP8 --pattern glm5.yaml@1/4 --lengths 4096,131072
+    python -m scripts.bench.serving.plugin --model /models/GLM-5-FP8 --pattern FSSS...+0q16+4q16 --pairs gain
+
+Starts an engine for each condition and round, one after the other: `switch` gives the pattern to SGLang by hand (not
+DeepSeek-V4's, which has no such configuration), `plugin` by `SGLANG_INDEXCACHE_PATTERN`; `plain` is SGLang as it is,
+`plugin-full` the plugin with all layers F. `--pairs gain` sets `plugin` beside `plain`: what sharing saves. Rounds are
+mirrored (a b b a), so that a drift of the machine hits both alike. Prints the ratio of
+the fastest of each pair (what disturbs a host only adds time) with the spread of the rounds; --output keeps everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache import Pattern, PatternFile
+from sglang_indexcache.families import describe, family_of
+from sglang_indexcache.pattern_file import ModelSection
+from sglang_indexcache.refusal import PATTERN_VARIABLE
+from sglang_indexcache.spec import PatternSpec
+
+PAIRS = {"switch": ("switch", "plugin"), "plain": ("plain", "plugin-full"), "gain": ("plain", "plugin")}
+RESULT = "RESULT "
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, type=Path, help="folder with config.json")
+    parser.add_argument("--pattern", required=True, help="letters, or a pattern file")
+    parser.add_argument("--lengths", default="4096,32768,131072", help="prompt lengths to time; empty for none")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3, help="prompts of each length and round")
+    parser.add_argument("--pairs", default="switch,plain", help=f"comparisons to make, of {', '.join(PAIRS)}")
+    parser.add_argument("--engine", default="{}", help="more arguments of sglang.Engine, JSON")
+    parser.add_argument("--parallel", action="store_true", help="all engines at once: for tokens, not for times")
+    parser.add_argument("--output", type=Path, default=Path("bench_serving.json"))
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        sys.stdout.write(RESULT + json.dumps(measure(options)) + "\n")
+        return
+    wanted = [PAIRS[name] for name in options.pairs.split(",")]
+    order = [
+        condition
+        for pair in wanted
+        for turn in range(options.rounds)
+        for condition in (pair if turn % 2 == 0 else pair[::-1])
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        files = write_files(options, Path(folder))
+        started = [] if not options.parallel else [start(options, condition, files) for condition in order]
+        results: list[dict[str, Any]] = []
+        for index, condition in enumerate(order):
+            process = started[index] if options.parallel else start(options, condition, files)
+            results.append({"condition": condition, **read_result(process)})
+            print(json.dumps(results[-1])[:600], flush=True)
+    options.output.write_text(json.dumps(results, indent=1))
+    for line in table(results, wanted):
+        print(line)
+
+
+def write_files(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The pattern under test and all F, as files made for this model."""
+    config = json.loads((options.model / "config.json").read_text())
+    model = describe(config, options.model.name)
+    tested = PatternSpec.read(options.pattern).known()
+    if "switch" in options.pairs.split(","):
+        tested.check_plain("has no switch of SGLang's")
+    section = ModelSection(
+        architecture=model.architecture, num_layers=model.num_layers, config_sha256=model.config_sha256, name=model.name
+    )
+    found: dict[str, Any] = {"override": json.dumps(family_of(model.architecture).handed_over({}, tested))}
+    for name, pattern in (("plugin", tested), ("plugin-full", Pattern.full(model.num_layers))):
+        file = PatternFile(schema="indexcache/v1", model=section, pattern=pattern.letters, retention=pattern.retention)
+        found[name] = folder / f"{name}.yaml"
+        file.save(found[name])
+    return found
+
+
+def start(options: argparse.Namespace, condition: str, files: dict[str, Any]) -> subprocess.Popen[str]:
+    environment = {key: value for key, value in os.environ.items() if key != PATTERN_VARIABLE}
+    engine = json.loads(options.engine)
+    if condition == "switch":
+        engine["json_model_override_args"] = files["override"]
+    elif condition in files:
+        environment[PATTERN_VARIABLE] = str(files[condition])
+    arguments = [
+        sys.executable,
+        "-m",
+        "scripts.bench.serving.plugin",
+        "--child",
+        condition,
+        "--model",
+        str(options.model),
+    ]
+    arguments += ["--pattern", options.pattern, "--lengths", options.lengths, "--repeats", str(options.repeats)]
+    arguments += ["--engine", json.dumps(engine)]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def read_result(process: subprocess.Popen[str]) -> dict[str, Any]:
+    output, _ = process.communicate()
+    for line in output.splitlines():
+        if line.startswith(RESULT):
+            found: dict[str, Any] = json.loads(line.removeprefix(RESULT))
+            found["proven"] = "indexcache: serving" in output
+            return found
+    raise SystemExit(f"the engine gave no result:\n{output[-3000:]}")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One engine: start-up seconds, greedy tokens of fixed prompts, prefill and decode milliseconds by length."""
+    begin = time.perf_counter()
+    import sglang
+
+    imported = time.perf_counter()
+    engine = sglang.Engine(model_path=str(options.model), **json.loads(options.engine))
+    ready = time.perf_counter()
+    rng = random.Random(0)  # noqa: S311
+
+    def prompt(length: int) -> list[int]:
+        return [rng.randrange(10, 30000) for _ in range(length)]
+
+    greedy = []
+    for length in (300, 3000, 9000):
+        parameters = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+        answer = engine.generate(input_ids=prompt(length), sampling_params=parameters, return_logprob=True)
+        greedy.append(
+            {
+                "tokens": answer["output_ids"],
+                "logprobs": [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]],
+            }
+        )
+    times: dict[str, Any] = {}
+    for length in [int(text) for text in options.lengths.split(",") if text]:
+        streams = [stream(engine, prompt(length)) for _ in range(options.repeats + 1)][1:]  # the first one warms up
+        times[str(length)] = {
+            "prefill_ms": [1e3 * item[0] for item in streams],
+            "decode_ms": [1e3 * item[1] for item in streams],
+        }
+    engine.shutdown()
+    return {"import_s": imported - begin, "start_s": ready - imported, "greedy": greedy, "times": times}
+
+
+def stream(engine: Any, ids: list[int], steps: int = 40) -> tuple[float, float]:
+    """Seconds to the first token, and for each later one."""
+    begin = time.perf_counter()
+    seen = []
+    parameters = {"temperature": 0, "max_new_tokens": steps, "ignore_eos": True}
+    for answer in engine.generate(input_ids=ids, sampling_params=parameters, stream=True):
+        seen.append((time.perf_counter() - begin, answer["meta_info"]["completion_tokens"]))
+    return seen[0][0], (seen[-1][0] - seen[2][0]) / (seen[-1][1] - seen[2][1])
+
+
+def table(results: list[dict[str, Any]], pairs: list[tuple[str, str]]) -> Iterator[str]:
+    """Ratios with their spread, and how far the greedy tokens agree."""
+    for base, tested in pairs:
+        rounds = {name: [item for item in results if item["condition"] == name] for name in (base, tested)}
+        for length in rounds[base][0]["times"]:
+            for kind in ("prefill_ms", "decode_ms"):
+                fastest = {name: [min(item["times"][length][kind]) for item in items] for name, items in rounds.items()}
+                ratio = min(fastest[tested]) / min(fastest[base])
+                spread = max((max(values) - min(values)) / min(values) for values in fastest.values())
+                cells = "; ".join(f"{name} {', '.join(f'{v:.3f}' for v in values)}" for name, values in fastest.items())
+                yield f"{length:>7} {kind:<10} {tested}/{base} {ratio:.4f}, rounds differ by {spread:.1%} ({cells})"
+        for name, items in rounds.items():
+            yield f"start {name}: " + ", ".join(f"{item['start_s']:.1f} s" for item in items)
+        for left, right in ((base, base), (tested, tested), (base, tested)):
+            first, second = rounds[left][0], rounds[right][-1]
+            if first is not second:
+                yield f"greedy tokens {left} and {right}: equal for {agreement(first, second)} of 24"
+
+
+def agreement(first: dict[str, Any], second: dict[str, Any]) -> list[int]:
+    """For each prompt, how many tokens are equal from the start."""
+    found = []
+    for left, right in zip(first["greedy"], second["greedy"], strict=True):
+        pairs = list(zip(left["tokens"], right["tokens"], strict=True))
+        found.append(next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs)))
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The table of plans beside each other says what was counted and evaluated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from indexcache_search.lab.offload import cli
+from scripts.tools.paired_offload import rows
+
+OPTIONS = ["--seq-len", "32", "--num-sequences", "4", "--decode-steps", "8", "--page-tokens", "4", "--pages", "3",
+           "--recent-pages", "1", "--steps", "none,refresh:8", "--pattern", "FFFFFF", "--buffers", "1,2",
+           "--device", "cpu"]  # fmt: skip
+
+
+def test_a_row_a_plan(dense_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    given = ["--model", str(dense_folder), "--evaluation", str(token_file), "--output", str(tmp_path / "out")]
+    done = CliRunner().invoke(cli.app, [*given, *OPTIONS])
+    assert done.exit_code == 0, done.output
+    plans = json.loads((tmp_path / "out" / "offload.json").read_text())["plans"]
+    baseline, *table = rows(tmp_path / "out", last_sequences=1)
+    assert [row[0] for row in (baseline, *table)] == [plan["name"] for plan in plans]
+    assert baseline[1] == baseline[2] == "+0.000 ±0.000" and len(baseline) == 6
+    assert [bool(row[3]) for row in table] == [False, True]
+    for plan, row in zip(plans[1:], table, strict=True):
+        assert float(row[1].partition(" ")[0]) == pytest.approx(plan["loss"]["mean"], abs=6e-4)
+        assert float(row[2].partition(" ")[0]) == pytest.approx(plan["kl"]["mean"], abs=6e-4)
+        for cell, buffer in zip(row[6:], plan["buffers"], strict=True):
+            assert float(cell) == pytest.approx(buffer["exposed"]["mean"] + buffer["hidden"]["mean"], abs=0.06)
