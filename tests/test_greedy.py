@@ -58,7 +58,7 @@ def test_glm5_to_a_quarter_is_2813_evaluations_and_to_the_end_n_times_n_minus_1_
     assert count_evaluations(Pattern.full(47), 1) == 47 * 46 // 2
 
 
-def test_steps_are_nested_and_carry_all_candidates() -> None:
+def test_steps_are_nested_and_carry_all_flips() -> None:
     steps = list(greedy(Pattern.full(6), 2, separable([0, 5, 1, 4, 2, 3])))
     assert [step.layer for step in steps] == [2, 4, 5, 3]
     assert [step.pattern.roles for step in steps] == ["FFSFFF", "FFSFSF", "FFSFSS", "FFSSSS"]
@@ -71,7 +71,7 @@ def test_ties_go_to_the_lowest_layer() -> None:
     assert [step.layer for step in steps] == [1, 2, 3, 4]
 
 
-def test_locked_layers_are_never_candidates() -> None:
+def test_locked_layers_are_never_flipped() -> None:
     start = Pattern("FFSFSF")
     steps = list(greedy(start, 2, separable([0, 1, 0, 2, 0, 3])))
     assert [step.layer for step in steps] == [1, 3]

@@ -140,9 +140,9 @@ def test_students_quantile(degrees: int, quantile: float) -> None:
 # -- lazy greedy
 
 
-def lazy_steps(layers: int, stop: int, judge: Judge, candidates: int) -> list[Step]:
-    flips = LazyFlips(Pattern.full(layers), judge, candidates)
-    return [flips.flip() for _ in range(layers - stop)]
+def lazy_steps(layers: int, stop: int, judge: Judge, flips: int) -> list[Step]:
+    lazy = LazyFlips(Pattern.full(layers), judge, flips)
+    return [lazy.flip() for _ in range(layers - stop)]
 
 
 @settings(max_examples=30)

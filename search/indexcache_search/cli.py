@@ -233,7 +233,7 @@ def search(
     prefix_cache_gb: Annotated[
         float | None,
         typer.Option(
-            help="Host memory for layer outputs that candidates share; 0 turns it off. Default: 2, for the demo 1.7.",
+            help="Host memory for layer outputs that patterns share; 0 turns it off. Default: 2, for the demo 1.7.",
             callback=bounded.within(0, 1e6),
         ),
     ] = None,

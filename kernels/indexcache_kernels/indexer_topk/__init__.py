@@ -45,7 +45,7 @@ def indexer_topk(
     Raises:
         KernelInputError: if shapes, dtypes or devices don't fit together, or the backend can't run them.
     """
-    check_inputs(q, k, weights, topk, k_scale, starts=(starts, (len(q),)), ends=(ends, (len(q),)))
+    _check_inputs(q, k, weights, starts, ends, topk, k_scale)
     if not runs_triton(backend, q):
         return naive.indexer_topk(q, k, weights, starts=starts, ends=ends, topk=topk, k_scale=k_scale)
     if topk > MOST:
@@ -77,25 +77,20 @@ def causal_ranges(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     return starts, torch.arange(1, len(starts) + 1, dtype=torch.int32, device=starts.device)
 
 
-def check_inputs(
-    q: Tensor, k: Tensor, weights: Tensor, topk: int, k_scale: Tensor | None, **indices: tuple[Tensor, tuple[int, ...]]
+def _check_inputs(
+    q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, topk: int, k_scale: Tensor | None
 ) -> None:
-    """Check what index scores are made of, and int32 tensors that say of which keys, each with the shape expected.
-
-    Raises:
-        KernelInputError: if shapes, dtypes or devices don't fit together.
-    """
     if q.ndim != 3 or k.ndim != 2 or q.shape[2] != k.shape[1]:
         raise KernelInputError(f"q is {_shape(q)} and k {_shape(k)}, expected [T, I, C] and [L, C]")
     if q.dtype != k.dtype or k.dtype not in KEY_DTYPES:
         raise KernelInputError(f"q is {q.dtype} and k {k.dtype}, expected the same one of {KEY_DTYPES}")
-    expected = {"weights": (weights, tuple(q.shape[:2])), **indices}
+    expected = [("weights", weights, _shape(q)[:2], torch.float32)]
+    expected += [(name, tensor, [len(q)], torch.int32) for name, tensor in (("starts", starts), ("ends", ends))]
     if k_scale is not None:
-        expected["k_scale"] = (k_scale, (k.shape[0],))
-    for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != shape:
-            raise KernelInputError(f"{name} is {_shape(tensor)}, expected {list(shape)}")
-        dtype = torch.int32 if name in indices else torch.float32
+        expected.append(("k_scale", k_scale, [len(k)], torch.float32))
+    for name, tensor, shape, dtype in expected:
+        if _shape(tensor) != shape:
+            raise KernelInputError(f"{name} is {_shape(tensor)}, expected {shape}")
         if tensor.dtype != dtype:
             raise KernelInputError(f"{name} is {tensor.dtype}, expected {dtype}")
         if tensor.device != q.device:

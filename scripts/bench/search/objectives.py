@@ -3,10 +3,10 @@
     python -m scripts.bench.search.objectives                                   # the demo model
     python -m scripts.bench.search.objectives --model build/models/deep24 --device cuda --batch-size 8
 
-Takes the candidates of four steps of a search (of the first flip, and after a quarter, a half, three quarters of them),
+Takes the flips of four steps of a search (of the first flip, and after a quarter, a half, three quarters of them),
 evaluates each with both objectives on many sequences, and ranks them again on random small parts of these. Prints for
 each number of sequences, mean over steps and parts: Spearman's correlation with the ranking on all sequences, and
-regret: by how much the candidate that the part prefers is worse than the best one, in `nll` on all sequences.
+regret: by how much the flip that the part prefers is worse than the best one, in `nll` on all sequences.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OBJECTIVES: tuple[Objective, ...] = ("nll", "kl")
 
 
 def steps_of_a_search(engine: TransformersEngine, data: TokenSet) -> list[list[Pattern]]:
-    """Candidates after 0, 1/4, 1/2 and 3/4 of the flips of lazy greedy."""
+    """Flips after 0, 1/4, 1/2 and 3/4 of the flips of lazy greedy."""
     settings = Settings(retain=(Fraction(1, 8),), strategy="lazy", objective="nll")
     names = identity(engine, data, data, settings.objective)
     with tempfile.TemporaryDirectory() as folder, Journal(Path(folder), names, today()) as journal:
@@ -114,10 +114,10 @@ def main() -> None:
     rows = growing_shares(data, 1)[-1]
     steps = steps_of_a_search(engine, data)
     found: dict[str, list[list[Evaluation]]] = {name: [] for name in OBJECTIVES}
-    for candidates in steps:
+    for flips in steps:
         for name in OBJECTIVES:
-            by_pattern = {item.pattern: item for item in engine.evaluate(candidates, data, name, rows)}
-            found[name].append([by_pattern[pattern] for pattern in candidates])
+            by_pattern = {item.pattern: item for item in engine.evaluate(flips, data, name, rows)}
+            found[name].append([by_pattern[pattern] for pattern in flips])
     table = compare(found, data, options.parts)
     kept = {
         name: [[[item.pattern.roles, item.on(sorted(rows)).losses] for item in step] for step in each]
