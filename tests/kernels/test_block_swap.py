@@ -11,7 +11,7 @@ import torch
 from indexcache_kernels import BlockBuffer, KernelInputError, copy_blocks, swap_blocks
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.residency import Residency, hisparse_misses
-from tests.interpreter import DEVICE, poisoned
+from tests.kernels.interpreter import DEVICE, poisoned
 
 __all__ = ["poisoned"]  # a fixture of every test here
 

@@ -15,8 +15,8 @@ from indexcache_kernels import KernelInputError, indexer_kl, sparse_attention
 from indexcache_kernels.indexer_kl import naive as naive_kl
 from indexcache_kernels.indexer_kl import visible_keys
 from indexcache_kernels.sparse_attention import flash_mla
-from tests.interpreter import DEVICE, INTERPRETED, KERNELS, poisoned
-from tests.test_indexer_topk import causal
+from tests.kernels.interpreter import DEVICE, INTERPRETED, KERNELS, poisoned
+from tests.kernels.test_indexer_topk import causal
 
 __all__ = ["poisoned"]  # a fixture of every test here
 

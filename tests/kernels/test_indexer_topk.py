@@ -11,7 +11,7 @@ from torch import Tensor
 
 from indexcache_kernels import KernelInputError, causal_ranges, indexer_topk
 from indexcache_kernels.indexer_topk import naive
-from tests.interpreter import DEVICE, INTERPRETED, KERNELS, poisoned
+from tests.kernels.interpreter import DEVICE, INTERPRETED, KERNELS, poisoned
 
 __all__ = ["poisoned"]  # a fixture of every test here
 

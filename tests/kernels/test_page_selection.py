@@ -10,7 +10,7 @@ from torch import Tensor
 
 from indexcache_kernels import KernelInputError, PageBudget, page_scores, select_pages
 from indexcache_kernels.page_selection import naive
-from tests.interpreter import DEVICE, poisoned
+from tests.kernels.interpreter import DEVICE, poisoned
 
 __all__ = ["poisoned"]  # a fixture of every test here
 
