@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +23,9 @@ from sglang_indexcache.steps import POLICIES
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("kernels/**/*.md")]
-HOW_TO = [path for path in (*DOCS.glob("*.md"), DOCS / "deploy" / "README.md") if path.stem not in ("index", "explanation")]
+HOW_TO = [
+    path for path in (*DOCS.glob("*.md"), DOCS / "deploy" / "README.md") if path.stem not in ("index", "explanation")
+]
 EVIDENCE = [*DOCS.glob("evidence/*.md"), *DOCS.glob("lab/*.md")]
 COMMANDS = ("indexcache-search", "indexcache-eval", "indexcache-distill", "indexcache-offload")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -99,6 +102,12 @@ def test_figures_say_where_they_are_from(path: Path) -> None:
 def test_pictures_are_current(name: str) -> None:
     drawn = pictures.PICTURES[name]()
     assert (pictures.FOLDER / f"{name}.svg").read_text() == drawn, "run python -m scripts.tools.pictures"
+
+
+def test_the_kernels_example_runs() -> None:
+    command = [sys.executable, ROOT / "examples" / "use_kernels.py"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)  # test_package runs the other one
+    assert float(result.stdout.split()[-1]) < 1e-3
 
 
 def test_every_command_has_its_help_on_the_site() -> None:

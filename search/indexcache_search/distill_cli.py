@@ -77,7 +77,7 @@ Examples:
 
 \b
   indexcache-distill --model ./my-dsa-model --pattern uniform@1/4 --training sft.jsonl --seq-len 32768
-      One GPU. Data as for indexcache-search (docs/search.md); --dry-run says what is read of them, and ends.
+      One GPU. Data as for indexcache-search (docs/reference/data.md); --dry-run says what is read of them, and ends.
 
 \b
   torchrun --nproc-per-node 8 -m indexcache_search.distill --model ./my-dsa-model --pattern deploy/glm5.yaml@1/4 ...
@@ -85,7 +85,7 @@ Examples:
 
 \b
   indexcache-distill --train eviction --model Qwen/Qwen3-0.6B --training sft.jsonl --seq-len 8192 --pages 32
-      A dense model: NOSA's eviction heads, which say what a cache may leave in host memory (docs/offload.md).
+      A dense model: NOSA's eviction heads, which say what a cache may leave in host memory (docs/lab/eviction.md).
 
 \b
   python -m sglang_indexcache.launch_server --model-path OUTPUT/model --indexcache-pattern OUTPUT/pattern.yaml

@@ -32,7 +32,7 @@ from sglang_indexcache import ModelLayers, Pattern
 
 @dataclass(frozen=True)
 class Structure:
-    """Parameters of the simulator; the defaults were fitted to the demo model, see docs/search.md.
+    """Parameters of the simulator; the defaults were fitted to the demo model, see docs/evidence/search.md.
 
     Attributes:
         weight: mean of the logarithm of a layer's weight, in nats a token.

@@ -5,7 +5,7 @@
         --lengths 32768,131072,262144 --engine '{"load_format": "dummy", "skip_tokenizer_init": true, ...}'
 
 SGLang has to be told that the experts are not 4 bits wide (SGLANG_DSV4_FP4_EXPERTS=0) and that no weight is fp8
-(SGLANG_OPT_FP8_WO_A_GEMM=0); docs/deepseek-v4.md has the arguments of its engine.
+(SGLANG_OPT_FP8_WO_A_GEMM=0); docs/evidence/deepseek-v4.md has the arguments of its engine.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class TokenReader:
             if content.plain is None:
                 raise DataError(
                     "a conversation, and the tokenizer has no chat template; expected --chat-template FILE with one in"
-                    " Jinja, or rows of text or input_ids (docs/search.md)"
+                    " Jinja, or rows of text or input_ids (docs/reference/data.md)"
                 )
             content = content.plain
         if isinstance(content, Chat):

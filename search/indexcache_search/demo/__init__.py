@@ -17,7 +17,7 @@ CALIBRATION = ("demo:calibration-text", "demo:calibration-recall")
 EVALUATION = ("demo:text", *(f"demo:{task}" for task in RECALL_TASKS))
 
 SEQUENCES = 48
-"""Held-out sequences that commands compare on by default, as many of each source; README and demo.md have the same."""
+"""Held-out sequences that commands compare on by default, as many of each source; as in docs/evidence/demo.md."""
 
 
 def data_file(name: str) -> Path:
