@@ -7,16 +7,15 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from importlib import import_module
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
 import pytest
-import typer
 
 from indexcache_search.objectives import Objective
 from indexcache_search.strategies import STRATEGIES
-from scripts.tools import pictures
+from scripts.tools import pictures, site
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
 from sglang_indexcache.steps import POLICIES
 
@@ -26,7 +25,7 @@ PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("kernels/**/*.md")]
 HOW_TO = [
     path for path in (*DOCS.glob("*.md"), DOCS / "deploy" / "README.md") if path.stem not in ("index", "explanation")
 ]
-EVIDENCE = [*DOCS.glob("evidence/*.md"), *DOCS.glob("lab/*.md")]
+EVIDENCE = [*DOCS.glob("evidence/*.md"), *DOCS.glob("lab/[!R]*.md")]
 COMMANDS = ("indexcache-search", "indexcache-eval", "indexcache-distill", "indexcache-offload")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -116,10 +115,9 @@ def test_every_command_has_its_help_on_the_site() -> None:
     assert set(shown) == set(scripts)
 
 
+@cache
 def flags(command: str) -> set[str]:
-    modules = {"indexcache-search": "cli", "indexcache-eval": "eval_cli", "indexcache-distill": "distill_cli"}
-    app = import_module(f"indexcache_search.{modules.get(command, 'offload.cli')}").app
-    return {name for item in typer.main.get_command(app).params for name in (*item.opts, *item.secondary_opts)}
+    return set(re.findall(r"--[\w-]+", site.help_of(command)))
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", *HOW_TO], ids=name_of)

@@ -15,8 +15,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File
-
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 HELP = re.compile(r"<!-- help: ([\w -]+) -->")
@@ -35,6 +33,8 @@ def outside() -> dict[str, str]:
 
 def on_files(files: Any, config: Any) -> Any:
     """Add what lies outside of docs/."""
+    from mkdocs.structure.files import File  # of the extra `docs`
+
     for place, source in outside().items():
         files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
     return files
