@@ -56,9 +56,7 @@ def test_paths_in_code_and_pages_exist() -> None:
 
 @pytest.mark.parametrize("path", [page for page in PAGES if page.stem != "candidates"], ids=name_of)
 def test_scripts_that_pages_run_exist(path: Path) -> None:
-    for name in re.findall(
-        r"\bscripts\.[a-z_0-9.]*[a-z_0-9]\b(?!/)", path.read_text()
-    ):
+    for name in re.findall(r"\bscripts\.[a-z_0-9.]*[a-z_0-9]\b(?!/)", path.read_text()):
         assert (ROOT / f"{name.replace('.', '/')}.py").is_file() or name == "scripts.run", name
     for name in re.findall(r"\bscripts/[\w/]+\.(?:py|sh)\b", path.read_text()):
         assert (ROOT / name).is_file(), name
