@@ -18,12 +18,13 @@ from typing import Any, NoReturn
 from sglang_indexcache import process
 from sglang_indexcache.address import Address
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.command_line import ending, exit_codes
+from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.environment import Environment
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.overrides import FLAG, parse_overrides
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import SglangError, SglangSource
+from sglang_indexcache.process import exit_line
 from sglang_indexcache.selection import Selection
 from sglang_indexcache.servers import differences
 from sglang_indexcache.spec import GRAMMAR, PatternSpec
@@ -227,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _environment(options) if options.environment else _pattern(options)
     except Exception as error:
-        line, code = ending(error)
+        line, code = exit_line(error)
         sys.stderr.write(f"indexcache-check: {line}\n")
         return code
 

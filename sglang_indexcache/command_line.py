@@ -10,12 +10,11 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sglang_indexcache import process
 from sglang_indexcache.errors import IndexCacheError, one_line
 from sglang_indexcache.files import reason
 from sglang_indexcache.redaction import redacted
 
-BAD_INPUT, UNFORESEEN, INTERRUPTED = 2, 70, 130  # 70 is EX_SOFTWARE of sysexits.h
+BAD_INPUT, UNFORESEEN = 2, 70  # 70 is EX_SOFTWARE of sysexits.h
 OURS = ("sglang_indexcache", "indexcache_")
 NO_MEMORY = (
     *("not enough memory", "out of memory", "annot allocate memory", "an't allocate memory", "Unable to allocate"),
@@ -24,12 +23,12 @@ NO_MEMORY = (
 
 
 @contextmanager
-def doing(what: str) -> Iterator[None]:
-    """Say what was being done, should something unforeseen end the `with` block."""
+def error_context(work: str) -> Iterator[None]:
+    """Name the work of the `with` block in the line of an unforeseen error."""
     try:
         yield
     except Exception as error:
-        error.add_note(what)
+        error.add_note(work)
         raise
 
 
@@ -41,34 +40,35 @@ def exit_codes(one: str) -> str:
     )
 
 
-def ending(error: BaseException) -> tuple[str, int]:
-    """The line and the exit code that a command ends with; no line where something else has said it.
+def error_line(error: BaseException, requirement: str) -> tuple[str, int]:
+    """Give the line and the exit code that a command ends with; no line where something else has said it.
 
-    What a user can mend has a line of its own; the operating system's word is passed on; of anything else the traceback
-    goes into a file that the line names.
+    An error that a user can mend has its own line. The operating system's word is passed on. The traceback of any other
+    error goes into a file that the line names.
+
+    Args:
+        error: ended the command.
+        requirement: installs all that the command needs, behind `pip install`.
     """
-    stopped = process.stopped()
-    if stopped is not None or isinstance(error, KeyboardInterrupt):  # whatever Ctrl-C was turned into on its way
-        return process.last_words(), stopped or INTERRUPTED
     if isinstance(error, SystemExit):
         return ("", error.code or 0) if isinstance(error.code, int | None) else (one_line(error.code), BAD_INPUT)
     if isinstance(error, IndexCacheError):
         return str(error), BAD_INPUT
     if hasattr(error, "format_message"):  # a flag that typer refuses; where its classes are depends on its version
         return one_line(error.format_message()), BAD_INPUT
-    while_doing = "".join(f" while {note}" for note in getattr(error, "__notes__", [])[:1])
+    context = "".join(f" while {note}" for note in getattr(error, "__notes__", [])[:1])
     if lacks_memory(error):
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         allowed = "" if limit == resource.RLIM_INFINITY else f" (ulimit -v {limit // 1024})"
-        return one_line(f"out of memory{while_doing}{allowed}: {str(error) or type(error).__name__}", 300), BAD_INPUT
+        return one_line(f"out of memory{context}{allowed}: {str(error) or type(error).__name__}", 300), BAD_INPUT
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(OURS):
         missing = (error.name or str(error)).partition(".")[0]
-        return f"{missing} is not installed; expected: pip install {process.requirement()}", BAD_INPUT
+        return f"{missing} is not installed; expected: pip install {requirement}", BAD_INPUT
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return one_line(f"{where}{reason(error)}{while_doing}"), BAD_INPUT
+        return one_line(f"{where}{reason(error)}{context}"), BAD_INPUT
     line = one_line(f"{type(error).__name__}: {error}", 200)
-    return f"unforeseen{redacted(while_doing)}: {line} ({_saved(error)})", UNFORESEEN
+    return f"unforeseen{redacted(context)}: {line} ({_saved(error)})", UNFORESEEN
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -68,9 +68,7 @@ def run(command: str, main: Callable[[], int | None], extra: str = "", resumes: 
     try:
         code = main() or 0
     except BaseException as error:
-        from sglang_indexcache.command_line import ending
-
-        line, code = ending(error)
+        line, code = exit_line(error)
         if line:
             sys.stderr.write(f"{command}: {line}\n")
     leave(code)
@@ -107,20 +105,13 @@ def hand_over() -> None:
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
 
 
-def stopped() -> int | None:
-    """The exit code of the signal that came, if one did."""
-    return None if _this.stopped is None else 128 + _this.stopped
+def exit_line(error: BaseException) -> tuple[str, int]:
+    """Give the line and the exit code of a command that `error` ends; no line where something else has said it."""
+    if _this.stopped is not None or isinstance(error, KeyboardInterrupt):  # whatever a signal was turned into
+        return _signal_line(), 128 + (_this.stopped or signal.SIGINT)
+    from sglang_indexcache.command_line import error_line
 
-
-def last_words() -> str:
-    """The line for people that goes with a signal."""
-    how = "interrupted" if _this.stopped in (None, signal.SIGINT) else "ended by SIGTERM"
-    return how + ("; the same command goes on from here" if _this.resumes else "")
-
-
-def requirement() -> str:
-    """What `pip install` takes for all that this command needs."""
-    return f"'sglang-indexcache[{_this.extra}]'" if _this.extra else "sglang-indexcache"
+    return error_line(error, f"'sglang-indexcache[{_this.extra}]'" if _this.extra else "sglang-indexcache")
 
 
 def leave(code: int) -> NoReturn:
@@ -139,6 +130,12 @@ def leave(code: int) -> NoReturn:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)
+
+
+def _signal_line() -> str:
+    """Say how a signal ended the command."""
+    how = "interrupted" if _this.stopped in (None, signal.SIGINT) else "ended by SIGTERM"
+    return how + ("; the same command goes on from here" if _this.resumes else "")
 
 
 def _text(raw: _Output, before: Any, line_buffering: bool = False) -> io.TextIOWrapper:
@@ -173,7 +170,7 @@ def _end() -> NoReturn:
     if os.getpid() == _this.identity and os.environ.get("RANK", "0") == "0":
         show = "\x1b[?25h\r\x1b[K" if os.isatty(2) else ""  # a bar hides the cursor
         with _Output(2, "w", closefd=False) as stderr:
-            stderr.write(f"{show}{_this.command}: {last_words()}\n".encode(errors="replace"))
+            stderr.write(f"{show}{_this.command}: {_signal_line()}\n".encode(errors="replace"))
     os._exit(128 + (_this.stopped or 0))
 
 

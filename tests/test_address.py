@@ -11,7 +11,7 @@ import pytest
 
 from sglang_indexcache import IndexCacheError, redaction
 from sglang_indexcache.address import Address, AddressError
-from sglang_indexcache.command_line import ending
+from sglang_indexcache.process import exit_line
 from sglang_indexcache.redaction import keep_secret, redacted
 
 
@@ -106,7 +106,7 @@ def test_a_traceback_holds_no_secret() -> None:
         raise RuntimeError("GET http://me:hunter22@host/?key=1 failed") from KeyError("hunter22")
     except RuntimeError as error:
         error.add_note("asking http://me:other@host")
-        line, code = ending(error)
+        line, code = exit_line(error)
     path = Path(line.partition("traceback in ")[2].partition(";")[0])
     saved = path.read_text()
     path.unlink()

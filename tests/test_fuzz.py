@@ -36,9 +36,9 @@ from indexcache_search.hf.loading import read_config
 from indexcache_search.records import Sealer, append
 from sglang_indexcache import IndexCacheError, Pattern, PatternFile, connection, files, http_client
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.command_line import ending
 from sglang_indexcache.families import describe
 from sglang_indexcache.naming import naming
+from sglang_indexcache.process import exit_line
 from sglang_indexcache.servers import differences
 from tests.conftest import VOCAB, random_tokens, tiny_config
 from tests.test_pattern_file import GOOD
@@ -307,10 +307,10 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path, monkeypat
     monkeypatch.setattr(np, "save", raising(OSError("30 requested and 0 written")))
     with pytest.raises(OSError) as caught:
         save_set(random_tokens(), tmp_path / "set")
-    assert ending(caught.value) == (f"{tmp_path / 'set' / 'tokens.npy'}: 30 requested and 0 written", 2)
+    assert exit_line(caught.value) == (f"{tmp_path / 'set' / 'tokens.npy'}: 30 requested and 0 written", 2)
     with pytest.raises(OSError) as caught, naming(tmp_path / "w.safetensors"):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-    assert ending(caught.value) == (f"{tmp_path / 'w.safetensors'}: No space left on device", 2)
+    assert exit_line(caught.value) == (f"{tmp_path / 'w.safetensors'}: No space left on device", 2)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_no_memory_is_one_line(error: Exception) -> None:
     wrapped = RuntimeError("while that was handled")
     wrapped.__context__ = error
     for found in (error, wrapped):
-        line, code = ending(found)
+        line, code = exit_line(found)
         assert code == 2 and line.startswith("out of memory") and "\n" not in line
 
 

@@ -42,7 +42,7 @@ from indexcache_search.strategies import measured_strategies
 from indexcache_search.strategies.base import Step
 from indexcache_search.terminal import command, serving
 from sglang_indexcache.address import Address
-from sglang_indexcache.command_line import doing
+from sglang_indexcache.command_line import error_context
 from sglang_indexcache.families import family_of
 from sglang_indexcache.redaction import redacted
 from sglang_indexcache.selection import Selection
@@ -116,9 +116,9 @@ def run(model: str, data: Data, runtime: Runtime, settings: Settings, files: Fil
     with ExitStack() as stack:
         out = stack.enter_context(outputs("indexcache-search", files.folder, files.work_dir, names, reads))
         with console.status(Text(f"Loading {redacted(model)}")):
-            with doing("reading the data"):
+            with error_context("reading the data"):
                 reader, calibration, held_out = _load_data(model, data, settings, runtime)
-            with doing("loading the model"):
+            with error_context("loading the model"):
                 engine = _load_engine(model, runtime, out, stack, console)
         for note in reader.notes:
             warn(console, note)
@@ -143,7 +143,7 @@ def show_data(model: str, data: Data, runtime: Runtime, settings: Settings) -> N
     Raises:
         IndexCacheError: as `run`.
     """
-    with doing("reading the data"):
+    with error_context("reading the data"):
         reader, calibration, held_out = _load_data(model, data, settings, runtime)
     dry_run.show(reader, {"evaluation": held_out, "calibration": calibration})
 
@@ -213,7 +213,7 @@ def _search(
     @contextmanager
     def timed(name: str) -> Iterator[None]:
         began = time.monotonic()
-        with doing(name):
+        with error_context(name):
             yield
         seconds[name] = time.monotonic() - began
 
@@ -249,7 +249,7 @@ def _search(
             for row in compare(lines, judges):
                 rows.append(row)
                 progress.compared(row, rows[0])
-    with doing("looking whether the model is still the same"):
+    with error_context("looking whether the model is still the same"):
         engine.check_unchanged()
     file = writer.file(found, found.patterns[settings.retain[0]])
     table = metrics.held_out(rows, held_out, engine.model.first_sparse_position)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from indexcache_search.errors import NonFiniteLossError
-from sglang_indexcache.command_line import ending
+from sglang_indexcache.process import exit_line
 
 WIDE = 200  # columns of something that is no terminal
 
@@ -50,6 +50,6 @@ def errors_in_one_line(console: Console, command: str) -> Iterator[None]:
         console.print(f"{command}: {error}", style="red", soft_wrap=True)
         raise typer.Exit(1) from None
     except BaseException as error:
-        line, code = ending(error)
+        line, code = exit_line(error)
         console.print(f"{command}: {line}", style="yellow" if code > 128 else "red", soft_wrap=True)
         raise typer.Exit(code) from None

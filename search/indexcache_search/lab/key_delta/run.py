@@ -35,7 +35,7 @@ from indexcache_search.results import ComparisonResult
 from indexcache_search.run import Data, Files, Runtime
 from indexcache_search.terminal import command
 from sglang_indexcache import ModelLayers
-from sglang_indexcache.command_line import doing
+from sglang_indexcache.command_line import error_context
 from sglang_indexcache.pattern_file import ModelSection
 
 
@@ -123,19 +123,19 @@ def _run(
     nothing = KeyPlan(method="key_delta", values=(0.0,) * description.num_layers, **near)
     for note in reader.notes:
         warn(console, note)
-    with doing("loading the model"):
+    with error_context("loading the model"):
         engine = keys.load_engine(
             model, description, runtime.device, runtime.dtype or "float32", runtime.batch_size, runtime.prefix_cache_gb
         )
     with Journal(out.journal(), identity(engine, calibration, held_out, "kl"), today(), restart) as journal:
-        with doing("search"):
+        with error_context("search"):
             found = _search(engine, calibration, journal, nothing, shares, console)
         kept = {_file_name(item.asked): _text(item, engine, calibration, journal) for item in found}
         for item in found:
             console.print(
                 f"{item.asked:g}: {item.plan.name}; one threshold: {item.uniform.values[0]:g}", soft_wrap=True
             )
-        with doing("held-out comparison"), bar(console) as progress:
+        with error_context("held-out comparison"), bar(console) as progress:
             task = progress.add_task("held-out comparison", total=1 + 4 * len(found) + len(keys.BITS))
             lines = []
             for item in found:
@@ -169,7 +169,7 @@ def _load_data(
     description, config = keys.dense_model(model, seq_len), read_config(model)
     check_seq_len(seq_len, config)
     reader = TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len, replies=True, options=data.rows)
-    with doing("reading the data"):
+    with error_context("reading the data"):
         sets = build_token_sets(
             reader,
             description,
