@@ -111,25 +111,25 @@ def check(
         notes.append("no safetensors files at hand: indexer weights were not checked")
     family, override = checkpoint.family, None
     try:
-        override = family.handed_over(parse_overrides(user_overrides), pattern)
+        override = family.sglang.to_overrides(parse_overrides(user_overrides), pattern)
     except IndexCacheError as error:
         problems.append(str(error))
     installed, effective = SglangSource.installed() if unpacked is None else SglangSource.at(unpacked), None
     if pattern.indexers and override is not None:
         notes.append("blocks of queries are set after loading: SGLang has no rule that could be asked before")
-        lacking = [] if installed is None else [installed.refusal(feature) for feature in family.needed(pattern)]
+        lacking = [] if installed is None else [installed.refusal(feature) for feature in family.sglang.needed(pattern)]
         problems += [reason for reason in lacking if reason is not None]
     if installed is None:
         notes.append("SGLang is not installed here: what it would run was not checked")
-    elif (reason := installed.refusal(family.serving)) is not None:
+    elif (reason := installed.refusal(family.sglang.serving)) is not None:
         problems.append(reason)
-    elif family.rule is None:
+    elif family.sglang.rule is None:
         notes.append("roles are written after loading: SGLang has no rule that could be asked before")
     elif unpacked is not None:
         notes.append(f"SGLang {installed.version} in {unpacked} was read, not run: what it would run was not checked")
     elif override is not None and len(pattern) == checkpoint.model.num_layers:
         try:
-            effective = family.would_run(installed, model, override, len(pattern))
+            effective = family.sglang.would_run(installed, model, override, len(pattern))
         except SglangError as error:
             problems.append(str(error))
         if effective is not None and effective != pattern.plain():

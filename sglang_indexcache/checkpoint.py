@@ -72,7 +72,7 @@ class Checkpoint:
         description = describe(config, name)
         if names is None:
             return cls(description, None)
-        with_indexer = family_of(description.architecture).indexer_layers(names)
+        with_indexer = family_of(description.architecture).checkpoint.indexer_layers(names)
         return cls(description, with_indexer.intersection(description.layers))
 
     def misfits(

@@ -27,13 +27,13 @@ class Row:
 
 
 def family_features() -> tuple[Feature, ...]:
-    """What the families need beside `FEATURES`, each once."""
+    """List what the families need beside `FEATURES`, each once."""
     features = (
         item
-        for family in FAMILIES
+        for served in (family.sglang for family in FAMILIES)
         for item in (
-            *(family.serving, family.pipeline, family.rule, family.blocks, family.told),
-            *family.variants,
+            *(served.serving, served.pipeline, served.rule, served.blocks, served.selection_capture),
+            *served.variants,
         )
     )
     return tuple(dict.fromkeys(item for item in features if item is not None))
@@ -58,7 +58,7 @@ class Environment:
     @property
     def can_serve(self) -> bool:
         """Whether all that is required is there, and some family of models can be served."""
-        families = {family.serving.name for family in FAMILIES}
+        families = {family.sglang.serving.name for family in FAMILIES}
         required = all(row.refused is None for row in self.features if row.required)
         return required and any(row.refused is None for row in self.features if row.name in families)
 

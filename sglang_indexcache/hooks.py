@@ -90,7 +90,7 @@ def give_pattern(args: Any, kwargs: Any, plan_for: Callable[[str], tuple[Family,
     if bound.arguments["is_draft_model"]:
         return None
     family, pattern = plan_for(at_revision(bound.arguments["model_path"], bound.arguments.get("revision")))
-    merged = family.handed_over(parse_overrides(bound.arguments["model_override_args"]), pattern)
+    merged = family.sglang.to_overrides(parse_overrides(bound.arguments["model_override_args"]), pattern)
     bound.arguments["model_override_args"] = json.dumps(merged)
     return bound.args, bound.kwargs
 

@@ -14,8 +14,8 @@ from sglang_indexcache.calibration.preflight import Calibration, CalibrationErro
 from sglang_indexcache.checkpoint import weights_digest
 from sglang_indexcache.errors import ModelConfigError
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.families.deepseek_v4 import DeepseekV4
-from sglang_indexcache.families.dsa import Dsa
+from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
+from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.probes import SglangSource
 
 GOOD = {"disable_radix_cache": True, "enable_fp32_lm_head": True, "host": "127.0.0.1", "model_path": "x"}
@@ -24,7 +24,7 @@ GOOD = {"disable_radix_cache": True, "enable_fp32_lm_head": True, "host": "127.0
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch) -> Any:
     def checked(family: Family | None = None, **flags: Any) -> None:
-        monkeypatch.setattr(Calibration, "schedule", lambda *_: (family or Dsa(), Pattern("FFF")))
+        monkeypatch.setattr(Calibration, "schedule", lambda *_: (family or DSA, Pattern("FFF")))
         Calibration(SglangSource(Path(), "0.0")).check(SimpleNamespace(**{**GOOD, **flags}))
 
     return checked
@@ -56,15 +56,15 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Any:
         ),
         ({"host": "gpu7"}, "calibration on --host gpu7 needs --admin-api-key"),
         (
-            {"family": DeepseekV4(), "pp_size": 2},
+            {"family": DEEPSEEK_V4, "pp_size": 2},
             "--pp-size 2 can't be combined with calibration on deepseek_v4: a stage that begins with an S layer",
         ),
         (
-            {"family": DeepseekV4(), "attn_cp_size": 2},
+            {"family": DEEPSEEK_V4, "attn_cp_size": 2},
             "--attn-cp-size can't be combined with calibration: context parallelism was never tried",
         ),
         (
-            {"family": DeepseekV4(), "enable_return_indexer_topk": True},
+            {"family": DEEPSEEK_V4, "enable_return_indexer_topk": True},
             "--enable-return-indexer-topk can't be combined with calibration: S layers have no indices",
         ),
     ],
@@ -85,7 +85,7 @@ def test_refusals(check: Any, flags: dict[str, Any], message: str) -> None:
         {"enable_dp_attention": True, "enable_dp_lm_head": True},
         {"disaggregation_mode": "null", "tokenizer_worker_num": 1, "speculative_algorithm": None},
         {"pp_size": 2, "enable_return_indexer_topk": True},
-        {"family": DeepseekV4(), "pp_size": 1, "attn_cp_size": 1, "enable_prefill_cp": False},
+        {"family": DEEPSEEK_V4, "pp_size": 1, "attn_cp_size": 1, "enable_prefill_cp": False},
     ],
 )
 def test_what_is_fine(check: Any, flags: dict[str, Any]) -> None:

@@ -16,8 +16,7 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import ModelConfigError, SpellingError
-from sglang_indexcache.families.dsa.overrides import merge_overrides
-from sglang_indexcache.families.dsa.rule import effective_pattern
+from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.dsa.spellings import indexer_types
 from sglang_indexcache.overrides import parse_overrides
 from sglang_indexcache.probes import SglangSource
@@ -151,7 +150,7 @@ def test_contradicting_overrides_are_problems(
     ],
 )
 def test_overrides_are_merged(given: dict[str, Any]) -> None:
-    merged = merge_overrides(given, PATTERN)
+    merged = DSA.sglang.to_overrides(given, PATTERN)
     assert merged["index_topk_pattern"] == "FSSFSS" and merged["indexer_types"] == indexer_types(PATTERN)
     assert merged["index_topk_freq"] == 1 and "index_skip_topk_offset" not in merged
     assert merged.get("rope_theta") == given.get("rope_theta")
@@ -173,7 +172,7 @@ def test_overrides_are_merged(given: dict[str, Any]) -> None:
 )
 def test_bad_overrides_are_refused(given: str, message: str) -> None:
     with pytest.raises(SpellingError, match=message):
-        merge_overrides(parse_overrides(given), PATTERN)
+        DSA.sglang.to_overrides(parse_overrides(given), PATTERN)
 
 
 @pytest.mark.parametrize(
@@ -254,8 +253,8 @@ def test_the_installed_sglang_would_run_exactly_the_pattern(model: Path, model_t
     installed = SglangSource.installed()
     assert installed is not None
     for roles in ("FFFFFF", "FSSFSS", "FSFFSF"):
-        override = merge_overrides({}, Pattern(roles))
-        assert effective_pattern(installed, str(model), override, 6) == Pattern(roles)
+        override = DSA.sglang.to_overrides({}, Pattern(roles))
+        assert DSA.sglang.would_run(installed, str(model), override, 6) == Pattern(roles)
 
 
 @pytest.mark.sglang
@@ -264,6 +263,6 @@ def test_the_documented_override_alone_is_ignored_on_glm5(model: Path) -> None:
     """Why both spellings are sent: from 0.5.20 on, letters alone leave GLM-5 at all F, silently."""
     installed = SglangSource.installed()
     assert installed is not None
-    effective = effective_pattern(installed, str(model), {"index_topk_pattern": "FSSFSS"}, 6)
+    effective = DSA.sglang.would_run(installed, str(model), {"index_topk_pattern": "FSSFSS"}, 6)
     newer = tuple(map(int, installed.version.split(".")[:3])) >= (0, 5, 20)
     assert effective == Pattern("FFFFFF" if newer else "FSSFSS")

@@ -165,8 +165,8 @@ def test_what_people_and_programs_add_is_no_other_model(name: str, more: dict[st
 @pytest.mark.parametrize("name", ["glm", "hy", "v4", "llama"])
 def test_overrides_are_held_to_the_same_lists(name: str) -> None:
     model = describe(CONFIGS[name], "tiny")
-    family = family_of(model.architecture)
-    family.handed_over(
+    served = family_of(model.architecture).sglang
+    served.to_overrides(
         {"rope_scaling": YARN, "indexcache": {"source": "x"}, "max_position_embeddings": 64}, model.native
     )
     for key, value in {
@@ -176,7 +176,7 @@ def test_overrides_are_held_to_the_same_lists(name: str) -> None:
         "model_type": "granite",
     }.items():
         with pytest.raises(IndexCacheError, match=f"{FLAG}: {key} "):
-            family.handed_over({key: value}, model.native)
+            served.to_overrides({key: value}, model.native)
 
 
 def test_a_model_type_of_another_model_is_refused() -> None:
@@ -185,9 +185,9 @@ def test_a_model_type_of_another_model_is_refused() -> None:
         describe({**tiny_dense_config(), "model_type": "granite"}, "tiny")
 
 
-@pytest.mark.parametrize("architecture", [name for family in FAMILIES for name in family.architectures])
+@pytest.mark.parametrize("architecture", [name for family in FAMILIES for name in family.checkpoint.architectures])
 def test_every_key_of_transformers_class_is_known_with_its_default(architecture: str) -> None:
-    keys = family_of(architecture).keys[architecture]
+    keys = family_of(architecture).checkpoint.keys[architecture]
     blank = AutoConfig.for_model(keys.model_type)
     declared = {item.name for item in fields(type(blank))}
     assert not {key for key in declared if key not in keys.known}
@@ -285,7 +285,7 @@ def test_a_thousand_configs_with_more_and_other_keys(tmp_path: Path) -> None:
         name = rng.choice(sorted(CONFIGS))
         config = dict(CONFIGS[name])
         model = describe(config, "tiny")
-        known = family_of(model.architecture).keys[model.architecture].known
+        known = family_of(model.architecture).checkpoint.keys[model.architecture].known
         key = "_".join(rng.sample(_NAMES, rng.randint(1, 3))) if number % 2 else rng.choice(sorted(known))
         value = rng.choice(_VALUES)
         try:

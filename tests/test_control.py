@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration
 from sglang_indexcache.calibration.selections import Selections
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.families.dsa import Dsa
+from sglang_indexcache.families.dsa import DSA
+from sglang_indexcache.families.dsa.sglang import DsaSglang
 from sglang_indexcache.families.dsa.spellings import to_sglang
 from sglang_indexcache.probes import SglangSource
 
@@ -66,7 +68,7 @@ def controller(
     divergence: Divergence | None = None, overlap: Overlap | None = None, family: Family | None = None
 ) -> Controller:
     calibration = Calibration(SglangSource(Path(), "0.0"))
-    calibration._family, calibration._pattern, calibration.config_sha256 = family or Dsa(), NATIVE, "digest"
+    calibration._family, calibration._pattern, calibration.config_sha256 = family or DSA, NATIVE, "digest"
     calibration.has = lambda feature: feature is not None  # type: ignore[method-assign]  # whatever is installed
     return Controller(calibration, divergence, overlap, None if overlap is None else Selections(calibration))
 
@@ -178,10 +180,10 @@ def test_what_can_be_measured_is_said_and_the_rest_refused() -> None:
 
 
 def test_a_family_that_cannot_tell_positions_records_nothing() -> None:
-    class Untold(Dsa):
-        told = None
+    class Untold(DsaSglang):
+        selection_capture = None
 
-    control = controller(Divergence(1), Overlap(), Untold())
+    control = controller(Divergence(1), Overlap(), replace(DSA, sglang=Untold(DSA.checkpoint)))
     assert ask(Scheduler(), "status", control)["measures"] == ["kl", "overlap"]
     with pytest.raises(IndexCacheError, match="selections are not recorded of this model"):
         ask(Scheduler(), "misses", control, sizes=[4])

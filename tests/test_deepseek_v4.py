@@ -23,8 +23,9 @@ from indexcache_search.search import Search
 from indexcache_search.settings import Settings
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import ModelConfigError, ProofError, SpellingError
-from sglang_indexcache.families import FAMILIES, describe
-from sglang_indexcache.families.deepseek_v4 import DeepseekV4
+from sglang_indexcache.families import describe
+from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
+from sglang_indexcache.families.deepseek_v4.sglang import DeepseekV4Sglang
 from sglang_indexcache.probes import SglangSource
 from sglang_indexcache.serving import proof, ranks
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
@@ -37,7 +38,7 @@ SEQ_LEN = 160
 FIRST_DIFFERENCE = 4 * (TOPK + 1) - 1  # where one entry more than k is complete
 PATTERNS = [Pattern(roles) for roles in ("FFFF", "FSFF", "FFSS", "FSFS", "FSSF", "FSSS")]
 
-V4 = next(family for family in FAMILIES if isinstance(family, DeepseekV4))
+SERVED = DEEPSEEK_V4.sglang
 
 
 def tokens(rows: int = 2) -> torch.Tensor:
@@ -114,16 +115,16 @@ def test_weights_of_indexers_by_any_of_their_names() -> None:
         "layers.7.attn.compressor.wkv.weight",
         "model.layers.7.self_attn.compressor.kv_proj.weight",
     ]
-    assert V4.indexer_layers(names) == {2, 4, 6}
+    assert DEEPSEEK_V4.checkpoint.indexer_layers(names) == {2, 4, 6}
 
 
 def test_overrides_pass_unless_they_touch_the_choice() -> None:
     pattern = Pattern("FSSF")
-    assert V4.handed_over({"rope_theta": 1}, pattern) == {"rope_theta": 1}
+    assert SERVED.to_overrides({"rope_theta": 1}, pattern) == {"rope_theta": 1}
     with pytest.raises(SpellingError, match="compress_ratios changes which layers choose; expected a file made for"):
-        V4.handed_over({"compress_ratios": [4] * 8}, pattern)
+        SERVED.to_overrides({"compress_ratios": [4] * 8}, pattern)
     with pytest.raises(SpellingError, match="index_topk_freq is not read on DeepSeek-V4; expected the pattern file"):
-        V4.handed_over({"index_topk_freq": 4}, pattern)
+        SERVED.to_overrides({"index_topk_freq": 4}, pattern)
 
 
 def test_all_full_is_the_untouched_model() -> None:
@@ -131,7 +132,7 @@ def test_all_full_is_the_untouched_model() -> None:
     untouched = logits(model)
     with apply_roles(model, Pattern.full(LETTERS)):
         assert torch.equal(logits(model), untouched)
-    assert not any("forward" in selector.__dict__ for selector in V4.selectors(model))
+    assert not any("forward" in selector.__dict__ for selector in DEEPSEEK_V4.transformers.indexer_modules(model))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS[1:], ids=str)
@@ -140,7 +141,7 @@ def test_shared_layers_attend_to_their_sources_choice_and_differ_where_there_is_
     untouched = logits(model)
     hooks = [
         selector.kv_proj.register_forward_hook(lambda *_, _letter=letter: ran.append(_letter))
-        for letter, selector in enumerate(V4.selectors(model))
+        for letter, selector in enumerate(DEEPSEEK_V4.transformers.indexer_modules(model))
     ]
     seen: dict[int, torch.Tensor] = {}
     with apply_roles(model, pattern, seen.__setitem__):
@@ -277,15 +278,15 @@ def loaded_model(layers: Sequence[int] = V4_LAYERS) -> SimpleNamespace:
 
 
 def found_on(runner: SimpleNamespace, pattern: str) -> str | None:
-    return mismatch(Pattern(pattern), effective_roles(V4, runner.model), V4.begins_every_stage)
+    return mismatch(Pattern(pattern), effective_roles(SERVED, runner.model), SERVED.begins_every_stage)
 
 
 def test_roles_are_written_and_read_back() -> None:
     runner = loaded_model()
-    assert found_on(runner, "FSSF") == "letter 1 would run as F, the pattern says S" and V4.configured(runner) == ""
+    assert found_on(runner, "FSSF") == "letter 1 would run as F, the pattern says S" and SERVED.configured(runner) == ""
     for roles in ("FSSF", "FFSS", "FFFF"):
-        V4.loaded(runner, Pattern(roles))
-        assert found_on(runner, roles) is None and V4.configured(runner) == roles
+        SERVED.loaded(runner, Pattern(roles))
+        assert found_on(runner, roles) is None and SERVED.configured(runner) == roles
         outputs = {module.layer_id: module() for module in runner.model.modules() if isinstance(module, C4Indexer)}
         assert outputs == {
             layer: "scored" if role == "F" else None for layer, role in zip(V4_LAYERS, roles, strict=True)
@@ -294,24 +295,24 @@ def test_roles_are_written_and_read_back() -> None:
 
 
 def test_draft_models_have_no_sites() -> None:
-    assert list(V4.modules(nn.Linear(2, 2))) == []  # nor a configuration of compression
+    assert list(SERVED.modules(nn.Linear(2, 2))) == []  # nor a configuration of compression
 
 
 def test_what_the_loaded_model_may_not_be() -> None:
     runner = loaded_model((6, 7))
-    V4.loaded(runner, Pattern("FSSF"))
+    SERVED.loaded(runner, Pattern("FSSF"))
     assert found_on(runner, "FSSF") == (
         "letter 2 is the first of its pipeline stage, where nothing was chosen yet: expected F"
     )
-    V4.loaded(runner, Pattern("FSFS"))
+    SERVED.loaded(runner, Pattern("FSFS"))
     assert found_on(runner, "FSFS") is None
     for layers, layer in (((2, 3), 3), ((2, 4, 4), 4)):
         with pytest.raises(ProofError, match=f"layer {layer} of the loaded model has an indexer, its configuration"):
-            effective_roles(V4, loaded_model(layers).model)
+            effective_roles(SERVED, loaded_model(layers).model)
     wrapped = loaded_model()
     [*_, first] = wrapped.model
     first[0].forward = lambda: "something else"
-    for read in (lambda: V4.loaded(wrapped, Pattern("FSSF")), lambda: effective_roles(V4, wrapped.model)):
+    for read in (lambda: SERVED.loaded(wrapped, Pattern("FSSF")), lambda: effective_roles(SERVED, wrapped.model)):
         with pytest.raises(ProofError, match="the indexer of letter 0 runs another forward: function"):
             read()
 
@@ -319,20 +320,20 @@ def test_what_the_loaded_model_may_not_be() -> None:
 @pytest.mark.parametrize("name", ["wq_b.weight", "compressor.ape"])
 def test_parameters_that_were_not_loaded_are_found_in_f_layers(name: str) -> None:
     runner = loaded_model()
-    mark_unloaded(V4, runner.model)
+    mark_unloaded(SERVED, runner.model)
     for module in runner.model.modules():
         if isinstance(module, C4Indexer):
             for key, parameter in module.named_parameters():
                 if key != name or module.layer_id in (4, 6):
                     parameter.data.zero_()
-    V4.loaded(runner, Pattern("FSSF"))
+    SERVED.loaded(runner, Pattern("FSSF"))
     assert found_on(runner, "FSSF") == f"letter 0 is F, but no weights were loaded into its indexer's {name}"
 
 
 def test_a_switch_that_fails_ends_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "all_ranks", lambda told: [told])
-    monkeypatch.setattr(DeepseekV4, "switch", lambda *_: {}["gone"])
-    asked = SimpleNamespace(pattern=Pattern("FSSF"), family=V4, proven=proof.Proven())
+    monkeypatch.setattr(DeepseekV4Sglang, "switch", lambda *_: {}["gone"])
+    asked = SimpleNamespace(pattern=Pattern("FSSF"), family=DEEPSEEK_V4, proven=proof.Proven())
     with pytest.raises(ProofError, match="KeyError: 'gone'"):
         proof.prove(asked, loaded_model())
 
@@ -352,7 +353,7 @@ def test_flags_that_can_not_be_combined_with_it(
     flag: str, value: Any, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check = Preflight(Request("x", Pattern("FSSF")), SglangSource(Path(), "0.0"))
-    monkeypatch.setattr(check, "family_at", lambda _: V4)
+    monkeypatch.setattr(check, "family_at", lambda _: DEEPSEEK_V4)
     arguments = SimpleNamespace(model_path="x", **{flag: value})
     if refused:
         with pytest.raises(PreflightError, match=f"--{flag.replace('_', '-')} can't be combined with a pattern: "):

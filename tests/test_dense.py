@@ -25,7 +25,8 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import ModelConfigError, PatternError, SpellingError
-from sglang_indexcache.families import FAMILIES, describe, family_of
+from sglang_indexcache.families import describe, family_of
+from sglang_indexcache.families.dense_gqa import DENSE_GQA
 from sglang_indexcache.selection import DEFAULT
 from sglang_indexcache.serving.preflight import refused_flags
 from tests.conftest import (
@@ -42,18 +43,19 @@ from tests.patterns import pattern_file
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-DENSE = next(family for family in FAMILIES if family.name == "dense_gqa")
-
 
 # -- the family
 
 
 def test_every_layer_is_a_site(dense_folder: Path) -> None:
     model = describe(tiny_dense_config("qwen3"), "tiny")
-    assert family_of(model.architecture) is DENSE
+    assert family_of(model.architecture) is DENSE_GQA
     assert model.layers == tuple(range(LAYERS)) and model.native == Pattern("D" * LAYERS, DEFAULT)
     assert model.first_sparse_position == 1024
-    assert DENSE.selecting(model, PAGES).first_sparse_position == 16 and DENSE.selecting(model, None) == model
+    assert (
+        DENSE_GQA.checkpoint.selecting(model, PAGES).first_sparse_position == 16
+        and DENSE_GQA.checkpoint.selecting(model, None) == model
+    )
     checkpoint = Checkpoint.read(str(dense_folder))
     assert checkpoint.indexer_layers == set(range(LAYERS)) and checkpoint.locked == ()
 
@@ -90,16 +92,16 @@ def test_patterns_of_the_other_kind_are_refused(tmp_path: Path, dense_folder: Pa
     [first, *_] = Checkpoint.read(str(glm)).misfits(dense)
     assert str(first) == "pattern has a selection, but the model's own indexers choose; expected F and S alone"
     with pytest.raises(PatternError, match="glm has indexers that choose; expected no selection"):
-        family_of("GlmMoeDsaForCausalLM").selecting(describe(tiny_config(), "glm"), PAGES)
+        family_of("GlmMoeDsaForCausalLM").checkpoint.selecting(describe(tiny_config(), "glm"), PAGES)
 
 
-def test_what_is_handed_over() -> None:
+def test_which_overrides_sglang_gets() -> None:
     pattern = Pattern("DSSDSS", PAGES)
-    assert DENSE.handed_over({"rope_scaling": None}, pattern) == {"rope_scaling": None}
+    assert DENSE_GQA.sglang.to_overrides({"rope_scaling": None}, pattern) == {"rope_scaling": None}
     with pytest.raises(SpellingError, match="num_hidden_layers changes which layers there are"):
-        DENSE.handed_over({"num_hidden_layers": 4}, pattern)
+        DENSE_GQA.sglang.to_overrides({"num_hidden_layers": 4}, pattern)
     with pytest.raises(SpellingError, match="letter 3 is F, which is not served yet; expected D or S"):
-        DENSE.handed_over({}, Pattern("DSSFSS", PAGES))
+        DENSE_GQA.sglang.to_overrides({}, Pattern("DSSFSS", PAGES))
 
 
 def test_check_shows_the_selection(dense_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +153,7 @@ def rows(path: Path, count: int = 12) -> str:
 
 
 def test_prompts_are_dense_and_replies_count(tmp_path: Path) -> None:
-    model = DENSE.selecting(describe(tiny_dense_config(), "tiny"), replace(PAGES, pages=2))
+    model = DENSE_GQA.checkpoint.selecting(describe(tiny_dense_config(), "tiny"), replace(PAGES, pages=2))
     reader = TokenReader(lambda: Tokenizer(), VOCAB, 28, replies=True)
     sizes = {"seq_len": 28, "num_calibration": 1, "num_evaluation": 1, "seed": 0}
     source = rows(tmp_path / "chat.jsonl", 2)
@@ -183,7 +185,7 @@ def engine(**options: Any) -> TransformersEngine:
     config = tiny_dense_config()
     model = tiny_model(config)
     model.set_attn_implementation("eager")
-    return TransformersEngine(model, DENSE.selecting(describe(config, "tiny"), PAGES), **options)
+    return TransformersEngine(model, DENSE_GQA.checkpoint.selecting(describe(config, "tiny"), PAGES), **options)
 
 
 PATTERNS = [Pattern(roles, PAGES) for roles in ("DDDDDD", "DSSDSS", "DSSSSS", "DDSSSS", "DSDSDF", "DSSDSD", "DFSSSS")]
@@ -308,10 +310,10 @@ def test_shift_takes_the_largest_of_each_part() -> None:
 # -- what SGLang can't be started with
 
 
-@pytest.mark.parametrize("name", DENSE.refused_flags)
+@pytest.mark.parametrize("name", DENSE_GQA.sglang.refused_flags)
 def test_flags_that_are_refused(name: str) -> None:
     given: Any = 2 if name.endswith("_size") else "NGRAM" if name.endswith("algorithm") else True
-    [(flag, reason)] = refused_flags(DENSE.refused_flags, SimpleNamespace(**{name: given}))
+    [(flag, reason)] = refused_flags(DENSE_GQA.sglang.refused_flags, SimpleNamespace(**{name: given}))
     assert flag == "--" + name.replace("_", "-") and reason
     for harmless in (None, False, 1, "") if name.endswith("_size") else (None, False, ""):
-        assert not list(refused_flags(DENSE.refused_flags, SimpleNamespace(**{name: harmless})))
+        assert not list(refused_flags(DENSE_GQA.sglang.refused_flags, SimpleNamespace(**{name: harmless})))

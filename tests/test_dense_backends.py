@@ -14,9 +14,9 @@ from torch import Tensor
 
 from indexcache_kernels.page_selection import naive
 from sglang_indexcache.errors import ProofError
-from sglang_indexcache.families.dense_gqa import attention, backends, flash_attention, flashinfer
-from sglang_indexcache.families.dense_gqa.attention import CAPTURED, Place
+from sglang_indexcache.families.dense_gqa import DENSE_GQA, backends, flash_attention, flashinfer
 from sglang_indexcache.families.dense_gqa.decoding import budget_of, kept_tokens
+from sglang_indexcache.families.dense_gqa.sglang import CAPTURED, LayerRole
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.selection import Selection
 
@@ -49,7 +49,7 @@ class Case:
 
 
 class RadixAttention(SimpleNamespace):
-    """As far as `attention.modules` looks."""
+    """As far as `DenseGqaSglang.modules` looks."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def model_of(case: Case) -> Any:
 
 
 def tell(case: Case, selection: Selection, roles: str = PATTERN) -> None:
-    attention.switch(SimpleNamespace(model=model_of(case)), Pattern(roles, selection))
+    DENSE_GQA.sglang.switch(SimpleNamespace(model=model_of(case)), Pattern(roles, selection))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ def reference(case: Case, queries: list[Tensor], lengths: list[int], selection: 
     budget, chosen = budget_of(selection), list[Tensor]()
     outputs = []
     for layer, q in zip(case.layers, queries, strict=True):
-        told, rows = attention.place(layer), []
+        told, rows = LayerRole.of(layer), []
         assert told is not None
         live = [case.req_to_token[row, :length] for row, length in enumerate(lengths)]
         k, v = case.get_kv_buffer(layer.layer_id)
@@ -270,7 +270,7 @@ def decoded(backend: Any, case: Case, queries: list[Tensor], batch: Any) -> list
 
 
 def flashinfer_backend(case: Case, selection: Selection) -> Any:
-    backend = flashinfer.choosing(FlashInferStandIn)(case, len(LENGTHS))
+    backend = flashinfer.make_backend_class(FlashInferStandIn)(case, len(LENGTHS))
     backend.indexcache_selection = selection
     return backend
 
@@ -318,7 +318,7 @@ def test_flashinfer_plans_before_each_replay(case: Case) -> None:
 @pytest.mark.parametrize("page_size", [1, 4, 8])
 def test_flash_attention(case: Case, selection: Selection, page_size: int) -> None:
     tell(case, selection)
-    backend = flash_attention.choosing(FlashAttentionStandIn)(case, page_size)
+    backend = flash_attention.make_backend_class(FlashAttentionStandIn)(case, page_size)
     stock = FlashAttentionStandIn(case, page_size)
     for step in range(2):
         lengths, queries = tuple(length + step for length in LENGTHS), case.queries(step)
@@ -351,14 +351,14 @@ def test_graphs_that_were_captured_with_something_else(case: Case) -> None:
     backend = SimpleNamespace(**{CAPTURED: {4: letters, 1: {**letters, 2: "D"}}})
     runner = SimpleNamespace(model=model_of(case), attn_backend=backend, decode_cuda_graph_runner=None)
     pattern = Pattern(PATTERN, FEW)
-    attention.check_captured(runner, pattern)  # no graphs
+    DENSE_GQA.sglang.captured(runner, pattern)  # no graphs
     runner.decode_cuda_graph_runner = SimpleNamespace(capture_bs=[4])
-    attention.check_captured(runner, pattern)
+    DENSE_GQA.sglang.captured(runner, pattern)
     for size, found in ((1, "DDDSDS"), (2, "------")):
         runner.decode_cuda_graph_runner = SimpleNamespace(capture_bs=[size, 4])
         message = f"the CUDA graph of {size} requests was captured with {found}, the pattern says {PATTERN}"
         with pytest.raises(ProofError, match=message):
-            attention.check_captured(runner, pattern)
+            DENSE_GQA.sglang.captured(runner, pattern)
 
 
 def test_backends_that_nobody_wrote_one_for() -> None:
@@ -366,15 +366,15 @@ def test_backends_that_nobody_wrote_one_for() -> None:
         pass
 
     with pytest.raises(ProofError, match=r"is .*Other, expected one that can decode .* torch_native, flashinfer, fa3"):
-        backends.choosing(Other)
+        backends.make_backend_class(Other)
     assert {item.name for item in backends.BACKENDS} == {"torch_native", "flashinfer", "fa3"}
     made = type("Made", (), {"indexcache_stock": Other})
-    assert backends.choosing(made) is made
+    assert backends.make_backend_class(made) is made
 
 
 def test_places_are_of_the_pattern(case: Case) -> None:
     tell(case, FEW)
-    told = [attention.place(layer) for layer in case.layers]
+    told = [LayerRole.of(layer) for layer in case.layers]
     assert told == [
-        Place(role, role != "S" and above == "S", FEW) for role, above in zip(PATTERN, "DSSDS ", strict=True)
+        LayerRole(role, role != "S" and above == "S", FEW) for role, above in zip(PATTERN, "DSSDS ", strict=True)
     ]

@@ -16,9 +16,8 @@ def engine(prefix_cache_gb: float) -> TransformersEngine:
     model.set_attn_implementation("eager")
     description = describe(config, "tiny")
     assert family_of(description.architecture).name == "dense_gqa"
-    return TransformersEngine(
-        model, family_of(description.architecture).selecting(description, PAGES), prefix_cache_gb=prefix_cache_gb
-    )
+    selecting = family_of(description.architecture).checkpoint.selecting(description, PAGES)
+    return TransformersEngine(model, selecting, prefix_cache_gb=prefix_cache_gb)
 
 
 def test_a_mixture_of_experts_is_evaluated_as_any_dense_model() -> None:

@@ -17,7 +17,7 @@ from indexcache_search.distill.model import Distillation, set_trainable
 from indexcache_search.distill.settings import Loss, Stage
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
-from sglang_indexcache.families.dsa.modeling import attentions as dsa_attentions
+from sglang_indexcache.families.dsa.transformers import attentions as dsa_attentions
 from tests.conftest import LAYERS, VOCAB, tiny_config, tiny_model
 
 STAGES: tuple[Stage, ...] = ("warmup", "sparse")

@@ -278,7 +278,7 @@ def test_a_cache_is_refused(config: dict[str, Any]) -> None:
 def test_who_can_not_run_them_says_so() -> None:
     model = describe(tiny_v4_config(), "tiny")
     with pytest.raises(PatternError, match="2q4 is not served yet; expected F and S alone"):
-        family_of(model.architecture).handed_over({}, Pattern.full(model.num_layers).selecting_for(2, 4))
+        family_of(model.architecture).sglang.to_overrides({}, Pattern.full(model.num_layers).selecting_for(2, 4))
     for spelling in (to_sglang, to_vllm, to_transformers):
         with pytest.raises(PatternError, match="2q4 has no spelling in any engine"):
             spelling(Pattern.parse("FSFS+2q4"))

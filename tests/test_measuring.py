@@ -265,7 +265,7 @@ class Told:
     """A calibration whose family says what is selected as positions plus 100 for each request before."""
 
     def __init__(self) -> None:
-        self.family = self
+        self.family = SimpleNamespace(sglang=self)
 
     def positions(self, batch: Any, layer: int, selected: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
         return (selected - 100 * requests[:, None]).int()

@@ -12,10 +12,10 @@ import torch
 from indexcache_search.hf.indexers import block_selection
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError, ProofError
-from sglang_indexcache.families.dsa import Dsa, blocks, patch_indexers
+from sglang_indexcache.families.dsa import DSA, blocks, patch_indexers
 from sglang_indexcache.families.dsa.index_space import in_index_space, positions_of
 from sglang_indexcache.families.dsa.needs import BLOCKS, DECODING, PREFILL
-from sglang_indexcache.families.hy_v4 import HyV4
+from sglang_indexcache.families.hy_v4 import HY_V4
 from sglang_indexcache.indexers import EXACT_ROWS, IndexerSetting
 from sglang_indexcache.serving.preflight import refused_flags
 from sglang_indexcache.serving.proof import other_indexers
@@ -201,11 +201,11 @@ def test_indexers_of_other_kinds_are_refused() -> None:
 
 
 def test_what_servers_refuse() -> None:
-    assert Dsa().handed_over({}, Pattern.parse("FSFF+2q4"))["index_topk_pattern"] == "FSFF"
-    assert Dsa().needed(Pattern.parse("FSFF+2q4+3q4")) == (BLOCKS,) and not Dsa().needed(Pattern("FSFF"))
+    assert DSA.sglang.to_overrides({}, Pattern.parse("FSFF+2q4"))["index_topk_pattern"] == "FSFF"
+    assert DSA.sglang.needed(Pattern.parse("FSFF+2q4+3q4")) == (BLOCKS,) and not DSA.sglang.needed(Pattern("FSFF"))
     with pytest.raises(PatternError, match="2q4 is not served on hy_v4"):
-        HyV4().handed_over({}, Pattern.parse("FSFF+2q4"))
-    for name in Dsa.refused_with_blocks:
+        HY_V4.sglang.to_overrides({}, Pattern.parse("FSFF+2q4"))
+    for name in DSA.sglang.refused_with_blocks:
         given: Any = 2 if name.endswith("size") else True
-        [(flag, reason)] = refused_flags(Dsa.refused_with_blocks, SimpleNamespace(**{name: given}))
+        [(flag, reason)] = refused_flags(DSA.sglang.refused_with_blocks, SimpleNamespace(**{name: given}))
         assert flag.startswith("--") and "never tried" in reason

@@ -20,7 +20,7 @@ from torch import nn
 
 from sglang_indexcache import Pattern, launch_server, plugin, refusal, serving
 from sglang_indexcache.errors import ProofError
-from sglang_indexcache.families.dsa import Dsa
+from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.hooks import refusing, refusing_around
 from sglang_indexcache.launch_server import Arguments, LaunchError, check_plugin_is_found, split_arguments
 from sglang_indexcache.probes import SglangError, SglangSource
@@ -33,7 +33,6 @@ from tests.conftest import tiny_config
 from tests.patterns import pattern_file
 
 PATTERN = Pattern("FSSFSS")
-DSA = Dsa()
 REQUEST = Request("deploy.yaml@1/3", PATTERN, pattern_file(PATTERN, tiny_config()))
 PROVEN = Proven()
 PROVEN.set(Proof(PATTERN, 6, 2))
@@ -217,10 +216,10 @@ def loaded(roles: str, first: int = 0, **options: Any) -> nn.Module:
 
 def test_a_model_that_runs_the_pattern_is_proven_so() -> None:
     model = nn.ModuleList([loaded("FSSFSS"), Attention(6, "S", is_nextn=True), nn.Linear(2, 2)])
-    found = effective_roles(DSA, model)
+    found = effective_roles(DSA.sglang, model)
     assert "".join(found[layer].role for layer in range(6)) == "FSSFSS" and len(found) == 6
     assert mismatch(PATTERN, found) is None
-    assert mismatch(PATTERN, effective_roles(DSA, loaded("FSS", first=3))) is None  # a pipeline stage
+    assert mismatch(PATTERN, effective_roles(DSA.sglang, loaded("FSS", first=3))) is None  # a pipeline stage
 
 
 @pytest.mark.parametrize(
@@ -234,23 +233,23 @@ def test_a_model_that_runs_the_pattern_is_proven_so() -> None:
     ],
 )
 def test_any_difference_is_one_line(model: nn.Module, message: str) -> None:
-    line = mismatch(PATTERN, effective_roles(DSA, model))
+    line = mismatch(PATTERN, effective_roles(DSA.sglang, model))
     assert line is not None and message in line
 
 
 def test_indexers_of_f_layers_that_nothing_was_loaded_into_are_found() -> None:
     model = loaded("FSSFSS")
-    mark_unloaded(DSA, model)
+    mark_unloaded(DSA.sglang, model)
     attentions = [item for item in model.modules() if isinstance(item, Attention)]
     assert all(attention.indexer.wk.weight.isnan().all() == (attention.layer_id in (0, 3)) for attention in attentions)
     for attention in attentions[:3]:
         nn.init.zeros_(attention.indexer.wk.weight)
         nn.init.zeros_(attention.indexer.wk.bias)
     nn.init.zeros_(attentions[3].indexer.wk.weight)
-    line = mismatch(PATTERN, effective_roles(DSA, model))
+    line = mismatch(PATTERN, effective_roles(DSA.sglang, model))
     assert line == "letter 3 is F, but no weights were loaded into its indexer's wk.bias"
     nn.init.zeros_(attentions[3].indexer.wk.bias)
-    assert mismatch(PATTERN, effective_roles(DSA, model)) is None
+    assert mismatch(PATTERN, effective_roles(DSA.sglang, model)) is None
 
 
 def test_ranks_must_agree_and_hold_all_layers() -> None:
@@ -301,7 +300,7 @@ def test_graphs_of_one_rank_that_differ_end_all_of_them(monkeypatch: pytest.Monk
             if here:
                 raise KeyError(here)
 
-        asked.family = SimpleNamespace(captured=captured)
+        asked.family = SimpleNamespace(sglang=SimpleNamespace(captured=captured))
         if here or error:
             with pytest.raises(ProofError, match="rank 0: KeyError: 'gone'" if here else f"rank 1: {error}"):
                 proof.check_captured(asked, None)
@@ -317,10 +316,10 @@ def test_graphs_of_one_rank_that_differ_end_all_of_them(monkeypatch: pytest.Monk
 def test_a_layer_whose_indexer_runs_whatever_its_attribute_says_is_found() -> None:
     """The attribute is right; SGLang's own decision is asked as well."""
     model = nn.ModuleList([Decides(layer, role) for layer, role in enumerate("FSSFSS")])
-    assert mismatch(PATTERN, effective_roles(DSA, model)) is None
+    assert mismatch(PATTERN, effective_roles(DSA.sglang, model)) is None
     model[1].ignores = True
     with pytest.raises(ProofError, match="layer 1 decides by something else than skip_topk"):
-        effective_roles(DSA, model)
+        effective_roles(DSA.sglang, model)
 
 
 def plan(proven: Proven) -> SimpleNamespace:
@@ -394,7 +393,7 @@ def test_tensors_that_are_not_the_checkpoints_are_left_alone() -> None:
     first = next(item for item in model.modules() if isinstance(item, Attention))
     first.indexer.wk.packed_weight = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
     first.indexer.wk.input_scale = nn.Parameter(torch.ones(()))
-    mark_unloaded(DSA, model)
+    mark_unloaded(DSA.sglang, model)
     assert first.indexer.wk.packed_weight.eq(0).all() and first.indexer.wk.input_scale == 1
 
 

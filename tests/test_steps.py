@@ -312,12 +312,12 @@ def test_files_say_what_is_not_the_default() -> None:
 
 
 def test_servers_take_none_of_it_yet() -> None:
-    family = family_of("LlamaForCausalLM")
+    served = family_of("LlamaForCausalLM").sglang
     plain = Selection(page_tokens=64, pages=32, recent_pages=8, sink_pages=1, score="token_max")
-    assert family.handed_over({}, Pattern("DSS", plain)) == {}
+    assert served.to_overrides({}, Pattern("DSS", plain)) == {}
     for selection in (PLAN, replace(plain, steps=Steps.parse("refresh:4")), replace(plain, buffer_pages=64)):
         with pytest.raises(SpellingError, match="is not served yet; expected score token_max without steps"):
-            family.handed_over({}, Pattern("DSS", selection))
+            served.to_overrides({}, Pattern("DSS", selection))
 
 
 def test_scores_by_tokens_do_not_see_what_lies_behind() -> None:

@@ -152,7 +152,7 @@ def _load_data(model: str, data: Data, settings: Settings, runtime: Runtime) -> 
     """Read the data before the weights: mistakes in the first are common, and the second takes long."""
     set_quiet()
     description, config = describe_model(model, runtime.selection), read_config(model)
-    if runtime.engine == "sglang" and not family_of(description.architecture).calibrated:
+    if runtime.engine == "sglang" and not family_of(description.architecture).sglang.calibrated:
         raise SearchError(f"--engine sglang does not search {description.architecture}; expected transformers")
     settings.goal(description)  # raises what can't be had
     if settings.queries and data.reply is None:

@@ -15,7 +15,7 @@ from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
 from sglang_indexcache.calibration.selections import Selections, sizes_of
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.families.base import Family
+from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.refusal import refuse
 from sglang_indexcache.serving.proof import current_roles
@@ -104,7 +104,7 @@ class Controller:
         runner, native = scheduler.tp_worker.model_runner, self._calibration.pattern
         answer = action(scheduler, body) if meant_for in (None, rank) else {}
         return {
-            **_status(self._calibration.family, runner, len(native)),
+            **_status(self._calibration.family.sglang, runner, len(native)),
             "dp_rank": rank,
             "config_sha256": self._calibration.config_sha256,
             "weights_sha256": self._calibration.weights_sha256,
@@ -127,7 +127,7 @@ class Controller:
     def _switch(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         self._check(scheduler, body)
         pattern = Pattern(body["pattern"])
-        apply(self._calibration.family, scheduler.tp_worker.model_runner, pattern)
+        apply(self._calibration.family.sglang, scheduler.tp_worker.model_runner, pattern)
         scheduler.flush_cache()
         if self.divergence is not None:
             self.divergence.switched(pattern == self._calibration.pattern)
@@ -159,7 +159,7 @@ class Controller:
     def _record(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         runner, numbers = scheduler.tp_worker.model_runner, (body.get("first"), body.get("tokens"))
         first, tokens = (number if type(number) is int else 0 for number in numbers)
-        roles = self._calibration.family.configured(runner)
+        roles = self._calibration.family.sglang.configured(runner)
         self._recorded(runner).begin(first, tokens, roles)
         return {}
 
@@ -170,12 +170,12 @@ class Controller:
         """What can be measured beside logprobs; not with pipeline stages, whose first one answers alone."""
         whole = len(self._roles(runner)) == len(self._calibration.pattern)
         places: dict[str, object] = {protocol.KL: self.divergence, protocol.OVERLAP: self.overlap}
-        if self._calibration.has(self._calibration.family.told):
+        if self._calibration.has(self._calibration.family.sglang.selection_capture):
             places[protocol.MISSES] = self.selections
         return [name for name, measure in places.items() if whole and measure is not None]
 
     def _roles(self, runner: Any) -> dict[int, str]:
-        return current_roles(self._calibration.family, runner.model)
+        return current_roles(self._calibration.family.sglang, runner.model)
 
     def _measured_kl(self, runner: Any) -> Divergence:
         if self.divergence is None or protocol.KL not in self._measures(runner):
@@ -193,10 +193,10 @@ class Controller:
         return self.selections
 
 
-def apply(family: Family, runner: Any, pattern: Pattern) -> None:
+def apply(adapter: SglangAdapter, runner: Any, pattern: Pattern) -> None:
     """Make the layers of this rank run `pattern`; a failure half-way ends the process."""
     try:
-        family.switch(runner, pattern)
+        adapter.switch(runner, pattern)
     except Exception as error:
         refuse(f"switching failed half-way: {error}")
 
@@ -230,8 +230,8 @@ def _versions(runner: Any) -> dict[str, str]:
     }
 
 
-def _status(family: Family, runner: Any, num_layers: int) -> dict[str, Any]:
-    roles, layers = family.configured(runner), current_roles(family, runner.model)
+def _status(adapter: SglangAdapter, runner: Any, num_layers: int) -> dict[str, Any]:
+    roles, layers = adapter.configured(runner), current_roles(adapter, runner.model)
     wrong = [layer for layer, role in layers.items() if roles[layer : layer + 1] != role]
     if wrong or len(roles) != num_layers:
         refuse(f"layer {min(wrong, default=0)} does not run what the configuration says")

@@ -91,9 +91,9 @@ class Calibration:
                     raise CalibrationError(f"calibration on --host {server_args.host} needs {flag(name)}: {reason}")
 
         family, _ = self.schedule(at_revision(server_args.model_path, getattr(server_args, "revision", None)))
-        for given, reason in refused_flags(family.refused_flags, server_args):
+        for given, reason in refused_flags(family.sglang.refused_flags, server_args):
             raise CalibrationError(f"{given} can't be combined with calibration: {reason}")
-        if family.begins_every_stage and getattr(server_args, "pp_size", 1) > 1:
+        if family.sglang.begins_every_stage and getattr(server_args, "pp_size", 1) > 1:
             raise CalibrationError(
                 f"--pp-size {server_args.pp_size} can't be combined with calibration on {family.name}: a stage that"
                 " begins with an S layer would attend to nothing that was chosen"
@@ -121,12 +121,12 @@ class Calibration:
         """
         if self._pattern is None:
             checkpoint = Checkpoint.read(model)
-            if not checkpoint.family.calibrated:
+            if not checkpoint.family.sglang.calibrated:
                 raise CalibrationError(
                     f"{checkpoint.model.architecture} has no calibration server; expected indexcache-search without"
                     " --engine sglang"
                 )
-            self._sglang.require(checkpoint.family.serving)
+            self._sglang.require(checkpoint.family.sglang.serving)
             self._family = checkpoint.family
             self._pattern = Pattern.full(checkpoint.model.num_layers, checkpoint.locked)
             self.config_sha256, folder = checkpoint.model.config_sha256, ModelName.parse(model).folder

@@ -113,7 +113,7 @@ class Selections:
             return
         assert self._requests is not None
         chosen = topk_indices[self._rows]
-        positions = self._calibration.family.positions(self._batch, layer_id, chosen, self._rows, self._requests)
+        positions = self._calibration.family.sglang.positions(self._batch, layer_id, chosen, self._rows, self._requests)
         self._found.setdefault(layer_id, []).append(positions.cpu().numpy())
 
     def on_forward_end(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,7 @@
-"""The families of models that can be searched and served. A new one is a folder here, and a line in `FAMILIES`."""
+"""List the families of models that can be searched and served.
+
+A new one is a folder here with its three parts (see `base.Family`), and a name in `FAMILIES`.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,20 @@ from typing import Any
 
 from sglang_indexcache.errors import ModelConfigError
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.families.deepseek_v4 import DeepseekV4
-from sglang_indexcache.families.dense_gqa import DenseGqa
-from sglang_indexcache.families.dsa import Dsa
-from sglang_indexcache.families.hy_v4 import HyV4
+from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
+from sglang_indexcache.families.dense_gqa import DENSE_GQA
+from sglang_indexcache.families.dsa import DSA
+from sglang_indexcache.families.hy_v4 import HY_V4
 from sglang_indexcache.families.refused import REFUSED
 from sglang_indexcache.model import ModelLayers
 
-FAMILIES: tuple[Family, ...] = (Dsa(), HyV4(), DeepseekV4(), DenseGqa())
+FAMILIES: tuple[Family, ...] = (DSA, HY_V4, DEEPSEEK_V4, DENSE_GQA)
 
-_BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
+_BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.checkpoint.architectures}
 
 
 def family_of(architecture: str) -> Family:
-    """The family of an architecture, as in config.json.
+    """Find the family of an architecture, as in config.json.
 
     Raises:
         ModelConfigError: if there is none.
@@ -32,7 +35,7 @@ def family_of(architecture: str) -> Family:
 
 
 def family_of_modules(model: object) -> Family:
-    """The family of a transformers model, by its class or one that it is derived from.
+    """Find the family of a transformers model, by its class or one that it is derived from.
 
     Raises:
         ModelConfigError: if there is none.
@@ -42,7 +45,7 @@ def family_of_modules(model: object) -> Family:
 
 
 def describe(config: Mapping[str, Any], name: str) -> ModelLayers:
-    """What a parsed config.json says of a model's layers.
+    """Read from a parsed config.json what a model's layers are.
 
     Args:
         config: its content.
@@ -56,7 +59,7 @@ def describe(config: Mapping[str, Any], name: str) -> ModelLayers:
         raise ModelConfigError(f"{name}: config.json: architectures is {architectures!r}, expected a list")
     architecture = next((item for item in _BY_ARCHITECTURE if item in architectures), None)
     if architecture is not None:
-        return _BY_ARCHITECTURE[architecture].describe(config, name, architecture)
+        return _BY_ARCHITECTURE[architecture].checkpoint.describe(config, name, architecture)
     reason = next((REFUSED[item] for item in map(str, architectures) if item in REFUSED), None)
     if reason is not None:
         raise ModelConfigError(f"{name}: {reason}; expected {_known()}")

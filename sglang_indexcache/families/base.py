@@ -1,10 +1,10 @@
-"""What a family of models has in common: where its letters are, and how engines are told, asked and switched."""
+"""Define what a family of models says of itself: its checkpoints, and how SGLang and transformers run them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,52 +21,19 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class Family(ABC):
-    """Models whose layers choose what they attend to, in one and the same way.
-
-    A letter of a pattern stands for a *site*, a place in the model that can choose. Which model layer that is says
-    `ModelLayers.layers`, and nobody else.
+class CheckpointReader(ABC):
+    """Read what a checkpoint's files say of its layers.
 
     Attributes:
-        name: short, for tables.
-        keys: which keys of a config.json their code reads, by architecture as it stands there.
-        serving: what SGLang must have for these models to be served with a pattern, and proven.
-        pipeline: what it must have for pipeline stages; `None` where no SGLang has them.
-        variants: what it may have, for some of its flags.
-        rule: what it must have to be asked which layers would run; `None` where roles are no configuration of SGLang.
-        begins_every_stage: whether the first site of a pipeline stage must choose, since stages hand nothing over.
-        proven_after: what of SGLang has run when `loaded` is called and the roles are read back.
-        calibrated: whether a calibration server can switch patterns.
-        told: what it must have so that a calibration server can tell what queries select; `None` where none can.
-        refused_flags: attributes of SGLang's server arguments that can't be combined with S layers, and why.
-        blocks: what it must have for F layers that select for blocks of prompt queries; `None` where no server does.
-        refused_with_blocks: as `refused_flags`, of patterns with such layers.
-        not_in_transformers: why transformers' model computes something else than the checkpoint; `None` if it does not.
-        on_kernels: whether the project's kernels can take the place of transformers' attention.
+        keys: which keys of a config.json the models' code reads, by architecture as it stands there.
     """
 
-    name: ClassVar[str]
     keys: ClassVar[Mapping[str, ConfigKeys]]
-    serving: ClassVar[Feature]
-    pipeline: ClassVar[Feature | None]
-    variants: ClassVar[tuple[Feature, ...]] = ()
-    rule: ClassVar[Feature | None]
-    begins_every_stage: ClassVar[bool] = False
-    proven_after: ClassVar[Need] = LOAD_MODEL
-    calibrated: ClassVar[bool] = True
-    told: ClassVar[Feature | None] = None
-    refused_flags: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    blocks: ClassVar[Feature | None] = None
-    refused_with_blocks: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    not_in_transformers: ClassVar[str | None] = None
-    on_kernels: ClassVar[bool] = True
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """As in config.json."""
+        """List the architectures, as in config.json."""
         return tuple(self.keys)
-
-    # -- the checkpoint
 
     @abstractmethod
     def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> ModelLayers:
@@ -82,23 +49,21 @@ class Family(ABC):
         """
 
     def selecting(self, model: ModelLayers, selection: Selection | None) -> ModelLayers:
-        """What `describe` gave, for patterns with `selection`; where that is `None`, for its own.
+        """Describe a model for patterns with `selection`; `None` keeps the one that it has.
 
         Raises:
             PatternError: if its layers choose by themselves.
         """
         if selection is None:
             return model
-        if model.native.selection is None:
+        if not model.dense:
             raise PatternError(f"{model.name} has indexers that choose; expected no selection")
         native = replace(model.native, selection=selection)
         return replace(model, native=native, index_topk=selection.tokens, first_sparse_position=selection.tokens)
 
     @abstractmethod
     def indexer_layers(self, tensors: Iterable[str]) -> frozenset[int]:
-        """The model layers that can choose, by the names of a checkpoint's tensors; NextN/MTP layers included."""
-
-    # -- SGLang, before it loads
+        """Find the model layers that can choose, NextN/MTP layers included, by the names of a checkpoint's tensors."""
 
     def check_overrides(self, overrides: Mapping[str, Any]) -> None:
         """Refuse model overrides that a config.json is refused for.
@@ -116,20 +81,61 @@ class Family(ABC):
         for item in self.keys.values():
             item.check_only({key: value for key, value in overrides.items() if key in item.only}, FLAG)
 
+
+@dataclass(frozen=True)
+class SglangAdapter(ABC):
+    """Make SGLang serve these models with a pattern, and read back what it runs.
+
+    A letter of a pattern stands for a *site*: a place in the model that can choose. `ModelLayers.layers` alone says
+    which model layer that is.
+
+    Attributes:
+        checkpoint: reads the models' files.
+        serving: what SGLang must have to serve these models with a pattern, and to prove it.
+        pipeline: what it must have for pipeline stages; `None` where no SGLang has them.
+        variants: what it may have, for some of its flags.
+        rule: what it must have to say itself which layers would run; `None` where its configuration has no roles.
+        begins_every_stage: whether the first site of a pipeline stage must choose, since stages hand nothing over.
+        proven_after: the function of SGLang behind which `loaded` is called and the roles are read back.
+        calibrated: whether a calibration server can switch patterns.
+        selection_capture: what SGLang must have so that a calibration server can count what queries select; `None`
+            where none can.
+        refused_flags: attributes of SGLang's server arguments that can't be combined with S layers, and why.
+        blocks: what SGLang must have for F layers that select for blocks of prompt queries; `None` where no server
+            has them.
+        refused_with_blocks: as `refused_flags`, of patterns with such layers.
+    """
+
+    checkpoint: CheckpointReader
+
+    serving: ClassVar[Feature]
+    pipeline: ClassVar[Feature | None] = None
+    variants: ClassVar[tuple[Feature, ...]] = ()
+    rule: ClassVar[Feature | None] = None
+    begins_every_stage: ClassVar[bool] = False
+    proven_after: ClassVar[Need] = LOAD_MODEL
+    calibrated: ClassVar[bool] = True
+    selection_capture: ClassVar[Feature | None] = None
+    refused_flags: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    blocks: ClassVar[Feature | None] = None
+    refused_with_blocks: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    # -- before SGLang loads the model
+
     def needed(self, pattern: Pattern) -> tuple[Feature, ...]:
-        """What SGLang must have besides `serving` for a pattern: something if layers of it select in blocks.
+        """List what SGLang must have besides `serving` for a pattern: something if its layers select in blocks.
 
         Raises:
             PatternError: if no server has such layers.
         """
         if self.blocks is None:
-            pattern.check_plain(f"is not served on {self.name}")
+            pattern.check_plain(f"is not served on {self.serving.name}")
             return ()
         return (self.blocks,) if pattern.indexers else ()
 
     @abstractmethod
-    def handed_over(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
-        """`--json-model-override-args` of the user, with what makes SGLang run `pattern`, where it reads that there.
+    def to_overrides(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
+        """Add what makes SGLang run `pattern` to a user's `--json-model-override-args`, where SGLang reads it there.
 
         Raises:
             SpellingError: if the user's say something else.
@@ -137,7 +143,7 @@ class Family(ABC):
         """
 
     def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> Pattern | None:
-        """What the installed SGLang's own code says that it would run; `None` without a `rule`.
+        """Ask the installed SGLang's own code what it would run; `None` without a `rule`.
 
         Args:
             source: source tree of the SGLang that `import sglang` takes.
@@ -150,9 +156,9 @@ class Family(ABC):
         """
         return None
 
-    # -- SGLang's loaded model, on one rank
+    # -- the loaded model, on one rank
 
-    def loaded(self, runner: Any, pattern: Pattern) -> None:  # noqa: B027  (most families are told before)
+    def loaded(self, runner: Any, pattern: Pattern) -> None:  # noqa: B027  (most read a configuration instead)
         """Make a `ModelRunner` run `pattern` where its configuration could not; called behind `proven_after`.
 
         Raises:
@@ -160,30 +166,30 @@ class Family(ABC):
         """
 
     def captured(self, runner: Any, pattern: Pattern) -> None:  # noqa: B027  (most run nothing of ours in a pass)
-        """Check what the CUDA graphs of a `ModelRunner` were captured with.
+        """Check that the CUDA graphs of a `ModelRunner` were captured with `pattern`.
 
         Raises:
-            ProofError: if that is not `pattern`.
+            ProofError: if not.
         """
 
     @abstractmethod
     def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
-        """The modules that choose or reuse, by site; those of draft and NextN models are left out."""
+        """Find the modules that choose or reuse, by site; those of draft and NextN models are left out."""
 
     @abstractmethod
     def role(self, site: int, module: Any) -> str:
-        """What the module of `modules` would do: a letter of patterns.
+        """Read from a module of `modules` which letter of a pattern it would run.
 
         Raises:
             ProofError: if that can't be told.
         """
 
     def selection(self, model: Any) -> Selection | None:
-        """What S layers of the loaded model would attend to; `None` where indexers choose."""
+        """Read which selection S layers of the loaded model would attend to; `None` where indexers choose."""
         return None
 
     def indexers(self, model: Any) -> tuple[IndexerSetting, ...]:
-        """The layers of the loaded model on this rank that would select in blocks, read from their indexers.
+        """Read from the indexers of the loaded model which layers of this rank would select in blocks.
 
         Raises:
             ProofError: if that can't be told.
@@ -192,16 +198,16 @@ class Family(ABC):
 
     @abstractmethod
     def indexer(self, module: Any) -> nn.Module | None:
-        """The indexer of a module of `modules`, which an `F` needs loaded; `None` where there is none."""
+        """Give the indexer of a module of `modules`, which an `F` needs loaded; `None` where there is none."""
 
     @abstractmethod
     def switch(self, runner: Any, pattern: Pattern) -> None:
-        """Make a `ModelRunner`'s layers run `pattern` from now on."""
+        """Make the layers of a `ModelRunner` run `pattern` from now on."""
 
     def positions(self, forward_batch: Any, site: int, selected: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
-        """What queries of a forward pass selected, as positions in their requests, `[rows, k]`, int32, -1 for none.
+        """Translate what queries of a forward pass selected into positions in their requests.
 
-        Only where SGLang has `told`.
+        Only where SGLang has `selection_capture`.
 
         Args:
             forward_batch: a `ForwardBatch`.
@@ -210,6 +216,9 @@ class Family(ABC):
             rows: of the queries in the pass, `[rows]`.
             requests: numbers of their requests in it, `[rows]`.
 
+        Returns:
+            `[rows, k]`, int32, -1 for none.
+
         Raises:
             ProofError: if SGLang says it in a way that is not known.
         """
@@ -217,13 +226,40 @@ class Family(ABC):
 
     @abstractmethod
     def configured(self, runner: Any) -> str:
-        """The letters of the whole model that this rank was told last; empty where it was told something else.
+        """Read the letters of the whole model that this rank was given last; empty where it was given something else.
 
         Where SGLang's pipeline stages ask a configuration, it is that; after `switch` it agrees with the modules.
         """
 
-    # -- transformers' model
+
+class TransformersAdapter(ABC):
+    """Find what chooses in a transformers model.
+
+    Attributes:
+        not_in_transformers: why transformers' model computes something else than the checkpoint; `None` if it does not.
+        on_kernels: whether the project's kernels can replace transformers' attention.
+    """
+
+    not_in_transformers: ClassVar[str | None] = None
+    on_kernels: ClassVar[bool] = True
 
     @abstractmethod
-    def selectors(self, model: Any) -> list[nn.Module | None]:
-        """The modules whose `forward` gives the indices that a site attends to, by site; `None` where there is none."""
+    def indexer_modules(self, model: Any) -> list[nn.Module | None]:
+        """List the modules whose `forward` gives the indices that a site attends to; `None` where there is none."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models whose layers choose what they attend to in the same way.
+
+    Attributes:
+        name: short, for tables.
+        checkpoint: reads their files.
+        sglang: makes SGLang serve them with a pattern.
+        transformers: finds what chooses in transformers' models.
+    """
+
+    name: str
+    checkpoint: CheckpointReader
+    sglang: SglangAdapter
+    transformers: TransformersAdapter

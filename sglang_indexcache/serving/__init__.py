@@ -186,7 +186,7 @@ def new_model(model: Any, *args: Any, **kwargs: Any) -> None:
             from sglang_indexcache import calibration
 
             calibration.before_loading()
-        proof.prepare(plan.family, model)
+        proof.prepare(plan.family.sglang, model)
 
 
 def prover(need: probes.Need) -> Callable[..., None]:

@@ -18,7 +18,7 @@ def report(plan: Plan, scheduler: Any) -> None:
     if not context.current_scheduler_metrics_enabled:
         return
     runner = scheduler.tp_worker.model_runner
-    roles = list(current_roles(plan.family, runner.model).values())
+    roles = list(current_roles(plan.family.sglang, runner.model).values())
     labels, shared = dict(context.collector.labels), roles.count(SHARED)
     proven = plan.proven
     count, proven.tell = make_metrics(proven.proof.pattern, plan.source, labels, len(roles) - shared, shared)

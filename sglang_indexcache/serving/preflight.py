@@ -89,16 +89,16 @@ class Preflight:
                     "pattern, so KV of another one would be restored; expected --hicache-storage-backend"
                 )
         family = self.family_at(at_revision(server_args.model_path, getattr(server_args, "revision", None)))
-        for given, reason in refused_flags(family.refused_flags, server_args):
+        for given, reason in refused_flags(family.sglang.refused_flags, server_args):
             raise PreflightError(f"{given} can't be combined with a pattern: {reason}")
-        for given, reason in refused_flags(family.refused_with_blocks, server_args) if pattern.indexers else ():
+        for given, reason in refused_flags(family.sglang.refused_with_blocks, server_args) if pattern.indexers else ():
             raise PreflightError(f"{given} can't be combined with {pattern.indexers[0]}: {reason}")
         if getattr(server_args, "pp_size", 1) > 1:
-            if family.pipeline is None:
+            if family.sglang.pipeline is None:
                 raise PreflightError(
                     f"--pp-size {server_args.pp_size} can't be combined with a pattern on {family.name}"
                 )
-            self.require(family.pipeline, f"--pp-size {server_args.pp_size}")
+            self.require(family.sglang.pipeline, f"--pp-size {server_args.pp_size}")
         if getattr(server_args, "hicache_storage_backend", None):
             self.require(probes.CACHE_KEYS, f"--hicache-storage-backend {server_args.hicache_storage_backend}")
 
@@ -123,8 +123,8 @@ class Preflight:
             checkpoint, request = Checkpoint.read(model), self._request
             for error in checkpoint.misfits(request.pattern, request.file, request.allow_config_mismatch):
                 raise error
-            self._sglang.require(checkpoint.family.serving)
-            for feature in checkpoint.family.needed(request.pattern):
+            self._sglang.require(checkpoint.family.sglang.serving)
+            for feature in checkpoint.family.sglang.needed(request.pattern):
                 self._sglang.require(feature)
             self._checkpoints[model] = checkpoint
         return self._checkpoints[model].family

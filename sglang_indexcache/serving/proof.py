@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from sglang_indexcache.errors import IndexCacheError, ProofError, one_line
-from sglang_indexcache.families.base import Family
+from sglang_indexcache.families.base import Family, SglangAdapter
 from sglang_indexcache.indexers import IndexerSetting
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.probes import LOAD_MODEL, Need
@@ -125,49 +125,49 @@ class Asked(Protocol):
     def proven(self) -> Proven: ...
 
 
-def prepare(family: Family, model: Any) -> None:
+def prepare(adapter: SglangAdapter, model: Any) -> None:
     """After `_initialize_model`, before weights are loaded: meet the other ranks, mark what must be loaded."""
-    if next(family.modules(model), None) is not None:  # draft models have none
+    if next(adapter.modules(model), None) is not None:  # draft models have none
         meet_all_ranks()
-        mark_unloaded(family, model)
+        mark_unloaded(adapter, model)
 
 
-def mark_unloaded(family: Family, model: Any) -> None:
+def mark_unloaded(adapter: SglangAdapter, model: Any) -> None:
     """Fill the indexers of F layers with NaN, which loading replaces.
 
     SGLang does not notice parameters that no weight was loaded into, and runs them as they are.
     """
-    for _, _, _, parameter in indexer_tensors(family, model):
+    for _, _, _, parameter in indexer_tensors(adapter, model):
         parameter.data.fill_(float("nan"))
 
 
-def indexer_tensors(family: Family, model: Any) -> Iterator[tuple[int, Any, str, Any]]:
+def indexer_tensors(adapter: SglangAdapter, model: Any) -> Iterator[tuple[int, Any, str, Any]]:
     """Layer, indexer, name and parameter of what every checkpoint has for layers that choose, and that can hold NaN.
 
     Quantisation adds parameters that have defaults.
     """
-    for site, module in family.modules(model):
-        indexer = family.indexer(module)
-        if indexer is not None and family.role(site, module) == FULL:
+    for site, module in adapter.modules(model):
+        indexer = adapter.indexer(module)
+        if indexer is not None and adapter.role(site, module) == FULL:
             for name, parameter in indexer.named_parameters():
                 if name.endswith(_CHECKPOINT_NAMES) and parameter.data.is_floating_point():
                     yield site, indexer, name, parameter
 
 
-def current_roles(family: Family, model: Any) -> dict[int, str]:
+def current_roles(adapter: SglangAdapter, model: Any) -> dict[int, str]:
     """The letter of each site of this rank."""
-    return {site: family.role(site, module) for site, module in family.modules(model)}
+    return {site: adapter.role(site, module) for site, module in adapter.modules(model)}
 
 
-def effective_roles(family: Family, model: Any) -> dict[int, Effective]:
+def effective_roles(adapter: SglangAdapter, model: Any) -> dict[int, Effective]:
     """What the loaded sites of this rank will do."""
     unloaded: dict[int, str] = {}
-    for site, _, name, parameter in indexer_tensors(family, model):
+    for site, _, name, parameter in indexer_tensors(adapter, model):
         if site not in unloaded and parameter.data.float().isnan().any().item():
             unloaded[site] = name
     return {
-        site: Effective(family.role(site, module), family.indexer(module) is not None, unloaded.get(site))
-        for site, module in family.modules(model)
+        site: Effective(adapter.role(site, module), adapter.indexer(module) is not None, unloaded.get(site))
+        for site, module in adapter.modules(model)
     }
 
 
@@ -221,13 +221,13 @@ def prove(asked: Asked, runner: Any, need: Need = LOAD_MODEL) -> None:
     Raises:
         ProofError: if anything differs.
     """
-    if asked.family.proven_after != need:
+    if asked.family.sglang.proven_after != need:
         return
-    report = look_at(asked, runner, told=lambda: asked.family.loaded(runner, asked.pattern))
+    report = look_at(asked, runner, told=lambda: asked.family.sglang.loaded(runner, asked.pattern))
     problem, reports = all_agree(asked.pattern, report)
     if problem is not None:
         raise ProofError(problem)
-    proof = Proof(read_back(reports, asked.family.selection(runner.model)), len(report.layers), len(reports))
+    proof = Proof(read_back(reports, asked.family.sglang.selection(runner.model)), len(report.layers), len(reports))
     asked.proven.set(proof)
     logger.info(
         "indexcache: serving %s, fingerprint %s, proven on %d attention modules here and %d rank(s)",
@@ -250,10 +250,10 @@ def look_at(asked: Asked, runner: Any, told: Callable[[], None] = lambda: None) 
     indexers: tuple[IndexerSetting, ...] = ()
     try:
         told()
-        effective = effective_roles(asked.family, runner.model)
-        selection = asked.family.selection(runner.model)
-        indexers = asked.family.indexers(runner.model)
-        problem = mismatch(asked.pattern, effective, asked.family.begins_every_stage)
+        effective = effective_roles(asked.family.sglang, runner.model)
+        selection = asked.family.sglang.selection(runner.model)
+        indexers = asked.family.sglang.indexers(runner.model)
+        problem = mismatch(asked.pattern, effective, asked.family.sglang.begins_every_stage)
         problem = problem or other_indexers(asked.pattern, effective, indexers)
         if problem is None and selection != asked.pattern.selection:
             problem = f"the loaded model would choose by {selection}, the pattern says {asked.pattern.selection}"
@@ -271,7 +271,7 @@ def check_captured(asked: Asked, runner: Any) -> None:
     """
     problem = None
     try:
-        asked.family.captured(runner, asked.pattern)
+        asked.family.sglang.captured(runner, asked.pattern)
     except Exception as error:
         problem = _line(error)
     if not asked.proven.graphs_captured:  # captured again after an update, pipeline stages are not there together

@@ -61,7 +61,7 @@ def _from_disk(plan: Preflight, runner: Any, path: str, update: Callable[[], Any
         report = report.with_problem(f"an update from {path} failed half-way: {reply.message}")
     problem, reports = all_agree(plan.pattern, report)
     if problem is None:
-        selection = plan.family.selection(runner.model)
+        selection = plan.family.sglang.selection(runner.model)
         plan.proven.set(Proof(read_back(reports, selection), len(report.layers), len(reports)))
         return reply
     plan.proven.lose(f"weights were updated from {path}: {problem}")
@@ -84,11 +84,11 @@ class _Marked:
     """Indexers of a loaded model that are marked as not loaded, and what was in them, in host memory."""
 
     def __init__(self, plan: Preflight, model: Any) -> None:
-        tensors = indexer_tensors(plan.family, model)
+        tensors = indexer_tensors(plan.family.sglang, model)
         self._before: list[tuple[Any, str, Tensor]] = [
             (indexer, name, parameter.data.to("cpu", copy=True)) for _, indexer, name, parameter in tensors
         ]
-        mark_unloaded(plan.family, model)
+        mark_unloaded(plan.family.sglang, model)
 
     def untouched(self) -> bool:
         """Whether nothing was loaded into any of them."""

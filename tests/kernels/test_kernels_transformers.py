@@ -13,7 +13,7 @@ from indexcache_kernels import KernelInputError
 from indexcache_kernels.transformers import use_kernels
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
-from sglang_indexcache.families.dsa.modeling import attentions as dsa_attentions
+from sglang_indexcache.families.dsa.transformers import attentions as dsa_attentions
 from tests.conftest import LAYERS, TOPK, VOCAB, tiny_config, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -148,7 +148,7 @@ def replay(model: Any, pattern: Pattern, ids: Sequence[int], chosen: Selections)
         return forward
 
     with ExitStack() as stack:
-        for letter, selector in enumerate(family_of_modules(model).selectors(model)):
+        for letter, selector in enumerate(family_of_modules(model).transformers.indexer_modules(model)):
             if pattern[letter] == "F":
                 selector.forward = follow(description.layers[letter], selector.forward)
                 stack.callback(selector.__dict__.pop, "forward")

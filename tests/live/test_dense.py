@@ -23,8 +23,8 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from indexcache_search.hf.choosing import Chooser, token_max_scores
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
-from sglang_indexcache.families.deepseek_v4 import DeepseekV4
-from sglang_indexcache.families.dense_gqa import DenseGqa
+from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
+from sglang_indexcache.families.dense_gqa import DENSE_GQA
 from sglang_indexcache.selection import Selection
 from tests.live import models
 from tests.live.dense_reference import decoded, distance, logprobs, reference
@@ -189,7 +189,7 @@ def test_what_it_can_not_be_served_with(llama: Path, tmp_path: Path, flags: tupl
 
 def test_every_refused_flag_is_one_of_sglangs(llama: Path) -> None:
     """What is looked for by its name, and not found, would not be refused."""
-    names = [*DenseGqa.refused_flags, *DeepseekV4.refused_flags]
+    names = [*DENSE_GQA.sglang.refused_flags, *DEEPSEEK_V4.sglang.refused_flags]
     assert call(_unknown, str(llama), names) == []
 
 

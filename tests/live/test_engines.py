@@ -123,7 +123,7 @@ def updated(model: Path, lacking: Path, torn: Path) -> list[dict[str, Any]]:
         is_fully_idle=lambda **_: True,
         scheduler=SimpleNamespace(record_weight_version_change=lambda **_: None),
     )
-    indexer = dict(plan.family.modules(runner.model))[3].indexer
+    indexer = dict(plan.family.sglang.modules(runner.model))[3].indexer
     found = []
     for path in (model, lacking, torn, model, None, model):
         if path is None:

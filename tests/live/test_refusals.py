@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from indexcache_search.engines.own_server import free_port
 from sglang_indexcache import Pattern, probes
-from sglang_indexcache.families.dsa import Dsa, attention
+from sglang_indexcache.families.dsa import DSA, needs
 from sglang_indexcache.families.dsa.spellings import indexer_types
 from tests.live import models
 from tests.live.inprocess import launch, load
@@ -197,7 +197,7 @@ def test_a_node_that_was_started_without_the_pattern(model: Path, file: str) -> 
 
 # -- an SGLang that has changed
 
-REQUIRED = list(dict.fromkeys(need for feature in (*probes.REQUIRED, Dsa.serving) for need in feature.needs))
+REQUIRED = list(dict.fromkeys(need for feature in (*probes.REQUIRED, DSA.sglang.serving) for need in feature.needs))
 
 
 def without(need: probes.Need, folder: Path) -> dict[str, str]:
@@ -229,7 +229,7 @@ def test_each_place_that_serving_needs_and_this_sglang_lacks(
     ("need", "flags"),
     [
         (probes.STORAGE, ("--enable-hierarchical-cache", "--hicache-storage-backend", "file")),
-        (attention.STAGES, ("--pp-size", "2")),
+        (needs.STAGES, ("--pp-size", "2")),
     ],
     ids=lambda item: getattr(item, "name", None),
 )

@@ -186,8 +186,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds a decode step, by condition, cell and way of timing; of the fastest turn."""
     import torch
 
-    from sglang_indexcache.families.dense_gqa import attention
-    from sglang_indexcache.families.dense_gqa.backends import choosing
+    from sglang_indexcache.families.dense_gqa import DENSE_GQA
+    from sglang_indexcache.families.dense_gqa.backends import make_backend_class
 
     cells = parse_cells(options.cells)
     arguments = {
@@ -210,15 +210,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with torch.no_grad():
         for number, (name, pattern) in enumerate(turns):
             if pattern is not None:
-                runner.attn_backend.__class__ = choosing(stock)
+                runner.attn_backend.__class__ = make_backend_class(stock)
                 runner.attn_backend.indexcache_selection = pattern.selection
-                attention.switch(runner, pattern)
+                DENSE_GQA.sglang.switch(runner, pattern)
             else:
                 runner.attn_backend.__class__ = stock
             if number:
                 runner.init_decode_cuda_graph()
             if pattern is not None:
-                attention.check_captured(runner, pattern)
+                DENSE_GQA.sglang.captured(runner, pattern)
             for batch, context in cells:
                 best = found.setdefault(name, {}).setdefault(f"{batch}x{context}", {})
                 for way, value in times(runner, batch, context, options.repeats).items():

@@ -80,7 +80,7 @@ def write_files(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     section = ModelSection(
         architecture=model.architecture, num_layers=model.num_layers, config_sha256=model.config_sha256, name=model.name
     )
-    found: dict[str, Any] = {"override": json.dumps(family_of(model.architecture).handed_over({}, tested))}
+    found: dict[str, Any] = {"override": json.dumps(family_of(model.architecture).sglang.to_overrides({}, tested))}
     for name, pattern in (("plugin", tested), ("plugin-full", Pattern.full(model.num_layers))):
         file = PatternFile(schema="indexcache/v1", model=section, pattern=pattern.letters, retention=pattern.retention)
         found[name] = folder / f"{name}.yaml"

@@ -47,8 +47,8 @@ def export(
         keep_shared: write the indexers of S layers, too; else they are left out.
     """
     origin = local_folder(source)
-    family, shared = family_of_modules(model), set(pattern.shared_layers)
-    kept = {name: value for name, value in weights.items() if keep_shared or not family.indexer_layers([name]) & shared}
+    reader, shared = family_of_modules(model).checkpoint, set(pattern.shared_layers)
+    kept = {name: value for name, value in weights.items() if keep_shared or not reader.indexer_layers([name]) & shared}
     with naming(folder):
         model.save_pretrained(folder, state_dict=kept, max_shard_size="5GB")
     _copy_other_layers(origin, folder, len(pattern))

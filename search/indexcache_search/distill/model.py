@@ -31,7 +31,7 @@ from indexcache_search.distill.settings import Loss, Stage
 from indexcache_search.hf.device import LOGIT_ROWS
 from indexcache_search.hf.indexers import check_call
 from sglang_indexcache import Pattern
-from sglang_indexcache.families.dsa.modeling import attentions as dsa_attentions
+from sglang_indexcache.families.dsa.transformers import attentions as dsa_attentions
 
 NAME = "indexcache_distill"  # among transformers' attention implementations
 

@@ -16,7 +16,7 @@ from indexcache_search.training.sets import Data
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.families import family_of
-from sglang_indexcache.families.dsa import Dsa
+from sglang_indexcache.families.dsa.checkpoint import DsaCheckpoint
 
 
 def check_model(
@@ -27,7 +27,7 @@ def check_model(
     Raises:
         IndexCacheError: if not.
     """
-    if not isinstance(family_of(description.architecture), Dsa):
+    if not isinstance(family_of(description.architecture).checkpoint, DsaCheckpoint):
         raise SearchError(f"{model}: distillation does not train {description.architecture}, expected a DSA model")
     check_seq_len(data.seq_len, config)
     settings.pattern.check_fits(description.num_layers, Checkpoint.read(model).locked)

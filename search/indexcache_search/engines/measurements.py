@@ -69,7 +69,7 @@ def output_similarity(model: nn.Module, description: ModelLayers, batches: Itera
     letters = description.num_layers
     decoder: Any = model.model
     attentions = [decoder.layers[layer].self_attn for layer in description.layers]
-    selectors = family_of_modules(model).selectors(model)
+    indexers = family_of_modules(model).transformers.indexer_modules(model)
     total, count = np.zeros((letters, letters)), 0
     for batch in batches:
         indices: dict[int, Tensor] = {}
@@ -85,7 +85,7 @@ def output_similarity(model: nn.Module, description: ModelLayers, batches: Itera
             own = output[0][:, description.first_sparse_position :].float()
             for other in range(letter):
                 source = description.native.source_layers[other]
-                again = _run_with_indices(attention, selectors[letter], args, kwargs, held[source])
+                again = _run_with_indices(attention, indexers[letter], args, kwargs, held[source])
                 reused = again[:, description.first_sparse_position :].float()
                 total[letter, other] += F.cosine_similarity(own, reused, dim=-1).double().mean().item()
             total[letter, letter] += 1.0

@@ -121,7 +121,7 @@ class TransformersEngine:
         target = target_device(device)
         resolved = resolve_attention(attention, target)
         description = describe_model(model, selection)
-        if resolved == "kernels" and not family_of(description.architecture).on_kernels:
+        if resolved == "kernels" and not family_of(description.architecture).transformers.on_kernels:
             if attention == "kernels":
                 raise SearchError(
                     f"--attention kernels does not run {description.architecture}; expected auto or naive"

@@ -13,7 +13,7 @@ from indexcache_kernels.errors import KernelInputError
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.pages import attention_in_blocks
 from sglang_indexcache.families import family_of_modules
-from sglang_indexcache.families.dense_gqa import DenseGqa
+from sglang_indexcache.families.dense_gqa import DENSE_GQA
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTIONS = ("auto", "naive", "kernels")
@@ -88,7 +88,7 @@ def on_kernels(model: Any) -> Iterator[None]:
     """
     from indexcache_kernels.transformers import use_kernels
 
-    if isinstance(family_of_modules(model), DenseGqa):
+    if family_of_modules(model) is DENSE_GQA:
         with attention_in_blocks():
             yield
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,15 @@ def load_model(model: str, description: ModelLayers, dtype: torch.dtype | str) -
         ModelConfigError: if a file is not there, or changes meanwhile.
     """
     family = family_of(description.architecture)
-    if family.not_in_transformers is not None:
-        raise SearchError(f"{model}: {family.not_in_transformers}; expected --engine sglang")
+    if family.transformers.not_in_transformers is not None:
+        raise SearchError(f"{model}: {family.transformers.not_in_transformers}; expected --engine sglang")
     folder = model_folder(model)
     config = read_config(str(folder))
     locked = {description.layers[letter] for letter in description.locked}
+
+    def never_runs(name: str) -> bool:
+        return bool(family.checkpoint.indexer_layers([name]) & locked)
+
     try:
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -63,8 +67,8 @@ def load_model(model: str, description: ModelLayers, dtype: torch.dtype | str) -
         raise
     except Exception as error:  # transformers, safetensors and PyTorch each have their own
         raise SearchError(f"{model}: can't be loaded: {_one_line(error)}{_way_out(model, family)}") from None
-    unknown = _unexplained(info["unexpected_keys"], weights, family, locked, loaded.config.num_hidden_layers)
-    missing = sorted(name for name in info["missing_keys"] if not family.indexer_layers([name]) & locked)
+    unknown = _unexplained(info["unexpected_keys"], weights, never_runs, loaded.config.num_hidden_layers)
+    missing = sorted(name for name in info["missing_keys"] if not never_runs(name))
     wrong = sorted(str(item[0] if isinstance(item, tuple) else item) for item in info["mismatched_keys"])
     for names, what in (
         (missing, "is not in the checkpoint"),
@@ -76,7 +80,7 @@ def load_model(model: str, description: ModelLayers, dtype: torch.dtype | str) -
             wanted = f"all weights of {description.architecture}{_way_out(model, family)}"
             raise SearchError(f"{model}: {names[0]} {what}{more}; expected {wanted}")
     for name, value in loaded.state_dict().items():
-        if value.is_floating_point() and not family.indexer_layers([name]) & locked and not value.isfinite().all():
+        if value.is_floating_point() and not never_runs(name) and not value.isfinite().all():
             raise SearchError(f"{model}: {name} is not finite; expected numbers alone")
     if describe_model(str(folder)).config_sha256 != description.config_sha256:
         raise SearchError(f"{folder / CONFIG}: changed since it was read; expected the same file to the end")
@@ -120,15 +124,15 @@ def _check_tied(model: str, config: PreTrainedConfig, weights: Mapping[str, Tens
 
 
 def _unexplained(
-    names: Iterable[str], weights: Iterable[str], family: Family, locked: set[int], layers: int
+    names: Iterable[str], weights: Iterable[str], never_runs: Callable[[str], bool], layers: int
 ) -> list[str]:
-    """Those of `names` that are neither of an indexer that never runs nor of a NextN layer behind the last one."""
+    """Find those of `names` that are neither of an indexer that never runs nor of a NextN layer behind the last one."""
     nextn = {int(match[1]) for name in weights if ".eh_proj." in name and (match := _LAYER.search(name))}
     unknown = []
     for name in names:
         match = _LAYER.search(name)
         behind = match is not None and int(match[1]) >= layers and int(match[1]) in nextn
-        if not behind and not family.indexer_layers([name]) & locked:
+        if not behind and not never_runs(name):
             unknown.append(name)
     return sorted(unknown)
 
@@ -145,7 +149,7 @@ def describe_model(model: str, selection: Selection | None = None) -> ModelLayer
         PatternError: if there is a selection, but its layers choose by themselves.
     """
     description = describe(*checkpoint.read_config(model))
-    return family_of(description.architecture).selecting(description, selection)
+    return family_of(description.architecture).checkpoint.selecting(description, selection)
 
 
 def read_config(model: str) -> PreTrainedConfig:
@@ -205,7 +209,7 @@ def _way_out(model: str, family: Family) -> str:
     quantised = checkpoint.read_config(model)[0].get("quantization_config")
     if not isinstance(quantised, dict):
         return ""
-    instead = "--engine sglang" if family.calibrated else "a copy that is not quantised"
+    instead = "--engine sglang" if family.sglang.calibrated else "a copy that is not quantised"
     return f"; its weights are quantised ({quantised.get('quant_method')}), expected {instead}"
 
 

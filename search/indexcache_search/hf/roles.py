@@ -55,15 +55,15 @@ def apply_roles(
         SearchError: if its indexers can't be had, or transformers calls them in a way that is not known here.
         RuntimeError: if roles are already applied to the model.
     """
-    family = family_of_modules(model)
+    adapter = family_of_modules(model).transformers
     if pattern.dense:
         with apply_page_roles(model, pattern, prompt, observe=observe, carried=carried):
             yield
         return
-    selectors = family.selectors(model)
-    pattern.check_fits(len(selectors), [site for site, selector in enumerate(selectors) if selector is None])
+    indexers = adapter.indexer_modules(model)
+    pattern.check_fits(len(indexers), [site for site, indexer in enumerate(indexers) if indexer is None])
     kept: list[Tensor] = [] if carried is None else [carried]
-    block_runs = _block_runs(model, selectors, pattern, prompt)
+    block_runs = _block_runs(model, indexers, pattern, prompt)
 
     def full(layer: int, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -84,30 +84,30 @@ def apply_roles(
         return forward
 
     changes: list[tuple[Any, str, Any]] = []
-    for site, selector in enumerate(selectors):
-        if selector is None:
+    for site, indexer in enumerate(indexers):
+        if indexer is None:
             continue
-        if hasattr(selector.forward, _MARK):
+        if hasattr(indexer.forward, _MARK):
             raise RuntimeError("roles are already applied to this model; leave the first `with` block before")
-        run = block_runs.get(site, selector.forward)
+        run = block_runs.get(site, indexer.forward)
         forward = shared(site) if pattern[site] == SHARED else full(site, run)
         setattr(forward, _MARK, pattern[site])
-        changes.append((selector, "forward", forward))
+        changes.append((indexer, "forward", forward))
     with replaced(*changes):
         yield
 
 
 def _block_runs(
-    model: Any, selectors: Sequence[Any], pattern: Pattern, prompt: Tensor | None
+    model: Any, indexers: Sequence[Any], pattern: Pattern, prompt: Tensor | None
 ) -> dict[int, Callable[..., Tensor]]:
     """What runs in the place of the `forward` of indexers that select in blocks, by layer."""
     if pattern.indexers and model.config.model_type not in INDEXER_ROPES:
         raise SearchError(f"{pattern.indexers[0]}: indexers of {model.config.model_type} can't select in blocks")
     runs: dict[int, Callable[..., Tensor]] = {}
     for item in pattern.indexers:
-        selector = selectors[item.layer]
-        check_call(selector)
+        indexer = indexers[item.layer]
+        check_call(indexer)
         if prompt is None:
             raise SearchError(f"{item}: expected data with prompts, where queries may share a selection (--reply)")
-        runs[item.layer] = in_blocks(selector, selector.forward, item.queries, prompt)
+        runs[item.layer] = in_blocks(indexer, indexer.forward, item.queries, prompt)
     return runs

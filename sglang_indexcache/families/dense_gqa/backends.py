@@ -21,7 +21,7 @@ class Backend:
         name: as `--attention-backend` has it.
         module: below `sglang.`
         stock: SGLang's class.
-        home: module beside this one whose `choosing` makes the subclass; imported when it is needed.
+        home: module beside this one whose `make_backend_class` makes the subclass; imported when it is needed.
         decode: what its class must have.
     """
 
@@ -74,8 +74,8 @@ FLASH_ATTENTION = _backend(
 BACKENDS = (TORCH_NATIVE, FLASHINFER, FLASH_ATTENTION)
 
 
-def choosing(stock: Any) -> Any:
-    """The subclass of an attention backend that decodes by the `Place` of each layer; itself, where it is one already.
+def make_backend_class(stock: Any) -> Any:
+    """Make the subclass of an attention backend that decodes by each `LayerRole`; itself, where it is one already.
 
     Raises:
         ProofError: if it is a backend that nobody wrote one for, or this SGLang's lacks what that needs.
@@ -94,7 +94,7 @@ def choosing(stock: Any) -> Any:
     reason = None if source is None else source.refusal(backend.feature)
     if reason is not None:
         raise ProofError(f"--attention-backend {backend.name} {reason}")
-    make: Callable[[Any], Any] = import_module(f"{__package__}.{backend.home}").choosing
+    make: Callable[[Any], Any] = import_module(f"{__package__}.{backend.home}").make_backend_class
     made = make(stock)
     made.__name__ = made.__qualname__ = f"Choosing{stock.__name__}"
     setattr(made, _STOCK, stock)

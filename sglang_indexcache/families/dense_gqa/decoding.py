@@ -1,4 +1,4 @@
-"""What decoding over chosen pages has in common, whatever the attention backend."""
+"""Share what decoding over chosen pages needs, whatever the attention backend."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor
 
 from indexcache_kernels import PageBudget
 from sglang_indexcache.errors import ProofError
-from sglang_indexcache.families.dense_gqa.attention import CAPTURED, Place, place
+from sglang_indexcache.families.dense_gqa.sglang import CAPTURED, LayerRole
 from sglang_indexcache.selection import Selection
 
 
-def told_place(layer: Any) -> Place:
-    """What a `RadixAttention` was told.
+def role_of(layer: Any) -> LayerRole:
+    """Read the role of a `RadixAttention`.
 
     Raises:
-        ProofError: if it was told nothing.
+        ProofError: if none was written.
     """
-    told = place(layer)
-    if told is None:
+    found = LayerRole.of(layer)
+    if found is None:
         raise ProofError(f"layer {layer.layer_id} was told no role")
-    return told
+    return found
 
 
 def note_captured(backend: Any, batch: Any, layer: Any, letter: str) -> None:
@@ -33,11 +33,11 @@ def note_captured(backend: Any, batch: Any, layer: Any, letter: str) -> None:
 
 
 def budget_of(selection: Selection) -> PageBudget:
-    """What the kernels call a selection."""
+    """Write a selection as the kernels do."""
     return PageBudget(selection.page_tokens, selection.pages, selection.recent_pages, selection.sink_pages)
 
 
 def kept_tokens(lengths: Tensor, selection: Selection) -> Tensor:
-    """How many tokens S layers attend to, from those in the cache; it does not depend on which pages are chosen."""
+    """Count the tokens that S layers attend to, from those in the cache; any choice of pages has as many."""
     pages = -(-lengths // selection.page_tokens)
     return pages.clamp_max(selection.pages) * selection.page_tokens - (pages * selection.page_tokens - lengths)

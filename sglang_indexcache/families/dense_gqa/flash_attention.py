@@ -14,13 +14,13 @@ from torch import Tensor
 
 from indexcache_kernels import page_scores, select_pages
 from indexcache_kernels.patching import replaced
-from sglang_indexcache.families.dense_gqa.decoding import budget_of, note_captured, told_place
+from sglang_indexcache.families.dense_gqa.decoding import budget_of, note_captured, role_of
 from sglang_indexcache.pattern import SHARED
 from sglang_indexcache.selection import Selection
 
 
-def choosing(stock: Any) -> Any:
-    """The subclass of `FlashAttentionBackend` that decodes by the `Place` of each layer."""
+def make_backend_class(stock: Any) -> Any:
+    """Make the subclass of `FlashAttentionBackend` that decodes by the `LayerRole` of each layer."""
 
     class ChoosingBackend(stock):  # type: ignore[misc]
         _indexcache_chosen: Any  # the metadata of S layers
@@ -36,23 +36,23 @@ def choosing(stock: Any) -> Any:
             save_kv_cache: bool = True,
             **kwargs: Any,
         ) -> Tensor:
-            told = told_place(layer)
-            note_captured(self, forward_batch, layer, told.role)
+            found = role_of(layer)
+            note_captured(self, forward_batch, layer, found.role)
             given = (q, k, v, layer, forward_batch, save_kv_cache)
-            if told.role == SHARED:
+            if found.role == SHARED:
                 with replaced((self, "forward_metadata", self._indexcache_chosen)):
                     shared: Tensor = super().forward_decode(*given, **kwargs)
                 return shared
-            if not told.chooses:
+            if not found.chooses:
                 dense: Tensor = super().forward_decode(*given, **kwargs)
                 return dense
             output, lse = super().forward_decode(*given, **{**kwargs, "return_lse": True})
-            table, lengths = self._choose(q, lse, layer, told.selection)
+            table, lengths = self._choose(q, lse, layer, found.selection)
             self._indexcache_chosen = replace(
                 self.forward_metadata,
                 page_table=table,
                 cache_seqlens_int32=lengths,
-                max_seq_len_k=told.selection.tokens,
+                max_seq_len_k=found.selection.tokens,
                 scheduler_metadata=None,  # made for all tokens
             )
             chosen: Tensor = output

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from indexcache_kernels import page_scores, select_pages
 from indexcache_kernels.patching import replaced
-from sglang_indexcache.families.dense_gqa.decoding import budget_of, kept_tokens, note_captured, told_place
+from sglang_indexcache.families.dense_gqa.decoding import budget_of, kept_tokens, note_captured, role_of
 from sglang_indexcache.pattern import SHARED
 from sglang_indexcache.selection import Selection
 
@@ -64,8 +64,8 @@ class _Denominators:
         return output
 
 
-def choosing(stock: Any) -> Any:
-    """The subclass of `FlashInferAttnBackend` that decodes by the `Place` of each layer."""
+def make_backend_class(stock: Any) -> Any:
+    """Make the subclass of `FlashInferAttnBackend` that decodes by the `LayerRole` of each layer."""
     home = sys.modules[stock.__module__]
 
     class ChoosingBackend(stock):  # type: ignore[misc]
@@ -106,19 +106,19 @@ def choosing(stock: Any) -> Any:
         def forward_decode(
             self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
         ) -> Tensor:
-            told = told_place(layer)
-            note_captured(self, forward_batch, layer, told.role)
+            found = role_of(layer)
+            note_captured(self, forward_batch, layer, found.role)
             metadata = self.forward_metadata
             [dense] = metadata.decode_wrappers
             wrapper = dense
-            if told.role == SHARED:
+            if found.role == SHARED:
                 wrapper = self._indexcache_plan.wrapper
-            elif told.chooses:
+            elif found.chooses:
                 wrapper = _Denominators(dense)
             with replaced((self, "forward_metadata", replace(metadata, decode_wrappers=[wrapper]))):
                 output: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
-            if told.chooses:
-                self._choose(q, wrapper.lse, layer, dense, told.selection)
+            if found.chooses:
+                self._choose(q, wrapper.lse, layer, dense, found.selection)
             return output
 
         def _choose(self, q: Tensor, lse: Tensor, layer: Any, dense: Any, selection: Selection) -> None:

@@ -11,22 +11,22 @@ from torch import Tensor
 
 from indexcache_kernels import page_scores, select_pages
 from indexcache_kernels.patching import replaced
-from sglang_indexcache.families.dense_gqa.decoding import budget_of, told_place
+from sglang_indexcache.families.dense_gqa.decoding import budget_of, role_of
 from sglang_indexcache.pattern import SHARED
 from sglang_indexcache.selection import Selection
 
 _CHOSEN = "_indexcache_chosen"  # on a forward batch: table and lengths
 
 
-def choosing(stock: Any) -> Any:
-    """The subclass of `TorchNativeAttnBackend` that decodes by the `Place` of each layer."""
+def make_backend_class(stock: Any) -> Any:
+    """Make the subclass of `TorchNativeAttnBackend` that decodes by the `LayerRole` of each layer."""
 
     class ChoosingBackend(stock):  # type: ignore[misc]
         def forward_decode(
             self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
         ) -> Tensor:
-            told = told_place(layer)
-            if told.role == SHARED:
+            found = role_of(layer)
+            if found.role == SHARED:
                 table, lengths = getattr(forward_batch, _CHOSEN)
                 view = copy.copy(forward_batch)
                 view.req_pool_indices = torch.arange(len(table), device=table.device)
@@ -35,8 +35,8 @@ def choosing(stock: Any) -> Any:
                     shared: Tensor = super().forward_decode(q, k, v, layer, view, save_kv_cache)
                 return shared
             output: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
-            if told.chooses:
-                setattr(forward_batch, _CHOSEN, self._choose(q, layer, forward_batch, told.selection))
+            if found.chooses:
+                setattr(forward_batch, _CHOSEN, self._choose(q, layer, forward_batch, found.selection))
             return output
 
         def _choose(self, q: Tensor, layer: Any, batch: Any, selection: Selection) -> tuple[Tensor, Tensor]:

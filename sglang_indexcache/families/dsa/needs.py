@@ -1,4 +1,4 @@
-"""What SGLang must have so that layers of DSA models select in blocks, and to tell what they select."""
+"""List what SGLang must have to serve DSA models, to select in blocks, and to count what is selected."""
 
 from __future__ import annotations
 
@@ -8,6 +8,21 @@ PREFILL = "_get_topk_ragged"  # selects for the queries of prompts
 DECODING = "_get_topk_paged"  # for those of decoded tokens
 _MODULE = "srt.layers.attention.dsa."
 
+ATTENTION = Need(
+    "srt.models.deepseek_v2", "DeepseekV2AttentionMLA.__init__", ("layer_id",), ("skip_topk", "next_skip_topk")
+)
+ROLE_READER = Need(
+    "srt.models.deepseek_common.attention_forward_methods.forward_mla",
+    "DeepseekMLAForwardMixin",
+    mentions=("skip_topk",),
+)
+ATTENTIONS = (ATTENTION, ROLE_READER)
+STAGES = Need("srt.models.deepseek_v2", "DeepseekV2Model.forward", ("pp_proxy_tensors",), ("topk_indices",))
+SKIPS = Need("srt.configs.model_config", "dsa_layer_skips_topk", ("config", "layer_id"))
+CONFIG_READER = Need(
+    "srt.utils.hf_transformers.config", "get_config", ("model", "trust_remote_code", "model_override_args")
+)
+RULE = Feature("check", "ask SGLang's own rule which layers would run", (SKIPS, CONFIG_READER), "not checked")
 RAGGED = Need(
     _MODULE + "dsa_indexer",
     "Indexer." + PREFILL,

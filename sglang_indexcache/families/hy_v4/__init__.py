@@ -11,8 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_indexcache.families.dsa import Dsa, attention
+from sglang_indexcache.families.base import Family
+from sglang_indexcache.families.dsa.checkpoint import DsaCheckpoint
+from sglang_indexcache.families.dsa.needs import ATTENTIONS
+from sglang_indexcache.families.dsa.sglang import DsaSglang
 from sglang_indexcache.families.dsa.spellings import TYPES_KEY, freq_pattern
+from sglang_indexcache.families.dsa.transformers import DsaTransformers
 from sglang_indexcache.families.hy_v4.keys import KEYS
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.probes import Feature, Need
@@ -20,19 +24,32 @@ from sglang_indexcache.probes import Feature, Need
 MODEL = Need("srt.models.hunyuan_v4", "HYV4Attention")
 
 
-class HyV4(Dsa):
-    """DSA whose layers 0, 1, 5, 9, ... have an indexer; the others are locked."""
+class HyV4Checkpoint(DsaCheckpoint):
+    """Read checkpoints whose layers 0, 1, 5, 9, ... have an indexer; the others are locked."""
 
-    name = "hy_v4"
     keys = KEYS
-    serving = Feature("hy_v4", "patterns of F and S on HY-V4", (MODEL, *attention.NEEDS), "no server for HY-V4")
-    pipeline = None
-    blocks = told = None  # never compared with a reference there
-    not_in_transformers = (
-        "transformers 5.15 to 5.23 rotates halves of its rotary dimensions, where the checkpoint was trained on pairs"
-    )
 
     def native(self, config: Mapping[str, Any], num_layers: int) -> Pattern:
         if config.get(TYPES_KEY) is not None:
             return super().native(config, num_layers)
         return freq_pattern(num_layers, 4)
+
+
+class HyV4Sglang(DsaSglang):
+    """Serve HY-V4 as DSA, without pipeline stages and blocks."""
+
+    serving = Feature("hy_v4", "patterns of F and S on HY-V4", (MODEL, *ATTENTIONS), "no server for HY-V4")
+    pipeline = None
+    blocks = selection_capture = None  # never compared with a reference there
+
+
+class HyV4Transformers(DsaTransformers):
+    """Refuse HY-V4, which transformers computes in another way."""
+
+    not_in_transformers = (
+        "transformers 5.15 to 5.23 rotates halves of its rotary dimensions, where the checkpoint was trained on pairs"
+    )
+
+
+_CHECKPOINT = HyV4Checkpoint()
+HY_V4 = Family("hy_v4", _CHECKPOINT, HyV4Sglang(_CHECKPOINT), HyV4Transformers())

@@ -71,20 +71,20 @@ def apply() -> None:
 def _break_dense(broken: str, runner: Any, *args: Any, **kwargs: Any) -> None:
     from sglang.srt.layers.attention import attention_registry, torch_native_backend
 
-    from sglang_indexcache.families.dense_gqa import attention
+    from sglang_indexcache.families.dense_gqa import DENSE_GQA
+    from sglang_indexcache.families.dense_gqa.sglang import DenseGqaSglang
 
-    switch = attention.switch
+    switch = DenseGqaSglang.switch
 
-    def switched(runner: Any, pattern: Any) -> None:
-        switch(runner, pattern)
-        told = layers[3].indexcache
-        layers[3].indexcache = attention.Place(
-            "D" if broken == "dense-role" else told.role,
-            told.chooses,
-            told.selection if broken == "dense-role" else dataclasses.replace(told.selection, pages=9),
-        )
+    def switched(adapter: Any, runner: Any, pattern: Any) -> None:
+        switch(adapter, runner, pattern)
+        role = layers[3].indexcache
+        changes: dict[str, Any] = {"role": "D"}
+        if broken == "dense-selection":
+            changes = {"selection": dataclasses.replace(role.selection, pages=9)}
+        layers[3].indexcache = dataclasses.replace(role, **changes)
 
-    layers = dict(attention.modules(runner.model))
+    layers = dict(DENSE_GQA.sglang.modules(runner.model))
     if broken == "dense-backend":
         other = type("OtherBackend", (torch_native_backend.TorchNativeAttnBackend,), {})
         attention_registry.ATTENTION_BACKENDS["torch_native"] = other
@@ -93,7 +93,7 @@ def _break_dense(broken: str, runner: Any, *args: Any, **kwargs: Any) -> None:
     elif broken == "dense-window":
         layers[2].sliding_window_size = 64
     else:
-        attention.switch = switched
+        DenseGqaSglang.switch = switched
 
 
 def _wrap_an_indexer(result: Any, model: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,185 @@
+"""Make SGLang run a pattern on dense models: S layers run its decode attention over another page table.
+
+SGLang builds one attention backend a rank; each `RadixAttention` calls it with itself. Once it is built, its class
+becomes a subclass that decodes S layers over the pages that were chosen. Prefill is SGLang's own. Read:
+sglang/srt/layers/radix_attention.py, layers/attention/torch_native_backend.py and
+ModelRunner.init_attention_backends of 0.5.17 and 0.5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from sglang_indexcache.errors import ProofError, SpellingError
+from sglang_indexcache.families.base import SglangAdapter
+from sglang_indexcache.families.dense_gqa.backends import BACKENDS, make_backend_class
+from sglang_indexcache.families.dense_gqa.keys import WINDOW_KEYS
+from sglang_indexcache.overrides import FLAG
+from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern
+from sglang_indexcache.probes import LOAD_BACKENDS, LOAD_GRAPHS, Feature, Need
+from sglang_indexcache.selection import TOKEN_MAX, Selection
+from sglang_indexcache.steps import NO_MEMORY
+
+LAYER = Need("srt.layers.radix_attention", "RadixAttention.__init__", ("layer_id", "sliding_window_size"))
+_NEEDS = (LOAD_BACKENDS, LOAD_GRAPHS, LAYER)
+_UNTRIED = "it was never tried with one on dense models"
+_CHOSEN_IN_DECODING = "pages are chosen while single tokens are decoded"
+
+_ROLE = "indexcache"  # of a `LayerRole`, on a RadixAttention
+CAPTURED = "indexcache_captured"
+"""On a backend, by batch size and layer: the letters that ran while CUDA graphs were captured."""
+
+
+@dataclass
+class LayerRole:
+    """Say what one layer does while it decodes.
+
+    Attributes:
+        role: its letter.
+        chooses: whether it also chooses pages for the layers above.
+        selection: how.
+    """
+
+    role: str
+    chooses: bool
+    selection: Selection
+
+    @classmethod
+    def of(cls, module: Any) -> LayerRole | None:
+        """Read the role of a `RadixAttention`; `None` before one was written."""
+        found = module.__dict__.get(_ROLE)
+        return found if isinstance(found, cls) else None
+
+
+class DenseGqaSglang(SglangAdapter):
+    """Write the roles once SGLang has built its attention backend."""
+
+    serving = Feature(
+        "dense_gqa", "patterns of D and S on Llama, Qwen2, Qwen3 and Mistral", _NEEDS, "no server for these"
+    )
+    variants: ClassVar[tuple[Feature, ...]] = tuple(item.feature for item in BACKENDS)
+    proven_after: ClassVar[Need] = LOAD_BACKENDS
+    calibrated = False
+    refused_flags: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "speculative_algorithm": f"{_CHOSEN_IN_DECODING}, and drafts are verified as prompts are read",
+            "enable_mixed_chunk": f"{_CHOSEN_IN_DECODING}, and mixed chunks decode as prompts are read",
+            "enable_pdmux": "it has an attention backend of its own for every stream",
+            "enable_hisparse": "it swaps pages by a choice of its own",
+            "enable_unified_memory": "its slots are not those of the page table",
+            "dcp_size": "a rank would choose among its own part of the tokens",
+            "attn_cp_size": "a rank would choose among its own part of the tokens",
+            "enable_prefill_cp": "a rank would choose among its own part of the tokens",
+            "enable_torch_compile": _UNTRIED,
+            "enable_dp_attention": _UNTRIED,
+            "dllm_algorithm": f"{_CHOSEN_IN_DECODING}, and diffusion models decode blocks",
+        }
+    )
+
+    def to_overrides(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
+        self.checkpoint.check_overrides(overrides)
+        for key in ("num_hidden_layers", *WINDOW_KEYS):
+            if key in overrides:
+                raise SpellingError(
+                    f"{FLAG}: {key} changes which layers there are; expected a file made for that model"
+                )
+        if FULL in pattern.roles:
+            raise SpellingError(f"letter {pattern.roles.index(FULL)} is F, which is not served yet; expected D or S")
+        chosen = pattern.selection
+        if chosen is not None and (chosen.score != TOKEN_MAX or chosen.steps != NO_MEMORY or chosen.buffer_pages):
+            raise SpellingError(
+                f"selection {chosen} is not served yet; expected score {TOKEN_MAX} without steps and buffer_pages"
+            )
+        return dict(overrides)
+
+    def loaded(self, runner: Any, pattern: Pattern) -> None:
+        chosen = pattern.selection
+        assert chosen is not None
+        self._check_layers(runner.model)
+        if runner.model_config.context_len <= chosen.tokens:
+            raise ProofError(
+                f"a context of {runner.model_config.context_len} tokens fits into the {chosen.tokens} of the selection,"
+                " so nothing would be shared; expected fewer pages"
+            )
+        if chosen.page_tokens % runner.page_size:
+            raise ProofError(
+                f"--page-size is {runner.page_size}, expected a divisor of the selection's page_tokens,"
+                f" {chosen.page_tokens}"
+            )
+        if runner.kv_cache_dtype != runner.dtype:
+            raise ProofError(f"the KV cache is of {runner.kv_cache_dtype}, expected the model's own {runner.dtype}")
+        for name in ("attn_backend", "decode_attn_backend"):
+            backend = getattr(runner, name, None)
+            if backend is not None:
+                backend.__class__ = make_backend_class(type(backend))
+                backend.indexcache_selection = chosen
+        self.switch(runner, pattern)
+
+    def _check_layers(self, model: Any) -> None:
+        """Check that all layers attend to everything before them, with heads of one shape.
+
+        Raises:
+            ProofError: naming the first that does not.
+        """
+        shapes = set()
+        for layer, module in self.modules(model):
+            shapes.add((module.tp_q_head_num, module.tp_k_head_num, module.qk_head_dim, module.v_head_dim))
+            for what, has_it in (
+                ("a sliding window", module.sliding_window_size not in (None, -1)),
+                ("cross attention", module.is_cross_attention),
+                ("a soft cap", bool(module.logit_cap)),
+                ("an encoder's attention", getattr(module.attn_type, "value", module.attn_type) != "decoder"),
+            ):
+                if has_it:
+                    raise ProofError(f"layer {layer} has {what}, expected layers that attend to everything before them")
+        if len(shapes) > 1:
+            raise ProofError(f"layers differ in their heads ({sorted(shapes)}), expected one shape")
+
+    def captured(self, runner: Any, pattern: Pattern) -> None:
+        """See `SglangAdapter.captured`; for each batch size, every layer must have decoded by its letter."""
+        noted = vars(runner.attn_backend).get(CAPTURED, {})
+        layers = [layer for layer, _ in self.modules(runner.model)]
+        expected = "".join(pattern[layer] for layer in layers)
+        for size in getattr(runner.decode_cuda_graph_runner, "capture_bs", ()):
+            letters = "".join(noted.get(size, {}).get(layer, "-") for layer in layers)
+            if letters != expected:
+                raise ProofError(
+                    f"the CUDA graph of {size} requests was captured with {letters}, the pattern says {expected}"
+                )
+
+    def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
+        attentions = [module for module in model.modules() if type(module).__name__ == "RadixAttention"]
+        yield from sorted(((module.layer_id, module) for module in attentions), key=lambda item: item[0])
+
+    def role(self, site: int, module: Any) -> str:
+        """See `SglangAdapter.role`; `D` where none was written."""
+        found = LayerRole.of(module)
+        return DENSE if found is None else found.role
+
+    def selection(self, model: Any) -> Selection | None:
+        """See `SglangAdapter.selection`.
+
+        Raises:
+            ProofError: if the layers of this rank differ.
+        """
+        roles = (LayerRole.of(module) for _, module in self.modules(model))
+        found = {None if role is None else role.selection for role in roles}
+        if len(found) > 1:
+            raise ProofError("the layers of this rank were told different selections")
+        return found.pop() if found else None
+
+    def indexer(self, module: Any) -> None:
+        return None
+
+    def switch(self, runner: Any, pattern: Pattern) -> None:
+        assert pattern.selection is not None
+        for layer, module in self.modules(runner.model):
+            above = pattern.roles[layer + 1 : layer + 2]
+            letter = pattern.roles[layer : layer + 1]
+            setattr(module, _ROLE, LayerRole(letter, letter != SHARED and above == SHARED, pattern.selection))
+
+    def configured(self, runner: Any) -> str:
+        return "".join(self.role(layer, module) for layer, module in self.modules(runner.model))

@@ -1,0 +1,169 @@
+"""Make SGLang run a pattern on DSA models, through its own configuration, and read its attention modules back.
+
+`DeepseekV2AttentionMLA` decides while it is built: `skip_topk` says whether its indexer stays quiet, `next_skip_topk`
+whether its indices are handed to the layer above. Read: sglang/srt/models/deepseek_v2.py of 0.5.17 and 0.5.23.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from pkgutil import resolve_name
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sglang_indexcache.errors import ProofError, SpellingError
+from sglang_indexcache.families.base import SglangAdapter
+from sglang_indexcache.families.dsa import needs
+from sglang_indexcache.families.dsa.spellings import (
+    FREQ_KEY,
+    OFFSET_KEY,
+    PATTERN_KEY,
+    TYPES_KEY,
+    Rule,
+    read_spelling,
+    to_sglang,
+)
+from sglang_indexcache.indexers import IndexerSetting
+from sglang_indexcache.model_name import ModelName
+from sglang_indexcache.overrides import FLAG
+from sglang_indexcache.pattern import FULL, SHARED, Pattern
+from sglang_indexcache.probes import Feature, Need, SglangError, SglangSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SHARING_KEYS = (PATTERN_KEY, TYPES_KEY, FREQ_KEY, OFFSET_KEY)
+_UNTRIED = "layers that select for blocks of queries were never tried with it"
+
+
+class DsaSglang(SglangAdapter):
+    """Give SGLang the pattern in its configuration, which it reads while it builds the model."""
+
+    serving = Feature("dsa", "patterns of F and S on DeepSeek-V3.2 and GLM-5", needs.ATTENTIONS, "no server for these")
+    pipeline: ClassVar[Feature | None] = Feature(
+        "pipeline", "pipeline stages that begin with an S layer", (needs.STAGES,), "no server with pipeline parallelism"
+    )
+    rule: ClassVar[Feature | None] = needs.RULE
+    selection_capture: ClassVar[Feature | None] = needs.POSITIONS
+    blocks: ClassVar[Feature | None] = needs.BLOCKS
+    refused_with_blocks: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "enable_prefill_cp": _UNTRIED,
+            "enable_prefill_context_parallel": _UNTRIED,
+            "enable_dsa_prefill_context_parallel": _UNTRIED,
+            "attn_cp_size": _UNTRIED,
+            "dcp_size": _UNTRIED,
+            "enable_hisparse": _UNTRIED,
+        }
+    )
+
+    def to_overrides(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
+        """See `SglangAdapter.to_overrides`; in every spelling that SGLang 0.5.11 to 0.5.23 reads.
+
+        Each sharing key that the user gives is read on its own, since versions differ in which one wins.
+        """
+        self.checkpoint.check_overrides(overrides)
+        self.needed(pattern)
+        pattern = pattern.plain()
+        if overrides.get("num_hidden_layers", len(pattern)) != len(pattern):
+            raise SpellingError(
+                f"{FLAG}: num_hidden_layers is {overrides['num_hidden_layers']}, the pattern has {len(pattern)}"
+                " letters; expected a file made for that model"
+            )
+        if (overrides.get("cli_factor") or 1) != 1:
+            raise SpellingError(
+                f"{FLAG}: cli_factor is {overrides['cli_factor']}, which wins over any pattern; expected none"
+            )
+        for keys in ((PATTERN_KEY,), (TYPES_KEY,), (FREQ_KEY, OFFSET_KEY)):
+            given = {key: overrides[key] for key in keys if overrides.get(key) is not None}
+            if not given or given == {FREQ_KEY: 1}:
+                continue
+            try:
+                meant = read_spelling(given, len(pattern), Rule.SGLANG_TYPES_FIRST).pattern
+            except SpellingError as error:
+                raise SpellingError(f"{FLAG}: {error}") from None
+            if meant != pattern:
+                raise SpellingError(
+                    f"{FLAG}: {next(iter(given))} means {meant}, the pattern file {pattern}; expected one of them"
+                )
+        return {**{key: value for key, value in overrides.items() if key not in _SHARING_KEYS}, **to_sglang(pattern)}
+
+    def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> Pattern:
+        """See `SglangAdapter.would_run`.
+
+        Build the configuration object as a server would, and ask the one function that model construction and KV
+        pools ask (0.5.14 and newer).
+        """
+        source.require(needs.RULE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # SGLang's imports warn of every device that is not there
+            get_config, skips_topk = _imported(needs.CONFIG_READER), _imported(needs.SKIPS)
+        named = ModelName.parse(model)
+        revision = {"revision": named.revision} if named.revision else {}
+        try:
+            config = get_config(
+                named.repository, trust_remote_code=False, model_override_args=dict(overrides), **revision
+            )
+            roles = "".join(SHARED if skips_topk(config, layer) else FULL for layer in range(letters))
+        except Exception as error:  # whatever SGLang or transformers raise on a model they don't take
+            reason = " ".join(str(error).split())[:160] or type(error).__name__
+            raise SglangError(f"SGLang {source.version} refuses {model}: {reason}") from None
+        return Pattern(roles)
+
+    def loaded(self, runner: Any, pattern: Pattern) -> None:
+        if pattern.indexers:
+            from sglang_indexcache.families.dsa import patch_indexers
+
+            patch_indexers.install(self.modules(runner.model), pattern)
+
+    def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
+        for module in model.modules():
+            shares = getattr(module, "skip_topk", None) is not None and hasattr(module, "next_skip_topk")
+            if shares and not getattr(module, "is_nextn", False):  # NextN modules always run their own indexer
+                yield module.layer_id, module
+
+    def role(self, site: int, module: Any) -> str:
+        """See `SglangAdapter.role`; SGLang's own decision where it has one (0.5.15 and newer), else what it reads."""
+        decide = getattr(module, "should_run_indexer", None)
+        runs = not module.skip_topk if decide is None else bool(decide(object()))  # with indices carried to it
+        if runs != (not module.skip_topk):
+            raise ProofError(f"layer {site} decides by something else than skip_topk whether its indexer runs")
+        return FULL if runs else SHARED
+
+    def indexers(self, model: Any) -> tuple[IndexerSetting, ...]:
+        from sglang_indexcache.families.dsa import patch_indexers
+
+        return tuple(patch_indexers.installed(self.modules(model)))
+
+    def indexer(self, module: Any) -> Any:
+        return getattr(module, "indexer", None)
+
+    def switch(self, runner: Any, pattern: Pattern) -> None:
+        """See `SglangAdapter.switch`; also write the configuration that pipeline stages ask."""
+        for layer, module in self.modules(runner.model):
+            module.skip_topk = pattern[layer] == SHARED
+            module.next_skip_topk = layer + 1 < len(pattern) and pattern[layer + 1] == SHARED
+        config = runner.model_config.hf_config
+        for key, value in to_sglang(pattern).items():
+            if key != TYPES_KEY or getattr(config, TYPES_KEY, None) is not None:
+                setattr(config, key, value)
+
+    def positions(self, forward_batch: Any, site: int, selected: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
+        from sglang.srt.model_executor.forward_context import get_attn_backend
+
+        from sglang_indexcache.families.dsa.index_space import positions_of
+
+        return positions_of(get_attn_backend().get_indexer_metadata(site, forward_batch), selected, rows, requests)
+
+    def configured(self, runner: Any) -> str:
+        """See `SglangAdapter.configured`; empty where a freq says something else."""
+        config = runner.model_config.hf_config
+        return str(getattr(config, PATTERN_KEY)) if getattr(config, FREQ_KEY) == 1 else ""
+
+
+def _imported(need: Need) -> Any:
+    try:
+        return resolve_name(f"sglang.{need.module}:{need.name}")
+    except ImportError as error:
+        raise SglangError(f"sglang.{need.module} can't be imported here: {error}") from None
