@@ -14,7 +14,7 @@ from sglang_indexcache.files import read_json_object, reason
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-EVICTION_HEADS = "eviction_heads"  # a folder in that of a dense model, see indexcache-distill --train eviction
+_HEADS = "_heads"  # ending of folders beside the weights, with what was trained for a model
 _MAX_INDEX_BYTES = 100 << 20
 _PICKLES = (".bin", ".pt", ".pth")
 _TOKENIZER_BEGINNINGS = (
@@ -98,19 +98,15 @@ def _changed(path: Path) -> ModelConfigError:
 def weight_files(folder: Path) -> list[str]:
     """config.json and all files with weights: those of the index, else all safetensors, else pickles.
 
+    Heads that were trained for the model are among them.
+
     Raises:
         ModelConfigError: if the folder or its index can't be read, or the index names a file that is not there.
     """
     index = [INDEX] if (folder / INDEX).is_file() else []
-    heads = folder / EVICTION_HEADS
-    return sorted(
-        [
-            *_named(folder, lambda name: name == CONFIG),
-            *index,
-            *tensor_files(folder),
-            *(f"{EVICTION_HEADS}/{name}" for name in (_safetensors(heads) if heads.is_dir() else [])),
-        ]
-    )
+    config = _named(folder, lambda name: name == CONFIG)
+    heads = [f"{beside.name}/{name}" for beside in folder.glob(f"*{_HEADS}/") for name in _safetensors(beside)]
+    return sorted([*config, *index, *tensor_files(folder), *heads])
 
 
 def tensor_files(folder: Path) -> list[str]:

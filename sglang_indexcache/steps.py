@@ -33,7 +33,7 @@ class Steps:
     | `nosa` | `query_pages` | so many by the step's own scores, the rest by an importance that no query changes |
 
     The last is the split of NOSA (arXiv 2510.13602, equation 7): of k chosen pages at least k - `query_pages` are those
-    of the step before (its Theorem 2). `importance` is the norm of values, or what trained eviction heads say.
+    of the step before (its Theorem 2). `importance` is the norm of values, or what trained heads say.
 
     Raises:
         PatternError: if a policy is not one of these, or has another number than its own.
@@ -46,9 +46,9 @@ class Steps:
     swaps: Annotated[int | None, Field(strict=True, ge=1, le=_MOST, description="of bounded, pages a step")] = None
     every: Annotated[int | None, Field(strict=True, ge=2, le=_MOST, description="of refresh, steps")] = None
     query_pages: Annotated[int | None, Field(strict=True, ge=1, le=_MOST, description="of nosa, pages a step")] = None
-    importance: Annotated[
-        Importance | None, Field(description="of nosa: trained eviction heads instead of norms of values")
-    ] = None
+    importance: Annotated[Importance | None, Field(description="of nosa: trained heads instead of norms of values")] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

@@ -7,8 +7,7 @@ import pytest
 
 from indexcache_search import estimates
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Evaluation
-from sglang_indexcache import Pattern
+from indexcache_search.engines.base import Losses
 
 
 def token_set(source_of: list[int]) -> TokenSet:
@@ -17,9 +16,8 @@ def token_set(source_of: list[int]) -> TokenSet:
     return TokenSet(np.zeros(shape, np.int32), np.ones(shape, np.bool_), np.asarray(source_of), names)
 
 
-def evaluation(losses: list[float], tokens: list[int]) -> Evaluation:
-    zeros = (0,) * len(losses)
-    return Evaluation(Pattern("F"), tuple(range(len(losses))), tuple(losses), zeros, tuple(tokens), zeros, 0.0)
+def evaluation(losses: list[float], tokens: list[int]) -> Losses:
+    return Losses(rows=tuple(range(len(losses))), losses=tuple(losses), tokens=tuple(tokens))
 
 
 def test_one_source_of_packed_text_is_the_per_token_mean() -> None:

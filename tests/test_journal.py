@@ -17,7 +17,15 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.selection import DEFAULT
 
 IDENTITY = {"model": "tiny", "calibration": "abc"}
-EVALUATION = Evaluation(Pattern("FSF"), (2, 0), (0.1 + 0.2, 1e-17), (3, 4), (5, 6), (7, 8), 0.25)
+EVALUATION = Evaluation(
+    pattern=Pattern("FSF"),
+    rows=(2, 0),
+    losses=(0.1 + 0.2, 1e-17),
+    correct=(3, 4),
+    tokens=(5, 6),
+    layer_tokens=(7, 8),
+    seconds=0.25,
+)
 
 
 def journal(folder: Path, **changes: Any) -> Journal:

@@ -170,7 +170,7 @@ def commands(model: Path, dense: Path, data: Path, folder: Path) -> dict[str, li
     """Each command, with little to do."""
     sizes = ["--seq-len", 32, "--device", "cpu", "--output", folder]
     own = ["--model", model, "--num-sequences", 2]
-    heads = ["--model", dense, "--train", "eviction", "--training", data, "--pages", 4, "--page-tokens", 4]
+    heads = ["eviction", "--model", dense, "--training", data, "--pages", 4, "--page-tokens", 4]
     heads += ["--recent-pages", 1, "--sink-pages", 0, "--query-pages", 2, "--seq-len", 32, "--device", "cpu"]
     return {
         "indexcache-check": ["sglang_indexcache", "FSFSFS", "--model", model],
@@ -181,7 +181,11 @@ def commands(model: Path, dense: Path, data: Path, folder: Path) -> dict[str, li
             *("--decode-steps", 8),
         ],
         "indexcache-distill": [
-            *("indexcache_search:distill", *heads, "--steps", 2, "--num-sequences", 4, "--num-eval-sequences", 2),
+            *("indexcache_search:distill", *own, "--training", data, "--warmup-steps", 1, "--steps", 1, *sizes),
+            *("--num-eval-sequences", 2, "--batch-size", 2),
+        ],
+        "indexcache-lab": [
+            *("indexcache_search:lab", *heads, "--steps", 2, "--num-sequences", 4, "--num-eval-sequences", 2),
             *("--batch-size", 2, "--output", folder),
         ],
     }
@@ -205,7 +209,7 @@ def interrupted_at(name: str, command: list[object], moment: float, number: sign
     one_line(stderr, process.returncode, name)
 
 
-NAMES = ["indexcache-check", "indexcache-search", "indexcache-eval", "indexcache-offload", "indexcache-distill"]
+NAMES = [f"indexcache-{name}" for name in ("check", "search", "eval", "offload", "distill", "lab")]
 
 
 @pytest.mark.parametrize("name", NAMES)

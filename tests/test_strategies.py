@@ -59,7 +59,15 @@ class TableEngine:
             self.asked += [(pattern.roles, row) for row in rows]
             losses = tuple(self.loss(pattern, row) for row in rows)
             ones = (1,) * len(rows)
-            yield Evaluation(pattern, tuple(rows), losses, ones, tuple(map(self.tokens, rows)), ones, 0.0)
+            yield Evaluation(
+                pattern=pattern,
+                rows=tuple(rows),
+                losses=losses,
+                correct=ones,
+                tokens=tuple(map(self.tokens, rows)),
+                layer_tokens=ones,
+                seconds=0.0,
+            )
 
 
 def token_set(sequences: int = 16, sources: int = 1) -> TokenSet:

@@ -27,6 +27,11 @@ def offload() -> None:
     _run("indexcache-offload", "indexcache_search.lab.offload.cli")
 
 
+def lab() -> None:
+    """Run indexcache-lab."""
+    _run("indexcache-lab", "indexcache_search.lab.cli")
+
+
 def _run(command: str, module: str, extra: str = "search") -> None:
     def work() -> int | None:
         code: int | None = import_module(module).app(prog_name=command, standalone_mode=False)

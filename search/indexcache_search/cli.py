@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from indexcache_search import bounded, data_flags, demo
+from indexcache_search import bounded, data_flags, demo, run_flags
 from indexcache_search import selection_flags as flags
 from indexcache_search.errors import SearchError
 from indexcache_search.needs import Need, Needs, refuse_unread
@@ -22,9 +22,7 @@ from sglang_indexcache.address import Address
 from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.pattern import parse_retention
 
-FIRST_CHOICE = "index_topk (DeepSeek-V4: 4 times that; dense models: pages x page tokens)"  # below, all is seen
-
-DEMO_LENGTH = 512  # tokens a sequence; of other models 4 times `FIRST_CHOICE`
+DEMO_LENGTH = 512  # tokens a sequence; of other models 4 times `run_flags.FIRST_CHOICE`
 
 
 EngineName = Literal["transformers", "sglang"]
@@ -72,8 +70,6 @@ Run the same command again to go on after a kill, a crash or Ctrl-C.
 {exit_codes("the run failed (a loss was not finite)")}
 """
 
-PATTERNS = Need("--method patterns", lambda given: given["method"] == "patterns")
-KEYS = Need("--method key_delta", lambda given: given["method"] == "key_delta")
 SGLANG = Need("--engine sglang", lambda given: given["engine"] == "sglang")
 HERE = Need("--engine transformers", lambda given: given["engine"] == "transformers")
 OWN = Need("a server of the search's own, without --endpoint", lambda given: not given["endpoint"])
@@ -86,20 +82,17 @@ PRICED = Need("--queries", lambda given: bool(given["queries"]))
 WITH_RESULTS = Need("a run without --dry-run", lambda given: not given["dry_run"])
 NEEDS: Needs = {
     **dict.fromkeys(("model", "engine", "calibration", "evaluation", "seq_len", "num_sequences"), ()),
-    **dict.fromkeys(("num_eval_sequences", "method", "output", "work_dir", "restart", "batch_size", "seed"), ()),
-    **dict.fromkeys(("retain", "strategy", "swaps", "blocks", "reply", "objective"), (PATTERNS,)),
+    **dict.fromkeys(("num_eval_sequences", "output", "work_dir", "restart", "batch_size", "seed"), ()),
+    **dict.fromkeys(("retain", "strategy", "swaps", "blocks", "reply", "objective"), ()),
     **dict.fromkeys(("chat_template", "turns", "skip_bad_rows", "dry_run"), ()),
-    **dict.fromkeys(("report", "json_"), (PATTERNS, WITH_RESULTS)),
-    "queries": (PATTERNS, HERE),
-    **dict.fromkeys(("pages", "page_tokens", "recent_pages", "sink_pages", "score", "steps"), (PATTERNS,)),
-    **dict.fromkeys(("skip", "window", "max_window", "recent_keys"), (KEYS,)),
-    **dict.fromkeys(("price_context", "decode_retain"), (PATTERNS, PRICED)),
+    **dict.fromkeys(("report", "json_"), (WITH_RESULTS,)),
+    **dict.fromkeys(("pages", "page_tokens", "recent_pages", "sink_pages", "score", "steps"), ()),
+    **dict.fromkeys(("price_context", "decode_retain"), (PRICED,)),
     **dict.fromkeys(("device", "dtype"), (OWN,)),
     "endpoint": (SGLANG,),
-    "candidates": (PATTERNS, LAZY),
-    "race": (PATTERNS, RACES),
-    "prefix_cache_gb": (HERE,),
-    "attention": (PATTERNS, HERE),
+    "candidates": (LAZY,),
+    "race": (RACES,),
+    **dict.fromkeys(("queries", "prefix_cache_gb", "attention"), (HERE,)),
 }
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -135,12 +128,7 @@ def search(
     turns: data_flags.TurnsFlag = "auto",
     skip_bad_rows: data_flags.SkipBadRows = 0,
     dry_run: data_flags.DryRun = False,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", callback=bounded.tokens()
-        ),
-    ] = None,
+    seq_len: run_flags.SeqLen = None,
     num_sequences: Annotated[int, typer.Option(help="Calibration sequences.", callback=bounded.sequences())] = 32,
     num_eval_sequences: Annotated[
         int | None,
@@ -206,32 +194,18 @@ def search(
             callback=bounded.tokens(2),
         ),
     ] = None,
-    method: Annotated[
-        Literal["patterns", "key_delta"],
-        typer.Option(
-            help="key_delta: thresholds for the layers of a dense model (docs/lab/key-delta.md), not patterns."
-        ),
-    ] = "patterns",
-    skip: Annotated[
-        str | None, typer.Option(help="key_delta: shares of the products of queries with keys. Default: 0.4,0.6.")
-    ] = None,
-    window: Annotated[
-        float | None, typer.Option(help="key_delta: as of indexcache-eval.", callback=bounded.within(0, 1))
-    ] = None,
-    max_window: Annotated[int | None, typer.Option(help="key_delta: likewise.", callback=bounded.tokens())] = None,
-    recent_keys: Annotated[int | None, typer.Option(help="key_delta: likewise.", callback=bounded.tokens())] = None,
     objective: Annotated[
         Objective,
         typer.Option(help="kl: divergence from the unpatterned model. nll: loss on the text, the paper's."),
     ] = "kl",
     output: Annotated[Path | None, typer.Option(help="Folder for the results. Default: indexcache-NAME.")] = None,
     work_dir: Annotated[Path | None, typer.Option(help="Folder of the journal. Default: OUTPUT/work.")] = None,
-    restart: Annotated[bool, typer.Option("--restart", help="Discard the journal and start afresh.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    restart: run_flags.Restart = False,
+    device: run_flags.Device = "auto",
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16. Default: float32; with sglang, the model's own.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences a forward.", callback=bounded.batch())] = 1,
+    batch_size: run_flags.BatchSize = 1,
     prefix_cache_gb: Annotated[
         float | None,
         typer.Option(
@@ -246,13 +220,13 @@ def search(
             " auto: kernels on a CUDA device."
         ),
     ] = "auto",
-    page_tokens: Annotated[int | None, typer.Option(help=flags.PAGE_TOKENS, callback=bounded.tokens())] = None,
+    page_tokens: flags.PageTokens = None,
     pages: Annotated[str, typer.Option(help=f"{flags.PAGES}. Default: 64.")] = "",
-    recent_pages: Annotated[int | None, typer.Option(help=flags.RECENT_PAGES, callback=bounded.tokens(0))] = None,
-    sink_pages: Annotated[int | None, typer.Option(help=flags.SINK_PAGES, callback=bounded.tokens(0))] = None,
-    score: Annotated[str | None, typer.Option(help=flags.SCORE)] = None,
+    recent_pages: flags.RecentPages = None,
+    sink_pages: flags.SinkPages = None,
+    score: flags.Score = None,
     steps: Annotated[str, typer.Option(help=f"{flags.STEPS}.")] = "",
-    seed: Annotated[int, typer.Option(help="Order of the calibration documents.", callback=bounded.seed())] = 0,
+    seed: run_flags.Seed = 0,
     report: Annotated[bool, typer.Option(help="Write report.html.")] = True,
     json_: Annotated[bool, typer.Option("--json", help="Print metrics.json to stdout, nothing else.")] = False,
 ) -> None:
@@ -268,7 +242,6 @@ def search(
         from indexcache_search.run import Data, Files, Runtime, run, show, show_data
         from indexcache_search.settings import Settings
 
-        near = near_of(window, max_window, recent_keys)
         if model is None and calibration is None:
             calibration, evaluation = list(demo.CALIBRATION), evaluation or list(demo.EVALUATION)
         if not calibration:
@@ -318,27 +291,6 @@ def search(
                 )
             ),
         )
-        if method == "key_delta":
-            from indexcache_search.lab.key_delta import run as key_run
-
-            if model is None:
-                raise SearchError("--method key_delta needs a --model")
-            if dry_run:
-                key_run.show_data(model, data, runtime, seed)
-                return
-            process.let_work_end()
-            found = key_run.run(
-                model,
-                data,
-                runtime,
-                key_run.shares_of(skip or "0.4,0.6"),
-                near,
-                seed,
-                files,
-                console,
-            )
-            key_run.show(found, model, results())
-            return
         if dry_run:
             show_data(str(model or demo.MODEL), data, runtime, settings)
             return
@@ -348,12 +300,6 @@ def search(
             sys.stdout.write(json.dumps(result.as_json(), indent=1) + "\n")
         else:
             show(result, model, files, results())
-
-
-def near_of(window: float | None, max_window: int | None, recent_keys: int | None) -> dict[str, Any]:
-    """What the flags say of a `KeyPlan`."""
-    flags = {"window": window, "max_window": max_window, "recent": recent_keys}
-    return {name: value for name, value in flags.items() if value is not None}
 
 
 def _numbers(flag: str, text: str) -> tuple[int, ...]:

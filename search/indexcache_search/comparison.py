@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.engines.base import Evaluation
+from indexcache_search.engines.base import Losses
 from indexcache_search.evaluator import Evaluator
 from indexcache_search.line import NAMED, Line, uniform_lines
 from indexcache_search.strategies import measured_strategies
@@ -23,7 +23,7 @@ class Row:
     """One line of the held-out comparison, and what was measured."""
 
     line: Line
-    evaluation: Evaluation
+    evaluation: Losses
 
 
 def comparison_lines(

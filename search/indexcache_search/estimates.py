@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Evaluation
+from indexcache_search.engines.base import Losses
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,22 @@ class Estimate:
     stderr: float | None
 
 
-def loss(evaluation: Evaluation, data: TokenSet, source: int | None = None) -> Estimate:
+def loss(evaluation: Losses, data: TokenSet, source: int | None = None) -> Estimate:
     """Loss per scored token, of all sources or of one."""
     return _mean(np.asarray(evaluation.losses), evaluation, data, source)
 
 
-def increase(evaluation: Evaluation, baseline: Evaluation, data: TokenSet, source: int | None = None) -> Estimate:
+def increase(evaluation: Losses, baseline: Losses, data: TokenSet, source: int | None = None) -> Estimate:
     """Loss per scored token above the baseline's, paired by sequence."""
     return _mean(np.asarray(evaluation.losses) - np.asarray(baseline.losses), evaluation, data, source)
 
 
-def share(counts: NDArray[np.float64], evaluation: Evaluation, data: TokenSet, source: int | None = None) -> Estimate:
+def share(counts: NDArray[np.float64], evaluation: Losses, data: TokenSet, source: int | None = None) -> Estimate:
     """`counts` per sequence as a share of the scored tokens, for instance of `evaluation.correct`."""
     return _mean(counts, evaluation, data, source)
 
 
-def _mean(sums: NDArray[np.float64], evaluation: Evaluation, data: TokenSet, source: int | None) -> Estimate:
+def _mean(sums: NDArray[np.float64], evaluation: Losses, data: TokenSet, source: int | None) -> Estimate:
     """Of `sums` per scored token. Sequences without such a token don't count, nor do sources without such sequences."""
     tokens, source_of = np.asarray(evaluation.tokens), data.source_of[list(evaluation.rows)]
     values, source_of = sums[tokens > 0] / tokens[tokens > 0], source_of[tokens > 0]

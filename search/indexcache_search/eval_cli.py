@@ -9,10 +9,8 @@ from typing import Annotated
 
 import typer
 
-from indexcache_search import bounded, data_flags, demo
+from indexcache_search import bounded, data_flags, demo, run_flags
 from indexcache_search import selection_flags as flags
-from indexcache_search.cli import FIRST_CHOICE, near_of
-from indexcache_search.errors import SearchError
 from indexcache_search.needs import Need, Needs, refuse_unread
 from indexcache_search.terminal import errors_in_one_line, messages, results
 from sglang_indexcache import process
@@ -44,16 +42,9 @@ Examples:
       Is what is served as good as the baseline server, the first one? --model is read for its tokenizer only.
 
 \b
-  indexcache-eval --model HuggingFaceTB/SmolLM2-135M-Instruct --attention key_delta --threshold 0.6,1.0 \\
-        --evaluation notes.txt --seq-len 512
-      What keys as thresholded differences (DeltaLLM) save on a dense model, and lose, beside what saves as much.
-
-\b
 {exit_codes("a pattern or server is worse than --max-increase allows, or a loss was not finite")}
 """
 
-KEYS = Need("--attention key_delta", lambda given: given["attention"] == "key_delta")
-PLAIN = Need("patterns alone, without --attention key_delta", lambda given: given["attention"] != "key_delta")
 HERE = Need("patterns of a model that runs here, without --endpoint", lambda given: not given["endpoint"])
 OPEN = Need(
     "a --pattern file without @ and a retention",
@@ -65,16 +56,14 @@ SOURCES = Need(
 )
 WITH_RESULTS = Need("a run without --dry-run", lambda given: not given["dry_run"])
 NEEDS: Needs = {
-    **dict.fromkeys(("model", "evaluation", "tasks", "reply", "seq_len", "output"), ()),
+    **dict.fromkeys(("model", "endpoint", "evaluation", "tasks", "reply", "seq_len", "output"), ()),
     **dict.fromkeys(("max_increase", "json_"), (WITH_RESULTS,)),
     **dict.fromkeys(("chat_template", "turns", "skip_bad_rows", "dry_run"), ()),
     **dict.fromkeys(("pages", "page_tokens", "recent_pages", "sink_pages", "score", "steps"), (HERE,)),
     **dict.fromkeys(("pattern", "restart", "device", "dtype", "batch_size", "prefix_cache_gb", "attention"), (HERE,)),
     **dict.fromkeys(("samples", "haystack", "chat"), (TASKS,)),
-    **dict.fromkeys(("threshold", "window", "max_window", "recent_keys", "rivals"), (KEYS,)),
-    "endpoint": (PLAIN,),
     "retain": (HERE, OPEN),
-    "uniform": (HERE, PLAIN),
+    "uniform": (HERE,),
     "num_sequences": (SOURCES,),
 }
 
@@ -114,15 +103,12 @@ def evaluate(
     tasks: Annotated[
         str, typer.Option(help="Generated tasks: multi_key,multi_value,multi_query,variable_tracking,common_words.")
     ] = "",
-    pages: Annotated[
-        str,
-        typer.Option(help=f"{flags.PAGES}, in the place of the file's; 16,64,256: each."),
-    ] = "",
-    page_tokens: Annotated[int | None, typer.Option(help=flags.PAGE_TOKENS, callback=bounded.tokens())] = None,
-    recent_pages: Annotated[int | None, typer.Option(help=flags.RECENT_PAGES, callback=bounded.tokens(0))] = None,
-    sink_pages: Annotated[int | None, typer.Option(help=flags.SINK_PAGES, callback=bounded.tokens(0))] = None,
-    score: Annotated[str | None, typer.Option(help=flags.SCORE)] = None,
-    steps: Annotated[str, typer.Option(help=f"{flags.STEPS}; none,ema:0.9: each.")] = "",
+    pages: flags.PagesEach = "",
+    page_tokens: flags.PageTokens = None,
+    recent_pages: flags.RecentPages = None,
+    sink_pages: flags.SinkPages = None,
+    score: flags.Score = None,
+    steps: flags.StepsEach = "",
     samples: Annotated[int, typer.Option(help="Samples of each task.", callback=bounded.within(2, 10_000))] = 16,
     haystack: Annotated[str, typer.Option(help="Source of the text around a task's needles.")] = "demo:text",
     reply: Annotated[
@@ -134,12 +120,7 @@ def evaluate(
         ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask tasks through the chat template.")] = False,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", callback=bounded.tokens()
-        ),
-    ] = None,
+    seq_len: run_flags.SeqLen = None,
     num_sequences: Annotated[
         int | None,
         typer.Option(
@@ -155,10 +136,10 @@ def evaluate(
         ),
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for eval.json and eval.html.")] = Path("indexcache-eval"),
-    restart: Annotated[bool, typer.Option("--restart", help="Discard the journal and start afresh.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    batch_size: Annotated[int, typer.Option(help="Sequences a forward.", callback=bounded.batch())] = 1,
+    restart: run_flags.Restart = False,
+    device: run_flags.Device = "auto",
+    dtype: run_flags.Dtype = "float32",
+    batch_size: run_flags.BatchSize = 1,
     prefix_cache_gb: Annotated[
         float,
         typer.Option(
@@ -166,36 +147,7 @@ def evaluate(
             callback=bounded.within(0, 1e6),
         ),
     ] = 1.0,
-    attention: Annotated[
-        str,
-        typer.Option(help="auto, naive or kernels, see indexcache-search --help; or key_delta, see the last example."),
-    ] = "auto",
-    threshold: Annotated[
-        str | None,
-        typer.Option(
-            help="key_delta: thresholds, each for all layers, or files of indexcache-search --method key_delta."
-            " Default: 0.2,0.6,1.0."
-        ),
-    ] = None,
-    window: Annotated[
-        float | None,
-        typer.Option(
-            help="key_delta: keys that stay exact near a prompt's query, as a share. Default: 0.05.",
-            callback=bounded.within(0, 1),
-        ),
-    ] = None,
-    max_window: Annotated[
-        int | None, typer.Option(help="key_delta: those keys at most.", callback=bounded.tokens())
-    ] = None,
-    recent_keys: Annotated[
-        int | None,
-        typer.Option(
-            help="key_delta: last keys that stay exact for a reply's query. Default: 4.", callback=bounded.tokens()
-        ),
-    ] = None,
-    rivals: Annotated[
-        bool, typer.Option(help="key_delta: compare with windows, blocks and few bits, at equal savings.")
-    ] = True,
+    attention: Annotated[str, typer.Option(help="auto, naive or kernels, see indexcache-search --help.")] = "auto",
     json_: Annotated[bool, typer.Option("--json", help="Print eval.json to stdout, nothing else.")] = False,
 ) -> None:
     """Compare patterns, or servers, on data that nobody searched on.
@@ -209,7 +161,6 @@ def evaluate(
         from indexcache_search.compare.run import Candidates, Data, Runtime, run, show
 
         is_demo = model is None
-        near = near_of(window, max_window, recent_keys)
         selections = flags.selections_of(
             pages=pages,
             page_tokens=page_tokens,
@@ -241,21 +192,7 @@ def evaluate(
             device=device, dtype=dtype, batch_size=batch_size, prefix_cache_gb=prefix_cache_gb, attention=attention
         )
         process.let_work_end()
-        if attention == "key_delta":
-            from indexcache_search.lab.key_delta import compare as keys
-
-            if is_demo:
-                raise SearchError("--attention key_delta needs the --model of a dense model")
-            asked = keys.KeyCandidates(
-                asked=keys.asked_for(threshold or "0.2,0.6,1.0", near),
-                patterns=candidates.patterns,
-                retentions=candidates.retentions,
-                selections=selections,
-                rivals=rivals,
-            )
-            result = keys.run(str(model), asked, data, runtime, output, restart, console)
-        else:
-            result = run(model or str(demo.MODEL), candidates, data, runtime, output, restart, console)
+        result = run(model or str(demo.MODEL), candidates, data, runtime, output, restart, console)
         if result is None:
             return
         if json_:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Engine, Evaluation
+from indexcache_search.engines.base import Evaluates, Evaluation
 from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.journal import Journal
 from indexcache_search.objectives import Objective
@@ -40,7 +40,7 @@ class Evaluator:
         on_evaluation: told of every evaluation asked for the first time, whether it was run or recorded.
     """
 
-    engine: Engine
+    engine: Evaluates
     data: TokenSet
     objective: Objective
     journal: Journal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.errors import JournalError
-from indexcache_search.plans import Plan, plan_from_key
+from indexcache_search.plans import Plan
 from indexcache_search.records import Sealer, append, check_identity, complete, damaged, opened
+from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.fields import Count, Finite
 
@@ -35,13 +36,19 @@ class Journal:
         identity: what results depend on.
         facts: remembered from the first run, for instance the date; not compared.
         restart: discard what is there.
+        parse: reads back the keys of plans; raises `PatternError` for anything else.
 
     Raises:
         JournalError: if the folder holds another search, or is damaged.
     """
 
     def __init__(
-        self, folder: Path, identity: Mapping[str, Any], facts: Mapping[str, Any], restart: bool = False
+        self,
+        folder: Path,
+        identity: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        restart: bool = False,
+        parse: Callable[[str], Plan] = Pattern.from_key,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE_NAME
@@ -54,12 +61,12 @@ class Journal:
             self.facts: Mapping[str, Any] = dict(facts)
             self._evaluations: dict[_Key, Evaluation] = {}
             self._matrices: dict[str, list[list[float]]] = {}
-            self._read(json.loads(json.dumps(identity)))
+            self._read(json.loads(json.dumps(identity)), parse)
         except BaseException:
             self._file.close()
             raise
 
-    def _read(self, identity: Mapping[str, Any]) -> None:
+    def _read(self, identity: Mapping[str, Any], parse: Callable[[str], Plan]) -> None:
         self._file.seek(0)
         content = self._file.read()
         whole = complete(content)
@@ -68,7 +75,7 @@ class Journal:
         if not whole:
             self._append({"identity": identity, "facts": self.facts})
             return
-        for record in _records(whole, self.path, self._sealer):
+        for record in _records(whole, self.path, self._sealer, parse):
             if isinstance(record, _Header):
                 check_identity(self.path, "search", "--work-dir", record.identity, identity)
                 self.facts = record.facts
@@ -129,7 +136,7 @@ def recorded(path: Path) -> list[tuple[str, Evaluation]]:
     Raises:
         JournalError: if the file is damaged.
     """
-    records = _records(complete(path.read_bytes()), path, Sealer())
+    records = _records(complete(path.read_bytes()), path, Sealer(), Pattern.from_key)
     return [(record[0][0], record[1]) for record in records if isinstance(record, tuple)]
 
 
@@ -167,20 +174,22 @@ class _Line(_Record):
             raise ValueError("a sequence stands there twice, or without tokens")
         return self
 
-    def parse(self) -> tuple[_Key, Evaluation]:
+    def parse(self, parse: Callable[[str], Plan]) -> tuple[_Key, Evaluation]:
         evaluation = Evaluation(
-            plan_from_key(self.pattern),
-            tuple(self.rows),
-            tuple(self.losses),
-            tuple(self.correct),
-            tuple(self.tokens),
-            tuple(self.layer_tokens),
-            self.seconds,
+            pattern=parse(self.pattern),
+            rows=tuple(self.rows),
+            losses=tuple(self.losses),
+            correct=tuple(self.correct),
+            tokens=tuple(self.tokens),
+            layer_tokens=tuple(self.layer_tokens),
+            seconds=self.seconds,
         )
         return (self.set, evaluation.pattern, self.repeat), evaluation
 
 
-def _records(content: bytes, path: Path, sealer: Sealer) -> Iterator[_Header | _Matrix | tuple[_Key, Evaluation]]:
+def _records(
+    content: bytes, path: Path, sealer: Sealer, parse: Callable[[str], Plan]
+) -> Iterator[_Header | _Matrix | tuple[_Key, Evaluation]]:
     """What stands in a journal, line by line.
 
     Raises:
@@ -193,7 +202,7 @@ def _records(content: bytes, path: Path, sealer: Sealer) -> Iterator[_Header | _
             elif "matrix" in record:
                 yield _Matrix.model_validate(record)
             else:
-                yield _Line.model_validate(record).parse()
+                yield _Line.model_validate(record).parse(parse)
         except PatternError as error:  # of a version with other patterns
             raise JournalError(f"{path}: line {number}: {error}; --restart discards the file") from None
         except ValidationError:

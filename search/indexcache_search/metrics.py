@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from indexcache_search import estimates
 from indexcache_search.comparison import Row
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Engine, Evaluation
+from indexcache_search.engines.base import Engine, Losses
 from indexcache_search.line import BASELINE, BEST, MEAN, PHASE, Line
 from indexcache_search.results import CostResult, HeldOut, Measured, SearchResult, StepResult
 from indexcache_search.results import Row as TableRow
@@ -106,7 +106,7 @@ def described(line: Line) -> dict[str, Any]:
         "retention": None if line.retention is None else str(line.retention),
         "phase": line.phase,
         "full_layers": len(plan.full_layers) if isinstance(plan, Pattern) else None,
-        "pattern": plan.letters if isinstance(plan, Pattern) else plan and plan.key,
+        "pattern": None if plan is None else str(plan),
     }
 
 
@@ -121,7 +121,7 @@ def _group(row: Row) -> tuple[Fraction | None, Selection | None]:
     return row.line.retention, row.line.pattern.selection if isinstance(row.line.pattern, Pattern) else None
 
 
-def _phase_summaries(phases: Sequence[Row], baseline: Evaluation, data: TokenSet, more: str = "") -> list[TableRow]:
+def _phase_summaries(phases: Sequence[Row], baseline: Losses, data: TokenSet, more: str = "") -> list[TableRow]:
     """Mean over phases (its standard error is over sequences: the phases are all there are), and the best phase."""
     count, first = len(phases), phases[0]
     losses = tuple(math.fsum(column) / count for column in zip(*(row.evaluation.losses for row in phases), strict=True))
@@ -138,7 +138,7 @@ def _phase_summaries(phases: Sequence[Row], baseline: Evaluation, data: TokenSet
 
 
 def _measure(
-    evaluation: Evaluation, baseline: Evaluation, data: TokenSet, correct: NDArray[np.float64] | None = None
+    evaluation: Losses, baseline: Losses, data: TokenSet, correct: NDArray[np.float64] | None = None
 ) -> dict[str, Any]:
     """The columns of a `results.Row` that say what was measured."""
     hits = np.asarray(evaluation.correct, np.float64) if correct is None else correct

@@ -1,29 +1,23 @@
-"""What an engine can evaluate: patterns of letters, and plans for keys."""
+"""What an engine can evaluate: patterns of letters, or something else that says all of itself in one word."""
 
 from __future__ import annotations
 
-from indexcache_search.errors import SearchError
-from indexcache_search.lab.key_delta.plan import METHODS, KeyPlan
+from typing import Protocol
+
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import PatternError
-
-Plan = Pattern | KeyPlan
 
 
-def plan_from_key(key: str) -> Plan:
-    """Read back the `key` of a plan.
+class Plan(Protocol):
+    """Something that an engine runs; equal plans have equal keys, and `str` of one is what tables and files show."""
 
-    Raises:
-        PatternError: if it is something else.
-    """
-    if key.partition("|")[0] not in METHODS:
-        return Pattern.from_key(key)
-    try:
-        return KeyPlan.from_key(key)
-    except SearchError as error:
-        raise PatternError(str(error)) from None
+    @property
+    def key(self) -> str:
+        """All that the plan says, in one word without spaces."""
+        ...
+
+    def __str__(self) -> str: ...
 
 
 def order(plan: Plan) -> tuple[str, str]:
-    """Plans in this order follow those whose first layers run alike."""
-    return (plan.method, plan.key) if isinstance(plan, KeyPlan) else (str(plan.selection), plan.letters)
+    """Sort key: plans in this order follow those whose first layers run alike."""
+    return (str(plan.selection), plan.letters) if isinstance(plan, Pattern) else ("", plan.key)

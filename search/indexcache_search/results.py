@@ -40,7 +40,7 @@ class Measured(_Section):
 class Row(_Section):
     """One line of a table: what it is (see `Line`), and what was measured over all sources and on each.
 
-    `skipped` is the share of products of queries with keys that a plan leaves out, while `reading` and `decoding`.
+    `extra` is what a study measures of its plans beside their losses, by the title of its column.
     """
 
     kind: Kind
@@ -53,7 +53,7 @@ class Row(_Section):
     increase: Estimate
     by_source: dict[str, Measured]
     kl: Estimate | None = None
-    skipped: dict[str, Estimate] | None = None
+    extra: dict[str, Estimate] | None = None
 
 
 class HeldOut(_Section):

@@ -41,6 +41,7 @@ from indexcache_search.settings import Settings
 from indexcache_search.strategies import measured_strategies
 from indexcache_search.strategies.base import Step
 from indexcache_search.terminal import command, serving
+from sglang_indexcache import ModelLayers
 from sglang_indexcache.address import Address
 from sglang_indexcache.command_line import error_context
 from sglang_indexcache.families import family_of
@@ -151,13 +152,24 @@ def show_data(model: str, data: Data, runtime: Runtime, settings: Settings) -> N
 def _load_data(model: str, data: Data, settings: Settings, runtime: Runtime) -> tuple[TokenReader, TokenSet, TokenSet]:
     """Read the data before the weights: mistakes in the first are common, and the second takes long."""
     set_quiet()
-    description, config = describe_model(model, runtime.selection), read_config(model)
+    description = describe_model(model, runtime.selection)
     if runtime.engine == "sglang" and not family_of(description.architecture).sglang.calibrated:
         raise SearchError(f"--engine sglang does not search {description.architecture}; expected transformers")
     settings.goal(description)  # raises what can't be had
     if settings.queries and data.reply is None:
         raise SearchError("--queries shares selections in prompts; expected --reply, the tokens behind them that count")
-    seq_len = data.seq_len or 4 * description.first_sparse_position
+    return token_sets(model, description, data, data.seq_len or 4 * description.first_sparse_position, settings.seed)
+
+
+def token_sets(
+    model: str, description: ModelLayers, data: Data, seq_len: int, seed: int
+) -> tuple[TokenReader, TokenSet, TokenSet]:
+    """Read the calibration and the held-out set of sequences of `seq_len` tokens; the reader has notes about both.
+
+    Raises:
+        IndexCacheError: if a source can't be read or holds too little, or the model takes no such sequences.
+    """
+    config = read_config(model)
     check_seq_len(seq_len, config)
     replies = description.dense
     reader = TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len, replies, data.rows)
@@ -169,7 +181,7 @@ def _load_data(model: str, data: Data, settings: Settings, runtime: Runtime) -> 
         seq_len=seq_len,
         num_calibration=data.num_sequences,
         num_evaluation=data.num_eval_sequences,
-        seed=settings.seed,
+        seed=seed,
     )
     if data.reply is None:
         return reader, *sets

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Annotated
 
+import typer
+
+from indexcache_search import bounded
 from indexcache_search.errors import SearchError
 from sglang_indexcache.selection import COMPRESSED_KEYS, DEFAULT, SCORES, Selection
 from sglang_indexcache.steps import GRAMMAR, NO_MEMORY, Steps
@@ -20,11 +24,34 @@ def _both(name: str) -> str:
 
 
 PAGES = "Dense models: pages that S and F layers attend to"
-PAGE_TOKENS = f"Dense models: tokens of a page. Default: {_both('page_tokens')}."
-RECENT_PAGES = "Dense models: newest pages, always attended to. Default: one in 8, with compressed_keys one in 4."
-SINK_PAGES = f"Dense models: first pages, always attended to. Default: {_both('sink_pages')}."
-SCORE = f"Dense models: what pages are chosen by: {' or '.join(SCORES)} (docs/dense-models.md). Default: the first."
 STEPS = f"Dense models: what a choice remembers of the steps before: {GRAMMAR}"
+PagesEach = Annotated[str, typer.Option(help=f"{PAGES}, in the place of the file's; 16,64,256: each.")]
+StepsEach = Annotated[str, typer.Option(help=f"{STEPS}; none,ema:0.9: each.")]
+PageTokens = Annotated[
+    int | None,
+    typer.Option(help=f"Dense models: tokens of a page. Default: {_both('page_tokens')}.", callback=bounded.tokens()),
+]
+RecentPages = Annotated[
+    int | None,
+    typer.Option(
+        help="Dense models: newest pages, always attended to. Default: one in 8, with compressed_keys one in 4.",
+        callback=bounded.tokens(0),
+    ),
+]
+SinkPages = Annotated[
+    int | None,
+    typer.Option(
+        help=f"Dense models: first pages, always attended to. Default: {_both('sink_pages')}.",
+        callback=bounded.tokens(0),
+    ),
+]
+Score = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Dense models: what pages are chosen by: {' or '.join(SCORES)} (docs/dense-models.md)."
+        " Default: the first."
+    ),
+]
 
 
 def selections_of(

@@ -9,15 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from indexcache_search.estimates import Estimate
-from indexcache_search.lab.key_delta.plan import STAGES
 from indexcache_search.line import BASELINE, PHASE
 from indexcache_search.results import HeldOut, Row
 from sglang_indexcache.pattern import FULL
 
 
-def of_keys(held_out: HeldOut) -> bool:
-    """Whether plans for keys are compared, rather than patterns alone."""
-    return any(row.skipped is not None for row in held_out.rows)
+def extras(held_out: HeldOut) -> list[str]:
+    """Columns with what a study measures of its plans; none where patterns alone are compared."""
+    return list(dict.fromkeys(title for row in held_out.rows for title in row.extra or ()))
 
 
 def shown_rows(held_out: HeldOut) -> list[Row]:
@@ -33,15 +32,8 @@ def _is_other_phase(row: Row) -> bool:
 
 def columns(held_out: HeldOut) -> list[str]:
     """Column titles; sources with a loss mask show accuracy, which says more of answers, others the loss's increase."""
-    if of_keys(held_out):
-        return [
-            "plan",
-            *(f"skips {stage}" for stage in STAGES),
-            "loss",
-            "increase",
-            "KL",
-            *map(_short, held_out.sources),
-        ]
+    if more := extras(held_out):
+        return ["plan", *more, "loss", "increase", "KL", *map(_short, held_out.sources)]
     letter = next((row.pattern[0] for row in held_out.rows if row.pattern), FULL)
     return ["pattern", "kept", letter, "loss", "increase", *(_short(source) for source in held_out.sources)]
 
@@ -51,11 +43,11 @@ def cells(row: Row, held_out: HeldOut) -> list[str]:
     name = "uniform (paper's phase)" if row.kind == PHASE else str(row.name)
     full = "" if row.full_layers is None else str(row.full_layers)
     kept = [row.retention or "", full]
-    if row.skipped is not None:
-        kept = [_with_error(row.skipped[stage], ".3f") if stage in row.skipped else "" for stage in STAGES]
+    if row.extra is not None:
+        kept = [_with_error(row.extra[title], ".3f") if title in row.extra else "" for title in extras(held_out)]
     values = [name, *kept, f"{row.loss.mean:.4f}"]
     values.append("" if row.kind == BASELINE else _with_error(row.increase, "+.4f"))
-    if row.skipped is not None:
+    if row.extra is not None:
         values.append("" if row.kind == BASELINE or row.kl is None else _with_error(row.kl, ".4f"))
     for source in held_out.sources:
         measured = row.by_source[source]
@@ -79,7 +71,7 @@ def terminal_tables(held_out: HeldOut, width: int) -> list[Table]:
     lines = [columns(held_out), *(cells(row, held_out) for row in shown)]
     title = "Held-out comparison: loss, its increase over the baseline; sources with a loss mask: accuracy"
     groups = [row.retention for row in shown]
-    name = 1 if of_keys(held_out) else 2
+    name = 1 if extras(held_out) else 2
     tables = fitted(title, lines, name, width, groups)
     if len(tables) == 1:
         return tables

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import StaticCache
+from typer.testing import CliRunner
 
 from indexcache_search.errors import SearchError
+from indexcache_search.lab.cli import app
 from indexcache_search.lab.edge import decoding as block_decoding
 from indexcache_search.lab.edge.decoding import Blocks
 from indexcache_search.lab.edge.decoding import apply_block_decoding as applied
@@ -100,3 +103,20 @@ def test_what_does_not_fit_is_refused() -> None:
         pass
     with applied(model, some, cache), pytest.raises(RuntimeError, match="already applied"), applied(model, some, cache):
         pass
+
+
+def test_the_command_times_steps(dense_folder: Path, model_folder: Path) -> None:
+    threads = str(torch.get_num_threads())
+    words = ["edge", "--model", str(dense_folder), "--contexts", "64,100", "--threads", threads]
+    done = CliRunner().invoke(app, [*words, "--share", "0.5,1", "--every", "3"])
+    assert done.exit_code == 0, done.output
+    for word in ("everything", "0.5 of the blocks", "1 of the blocks", "64", "100"):
+        assert word in done.stdout
+    for more, line in (
+        (("--contexts", "many"), "--contexts and --share are numbers"),
+        (("--contexts", "0"), "--contexts is 0, expected 1 to"),
+        (("--share", "2"), "expected a share up to 1"),
+        (("--model", str(model_folder)), "has indexers that choose, expected a dense model"),
+    ):
+        done = CliRunner().invoke(app, [*words, *more])
+        assert done.exit_code == 2 and line in " ".join(done.stderr.split()), done.output

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from indexcache_search.distill_cli import app
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.pages import apply_page_roles, attention_in_blocks
-from indexcache_search.lab.eviction.heads import FILE, EvictionHeads, attach
+from indexcache_search.lab.cli import app
+from indexcache_search.lab.eviction.heads import FILE, EvictionHeads, attach, attach_saved
 from indexcache_search.lab.eviction.task import EvictionTask
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.checkpoint import weights_digest
@@ -122,14 +122,14 @@ def test_heads_choose_what_no_query_changes() -> None:
 def test_models_without_heads_are_told(tmp_path: Path) -> None:
     model = dense_model()
     with (
-        pytest.raises(SearchError, match="the plan asks for eviction heads; expected a model of indexcache-distill"),
+        pytest.raises(SearchError, match="the plan asks for trained heads, and the model has none"),
         apply_page_roles(model, Pattern("FFFFFF", PLAN)),
     ):
         pass
     heads = heads_for(model, "training")
     attach(model, heads)
     with (
-        pytest.raises(SearchError, match="eviction heads are not known to attention in blocks"),
+        pytest.raises(SearchError, match="trained heads are not known to attention in blocks"),
         attention_in_blocks(),
         apply_page_roles(model, Pattern("FFFFFF", PLAN)),
     ):
@@ -172,14 +172,14 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-OPTIONS = ["--train", "eviction", "--seq-len", 160, "--num-sequences", 8, "--num-eval-sequences", 2, "--steps", 4,
+OPTIONS = ["--seq-len", 160, "--num-sequences", 8, "--num-eval-sequences", 2, "--steps", 4,
            "--batch-size", 2, "--page-tokens", 32, "--pages", 3, "--recent-pages", 2, "--sink-pages", 0,
            "--query-pages", 1, "--checkpoint-every", 2, "--evaluate-every", 2, "--ramp-steps", 1, "--device", "cpu",
            "--show-every", 1]  # fmt: skip
 
 
 def train(model: Path, data: Path, output: Path, *more: Any) -> tuple[int, str]:
-    words = ["--model", model, "--training", data, "--output", output, *OPTIONS, *more]
+    words = ["eviction", "--model", model, "--training", data, "--output", output, *OPTIONS, *more]
     done = CliRunner().invoke(app, [str(word) for word in words])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, done.output
@@ -205,7 +205,7 @@ def test_heads_alone(trained: Path, dense_folder: Path) -> None:
     assert weights_digest(str(trained / "model")) != weights_digest(str(dense_folder))
     rows = json.loads((trained / "metrics.json").read_text())["rows"]
     plans = ["original", "best by query", "norms of values", "eviction", "eviction"]
-    assert [row["plan"] for row in rows] == plans and [row["step"] for row in rows] == [0, 0, 0, 2, 4]
+    assert [row["stage"] for row in rows] == plans and [row["step"] for row in rows] == [0, 0, 0, 2, 4]
     assert rows[0]["kl"] == 0 and all(row["kl"] > 0 for row in rows[1:])
     file = PatternFile.load(trained / "pattern.yaml")
     plan = file.as_pattern()
@@ -213,10 +213,12 @@ def test_heads_alone(trained: Path, dense_folder: Path) -> None:
     tensors = load_file(trained / "model" / FILE)
     assert bool(tensors["scale"].any()) and tensors["weight"].shape == (LAYERS, 2, 32)
     engine = TransformersEngine.load(str(trained / "model"), "cpu", selection=plan.selection)
+    attach_saved(engine)
     [found] = engine.evaluate([plan], random_tokens(2, 160, first_sparse_position=100), "kl")
     assert min(found.losses) > 0
     stranger = TransformersEngine.load(str(dense_folder), "cpu", selection=plan.selection)
-    with pytest.raises(SearchError, match="the plan asks for eviction heads"):
+    attach_saved(stranger)
+    with pytest.raises(SearchError, match="the plan asks for trained heads"):
         list(stranger.evaluate([plan], random_tokens(2, 160, first_sparse_position=100), "nll"))
 
 
@@ -250,8 +252,8 @@ def test_a_killed_run_goes_on_exactly(
     assert set(before) == set(after)
     assert all(torch.equal(before[key], after[key]) for key in before) == ("--body" not in more)
     metrics = json.loads((killed / "metrics.json").read_text())
-    code, text = train(dense_folder, texts, killed, *more, "--json")
-    assert code == 0 and json.loads(text[text.index("{") :])["rows"] == metrics["rows"]
+    code, text = train(dense_folder, texts, killed, *more)
+    assert code == 0 and json.loads((killed / "metrics.json").read_text())["rows"] == metrics["rows"]
 
 
 def test_gradient_checkpointing_changes_nothing(dense_folder: Path, texts: Path, tmp_path: Path, trained: Path) -> None:
@@ -283,9 +285,9 @@ def test_losses_that_are_no_numbers_end_it(
         (["--pattern", "DDDDDD"], "--pattern is DDDDDD, expected D and F"),
         (["--pattern", "FFF"], "pattern has 3 letters, model has 6 layers"),
         (["--steps", 0], "--steps is 0, expected at least one step"),
-        (["--loss", "own"], "--loss needs --train indexers"),
-        (["--warmup-steps", 3], "--warmup-steps needs --train indexers"),
-        (["--attention", "kernels"], "--attention kernels does not train eviction heads"),
+        (["--loss", "own"], "No such option: --loss"),
+        (["--warmup-steps", 3], "No such option: --warmup-steps"),
+        (["--lr", 0.2], "--lr needs --body"),
         (["--page-tokens", 16], "nosa with page_tokens 16 and recent_pages 2, expected at least 32 and 2"),
         (["--query-pages", 2], "query_pages is 2, expected at most 1"),
         (["--seq-len", 97], "--seq-len is 97, but queries see every token up to position 96"),
@@ -317,13 +319,6 @@ def test_what_is_trained_lies_apart_and_stays_the_same(dense_folder: Path, texts
     assert code == 2 and f"belongs to a run with sha256 of {data}" in " ".join(text.split())
 
 
-def test_flags_of_one_training_are_not_the_others(model_folder: Path, texts: Path) -> None:
-    def run(*words: Any) -> Any:
-        return CliRunner().invoke(app, [str(word) for word in words])
-
-    done = run("--model", model_folder, "--training", texts, "--pages", 4)
-    assert done.exit_code == 2 and "--pages needs --train eviction" in done.output
-    done = run("--train", "eviction")
-    assert done.exit_code == 2 and "--train eviction needs the --model of a dense model" in done.output
-    done = run("--train", "eviction", "--model", model_folder, "--training", texts)
-    assert done.exit_code == 2 and "--train eviction is for dense models; tiny-glm0 has indexers" in done.output
+def test_models_with_indexers_are_refused(model_folder: Path, texts: Path, tmp_path: Path) -> None:
+    code, text = train(model_folder, texts, tmp_path / "out")
+    assert code == 2 and "eviction heads are for dense models; tiny-glm0 has indexers" in " ".join(text.split())

@@ -1,4 +1,4 @@
-"""indexcache-eval --attention key_delta and indexcache-search --method key_delta, on a random dense model."""
+"""indexcache-lab key-delta, on a random dense model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from indexcache_search import cli, eval_cli
 from indexcache_search.errors import SearchError
+from indexcache_search.lab.cli import app
 from indexcache_search.lab.key_delta.attention import chosen_blocks
 from indexcache_search.lab.key_delta.compare import share_of, window_of
 from indexcache_search.lab.key_delta.file import KeyFile
@@ -22,15 +22,13 @@ from sglang_indexcache.selection import Selection
 from tests.conftest import LAYERS, PAGES, VOCAB
 from tests.patterns import write_pattern
 
-KEYS = ["--attention", "key_delta"]
-
 
 def evaluate(*options: object) -> Any:
-    return CliRunner().invoke(eval_cli.app, [str(option) for option in options])
+    return CliRunner().invoke(app, ["key-delta", "eval", *map(str, options)])
 
 
 def search(*options: object) -> Any:
-    return CliRunner().invoke(cli.app, ["--method", "key_delta", *(str(option) for option in options)])
+    return CliRunner().invoke(app, ["key-delta", "search", *map(str, options)])
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +50,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_comparison_at_equal_savings(dense_folder: Path, texts: Path, replies: Path, tmp_path: Path) -> None:
-    options = ["--model", dense_folder, *KEYS, "--threshold", "0.3,0.9", "--window", "0.1", "--evaluation", texts,
+    options = ["--model", dense_folder, "--threshold", "0.3,0.9", "--window", "0.1", "--evaluation", texts,
                "--evaluation", replies, "--seq-len", 160, "--num-sequences", 8, "--output", tmp_path / "out",
                "--pattern", f"delta=D{'S' * (LAYERS - 1)}", "--pattern", f"own={'F' * LAYERS}", "--pages", "4",
                "--score", "compressed_keys", "--page-tokens", "32", "--recent-pages", "2", "--sink-pages", "0",
@@ -65,20 +63,22 @@ def test_a_comparison_at_equal_savings(dense_folder: Path, texts: Path, replies:
     assert list(rows)[:7] == ["baseline", "differences above 0.3", "differences above 0.9", *named]
     assert {"keys of 8 bits", "keys of 4 bits"} < set(rows) and len(rows) == 13
     for name in named:
-        assert rows[name]["kl"]["mean"] > 0 and rows[name]["skipped"]["reading"]["mean"] > 0
-        assert rows[name]["skipped"]["decoding"]["mean"] > 0
-    assert rows["own, none"]["skipped"] == rows["own, nosa:1"]["skipped"]
+        assert rows[name]["kl"]["mean"] > 0 and rows[name]["extra"]["skips reading"]["mean"] > 0
+        assert rows[name]["extra"]["skips decoding"]["mean"] > 0
+    assert rows["own, none"]["extra"] == rows["own, nosa:1"]["extra"]
     assert rows["own, none"]["kl"]["mean"] != rows["own, nosa:1"]["kl"]["mean"]
     for row in rows.values():
-        assert set(row["skipped"]) == {"reading", "decoding"}
+        assert set(row["extra"]) == {"skips reading", "skips decoding"}
     few, many = (rows[f"differences above {value}"] for value in (0.3, 0.9))
-    assert 0 < few["skipped"]["reading"]["mean"] < many["skipped"]["reading"]["mean"] < 1
-    assert 0 < few["kl"]["mean"] < many["kl"]["mean"] and few["skipped"]["decoding"]["mean"] > 0
+    assert 0 < few["extra"]["skips reading"]["mean"] < many["extra"]["skips reading"]["mean"] < 1
+    assert 0 < few["kl"]["mean"] < many["kl"]["mean"] and few["extra"]["skips decoding"]["mean"] > 0
     rivals = [row for name, row in rows.items() if "window" in name or "blocks" in name]
     for plan, own in zip((few, many), (rivals[:2], rivals[2:]), strict=True):
         for rival in own:
-            assert rival["skipped"]["reading"]["mean"] == pytest.approx(plan["skipped"]["reading"]["mean"], abs=0.03)
-    assert rows["keys of 4 bits"]["skipped"] == rows["baseline"]["skipped"]
+            assert rival["extra"]["skips reading"]["mean"] == pytest.approx(
+                plan["extra"]["skips reading"]["mean"], abs=0.03
+            )
+    assert rows["keys of 4 bits"]["extra"] == rows["baseline"]["extra"]
     page = (tmp_path / "out" / "eval.html").read_text()
     assert "What is left out" in page and page.count("<svg") == 2
     assert "skips reading" in done.output and "differences above 0.9" in done.output
@@ -87,12 +87,12 @@ def test_a_comparison_at_equal_savings(dense_folder: Path, texts: Path, replies:
 def test_a_pattern_file_is_compared_at_each_retention(dense_folder: Path, texts: Path, tmp_path: Path) -> None:
     """One that names none of its own, beside plans for keys, as without them."""
     file = write_pattern(Pattern("DSSDSS", PAGES), dense_folder, tmp_path / "a.yaml")
-    options = ["--model", dense_folder, *KEYS, "--threshold", "0.5", "--no-rivals", "--evaluation", texts,
+    options = ["--model", dense_folder, "--threshold", "0.5", "--no-rivals", "--evaluation", texts,
                "--seq-len", 160, "--num-sequences", 2, "--pattern", f"mine={file}", "--retain", "1/3",
-               "--output", tmp_path / "out", "--json"]  # fmt: skip
+               "--output", tmp_path / "out"]  # fmt: skip
     done = evaluate(*options)
     assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)["held_out"]["rows"]
+    rows = json.loads((tmp_path / "out" / "eval.json").read_text())["held_out"]["rows"]
     assert [row["name"] for row in rows] == ["baseline", "differences above 0.5", "mine"]
     assert rows[2]["retention"] == "1/3" and rows[2]["kl"]["mean"] > 0
 
@@ -100,7 +100,7 @@ def test_a_pattern_file_is_compared_at_each_retention(dense_folder: Path, texts:
 def test_a_comparison_goes_on_where_it_ended(
     dense_folder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ["--model", dense_folder, *KEYS, "--threshold", "0.5", "--evaluation", texts, "--seq-len", 160,
+    options = ["--model", dense_folder, "--threshold", "0.5", "--evaluation", texts, "--seq-len", 160,
                "--num-sequences", 4, "--output", tmp_path]  # fmt: skip
     assert evaluate(*options).exit_code == 0
     before = (tmp_path / "eval.json").read_bytes()
@@ -120,7 +120,7 @@ def test_thresholds_are_found_and_compared(dense_folder: Path, texts: Path, repl
         assert file.measured == pytest.approx(asked, abs=0.03) and file.kl > 0
         assert f"{asked:g}: one threshold for all layers has" in done.output
     rows = json.loads((tmp_path / "out" / "eval.json").read_text())["held_out"]["rows"]
-    named = {row["name"]: row["skipped"]["reading"]["mean"] for row in rows}
+    named = {row["name"]: row["extra"]["skips reading"]["mean"] for row in rows}
     assert named["searched, 0.5"] == pytest.approx(named["one threshold, 0.5"], abs=0.02)
 
     again = search(
@@ -130,10 +130,11 @@ def test_thresholds_are_found_and_compared(dense_folder: Path, texts: Path, repl
     names = ("thresholds-0.3.json", "thresholds-0.5.json", "eval.json")
     assert all((tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in names)
 
-    compared = evaluate("--model", dense_folder, *KEYS, "--threshold", tmp_path / "out" / "thresholds-0.5.json",
-                        "--no-rivals", "--evaluation", texts, "--seq-len", 160, "--num-sequences", 4, "--json",
+    compared = evaluate("--model", dense_folder, "--threshold", tmp_path / "out" / "thresholds-0.5.json",
+                        "--no-rivals", "--evaluation", texts, "--seq-len", 160, "--num-sequences", 4,
                         "--output", tmp_path / "eval")  # fmt: skip
-    [_, row] = json.loads(compared.stdout)["held_out"]["rows"]
+    assert compared.exit_code == 0, compared.output
+    [_, row] = json.loads((tmp_path / "eval" / "eval.json").read_text())["held_out"]["rows"]
     assert row["name"].startswith("differences above ") and " to " in row["name"]
 
 
@@ -217,14 +218,13 @@ def test_what_cannot_be_done_is_one_line(dense_folder: Path, model_folder: Path,
     broken = tmp_path / "broken.json"
     broken.write_text('{"schema": "indexcache-keys/v1"}')
     for options, words in (
-        (["--threshold", "0.5", *dense], "needs --attention key_delta"),
-        ([*KEYS, "--evaluation", texts], "needs the --model of a dense model"),
-        ([*KEYS, *dense, "--model", model_folder], "has indexers that choose"),
-        ([*KEYS, *dense, "--threshold", "0.5,nothing"], "'nothing' is neither a number nor a file"),
-        ([*KEYS, *dense, "--threshold", "-1"], "a value is -1.0"),
-        ([*KEYS, *dense, "--threshold", "nan"], "a value is nan"),
-        ([*KEYS, *dense, "--window", "2"], "expected 0 to 1"),
-        ([*KEYS, *dense, "--threshold", broken], "model: Field required"),
+        (["--evaluation", texts], "Missing option '--model'"),
+        ([*dense, "--model", model_folder], "has indexers that choose"),
+        ([*dense, "--threshold", "0.5,nothing"], "'nothing' is neither a number nor a file"),
+        ([*dense, "--threshold", "-1"], "a value is -1.0"),
+        ([*dense, "--threshold", "nan"], "a value is nan"),
+        ([*dense, "--window", "2"], "expected 0 to 1"),
+        ([*dense, "--threshold", broken], "model: Field required"),
     ):
         done = evaluate(*options)
         assert done.exit_code == 2 and words in done.stderr, done.output
@@ -234,14 +234,12 @@ def test_what_cannot_be_done_is_one_line(dense_folder: Path, model_folder: Path,
     for options, words in (
         ([*calibrated, *sizes, "--skip", "1.5"], "expected shares between 0 and 1"),
         ([*calibrated, *sizes, "--skip", "0.99"], "expected at most 0."),
-        ([*calibrated, *sizes, "--engine", "sglang"], "runs on transformers alone"),
-        ([*calibrated, *sizes, "--objective", "nll"], "--objective needs --method patterns"),
-        (["--calibration", texts], "needs a --model"),
+        ([*calibrated, *sizes, "--engine", "sglang"], "No such option: --engine"),
+        ([*calibrated, *sizes, "--objective", "nll"], "No such option: --objective"),
+        (["--calibration", texts], "Missing option '--model'"),
     ):
         done = search(*options)
         assert done.exit_code == 2 and words in done.stderr, done.output
-    done = CliRunner().invoke(cli.app, [str(item) for item in [*calibrated, "--skip", "0.5"]])
-    assert done.exit_code == 2 and "needs --method key_delta" in done.stderr
 
 
 def test_a_file_of_another_model_is_refused(tmp_path: Path, dense_folder: Path, texts: Path) -> None:
@@ -252,14 +250,14 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path, dense_folder: Path, 
     content = json.loads(path.read_text())
     digest, content["model"]["config_sha256"] = content["model"]["config_sha256"], "0" * 64
     path.write_text(json.dumps(content))
-    done = evaluate("--model", dense_folder, *KEYS, "--threshold", path, "--evaluation", texts, "--seq-len", 160)
+    done = evaluate("--model", dense_folder, "--threshold", path, "--evaluation", texts, "--seq-len", 160)
     assert done.exit_code == 2 and "the thresholds are of" in done.stderr
-    done = evaluate("--model", dense_folder, *KEYS, "--threshold", 0.5, "--evaluation", texts, "--seq-len", 160,
+    done = evaluate("--model", dense_folder, "--threshold", 0.5, "--evaluation", texts, "--seq-len", 160,
                     "--num-sequences", 40, "--no-rivals", "--output", tmp_path / "e")  # fmt: skip
     assert done.exit_code == 0 and "left out" not in done.stderr
     content["model"]["config_sha256"] = digest
     path.write_text(json.dumps(content))
-    done = evaluate("--model", dense_folder, *KEYS, "--threshold", path, "--evaluation", texts, "--seq-len", 160,
+    done = evaluate("--model", dense_folder, "--threshold", path, "--evaluation", texts, "--seq-len", 160,
                     "--num-sequences", 36, "--no-rivals", "--output", tmp_path / "f")  # fmt: skip
     assert done.exit_code == 0 and "left out 4 documents that a plan was calibrated on" in done.stderr
     content["sketch"] = "nothing"

@@ -15,14 +15,20 @@ from indexcache_search.errors import SearchError
 from indexcache_search.journal import Journal
 from indexcache_search.lab.key_delta import attention as keys
 from indexcache_search.lab.key_delta.attention import KeyDeltaCache, apply_key_plan, chosen_blocks, rounded
+from indexcache_search.lab.key_delta.engine import KeyEngine
 from indexcache_search.lab.key_delta.plan import KeyMethod, KeyPlan
-from indexcache_search.plans import plan_from_key
 from sglang_indexcache.errors import PatternError
-from tests.conftest import LAYERS, tiny_dense_config, tiny_engine
+from sglang_indexcache.families import describe
+from tests.conftest import LAYERS, tiny_dense_config, tiny_model
 from tests.test_pages import KINDS, dense_model
 
 LENGTH, PROMPT, VOCAB = 70, 40, 96
 NOTHING: dict[KeyMethod, float] = {"key_delta": 0.0, "key_bits": 16.0, "sink_window": 70.0, "key_blocks": 1.0}
+
+
+def key_engine(**options: Any) -> KeyEngine:
+    config = tiny_dense_config()
+    return KeyEngine(tiny_model(config), describe(config, "tiny"), **options)
 
 
 def plan(method: KeyMethod, *values: float, **near: Any) -> KeyPlan:
@@ -230,7 +236,7 @@ def test_counts_are_those_of_brute_force(method: KeyMethod, monkeypatch: pytest.
 
 
 def test_an_engine_evaluates_plans_and_remembers_their_cost(tmp_path: Any) -> None:
-    engine = tiny_engine(tiny_dense_config())
+    engine = key_engine()
     ids = np.random.default_rng(0).integers(3, VOCAB, (3, 40)).astype(np.int32)
     scored = np.broadcast_to(np.arange(40) >= 30, ids.shape).copy()
     prompt = np.stack([~scored[0], np.zeros(40, bool), ~scored[0]])  # the second is a text without a reply
@@ -242,12 +248,12 @@ def test_an_engine_evaluates_plans_and_remembers_their_cost(tmp_path: Any) -> No
     [own] = engine.evaluate([engine.model.native], data, "nll")
     [same] = engine.evaluate([nothing], data, "nll")
     assert same.losses == own.losses and same.correct == own.correct
-    read = [engine.key_runs.work(some, row, data, "reading") for row in range(3)]
-    written = [engine.key_runs.work(some, row, data, "decoding") for row in range(3)]
+    read = [engine.runs.work(some, row, data, "reading") for row in range(3)]
+    written = [engine.runs.work(some, row, data, "decoding") for row in range(3)]
     assert read[1][1] > read[0][1] and written[1] == (0, 0) and all(0 < own < all_ for own, all_ in read)
     with Journal(tmp_path, {}, {}) as journal:
         journal.add_evaluation("texts", second)
-    with Journal(tmp_path, {}, {}) as journal:
+    with Journal(tmp_path, {}, {}, parse=KeyEngine.parse) as journal:
         assert journal.evaluation("texts", some).losses == second.losses  # type: ignore[union-attr]
 
 
@@ -259,7 +265,7 @@ def test_keys_of_plans_are_read_back() -> None:
         plan("key_blocks", 0.4),
     ]
     for asked in plans:
-        assert plan_from_key(asked.key) == asked
+        assert KeyEngine.parse(asked.key) == asked
     for text in (
         "key_delta",
         "key_delta|0.05,,4|",
@@ -272,7 +278,7 @@ def test_keys_of_plans_are_read_back() -> None:
         "key_other|0.05,,4|1.0",
     ):
         with pytest.raises(PatternError):
-            plan_from_key(text)
+            KeyEngine.parse(text)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -304,11 +310,11 @@ def test_layers_below_the_first_change_need_not_run() -> None:
     ids = np.random.default_rng(0).integers(3, VOCAB, (2, 40)).astype(np.int32)
     data = TokenSet(ids, np.broadcast_to(np.arange(40) >= 10, ids.shape).copy(), np.zeros(2, np.int64), ("texts",))
     asked = [plan("key_delta", *[0.0] * layer, 0.5, *[0.9] * (LAYERS - layer - 1)) for layer in (0, 3, LAYERS - 1)]
-    with_cache, without = (tiny_engine(tiny_dense_config(), prefix_cache_gb=gb) for gb in (1.0, 0.0))
+    with_cache, without = (key_engine(prefix_cache_gb=gb) for gb in (1.0, 0.0))
     first = [list(engine.evaluate(asked, data, "kl")) for engine in (with_cache, without)]
     assert [item.losses for item in first[0]] == [item.losses for item in first[1]]
-    assert len(with_cache.key_runs._exact) == 2 and not without.key_runs._exact
+    assert len(with_cache.runs._exact) == 2 and not without.runs._exact
     for each in asked:
         for row in range(2):
-            counts = {engine.key_runs.work(each, row, data, "reading") for engine in (with_cache, without)}
+            counts = {engine.runs.work(each, row, data, "reading") for engine in (with_cache, without)}
             assert len(counts) == 1

@@ -31,6 +31,7 @@ from transformers import DynamicCache
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.loading import set_quiet
 from indexcache_search.hf.roles import apply_roles
+from indexcache_search.lab.eviction.heads import attach_saved
 from indexcache_search.selection_flags import selections_of
 from scripts.tools.paired_table import shown
 from sglang_indexcache import Pattern
@@ -140,7 +141,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("bench_answers.json"))
     options = parser.parse_args()
     set_quiet()
-    model = TransformersEngine.load(options.model, options.device).torch_model
+    engine = TransformersEngine.load(options.model, options.device)
+    attach_saved(engine)
+    model = engine.torch_model
     prompts, found = read_prompts(options.prompts, model.device), {}
     print(f"{len(prompts)} prompts of {prompts.shape[1]} tokens, answers of {options.tokens}\n")
     titles = ["attends to", "nats a token", "over its own answers", "the same tokens first", "repeated four-grams"]

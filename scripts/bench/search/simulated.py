@@ -110,13 +110,13 @@ class SimulatedEngine:
             began = time.monotonic()
             losses = ceiling * -np.expm1(-sensitivity * self._segment_losses(pattern, data) / ceiling) * scored
             yield Evaluation(
-                pattern,
-                tuple(wanted),
-                tuple(losses[wanted].tolist()),
-                (0,) * len(wanted),
-                tuple(scored[wanted].tolist()),
-                (self.model.num_layers * data.seq_len,) * len(wanted),
-                time.monotonic() - began,
+                pattern=pattern,
+                rows=tuple(wanted),
+                losses=tuple(losses[wanted].tolist()),
+                correct=(0,) * len(wanted),
+                tokens=tuple(scored[wanted].tolist()),
+                layer_tokens=(self.model.num_layers * data.seq_len,) * len(wanted),
+                seconds=time.monotonic() - began,
             )
 
     def page_signals(self, data: TokenSet, rows: int) -> dict[str, NDArray[np.float64]]:

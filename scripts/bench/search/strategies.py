@@ -40,7 +40,7 @@ from indexcache_search.data.packing import build_token_sets
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.stored import load_set, save_set
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Engine, Evaluation
+from indexcache_search.engines.base import Engine, Losses
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.evaluator import Cost, Evaluator
 from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
@@ -86,7 +86,7 @@ class Run:
     share: float
     seconds: float
     patterns: Mapping[Fraction, Pattern]
-    held_out: Mapping[Fraction, Evaluation]
+    held_out: Mapping[Fraction, Losses]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -102,9 +102,8 @@ class Run:
         """What `as_json` wrote; what was not written is 0 or empty."""
         patterns = {Fraction(kept): Pattern.parse(letters) for kept, letters in content["patterns"].items()}
         sequences, tokens = range(data.num_sequences), tuple(data.scored.sum(1).tolist())
-        nothing = (0,) * data.num_sequences
         held_out = {
-            Fraction(kept): Evaluation(Pattern("F"), tuple(sequences), tuple(losses), nothing, tokens, nothing, 0.0)
+            Fraction(kept): Losses(rows=tuple(sequences), losses=tuple(losses), tokens=tokens)
             for kept, losses in content["held_out"].items()
         }
         share, seconds = content["share_of_algorithm_1"], content["seconds"]
@@ -207,7 +206,7 @@ def merged(files: Sequence[Path], data: TokenSet) -> dict[str, list[Run]]:
     return {name: [runs[seed] for seed in sorted(common)] for name, runs in found.items()}
 
 
-def mean_over_seeds(runs: Sequence[Run], kept: Fraction) -> Evaluation:
+def mean_over_seeds(runs: Sequence[Run], kept: Fraction) -> Losses:
     """Held-out losses of each sequence, mean over seeds."""
     losses = np.mean([item.held_out[kept].losses for item in runs], axis=0)
     return replace(runs[0].held_out[kept], losses=tuple(losses.tolist()))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from indexcache_search.compare.endpoints import Endpoint
 from indexcache_search.compare.held_out import HeldOut
 from indexcache_search.comparison import Row
-from indexcache_search.engines.base import Evaluation
+from indexcache_search.engines.base import Engine, Losses
+from indexcache_search.estimates import Estimate
 from indexcache_search.evaluator import Evaluator
+from indexcache_search.journal import Journal
 from indexcache_search.line import NAMED, Line
 from indexcache_search.plans import order
-from sglang_indexcache import Pattern
 from sglang_indexcache.address import Address
 
 TOGETHER = 24  # sequences that all patterns run before the next ones: the states of one pattern's run are kept
@@ -31,25 +31,30 @@ class Compared:
         row: name, retention, pattern and losses.
         divergence: `kl` to the baseline, where it can be measured.
         generated: by sequence, the share of a task's answers that the server's own text holds.
+        extra: see `results.Row`.
     """
 
     row: Row
-    divergence: Evaluation | None
+    divergence: Losses | None
     generated: Mapping[int, float]
+    extra: Mapping[str, Estimate] = field(default_factory=dict)
 
 
-def patterns(losses: Evaluator, divergences: Evaluator, named: Sequence[Line], held_out: HeldOut) -> list[Compared]:
+def patterns(engine: Engine, journal: Journal, named: Sequence[Line], held_out: HeldOut, done: Done) -> list[Compared]:
     """The baseline and each named pattern: loss, accuracy with the right answer so far given, and `kl`.
 
     A task's answer counts as generated where all of its tokens are the likeliest: greedy decoding would have given it.
 
     Args:
-        losses: evaluates `nll`.
-        divergences: evaluates `kl`.
+        engine: runs them.
+        journal: remembers what was evaluated.
         named: lines with patterns.
-        held_out: the evaluators' data.
+        held_out: what is compared on.
+        done: hears of sequences, of each once for its loss and once for its divergence.
     """
-    lines = [Line.baseline(losses.engine.model.native), *named]
+    losses = Evaluator(engine, held_out.data, "nll", journal, "nll", lambda item: done(len(item.rows)))
+    divergences = Evaluator(engine, held_out.data, "kl", journal, "kl", losses.on_evaluation)
+    lines = [Line.baseline(engine.model.native), *named]
     chosen = [line.pattern for line in lines if line.pattern is not None]
     alike = sorted(set(chosen), key=order)  # those that begin alike follow each other
     number = held_out.data.num_sequences
@@ -64,7 +69,7 @@ def patterns(losses: Evaluator, divergences: Evaluator, named: Sequence[Line], h
     return compared
 
 
-def _whole(evaluation: Evaluation, held_out: HeldOut) -> dict[int, float]:
+def _whole(evaluation: Losses, held_out: HeldOut) -> dict[int, float]:
     return {row: float(evaluation.correct[row] == evaluation.tokens[row]) for row in held_out.answers}
 
 
@@ -76,8 +81,7 @@ def servers(addresses: Sequence[Address], held_out: HeldOut, done: Done) -> list
     """
     data, compared = held_out.data, []
     for number, address in enumerate(addresses):
-        endpoint, began = Endpoint(address), time.monotonic()
-        losses, correct, generated = [], [], {}
+        endpoint, losses, correct, generated = Endpoint(address), [], [], {}
         for row in range(data.num_sequences):
             tokens, scored = data.tokens[row].tolist(), data.scored[row]
             pairs, targets = endpoint.logprobs(tokens), np.flatnonzero(scored) - 1
@@ -90,9 +94,8 @@ def servers(addresses: Sequence[Address], held_out: HeldOut, done: Done) -> list
                 generated[row] = sum(answer in text for answer in answers) / len(answers)
             done(1)
         counts = tuple(int(count) for count in data.scored.sum(axis=1))
-        rows, none = tuple(range(data.num_sequences)), (0,) * data.num_sequences
-        unknown = Pattern("F")  # an evaluation has a pattern; the line says that a server's is not known
-        evaluation = Evaluation(unknown, rows, tuple(losses), tuple(correct), counts, none, time.monotonic() - began)
+        rows = tuple(range(data.num_sequences))
+        found = Losses(rows=rows, losses=tuple(losses), tokens=counts, correct=tuple(correct))
         line = Line(NAMED, endpoint.url, None, None) if number else Line.baseline(None)
-        compared.append(Compared(Row(line, evaluation), None, generated))
+        compared.append(Compared(Row(line, found), None, generated))
     return compared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -17,7 +17,7 @@ from indexcache_search.compare.held_out import HeldOut
 from indexcache_search.compare.measure import Compared
 from indexcache_search.estimates import Estimate
 from indexcache_search.line import BASELINE, BEST, MEAN, NAMED, PHASE
-from indexcache_search.report.figures import changes_figure, skips_figure
+from indexcache_search.report.figures import changes_figure
 from indexcache_search.results import ComparisonResult, Measured, Row
 from indexcache_search.results import HeldOut as HeldOutResult
 
@@ -61,7 +61,8 @@ def _with_changes(row: Row, line: Compared, base: Compared, held_out: HeldOut) -
             more |= {"generated": _mean(values), "generated_change": _mean(values - before)}
         by_source[name] = row.by_source[name].model_copy(update=more)
     kl = {} if line.divergence is None else {"kl": estimates.loss(line.divergence, data)}
-    return row.model_copy(update={"by_source": by_source, **kl})
+    extra = {"extra": dict(line.extra)} if line.extra else {}
+    return row.model_copy(update={"by_source": by_source, **kl, **extra})
 
 
 def findings(table: HeldOutResult) -> list[str]:
@@ -120,20 +121,20 @@ def task_tables(result: ComparisonResult, width: int) -> list[Table]:
 
 
 FILES = ("eval.json", "eval.html")
+NO_FIGURES: Mapping[str, str] = {}
 
 
-def texts(result: ComparisonResult) -> dict[str, str]:
-    """Render the contents of `FILES`, by name."""
-    return dict(zip(FILES, (json.dumps(result.as_json(), indent=1) + "\n", render(result)), strict=True))
+def texts(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) -> dict[str, str]:
+    """Render the contents of `FILES`, by name; `figures` are SVG texts of a study, by their titles."""
+    return dict(zip(FILES, (json.dumps(result.as_json(), indent=1) + "\n", render(result, figures)), strict=True))
 
 
-def render(result: ComparisonResult) -> str:
+def render(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) -> str:
     """A self-contained page."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     held_out = result.held_out
     rows = [tables.cells(row, held_out) for row in tables.shown_rows(held_out)]
-    skips = skips_figure(held_out) if tables.of_keys(held_out) else None
     return template.render(
-        result=result, columns=tables.columns(held_out), rows=rows, figure=changes_figure(held_out), skips=skips
+        result=result, columns=tables.columns(held_out), rows=rows, figure=changes_figure(held_out), figures=figures
     )

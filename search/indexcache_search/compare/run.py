@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from rich.console import Console
 
 from indexcache_search.compare import held_out, measure, result
 from indexcache_search.compare.held_out import HeldOut
-from indexcache_search.compare.measure import Compared
+from indexcache_search.compare.measure import Compared, Done
 from indexcache_search.data import dry_run
 from indexcache_search.data.options import AS_THEY_ARE, RowOptions
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
-from indexcache_search.evaluator import Evaluator
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.identity import engine_identity, engine_words, today
 from indexcache_search.journal import Journal
@@ -34,6 +35,9 @@ from sglang_indexcache.pattern import full_layer_count
 from sglang_indexcache.selection import DEFAULT, Selection
 from sglang_indexcache.spec import PatternSpec, split_name
 
+Spec = tuple[str | None, PatternSpec]
+"""A pattern as it is named on a command line, with the name before it, if it has one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
@@ -43,12 +47,12 @@ class Data:
     """
 
     sources: tuple[str, ...]
-    tasks: tuple[str, ...]
-    haystack: str
     seq_len: int | None
     sequences: int
-    samples: int
-    chat: bool
+    tasks: tuple[str, ...] = ()
+    haystack: str = "demo:text"
+    samples: int = 16
+    chat: bool = False
     reply: int | None = None
     rows: RowOptions = AS_THEY_ARE
     only_shown: bool = False
@@ -71,9 +75,12 @@ class Runtime:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """What is compared: patterns of one model, or servers.
+    """What is compared: patterns of one model, or servers. A study compares other plans by its own methods.
 
     Attributes:
+        command: that compares.
+        noun: what one of those compared is called.
+        engine: what runs them.
         patterns: as `spec.PatternSpec`, with `NAME=` before it if it is to have one.
         retentions: what is compared of files that name none.
         uniform: whether uniform patterns at all phases stand beside them.
@@ -81,10 +88,14 @@ class Candidates:
         selections: of dense models, what each pattern selects, in the place of what its file says.
     """
 
-    patterns: tuple[str, ...]
-    retentions: tuple[Fraction, ...]
-    uniform: bool
-    endpoints: tuple[Address, ...]
+    command: ClassVar[str] = "indexcache-eval"
+    noun: ClassVar[str] = "pattern"
+    engine: ClassVar[type[TransformersEngine]] = TransformersEngine
+
+    patterns: tuple[str, ...] = ()
+    retentions: tuple[Fraction, ...] = ()
+    uniform: bool = False
+    endpoints: tuple[Address, ...] = ()
     selections: tuple[Selection, ...] = ()
 
     def check(self) -> None:
@@ -100,6 +111,46 @@ class Candidates:
             raise SearchError("--endpoint: a server that is compared stands there twice, expected each once")
         if len(self.endpoints) == 1:
             raise SearchError("--endpoint: found one, expected a baseline server and one to compare it with")
+
+    def reads(self) -> dict[str, Sequence[str]]:
+        """What the options name, see `check_apart`."""
+        return {"--pattern": file_names(self.patterns)}
+
+    def describe(self, model: str, specs: Sequence[Spec], seq_len: int | None) -> ModelLayers:
+        """What config.json says of the model; of a dense one with the fewest tokens that a pattern selects."""
+        selections = self.selections or tuple(
+            spec.file.selection for _, spec in specs if spec.file is not None and spec.file.selection is not None
+        )  # from the fewest on some pattern has a choice
+        description = describe_model(model, min(selections, key=lambda item: item.tokens, default=None))
+        if description.dense and self.endpoints:
+            raise SearchError(
+                "--endpoint reads the logprobs of prompts, which servers of dense models read as ever;"
+                " expected --pattern"
+            )
+        return description
+
+    def lines(self, specs: Sequence[Spec], model: ModelLayers) -> list[Line]:
+        """What stands beside the baseline.
+
+        Raises:
+            IndexCacheError: if a file was made for another model, or a pattern does not fit this one.
+        """
+        named = named_lines(specs, self.retentions, self.selections, model)
+        return [*named, *(_uniform(named, model) if self.uniform else [])]
+
+    def calibrated_on(self, specs: Sequence[Spec]) -> list[Sketch]:
+        """What files say that they were calibrated on."""
+        return calibrated_on(specs)
+
+    def compared(
+        self, engine: TransformersEngine, journal: Journal, lines: Sequence[Line], built: HeldOut, done: Done
+    ) -> list[Compared]:
+        """Evaluate the baseline and `lines`; see `measure.patterns`."""
+        return measure.patterns(engine, journal, lines, built, done)
+
+    def figures(self, comparison: ComparisonResult) -> Mapping[str, str]:
+        """Figures of a study, by their titles."""
+        return result.NO_FIGURES
 
 
 def run(
@@ -122,11 +173,11 @@ def run(
     """
     candidates.check()
     set_quiet()
-    reads = {"--model": [model], "--pattern": file_names(candidates.patterns), **data.reads()}
-    with outputs("indexcache-eval", output, output / "work", result.FILES, reads) as out:
+    reads = {"--model": [model], **candidates.reads(), **data.reads()}
+    with outputs(candidates.command, output, output / "work", result.FILES, reads) as out:
         comparison = _run(model, candidates, data, runtime, out, restart, console)
         if comparison is not None:
-            out.replace(result.texts(comparison), console)
+            out.replace(result.texts(comparison, candidates.figures(comparison)), console)
     return comparison
 
 
@@ -135,35 +186,38 @@ def _run(
 ) -> ComparisonResult | None:
     given = candidates.selections[0] if candidates.selections else None
     specs = [(name, PatternSpec.read(text, given, DEFAULT)) for name, text in map(split_name, candidates.patterns)]
-    selections = candidates.selections or tuple(
-        spec.file.selection for _, spec in specs if spec.file is not None and spec.file.selection is not None
-    )
-    fewest = min(selections, key=lambda item: item.tokens, default=None)  # from there on some pattern has a choice
-    description, config = describe_model(model, fewest), read_config(model)
-    if description.dense and candidates.endpoints:
-        raise SearchError(
-            "--endpoint reads the logprobs of prompts, which servers of dense models read as ever; expected --pattern"
-        )
-    lines = named_lines(specs, candidates.retentions, candidates.selections, description)
-    if candidates.uniform:
-        lines += _uniform(lines, description)
+    description, config = candidates.describe(model, specs, data.seq_len), read_config(model)
+    lines = candidates.lines(specs, description)
     seq_len = data.seq_len or 4 * description.first_sparse_position
     check_seq_len(seq_len, config)
-    built = built_of(model, description, config.vocab_size, data, seq_len, calibrated_on(specs), "pattern", console)
+    calibrated = candidates.calibrated_on(specs)
+    built = built_of(model, description, config.vocab_size, data, seq_len, calibrated, candidates.noun, console)
     if data.only_shown:
         return None
     number = built.data.num_sequences
     with bar(console) as progress:
         if candidates.endpoints:
             task = progress.add_task("servers", total=len(candidates.endpoints) * number)
-            compared = measure.servers(candidates.endpoints, built, lambda done: progress.advance(task, done))
+            compared = measure.servers(candidates.endpoints, built, partial(progress.advance, task))
             engine = ", ".join(map(str, candidates.endpoints))
         else:
             distinct = len({description.native, *(line.pattern for line in lines)})
-            task = progress.add_task("patterns", total=2 * distinct * number)
-            compared, engine = _run_patterns(
-                model, fewest, runtime, lines, built, out, restart, lambda done: progress.advance(task, done)
+            task = progress.add_task(f"{candidates.noun}s", total=2 * distinct * number)
+            loaded = candidates.engine.load(
+                model,
+                runtime.device,
+                runtime.dtype,
+                runtime.batch_size,
+                runtime.prefix_cache_gb,
+                runtime.attention,
+                description.native.selection,
             )
+            loaded.model, engine = description, engine_words(loaded)
+            identity = {**engine_identity(loaded), "held-out": built.data.sha256}
+            with Journal(out.journal(), identity, today(), restart, loaded.parse) as journal:
+                done = partial(progress.advance, task)
+                compared = candidates.compared(loaded, journal, lines, built, done)
+            loaded.check_unchanged()
     return result.collect(
         compared, built, description.first_sparse_position, model=description.name, engine=engine, seq_len=seq_len
     )
@@ -206,7 +260,7 @@ def built_of(
 
 
 def named_lines(
-    specs: Sequence[tuple[str | None, PatternSpec]],
+    specs: Sequence[Spec],
     retentions: Sequence[Fraction],
     selections: Sequence[Selection],
     model: ModelLayers,
@@ -239,7 +293,7 @@ def _uniform(named: Sequence[Line], model: ModelLayers) -> list[Line]:
     return lines
 
 
-def calibrated_on(specs: Sequence[tuple[str | None, PatternSpec]]) -> list[Sketch]:
+def calibrated_on(specs: Sequence[Spec]) -> list[Sketch]:
     """What files say that they were calibrated on; those of earlier versions say nothing.
 
     Raises:
@@ -256,34 +310,6 @@ def calibrated_on(specs: Sequence[tuple[str | None, PatternSpec]]) -> list[Sketc
                 f"{spec.text}: calibration.sketch can't be read, expected what the search wrote"
             ) from None
     return sketches
-
-
-def _run_patterns(
-    model: str,
-    selection: Selection | None,
-    runtime: Runtime,
-    lines: Sequence[Line],
-    built: HeldOut,
-    out: Outputs,
-    restart: bool,
-    done: Callable[[int], None],
-) -> tuple[list[Compared], str]:
-    engine = TransformersEngine.load(
-        model,
-        runtime.device,
-        runtime.dtype,
-        runtime.batch_size,
-        runtime.prefix_cache_gb,
-        runtime.attention,
-        selection,
-    )
-    identity = {**engine_identity(engine), "held-out": built.data.sha256}
-    with Journal(out.journal(), identity, today(), restart) as journal:
-        losses = Evaluator(engine, built.data, "nll", journal, "nll", lambda item: done(len(item.rows)))
-        divergences = Evaluator(engine, built.data, "kl", journal, "kl", losses.on_evaluation)
-        compared = measure.patterns(losses, divergences, lines, built)
-    engine.check_unchanged()
-    return compared, engine_words(engine)
 
 
 def show(comparison: ComparisonResult, output: Path, out: Console) -> None:

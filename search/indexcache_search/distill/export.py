@@ -100,6 +100,7 @@ def trained_pattern_file(
     return PatternFile(
         schema="indexcache/v1",
         model=ModelSection.of(model),
+        selection=pattern.selection,
         pattern=pattern.roles,
         retention=pattern.retention,
         versions=dict(versions),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from indexcache_search.progress import bar
 from indexcache_search.training.loop import Watch
 
-_NAMES = {"warmup": "dense warm-up", "sparse": "sparse training", "eviction": "eviction heads"}
+STAGES = {"warmup": "dense warm-up", "sparse": "sparse training"}
 
 
 class TrainingProgress:
@@ -20,12 +21,13 @@ class TrainingProgress:
         console: quiet in all processes but the first; on something that is no terminal only the lines are written.
         done: steps that an earlier run has done.
         steps: how many all stages take.
+        names: of stages, for people.
     """
 
-    def __init__(self, console: Console, done: int, steps: int) -> None:
+    def __init__(self, console: Console, done: int, steps: int, names: Mapping[str, str] = STAGES) -> None:
         self._progress = bar(console)
         self._task = self._progress.add_task("", total=steps, completed=done)
-        self._steps = steps
+        self._steps, self._names = steps, names
         self.watch = Watch(self._record, self.show)
 
     def __enter__(self) -> Self:
@@ -39,7 +41,7 @@ class TrainingProgress:
 
     def begin(self, stage: str) -> None:
         """Say which stage runs."""
-        self._progress.update(self._task, description=_NAMES[stage])
+        self._progress.update(self._task, description=self._names[stage])
 
     def _record(self, record: dict[str, Any]) -> None:
         self._progress.update(self._task, completed=record["step"])
@@ -47,10 +49,10 @@ class TrainingProgress:
     def show(self, record: dict[str, Any]) -> None:
         """Print a line about a step or an evaluation."""
         if "losses" in record:
-            name = f"step {record['step']}" if record["stage"] in _NAMES else record["stage"]
+            name = f"step {record['step']}" if record["stage"] in self._names else record["stage"]
             text = f"held out, {name}: loss {record['held_out_loss']:.4f}, KL {record['held_out_kl']:.4f}"
         else:
-            text = f"step {record['step']:>5}/{self._steps} {_NAMES[record['stage']]}: "
+            text = f"step {record['step']:>5}/{self._steps} {self._names[record['stage']]}: "
             text += f"loss {record['loss']:.4f}, " if "loss" in record else ""
             text += f"KL {record['kl']:.4f}, " if "kl" in record else ""
             text += f"{record['seconds']:.1f} s"

@@ -9,42 +9,45 @@ from rich.table import Table
 
 from indexcache_search import estimates
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.distill.settings import Settings
-from indexcache_search.engines.base import Evaluation
-from sglang_indexcache import ModelLayers, Pattern
+from indexcache_search.distill.settings import TrainingSettings
+from indexcache_search.engines.base import Losses
+from sglang_indexcache import ModelLayers
 
 
 def collect(
     records: Sequence[Mapping[str, Any]],
     held_out: TokenSet,
     model: ModelLayers,
-    settings: Settings,
+    settings: TrainingSettings,
     versions: Mapping[str, str],
 ) -> dict[str, Any]:
     """metrics.json: the held-out losses before, on the way and after, beside the untrained model's.
 
-    Differences are paired: all rows are of the same sequences.
+    Differences are paired: all rows are of the same sequences. Where each sequence's divergence is recorded, it has a
+    standard error as well.
     """
     evaluations = [record for record in records if "losses" in record]
-    original = as_evaluation(evaluations[0]["losses"], evaluations[0]["tokens"], model.native)
+    original = losses_of(evaluations[0]["losses"], evaluations[0]["tokens"])
     rows = []
     for record in evaluations:
         pattern = model.native if record["stage"] == "original" else settings.pattern
-        evaluation = as_evaluation(record["losses"], record["tokens"], pattern)
+        evaluation = losses_of(record["losses"], record["tokens"])
         loss = estimates.loss(evaluation, held_out)
         rise = estimates.increase(evaluation, original, held_out)
-        rows.append(
-            {
-                "step": record["step"],
-                "stage": record["stage"],
-                "pattern": pattern.roles,
-                "loss": loss.mean,
-                "loss_stderr": loss.stderr,
-                "increase": rise.mean,
-                "increase_stderr": rise.stderr,
-                "kl": record["held_out_kl"],
-            }
-        )
+        row = {
+            "step": record["step"],
+            "stage": record["stage"],
+            "pattern": pattern.roles,
+            "loss": loss.mean,
+            "loss_stderr": loss.stderr,
+            "increase": rise.mean,
+            "increase_stderr": rise.stderr,
+            "kl": record["held_out_kl"],
+        }
+        if "divergences" in record:
+            divergence = losses_of(record["divergences"], record["tokens"])
+            row["kl_stderr"] = estimates.loss(divergence, held_out).stderr
+        rows.append(row)
     return {
         "model": model.name,
         "settings": settings.as_dict(),
@@ -55,10 +58,9 @@ def collect(
     }
 
 
-def as_evaluation(losses: Sequence[float], tokens: Sequence[int], pattern: Pattern) -> Evaluation:
+def losses_of(sums: Sequence[float], tokens: Sequence[int]) -> Losses:
     """Held-out losses of all sequences, as searches have them."""
-    nothing = (0,) * len(losses)
-    return Evaluation(pattern, tuple(range(len(losses))), tuple(losses), nothing, tuple(tokens), nothing, 0.0)
+    return Losses(rows=tuple(range(len(sums))), losses=tuple(sums), tokens=tuple(tokens))
 
 
 def terminal_table(metrics: Mapping[str, Any]) -> Table:

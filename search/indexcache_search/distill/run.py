@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Mapping
-from contextlib import nullcontext
-from functools import partial
-from importlib.metadata import version
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 
-from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.curves import draw
-from indexcache_search.distill.export import check_source, export, trained_pattern_file
+from indexcache_search.distill.export import check_source, export
 from indexcache_search.distill.preflight import check_memory, check_model, computes_in_bfloat16
-from indexcache_search.distill.progress import TrainingProgress
-from indexcache_search.distill.result import collect
+from indexcache_search.distill.session import session
 from indexcache_search.distill.settings import Runtime, Settings, Stage
 from indexcache_search.distill.task import StageTask
 from indexcache_search.errors import JournalError
-from indexcache_search.hf.device import checkpoint_gradients, memory_error_in_one_line, resolve_attention
-from indexcache_search.hf.loading import describe_model, load_model, model_folder, read_config, set_quiet
-from indexcache_search.identity import today
-from indexcache_search.progress import warn
-from indexcache_search.training.checkpoints import Checkpoints
-from indexcache_search.training.log import TrainingLog
-from indexcache_search.training.loop import Loop
+from indexcache_search.hf.device import checkpoint_gradients, resolve_attention
+from indexcache_search.hf.loading import describe_model, load_model, read_config, set_quiet
 from indexcache_search.training.processes import Processes, joined
-from indexcache_search.training.sets import Data, training_sets
+from indexcache_search.training.sets import Data
 from indexcache_search.training.settings import Folders
-from indexcache_search.training.work import Work, check_folders, work_folder
-from sglang_indexcache import ModelLayers, Pattern, __version__
-from sglang_indexcache.model_files import ModelFiles, tokenizer_files, weight_files
+from indexcache_search.training.work import Work
+from sglang_indexcache import ModelLayers, Pattern
+from sglang_indexcache.model_files import ModelFiles
 
 STAGES: tuple[Stage, ...] = ("warmup", "sparse")
 
@@ -57,114 +47,57 @@ def run(
     description, config = describe_model(model), read_config(model)
     check_model(model, description, config, data, settings, runtime)
     check_source(model)
-    with joined(runtime.device == "cpu", computes_in_bfloat16(runtime)) as processes:
-        return _run(model, description, config, data, settings, runtime, folders, console, processes)
-
-
-def _run(
-    model: str,
-    description: ModelLayers,
-    config: PreTrainedConfig,
-    data: Data,
-    settings: Settings,
-    runtime: Runtime,
-    folders: Folders,
-    console: Console,
-    processes: Processes,
-) -> tuple[Mapping[str, Any], list[Path]]:
-    settings.check(processes.count)
-    attention = resolve_attention(runtime.attention, processes.device)
-    stages = [stage for stage in STAGES if len(range(*settings.range(stage)))]
-    if runtime.check_memory:
-        for stage in stages:
-            check_memory(config, settings, stage, data, runtime, attention, processes)
-    if processes.first:
-        check_folders(folders, data.reads(model))
-    files, tokenizer = (ModelFiles.read(model_folder(model), listed) for listed in (weight_files, tokenizer_files))
-    identity = {
-        "model": description.name,
-        "config_sha256": description.config_sha256,
-        "weights_sha256": files.sha256,
-        "tokenizer_sha256": tokenizer.sha256,
-        **settings.as_dict(),
-        "dtype": "bfloat16" if processes.bfloat16 else "float32",
-        "attention": attention,
-        "processes": processes.count,
-    }
-    with work_folder(folders, data, identity, processes) as work:
-        train, held_out = training_sets(
-            model, description, data, work.identity, settings.seed, folders, processes, partial(warn, console)
+    with ExitStack() as stack:
+        processes = stack.enter_context(joined(runtime.device == "cpu", computes_in_bfloat16(runtime)))
+        settings.check(processes.count)
+        attention = resolve_attention(runtime.attention, processes.device)
+        stages = [stage for stage in STAGES if len(range(*settings.range(stage)))]
+        if runtime.check_memory:
+            for stage in stages:
+                check_memory(config, settings, stage, data, runtime, attention, processes)
+        also = {"attention": attention, "processes": processes.count}
+        run = stack.enter_context(
+            session(model, description, data, settings, settings.steps, runtime, folders, console, processes, also)
         )
-        checkpoints = Checkpoints(folders.work / "checkpoints", processes)
-        done = checkpoints.latest()
-        with (
-            work.log(done, runtime.tensorboard) if processes.first else nullcontext() as log,
-            TrainingProgress(console if processes.first else Console(quiet=True), done, settings.steps) as progress,
-            checkpoints.named(),
-            memory_error_in_one_line(
-                f"--seq-len {data.seq_len} and --micro-batch-size {settings.micro_batch_size}",
-                "--gradient-checkpointing, or a run with more processes, shorter sequences or a smaller micro batch",
-            ),
-        ):
-            loop = Loop(processes, checkpoints, log, progress.watch, runtime.intervals)
-            finished = done >= settings.steps and work.is_whole(folders.model, processes)
-            for stage in [] if finished else stages:
-                first, last = settings.range(stage)
-                result = folders.model if stage == stages[-1] else folders.warmed_up
-                if stage != stages[-1] and done >= last and work.is_whole(result, processes):
-                    continue
-                if done > last:
-                    raise JournalError(f"{result}: is not whole, and was left behind; --restart trains anew")
-                progress.begin(stage)
-                source = str(folders.warmed_up) if first else model
-                loaded, dtypes = _load(source, description, processes, None if first else files)
-                if runtime.gradient_checkpointing and stage == "sparse":
-                    checkpoint_gradients(loaded)  # in the warm-up the frozen body keeps no activations anyway
-                task = StageTask(
-                    processes,
-                    loaded if processes.bfloat16 else loaded.float(),
-                    settings,
-                    stage,
-                    train,
-                    held_out,
-                    "auto" if attention == "kernels" else None,
-                )
-                if not done:
-                    for record in task.evaluate_before(description.native):
-                        loop.report(record)
-                loop.train(task, done)
-                # Between the stages the model keeps its own pattern and all of its indexers.
-                pattern = settings.pattern if stage == stages[-1] else description.native
-                keep = stage != stages[-1] or _keeps_shared(runtime, description)
-                _check(files, tokenizer, processes)
-                _export(task.model, dtypes, source, pattern, work, result, keep, processes)
-                done = max(done, last)
-                del loaded, task
-                gc.collect()
-                torch.cuda.empty_cache()
-        _check(files, tokenizer, processes)
-        metrics = {} if log is None else _write_results(log, held_out, description, settings, work)
-        return metrics, work.results.written
-
-
-def _write_results(
-    log: TrainingLog, held_out: TokenSet, description: ModelLayers, settings: Settings, work: Work
-) -> dict[str, Any]:
-    packages = ("torch", "transformers")
-    versions = {"sglang_indexcache": __version__, **{name: version(name) for name in packages}}
-    metrics = collect(log.records, held_out, description, settings, versions)
-    name = f"{description.name}-distilled"
-    file = trained_pattern_file(work.folders.model, name, settings.pattern, versions, today()["created"])
-    texts = (json.dumps(metrics, indent=1) + "\n", draw(log.records, settings.warmup_steps), file.dumps())
-    work.write(dict(zip(("metrics.json", "curves.svg", "pattern.yaml"), texts, strict=True)))
-    return metrics
-
-
-def _check(files: ModelFiles, tokenizer: ModelFiles, processes: Processes) -> None:
-    """Check that what was trained is still there, before something is written that says so."""
-    if processes.first:
-        files.check()
-        tokenizer.check()
+        done = run.done
+        finished = done >= settings.steps and run.work.is_whole(folders.model, processes)
+        for stage in [] if finished else stages:
+            first, last = settings.range(stage)
+            result = folders.model if stage == stages[-1] else folders.warmed_up
+            if stage != stages[-1] and done >= last and run.work.is_whole(result, processes):
+                continue
+            if done > last:
+                raise JournalError(f"{result}: is not whole, and was left behind; --restart trains anew")
+            run.progress.begin(stage)
+            source = str(folders.warmed_up) if first else model
+            loaded, dtypes = _load(source, description, processes, None if first else run.files)
+            if runtime.gradient_checkpointing and stage == "sparse":
+                checkpoint_gradients(loaded)  # in the warm-up the frozen body keeps no activations anyway
+            task = StageTask(
+                processes,
+                loaded if processes.bfloat16 else loaded.float(),
+                settings,
+                stage,
+                run.train,
+                run.held_out,
+                "auto" if attention == "kernels" else None,
+            )
+            if not done:
+                for record in task.evaluate_before(description.native):
+                    run.loop.report(record)
+            run.loop.train(task, done)
+            # Between the stages the model keeps its own pattern and all of its indexers.
+            pattern = settings.pattern if stage == stages[-1] else description.native
+            keep = stage != stages[-1] or _keeps_shared(runtime, description)
+            run.check_unchanged()
+            _export(task.model, dtypes, source, pattern, run.work, result, keep, processes)
+            done = max(done, last)
+            del loaded, task
+            gc.collect()
+            torch.cuda.empty_cache()
+        run.check_unchanged()
+        curves = {} if run.log is None else {"curves.svg": draw(run.log.records, settings.warmup_steps)}
+        return run.write(description, settings, "distilled", curves), run.work.results.written
 
 
 def _load(

@@ -29,32 +29,22 @@ def rate(schedule: Schedule, ramp_steps: int, done: int, total: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the trained weights depend on, beside model and data.
+class TrainingSettings:
+    """What all trained weights depend on, beside model and data.
 
     Attributes:
         pattern: what the model will be served with.
-        loss: see `Distillation`.
-        warmup_steps: steps of the dense warm-up; 0 leaves it out.
-        sparse_steps: steps of sparse training; 0 leaves it out.
-        warmup_lr: peak learning rate of the indexers in the warm-up.
-        indexer_lr: peak learning rate of the indexers in sparse training.
-        lr: peak learning rate of the body in sparse training.
+        lr: peak learning rate of the body.
         schedule: after the ramp: `cosine` to a tenth; `wsd` stays and falls to 0 over the last fifth; `constant`.
         ramp_steps: length of the linear ramp that each stage begins with.
         batch_size: sequences a step, of all processes together.
         micro_batch_size: sequences a forward of one process.
         weight_decay: AdamW's, on the body's matrices.
-        max_norm: to which the gradients of indexers and body are clipped, each for itself.
+        max_norm: to which the gradients of the body and of what else trains are clipped, each for itself.
         seed: order of the training sequences.
     """
 
     pattern: Pattern
-    loss: Loss = "multi"
-    warmup_steps: int = 1000
-    sparse_steps: int = 4000
-    warmup_lr: float = 1e-3
-    indexer_lr: float = 7.3e-6
     lr: float = 7.3e-6
     schedule: Schedule = "cosine"
     ramp_steps: int = 50
@@ -63,6 +53,40 @@ class Settings:
     weight_decay: float = 0.1
     max_norm: float = 1.0
     seed: int = 0
+
+    def check(self, processes: int) -> None:
+        """Check what depends on the number of processes.
+
+        Raises:
+            SearchError: if batches can't be divided.
+        """
+        if self.batch_size % (self.micro_batch_size * processes):
+            raise SearchError(
+                f"--batch-size is {self.batch_size}, expected a multiple of --micro-batch-size x processes ="
+                f" {self.micro_batch_size} x {processes}"
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "pattern": self.pattern.key}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(TrainingSettings):
+    """What distillation is asked to do.
+
+    Attributes:
+        loss: see `Distillation`.
+        warmup_steps: steps of the dense warm-up; 0 leaves it out.
+        sparse_steps: steps of sparse training; 0 leaves it out.
+        warmup_lr: peak learning rate of the indexers in the warm-up.
+        indexer_lr: peak learning rate of the indexers in sparse training.
+    """
+
+    loss: Loss = "multi"
+    warmup_steps: int = 1000
+    sparse_steps: int = 4000
+    warmup_lr: float = 1e-3
+    indexer_lr: float = 7.3e-6
 
     @property
     def steps(self) -> int:
@@ -77,27 +101,15 @@ class Settings:
         return (0, self.warmup_steps) if stage == "warmup" else (self.warmup_steps, self.steps)
 
     def check(self, processes: int) -> None:
-        """Check what depends on the number of processes.
-
-        Raises:
-            SearchError: if there is nothing to do, or batches can't be divided.
-        """
+        """See `TrainingSettings.check`; there must be a step."""
         if self.steps < 1:
             raise SearchError("--warmup-steps and --steps are both 0, expected at least one step")
-        forward = self.micro_batch_size * processes
-        if self.batch_size % forward:
-            raise SearchError(
-                f"--batch-size is {self.batch_size}, expected a multiple of --micro-batch-size x processes ="
-                f" {self.micro_batch_size} x {processes}"
-            )
+        super().check(processes)
 
     def rate(self, step: int) -> float:
         """What the peak learning rates are multiplied with at a step, counted from 0; each stage has its own curve."""
         first, end = self.range(self.stage(step))
         return rate(self.schedule, self.ramp_steps, step - first, end - first)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "pattern": self.pattern.roles}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,22 +9,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 
 from indexcache_kernels.backends import Backend
 from indexcache_kernels.patching import replaced
 from indexcache_search import estimates
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.model import Distillation, set_trainable, sharding_units
-from indexcache_search.distill.result import as_evaluation
+from indexcache_search.distill.result import losses_of
 from indexcache_search.distill.settings import Settings, Stage
 from indexcache_search.errors import NonFiniteLossError
+from indexcache_search.training.optimizer import adamw, clip, take_step
 from indexcache_search.training.order import Order
 from indexcache_search.training.processes import Processes
 from indexcache_search.training.sharding import shard
 from sglang_indexcache import Pattern
-
-BETAS = (0.9, 0.95)
 
 
 class StageTask:
@@ -58,21 +56,17 @@ class StageTask:
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
         self.model = shard(model, sharding_units(model), processes)
-        self.optimizer = torch.optim.AdamW(self._groups(self.model), betas=BETAS)
+        self.optimizer = self._optimizer(self.model)
         self.distillation = Distillation(self.model, settings.pattern, stage, settings.loss, kernels)
         self._order = Order(train.num_sequences, settings.seed)
 
-    def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        settings, warmup = self._settings, self.stage == "warmup"
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        settings = self._settings
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         indexers = [p for name, p in named if ".indexer." in name]
         body = [p for name, p in named if ".indexer." not in name]
-        groups = [
-            {"params": indexers, "peak": settings.warmup_lr if warmup else settings.indexer_lr, "weight_decay": 0.0},
-            {"params": [p for p in body if p.ndim > 1], "peak": settings.lr, "weight_decay": settings.weight_decay},
-            {"params": [p for p in body if p.ndim < 2], "peak": settings.lr, "weight_decay": 0.0},
-        ]
-        return [{**group, "lr": group["peak"]} for group in groups if group["params"]]
+        own_lr = settings.warmup_lr if self.stage == "warmup" else settings.indexer_lr
+        return adamw(indexers, body, own_lr=own_lr, lr=settings.lr, weight_decay=settings.weight_decay)
 
     def step(self, number: int) -> dict[str, Any]:
         """One optimizer step: forward and backward of all sequences of a batch, scaled to the means over all of it.
@@ -94,18 +88,14 @@ class StageTask:
                 torch.autograd.backward(total * processes)  # FSDP averages gradients over processes
                 sums += torch.cat([losses.detach().sum()[None], divergences.detach()]).double().cpu()
         sums = self._processes.sum(sums)
-        norms = self._clip()
-        factor = settings.rate(number)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * factor
+        norms, factor = clip(self.optimizer, "indexers", settings.max_norm), settings.rate(number)
         record = self._record(number + 1, sums[0].item() / scored, (sums[1:] / queries).tolist(), norms, factor)
         if not np.isfinite([record.get("loss", 0.0), record["kl"], *norms.values()]).all():
             raise NonFiniteLossError(
                 f"step {number + 1} ({self.stage}): loss {record.get('loss', 0.0)}, KL {record['kl']}, gradient norms"
                 f" {', '.join(f'{name} {value}' for name, value in norms.items())}; expected finite numbers"
             )
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        take_step(self.optimizer, factor)
         return record
 
     def _record(
@@ -132,16 +122,6 @@ class StageTask:
             return output.divergences.new_zeros(len(rows)), output.divergences
         weights = torch.from_numpy(data.scored[rows][:, 1:]).to(device)
         return (output.token_losses * weights).double().sum(1), output.divergences
-
-    def _clip(self) -> dict[str, float]:
-        """Clip the gradients of indexers and body, each for itself, and return their norms."""
-        norms = {}
-        indexers, *body = (group["params"] for group in self.optimizer.param_groups)
-        for name, parameters in (("indexers", indexers), ("body", [p for group in body for p in group])):
-            if parameters:
-                norm = clip_grad_norm_(parameters, self._settings.max_norm)
-                norms[name] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        return norms
 
     def evaluate_before(self, native: Pattern) -> Iterator[dict[str, Any]]:
         """Records of what the untrained model does with its own pattern, and with the one to be trained."""
@@ -178,7 +158,7 @@ class StageTask:
         losses = self._processes.sum(losses)
         parts = data.num_sequences * data.seq_len * len(distillation.pattern.full_layers)
         tokens = data.scored[:, 1:].sum(1).tolist()
-        evaluation = as_evaluation(losses[:-1].tolist(), tokens, distillation.pattern)
+        evaluation = losses_of(losses[:-1].tolist(), tokens)
         return {
             "held_out_loss": estimates.loss(evaluation, data).mean,
             "held_out_kl": losses[-1].item() / parts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,26 +15,35 @@ from indexcache_search.plans import Plan
 from sglang_indexcache import ModelLayers
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Sums over the scored tokens of each sequence, for one pattern.
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """Sums over the scored tokens of each sequence: what estimates are made of.
 
     Attributes:
-        pattern: what ran.
         rows: the sequences' rows in their token set.
         losses: float64 sum per sequence: negative log-likelihood in nats (`nll`), or KL(baseline || pattern) over the
             whole vocabulary (`kl`).
-        correct: tokens per sequence that greedy decoding would have got right.
         tokens: scored tokens per sequence.
-        layer_tokens: layers that really ran x tokens, per sequence: what the evaluation cost.
+        correct: tokens per sequence that greedy decoding would have got right; nothing where nobody counted.
+    """
+
+    rows: tuple[int, ...]
+    losses: tuple[float, ...]
+    tokens: tuple[int, ...]
+    correct: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Losses):
+    """What an engine found for one plan, and what that cost.
+
+    Attributes:
+        pattern: what ran.
+        layer_tokens: layers that really ran x tokens, per sequence.
         seconds: wall time of all sequences.
     """
 
     pattern: Plan
-    rows: tuple[int, ...]
-    losses: tuple[float, ...]
-    correct: tuple[int, ...]
-    tokens: tuple[int, ...]
     layer_tokens: tuple[int, ...]
     seconds: float
 
@@ -46,34 +55,42 @@ class Evaluation:
         """
         index_of = {row: index for index, row in enumerate(self.rows)}
         at = [index_of[row] for row in rows]
-
-        def pick(values: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(values[index] for index in at)
-
-        return Evaluation(
-            self.pattern,
-            tuple(rows),
-            pick(self.losses),
-            pick(self.correct),
-            pick(self.tokens),
-            pick(self.layer_tokens),
-            self.seconds * len(at) / len(self.rows),
-        )
+        columns: dict[str, Any] = {name: tuple(getattr(self, name)[index] for index in at) for name in _COLUMNS}
+        return replace(self, rows=tuple(rows), seconds=self.seconds * len(at) / len(self.rows), **columns)
 
     def __add__(self, other: Evaluation) -> Evaluation:
         """This evaluation and one of other sequences under the same pattern."""
-        return Evaluation(
-            self.pattern,
-            self.rows + other.rows,
-            self.losses + other.losses,
-            self.correct + other.correct,
-            self.tokens + other.tokens,
-            self.layer_tokens + other.layer_tokens,
-            self.seconds + other.seconds,
-        )
+        columns: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in ("rows", *_COLUMNS)}
+        return replace(self, seconds=self.seconds + other.seconds, **columns)
 
 
-class Engine(Protocol):
+_COLUMNS = ("losses", "correct", "tokens", "layer_tokens")
+
+
+class Evaluates(Protocol):
+    """Something that an evaluator asks."""
+
+    def evaluate(
+        self,
+        patterns: Sequence[Any],
+        data: TokenSet,
+        objective: Objective,
+        rows: Sequence[int] | None = None,
+        fresh: bool = False,
+    ) -> Iterator[Evaluation]:
+        """Evaluate different `patterns` on `data`; yield each as it is done, in any order.
+
+        Args:
+            patterns: of letters; an engine may know other plans, too.
+            data: tokens.
+            objective: what to sum up.
+            rows: sequences of `data` to run, in this order; all by default.
+            fresh: reuse nothing that earlier evaluations left behind.
+        """
+        ...
+
+
+class Engine(Evaluates, Protocol):
     """Something that runs a model with any pattern, switched without a restart.
 
     Attributes:
@@ -87,25 +104,6 @@ class Engine(Protocol):
     settings: Mapping[str, str]
     model: ModelLayers
     weights_sha256: str
-
-    def evaluate(
-        self,
-        patterns: Sequence[Plan],
-        data: TokenSet,
-        objective: Objective,
-        rows: Sequence[int] | None = None,
-        fresh: bool = False,
-    ) -> Iterator[Evaluation]:
-        """Evaluate different `patterns` on `data`; yield each as it is done, in any order.
-
-        Args:
-            patterns: what to run.
-            data: tokens.
-            objective: what to sum up.
-            rows: sequences of `data` to run, in this order; all by default.
-            fresh: reuse nothing that earlier evaluations left behind.
-        """
-        ...
 
     def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64] | None:
         """Mean of |T_i & T_j| / |T_i| over `rows` sampled queries a sequence, `[layers, layers]` (paper, Appendix A).

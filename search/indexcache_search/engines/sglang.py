@@ -18,9 +18,7 @@ from indexcache_search.engines.answers import Rank
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
 from indexcache_search.errors import SearchError
-from indexcache_search.lab.key_delta.plan import KeyPlan
 from indexcache_search.objectives import Objective
-from indexcache_search.plans import Plan
 from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.protocol import KEEP, KL, MISSES, OVERLAP, Measured, Range
 
@@ -91,7 +89,7 @@ class SglangEngine:
 
     def evaluate(
         self,
-        patterns: Sequence[Plan],
+        patterns: Sequence[Pattern],
         data: TokenSet,
         objective: Objective,
         rows: Sequence[int] | None = None,
@@ -102,15 +100,13 @@ class SglangEngine:
         What a lost server was working on goes to another one, or to itself when it is back.
 
         Raises:
-            SearchError: if a server refuses, all stay away for longer than `patience`, or a plan is for keys.
+            SearchError: if a server refuses, or all stay away for longer than `patience`.
             PatternError: if a layer is to select in blocks.
         """
         work: queue.Queue[Pattern] = queue.Queue()
         done: queue.Queue[Evaluation | Exception] = queue.Queue()
         stop = threading.Event()
         for pattern in patterns:
-            if isinstance(pattern, KeyPlan):
-                raise SearchError("plans for keys run on transformers alone, expected --engine transformers")
             pattern.check_plain("runs on transformers alone")
             work.put(pattern)
         task = _Task(data, objective, tuple(range(data.num_sequences) if rows is None else rows))
@@ -296,7 +292,15 @@ class SglangEngine:
         self._check_same(lane, lane.status())  # whoever updates a server's weights may have done so meanwhile
         tokens = tuple(int(count) for count in data.scored[list(rows)].sum(axis=1))
         layer_tokens = (self.model.num_layers * data.seq_len,) * len(rows)
-        return Evaluation(pattern, rows, tuple(losses), tuple(correct), tokens, layer_tokens, time.monotonic() - began)
+        return Evaluation(
+            pattern=pattern,
+            rows=rows,
+            losses=tuple(losses),
+            correct=tuple(correct),
+            tokens=tokens,
+            layer_tokens=layer_tokens,
+            seconds=time.monotonic() - began,
+        )
 
     def _likelihoods(
         self, lane: CalibrationServer, data: TokenSet, rows: Sequence[int], ids: Mapping[int, str] | None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -34,9 +34,6 @@ from indexcache_search.hf.device import (
 )
 from indexcache_search.hf.loading import describe_model, load_model
 from indexcache_search.hf.roles import apply_roles
-from indexcache_search.lab.eviction.heads import attach_saved
-from indexcache_search.lab.key_delta.plan import KeyPlan
-from indexcache_search.lab.key_delta.runs import KeyRuns
 from indexcache_search.objectives import Objective
 from indexcache_search.plans import Plan, order
 from sglang_indexcache import ModelLayers, Pattern
@@ -75,7 +72,7 @@ class TransformersEngine:
         attention: str = "naive",
         files: ModelFiles | None = None,
     ) -> None:
-        self.torch_model, self._files = model, files
+        self.torch_model, self.files = model, files
         self.weights_sha256 = "" if files is None else files.sha256
         self.model = description
         self.batch_size = batch_size
@@ -95,7 +92,15 @@ class TransformersEngine:
             self._attention = partial(on_kernels, model)
         self._baselines: dict[tuple[str, int], Tensor] = {}
         self._beginnings = Beginnings(model, prefix_cache_gb * 1e9)
-        self.key_runs = KeyRuns(model, prefix_cache_gb * 1e9)
+
+    @staticmethod
+    def parse(key: str) -> Plan:
+        """Read back the key of what this evaluates.
+
+        Raises:
+            PatternError: if it is something else.
+        """
+        return Pattern.from_key(key)
 
     @classmethod
     def load(
@@ -107,7 +112,7 @@ class TransformersEngine:
         prefix_cache_gb: float = 2.0,
         attention: str = "auto",
         selection: Selection | None = None,
-    ) -> TransformersEngine:
+    ) -> Self:
         """Load `model`, a folder or a hub id; `attention` `auto` means kernels where they run.
 
         `selection` is what patterns of dense models select, by default the paper's.
@@ -129,20 +134,18 @@ class TransformersEngine:
             resolved = "naive"
         loaded, files = load_model(model, description, DTYPES[dtype])
         loaded = loaded.eval().to(target)
-        attach_saved(loaded, files.folder)
-        files.check()  # the eviction heads were read behind their digest
         if target.type == "cpu":  # where sdpa has no fused kernel for these heads, and takes a sixth longer
             loaded.set_attn_implementation("eager")
         return cls(loaded, description, batch_size, prefix_cache_gb, resolved, files)
 
     def check_unchanged(self) -> None:
         """See `Engine.check_unchanged`."""
-        if self._files is not None:
-            self._files.check()
+        if self.files is not None:
+            self.files.check()
 
     def evaluate(
         self,
-        patterns: Sequence[Plan],
+        patterns: Sequence[Pattern],
         data: TokenSet,
         objective: Objective,
         rows: Sequence[int] | None = None,
@@ -153,20 +156,44 @@ class TransformersEngine:
         cache = None if fresh or not self._prefixes_fit(data, len(asked)) else self._cache
         for pattern in sorted(patterns, key=order):
             _check_scored(pattern, data)
-            began = time.monotonic()
-            scores: list[tuple[float, int, int, int]] = []
-            with memory_error_in_one_line(
-                f"--seq-len {data.seq_len} and --batch-size {self.batch_size}",
-                "shorter sequences, a smaller batch, a smaller --prefix-cache-gb or a larger device",
-            ):
-                for start in range(0, len(asked), self.batch_size):
-                    batch = asked[start : start + self.batch_size]
-                    before = self._keep_baselines(batch, data, cache) if objective == "kl" else 0
-                    hidden, layer_tokens = self._hidden(pattern, batch, data, cache)
-                    for row, states in zip(batch, hidden, strict=True):
-                        scores.append((*self._score(states, row, data, objective), before + layer_tokens))
-            losses, correct, tokens, costs = zip(*scores, strict=True)
-            yield Evaluation(pattern, tuple(asked), losses, correct, tokens, costs, time.monotonic() - began)
+            yield self.evaluation(pattern, partial(self._hidden, pattern, data, cache), data, objective, asked, cache)
+
+    def evaluation(
+        self,
+        plan: Plan,
+        run: Callable[[Sequence[int]], tuple[Tensor, int]],
+        data: TokenSet,
+        objective: Objective,
+        rows: Sequence[int],
+        cache: PrefixCache | None = None,
+    ) -> Evaluation:
+        """Evaluate a plan on `rows`, batch by batch; `cache` is for the native pattern, which `kl` compares with.
+
+        `run` runs it on some rows: post-norm hidden states `[rows, tokens, hidden]` of the last tokens, and the
+        layer-tokens of each row.
+        """
+        began = time.monotonic()
+        scores: list[tuple[float, int, int, int]] = []
+        with memory_error_in_one_line(
+            f"--seq-len {data.seq_len} and --batch-size {self.batch_size}",
+            "shorter sequences, a smaller batch, a smaller --prefix-cache-gb or a larger device",
+        ):
+            for start in range(0, len(rows), self.batch_size):
+                batch = rows[start : start + self.batch_size]
+                before = self._keep_baselines(batch, data, cache) if objective == "kl" else 0
+                hidden, layer_tokens = run(batch)
+                for row, states in zip(batch, hidden, strict=True):
+                    scores.append((*self._score(states, row, data, objective), before + layer_tokens))
+        losses, correct, tokens, costs = zip(*scores, strict=True)
+        return Evaluation(
+            pattern=plan,
+            rows=tuple(rows),
+            losses=losses,
+            correct=correct,
+            tokens=tokens,
+            layer_tokens=costs,
+            seconds=time.monotonic() - began,
+        )
 
     def _prefixes_fit(self, data: TokenSet, sequences: int) -> bool:
         """Whether the states of one pattern's run fit into the prefix cache."""
@@ -255,11 +282,9 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _hidden(
-        self, pattern: Plan, rows: Sequence[int], data: TokenSet, cache: PrefixCache | None
+        self, pattern: Pattern, data: TokenSet, cache: PrefixCache | None, rows: Sequence[int]
     ) -> tuple[Tensor, int]:
         """Post-norm hidden states `[rows, tokens, hidden]` of the last tokens, and the layer-tokens of each row."""
-        if isinstance(pattern, KeyPlan):
-            return self.key_runs.hidden(pattern, rows, data), len(pattern.values) * data.seq_len
         batch = f"{data.sha256} {rows} {pattern.selection}"
         with self._attention(), self._from_choice(pattern, rows, data) as end:
             if cache is not None:
@@ -314,20 +339,20 @@ class TransformersEngine:
         """
         if all((data.sha256, row) in self._baselines for row in rows):
             return 0
-        hidden, layer_tokens = self._hidden(self.model.native, rows, data, cache)
+        hidden, layer_tokens = self._hidden(self.model.native, data, cache, rows)
         for row, states in zip(rows, hidden, strict=True):
             targets = torch.from_numpy(np.flatnonzero(data.scored[row]))
             self._baselines[data.sha256, row] = states.cpu()[targets - 1 - (data.seq_len - len(states))]
         return layer_tokens
 
 
-def _check_scored(plan: Plan, data: TokenSet) -> None:
+def _check_scored(pattern: Pattern, data: TokenSet) -> None:
     """Check that no token counts that a query predicts whose selection later queries took part in.
 
     Raises:
         SearchError: if one does.
     """
-    shares = plan.indexers if isinstance(plan, Pattern) else ()
+    shares = pattern.indexers
     if shares and (data.prompt is None or (data.scored[:, 1:] & data.prompt[:, :-1]).any()):
         raise SearchError(f"{shares[0]}: prompt tokens count, whose selections see later ones; expected --reply")
 

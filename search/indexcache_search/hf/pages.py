@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,6 @@ from indexcache_search.hf.choosing import (
     token_max_scores,
     value_norm,
 )
-from indexcache_search.lab.eviction.heads import EvictionHeads, heads_of
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
 from sglang_indexcache.selection import COMPRESSED_KEYS, Selection
@@ -39,6 +38,23 @@ ROWS = 256  # queries of a block
 Watcher = Callable[[int, int, Tensor], None]
 """Called with a layer, the first query of a block, and its attention, `[batch, heads, queries, keys]`, up to the keys
 that its last query sees."""
+
+
+class Importance(Protocol):
+    """What a model may have been trained to say of each token, whoever asks: its attribute `importance`."""
+
+    def __call__(self, layer: int, value: Tensor) -> Tensor:
+        """`[batch, key_heads, keys]`, of a layer's values `[batch, key_heads, keys, dim]`."""
+        ...
+
+    def attend(
+        self, layer: int, attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, mask: Tensor
+    ) -> Tensor:
+        """Attention of a layer to chosen pages, `[batch, queries, heads, dim]`, with this in it.
+
+        `attend` is transformers' eager attention with `mask`, `[batch, 1, queries, keys]`, which is added.
+        """
+        ...
 
 
 @dataclass
@@ -54,7 +70,7 @@ class _State:
         kept: what was chosen last, `[batch, queries, pages]`.
         in_blocks: see `attention_in_blocks`.
         choosers: by layer, with what they remember of the passes before.
-        heads: the model's eviction heads, if the selection asks for them.
+        importance: what the model was trained to say of tokens, if the selection asks for it.
     """
 
     pattern: Pattern
@@ -64,7 +80,7 @@ class _State:
     watch: Watcher | None
     kept: Tensor | None
     in_blocks: bool
-    heads: EvictionHeads | None
+    importance: Importance | None
     choosers: dict[int, Chooser] = field(default_factory=dict)
 
     @property
@@ -80,7 +96,7 @@ class _State:
         prompt = None if self.prompt is None else self.prompt[:, first : first + scores.shape[1]]
         settled = None
         if self.selection.steps.policy == "nosa":
-            tokens = value_norm(value) if self.heads is None else self.heads(layer, value).sum(1)
+            tokens = value_norm(value) if self.importance is None else self.importance(layer, value).sum(1)
             settled = importance(tokens, self.selection, self.starts)
         return self.choosers[layer].choose(scores, offset + first, prompt, settled)
 
@@ -132,7 +148,7 @@ def apply_page_roles(
 
     Raises:
         PatternError: if the pattern does not fit the model.
-        SearchError: if the model's layers can't take it, it lacks the eviction heads that the selection asks for, or
+        SearchError: if the model's layers can't take it, it lacks the trained heads that the selection asks for, or
             there is padding where attention is in blocks.
         RuntimeError: if roles are already applied.
     """
@@ -140,12 +156,22 @@ def apply_page_roles(
     check_layers(model)
     if starts is not None and _in_blocks:
         raise SearchError("padding on the left is not known to attention in blocks, expected --attention naive")
-    heads = heads_of(model) if pattern.selection and pattern.selection.steps.importance == "heads" else None
-    if heads is not None and _in_blocks:
-        raise SearchError("eviction heads are not known to attention in blocks, expected --attention naive")
-    state = _State(pattern, prompt, starts, observe, watch, carried, bool(_in_blocks), heads)
+    trained = _importance_of(model) if pattern.selection and pattern.selection.steps.importance else None
+    if trained is not None and _in_blocks:
+        raise SearchError("trained heads are not known to attention in blocks, expected --attention naive")
+    state = _State(pattern, prompt, starts, observe, watch, carried, bool(_in_blocks), trained)
     with attending(model, "indexcache_pages", _attention, eager_mask, _running, state):
         yield
+
+
+def _importance_of(model: Any) -> Importance:
+    found: Importance | None = getattr(model, "importance", None)
+    if found is None:
+        raise SearchError(
+            "the plan asks for trained heads, and the model has none here; expected a model that was trained so, in"
+            " indexcache-offload"
+        )
+    return found
 
 
 def check_layers(model: Any) -> None:
@@ -196,9 +222,9 @@ def _attention(
         return _over_pages(state, query, key, value, scaling, output), None
     allowed = _tokens_of(state.kept, key.shape[2], state.selection, state.starts)
     masked = attention_mask.masked_fill(~allowed[:, None], torch.finfo(attention_mask.dtype).min)
-    if state.heads is None:
+    if state.importance is None:
         return attend(query, key, value, masked)[0], None
-    return state.heads.attend(layer, attend, query, key, value, masked), None
+    return state.importance.attend(layer, attend, query, key, value, masked), None
 
 
 def _dense(

@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import numpy as np
 from markupsafe import Markup
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from indexcache_search import tables
 from indexcache_search.estimates import Estimate
-from indexcache_search.lab.key_delta.plan import METHODS
 from indexcache_search.line import BASELINE, NAMED, PHASE
+from indexcache_search.report.drawing import BLUE, GREY, RED, blank, plain, svg
 from indexcache_search.results import HeldOut, Measured, SearchResult
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import full_layer_count
-
-if TYPE_CHECKING:
-    from indexcache_search.lab.offload.result import PlanTraffic
-
-_BLUE, _RED, _GREY = "#2563a8", "#c8352b", "#7a7f87"
-
-
-def _svg(figure: Figure) -> Markup:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    return Markup(text[text.index("<svg") :])  # noqa: S704 (matplotlib's own output; labels are escaped by it)
-
-
-def _plain(text: str) -> str:
-    """`text` that matplotlib does not take for mathematics."""
-    return text.replace("$", r"\$")
-
-
-def _axes(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height))
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
 
 
 def loss_figure(result: SearchResult) -> Markup:
@@ -55,26 +28,26 @@ def loss_figure(result: SearchResult) -> Markup:
     baseline = search.baseline_loss
     losses = [baseline, *(step.loss for step in steps)]
     errors = [0.0, *(step.increase.stderr or 0.0 for step in steps)]
-    figure, axes = _axes(8, 3.6)
+    figure, axes = blank(8, 3.6)
     x = np.arange(len(losses))
     low, high = np.subtract(losses, errors), np.add(losses, errors)
-    axes.fill_between(x, low, high, color=_BLUE, alpha=0.15, linewidth=0, label="± standard error of the increase")
-    axes.plot(x, losses, color=_BLUE, marker="o", markersize=3.5, linewidth=1.4)
-    axes.axhline(baseline, color=_GREY, linewidth=0.8, linestyle="--")
+    axes.fill_between(x, low, high, color=BLUE, alpha=0.15, linewidth=0, label="± standard error of the increase")
+    axes.plot(x, losses, color=BLUE, marker="o", markersize=3.5, linewidth=1.4)
+    axes.axhline(baseline, color=GREY, linewidth=0.8, linestyle="--")
     counts = [step.full_layers for step in steps]
     for retention in (Fraction(1, 2), Fraction(1, 4), Fraction(1, 8)):
         count = full_layer_count(num_layers, retention)
         if count in counts:
             at = counts.index(count) + 1
-            axes.axvline(at, color=_RED, linewidth=0.8, alpha=0.6)
+            axes.axvline(at, color=RED, linewidth=0.8, alpha=0.6)
             axes.annotate(
-                str(retention), (at, 1.0), xycoords=("data", "axes fraction"), color=_RED, ha="center", va="bottom"
+                str(retention), (at, 1.0), xycoords=("data", "axes fraction"), color=RED, ha="center", va="bottom"
             )
     axes.set_xticks(x, ["none", *(str(step.layer) for step in steps)], fontsize=8 if len(steps) < 40 else 5)
     axes.set_xlabel("layer that becomes S at each step")
     axes.set_ylabel(f"calibration {search.objective}")
     axes.legend(frameon=False, fontsize=8, loc="upper left")
-    return _svg(figure)
+    return svg(figure)
 
 
 def comparison_figure(held_out: HeldOut) -> Markup:
@@ -82,19 +55,19 @@ def comparison_figure(held_out: HeldOut) -> Markup:
     retentions = tables.retentions(held_out)
     rows = [row for row in held_out.rows if row.kind == NAMED or (row.kind == PHASE and row.phase == 0)]
     series = list(dict.fromkeys((row.kind, row.name) for row in rows))
-    figure, axes = _axes(8, 3.4)
+    figure, axes = blank(8, 3.4)
     width = 0.8 / len(series)
     for number, (kind, name) in enumerate(series):
         by_retention = {row.retention: row for row in rows if (row.kind, row.name) == (kind, name)}
         at = [index for index, item in enumerate(retentions) if item in by_retention]
         rises = [by_retention[retentions[index]].increase for index in at]
-        label = "uniform (paper's phase)" if kind == PHASE else _plain(name)
+        label = "uniform (paper's phase)" if kind == PHASE else plain(name)
         axes.bar(
             np.asarray(at) + (number - (len(series) - 1) / 2) * width,
             [rise.mean for rise in rises],
             width * 0.92,
             yerr=[rise.stderr or 0.0 for rise in rises],
-            color=[_BLUE, "#d9a13b", _GREY][number % 3],
+            color=[BLUE, "#d9a13b", GREY][number % 3],
             label=label,
             error_kw={"linewidth": 0.9},
         )
@@ -110,51 +83,24 @@ def comparison_figure(held_out: HeldOut) -> Markup:
     axes.set_xticks(range(len(retentions)), [f"{item} of the indexers" for item in retentions])
     axes.set_ylabel("increase of held-out loss")
     axes.legend(frameon=False, fontsize=8)
-    return _svg(figure)
+    return svg(figure)
 
 
 def heat_map_figure(overlap: Sequence[Sequence[float]], pattern: Pattern, title: str) -> Markup:
     """Index overlap of all layer pairs, with the blocks of layers that share one index set outlined."""
-    figure, axes = _axes(4.2, 3.9)
+    figure, axes = blank(4.2, 3.9)
     axes.spines[:].set_visible(False)
     image = axes.imshow(overlap, origin="lower", vmin=0.0, vmax=1.0, cmap="viridis")
     starts = [*pattern.full_layers, len(pattern)]
     for start, end in itertools.pairwise(starts):
         size = end - start
-        axes.add_patch(Rectangle((start - 0.5, start - 0.5), size, size, fill=False, edgecolor=_RED, linewidth=1.6))
+        axes.add_patch(Rectangle((start - 0.5, start - 0.5), size, size, fill=False, edgecolor=RED, linewidth=1.6))
     axes.set_title(f"{title}: {pattern}" if len(pattern) <= 32 else title, fontsize=9)
     axes.set_xlabel("layer", fontsize=8)
     axes.set_ylabel("layer", fontsize=8)
     axes.tick_params(labelsize=8)
     figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03).ax.tick_params(labelsize=8)
-    return _svg(figure)
-
-
-def skips_figure(held_out: HeldOut) -> Markup:
-    """Divergence against what is left out of the products of queries with keys, a line for each way to do it."""
-    rows = [row for row in held_out.rows if row.kind != BASELINE and row.skipped and row.kl is not None]
-    stage = next(iter(rows[0].skipped or {}))
-    figure, axes = _axes(8, 3.6)
-    for method in dict.fromkeys((row.pattern or "").partition("|")[0] for row in rows):
-        own = [row for row in rows if (row.pattern or "").partition("|")[0] == method]
-        points = [(row.skipped[stage].mean, row.kl) for row in own if row.skipped and row.kl]
-        points.sort(key=lambda point: point[0])
-        label = method if method in METHODS else "patterns"
-        axes.errorbar(
-            [skipped for skipped, _ in points],
-            [kl.mean for _, kl in points],
-            yerr=[kl.stderr or 0.0 for _, kl in points],
-            marker="o",
-            markersize=4,
-            linewidth=1.2,
-            linestyle="-" if method in ("key_delta", "key_blocks", "sink_window") else "none",
-            label=label,
-        )
-    axes.set_yscale("log")
-    axes.set_xlabel(f"share of the products of queries with keys that is left out, {stage}")
-    axes.set_ylabel("KL to the model as it is")
-    axes.legend(frameon=False, fontsize=8)
-    return _svg(figure)
+    return svg(figure)
 
 
 def changes_figure(held_out: HeldOut) -> Markup:
@@ -170,7 +116,7 @@ def changes_figure(held_out: HeldOut) -> Markup:
     sources = held_out.sources
     figure = Figure(figsize=(2.3 * len(sources) + 1.5, 0.32 * len(rows) + 1.3))
     panels = figure.subplots(1, len(sources), sharey=True, squeeze=False)[0]
-    labels = [_plain(tables.label(row)) for row in rows]
+    labels = [plain(tables.label(row)) for row in rows]
     for panel, source in zip(panels, sources, strict=True):
         measured = [row.by_source[source] for row in rows]
         what = _shown(measured, source in held_out.answer_sources)
@@ -181,17 +127,17 @@ def changes_figure(held_out: HeldOut) -> Markup:
             xerr=[2 * (change.stderr or 0.0) for change in changes],
             fmt="o",
             markersize=4,
-            color=_BLUE,
+            color=BLUE,
             elinewidth=1.1,
         )
-        panel.axvline(0, color=_GREY, linewidth=0.8)
-        panel.set_title(_plain(source.rsplit("/", 1)[-1].removeprefix("demo:")), fontsize=9)
+        panel.axvline(0, color=GREY, linewidth=0.8)
+        panel.set_title(plain(source.rsplit("/", 1)[-1].removeprefix("demo:")), fontsize=9)
         panel.set_xlabel({"increase": "loss", "accuracy_change": "accuracy"}.get(what, "answers given"), fontsize=8)
         panel.tick_params(labelsize=8)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(len(rows)), labels, fontsize=8)
     panels[0].invert_yaxis()
-    return _svg(figure)
+    return svg(figure)
 
 
 def _shown(measured: Sequence[Measured], has_answers: bool) -> str:
@@ -199,22 +145,3 @@ def _shown(measured: Sequence[Measured], has_answers: bool) -> str:
     if measured and all(item.generated_change is not None for item in measured):
         return "generated_change"
     return "accuracy_change" if has_answers else "increase"
-
-
-def misses_figure(plans: Sequence[PlanTraffic]) -> Markup:
-    """Tokens that a decode step of a request brings, by the size of its buffer: all of them, and those exposed."""
-    figure, axes = _axes(8, 3.6)
-    for number, plan in enumerate(plan for plan in plans if plan.buffers):
-        times = [buffer.times for buffer in plan.buffers]
-        exposed = [plan.item * buffer.exposed.mean for buffer in plan.buffers]
-        everything = [plan.item * (buffer.exposed.mean + buffer.hidden.mean) for buffer in plan.buffers]
-        colour = f"C{number}"
-        axes.plot(times, everything, color=colour, marker="o", markersize=4, linewidth=1.2, label=_plain(plan.name))
-        axes.plot(times, exposed, color=colour, marker="o", markersize=3, linewidth=1.0, linestyle="--")
-    axes.plot([], [], color=_GREY, linestyle="--", label="of these, exposed")
-    axes.set_yscale("symlog", linthresh=1.0)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("buffer, in units of what a query selects")
-    axes.set_ylabel("tokens a step, all layers")
-    axes.legend(frameon=False, fontsize=8)
-    return _svg(figure)

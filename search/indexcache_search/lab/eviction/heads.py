@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from sglang_indexcache.naming import naming
 
@@ -64,19 +65,7 @@ class EvictionHeads(nn.Module):
     def attend(
         self, layer: int, attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, mask: Tensor
     ) -> Tensor:
-        """Attention of a layer with its bias, as `use` has it.
-
-        Args:
-            layer: which one.
-            attend: attention with a mask that is added, and what transformers' eager attention gives.
-            query: `[batch, heads, queries, dim]`.
-            key: `[batch, key_heads, keys, dim]`.
-            value: likewise.
-            mask: `[batch, 1, queries, keys]`.
-
-        Returns:
-            `[batch, queries, heads, dim]`.
-        """
+        """Attention of a layer with its bias, as `use` has it; see `hf.pages.Importance`."""
         training = torch.is_grad_enabled() and self.scale.requires_grad
         if self.use == "training" and not training:
             plain: Tensor = attend(query, key, value, mask)[0]
@@ -126,26 +115,16 @@ class EvictionHeads(nn.Module):
 
 def attach(model: Any, heads: EvictionHeads) -> None:
     """Let `model` have these eviction heads; they go with it to its device, not into its checkpoint."""
-    model.eviction_heads = heads.to(model.device)
+    model.importance = heads.to(model.device)
 
 
-def attach_saved(model: Any, folder: Path) -> None:
-    """The same with those in its folder, where there are any.
+def attach_saved(engine: TransformersEngine) -> None:
+    """Let an engine's model have those in its folder, where there are any.
 
     Raises:
         SearchError: if they are damaged, or another model's.
+        ModelConfigError: if something in the folder changed since the model was loaded.
     """
-    if (folder / FILE).is_file():
-        attach(model, EvictionHeads.load(folder / FILE, model.config))
-
-
-def heads_of(model: Any) -> EvictionHeads:
-    """The eviction heads of a model.
-
-    Raises:
-        SearchError: if it has none.
-    """
-    heads = getattr(model, "eviction_heads", None)
-    if not isinstance(heads, EvictionHeads):
-        raise SearchError("the plan asks for eviction heads; expected a model of indexcache-distill --train eviction")
-    return heads
+    if engine.files is not None and (path := engine.files.folder / FILE).is_file():
+        attach(engine.torch_model, EvictionHeads.load(path, engine.torch_model.config))
+        engine.check_unchanged()  # they were read behind their digest

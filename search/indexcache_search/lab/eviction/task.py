@@ -9,19 +9,18 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from indexcache_search import estimates, objectives
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.distill.result import as_evaluation
-from indexcache_search.distill.task import BETAS
+from indexcache_search.distill.result import losses_of
 from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.hf.device import LOGIT_ROWS
 from indexcache_search.hf.roles import apply_roles
-from indexcache_search.lab.eviction.heads import heads_of
+from indexcache_search.lab.eviction.heads import EvictionHeads
 from indexcache_search.lab.eviction.settings import EvictionSettings
 from indexcache_search.objectives import Objective
+from indexcache_search.training.optimizer import adamw, clip, take_step
 from indexcache_search.training.order import Order
 from indexcache_search.training.processes import Processes
 from sglang_indexcache import Pattern
@@ -49,7 +48,7 @@ class EvictionTask:
         self._train, self._held_out = train, held_out
         self.model: Any = model
         self.steps = (0, settings.steps)
-        heads = heads_of(model)
+        heads: EvictionHeads = model.importance
         for parameter in model.parameters():
             parameter.requires_grad_(settings.body)
         for parameter in heads.parameters():
@@ -59,13 +58,12 @@ class EvictionTask:
                 parameter.data = parameter.data.float()
         own = {id(parameter) for parameter in heads.parameters()}
         body = [item for item in model.parameters() if item.requires_grad and id(item) not in own]
-        groups = [
-            {"params": list(heads.parameters()), "peak": settings.heads_lr, "weight_decay": 0.0},
-            {"params": [p for p in body if p.ndim > 1], "peak": settings.lr, "weight_decay": settings.weight_decay},
-            {"params": [p for p in body if p.ndim < 2], "peak": settings.lr, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            [{**group, "lr": group["peak"]} for group in groups if group["params"]], betas=BETAS
+        self.optimizer = adamw(
+            list(heads.parameters()),
+            body,
+            own_lr=settings.heads_lr,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
         )
         self._order = Order(train.num_sequences, settings.seed)
 
@@ -81,21 +79,14 @@ class EvictionTask:
         for start in range(0, len(rows), settings.micro_batch_size):
             part = rows[start : start + settings.micro_batch_size]
             total += float(self._losses(part, data, self._objective, 1 / scored).double().sum()) / scored
-        norms = {}
-        heads, *body = (group["params"] for group in self.optimizer.param_groups)
-        for name, parameters in (("heads", heads), ("body", [p for group in body for p in group])):
-            if parameters:
-                norms[f"norm_{name}"] = float(clip_grad_norm_(parameters, settings.max_norm))
+        norms = {f"norm_{name}": norm for name, norm in clip(self.optimizer, "heads", settings.max_norm).items()}
         if not np.isfinite([total, *norms.values()]).all():
             raise NonFiniteLossError(
                 f"step {number + 1}: loss {total}, gradient norms"
                 f" {', '.join(f'{name} {value}' for name, value in norms.items())}; expected finite numbers"
             )
         factor = settings.rate(number)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * factor
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        take_step(self.optimizer, factor)
         measured = {"loss" if settings.body else "kl": total, **norms}
         return {"step": number + 1, "stage": STAGE, **measured, "lr_factor": factor}
 
@@ -118,7 +109,7 @@ class EvictionTask:
         }
         self.model.train()
         tokens = data.scored[:, 1:].sum(1).tolist()
-        loss, divergence = (as_evaluation(sums[objective], tokens, pattern) for objective in ("nll", "kl"))
+        loss, divergence = (losses_of(sums[objective], tokens) for objective in ("nll", "kl"))
         return {
             "held_out_loss": estimates.loss(loss, data).mean,
             "held_out_kl": estimates.loss(divergence, data).mean,

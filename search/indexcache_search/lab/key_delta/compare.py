@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+from markupsafe import Markup
 from numpy.typing import NDArray
-from rich.console import Console
 
-from indexcache_search import estimates
-from indexcache_search.compare import result
+from indexcache_search.compare import measure
 from indexcache_search.compare.held_out import HeldOut
-from indexcache_search.compare.measure import patterns
-from indexcache_search.compare.run import Data, Runtime, built_of, calibrated_on, named_lines
-from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Evaluation
+from indexcache_search.compare.measure import Compared, Done
+from indexcache_search.compare.run import Candidates, Spec
+from indexcache_search.data.sketch import Sketch
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.estimates import Estimate
-from indexcache_search.evaluator import Evaluator
-from indexcache_search.hf.loading import check_seq_len, describe_model, read_config, set_quiet
-from indexcache_search.identity import engine_identity, engine_words, today
+from indexcache_search.hf.loading import describe_model
 from indexcache_search.journal import Journal
+from indexcache_search.lab.key_delta.costs import Costs, main_stage
+from indexcache_search.lab.key_delta.engine import KeyEngine
 from indexcache_search.lab.key_delta.file import KeyFile
-from indexcache_search.lab.key_delta.plan import BLOCK, SINKS, STAGES, KeyMethod, KeyPlan, Stage
-from indexcache_search.lab.key_delta.runs import in_stage, read_tokens
+from indexcache_search.lab.key_delta.plan import BLOCK, LONG, METHODS, SINKS, STAGES, KeyMethod, KeyPlan, Stage
 from indexcache_search.line import BASELINE, NAMED, Line
-from indexcache_search.names import file_names
-from indexcache_search.objectives import Objective
-from indexcache_search.owned.outputs import Outputs, outputs
 from indexcache_search.plans import Plan
-from indexcache_search.progress import bar
-from indexcache_search.results import ComparisonResult, Row
+from indexcache_search.report.drawing import blank, svg
+from indexcache_search.results import ComparisonResult
+from indexcache_search.results import HeldOut as HeldOutResult
 from sglang_indexcache import ModelLayers
-from sglang_indexcache.selection import Selection
-from sglang_indexcache.spec import PatternSpec, split_name
 
 BITS = (8, 4)
 
@@ -70,27 +62,69 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyCandidates:
-    """What is compared.
+class KeyCandidates(Candidates):
+    """What is compared of a dense model: plans for keys, and patterns beside them.
+
+    Texts count behind their first quarter, and are read at once; replies are decoded.
 
     Attributes:
         asked: plans of `key_delta`, see `asked_for`.
-        patterns: of the dense model, as `spec.PatternSpec`, with `NAME=` before it if it is to have one.
-        retentions: what is compared of files that name none.
-        selections: see `compare.run.Candidates`.
         rivals: whether sinks and a window, blocks, and keys of 8 and 4 bits stand beside them, at equal savings.
     """
 
+    command: ClassVar[str] = "indexcache-lab key-delta eval"
+    noun: ClassVar[str] = "plan"
+    engine: ClassVar[type[TransformersEngine]] = KeyEngine
+
     asked: tuple[Asked, ...]
-    patterns: tuple[str, ...] = ()
-    retentions: tuple[Fraction, ...] = ()
-    selections: tuple[Selection, ...] = ()
     rivals: bool = True
 
     @property
-    def files(self) -> list[str]:
-        """Paths of the files that hold thresholds."""
-        return [item.text for item in self.asked if isinstance(item.thresholds, KeyFile)]
+    def _files(self) -> dict[str, KeyFile]:
+        """Files that hold thresholds, by their paths."""
+        return {item.text: item.thresholds for item in self.asked if isinstance(item.thresholds, KeyFile)}
+
+    def check(self) -> None:
+        """Nothing needs to be named: there are thresholds."""
+
+    def reads(self) -> dict[str, Sequence[str]]:
+        """See `Candidates.reads`."""
+        return {**super().reads(), "--threshold": list(self._files)}
+
+    def describe(self, model: str, specs: Sequence[Spec], seq_len: int | None) -> ModelLayers:
+        """See `dense_model`."""
+        return dense_model(model, seq_len or LONG)
+
+    def lines(self, specs: Sequence[Spec], model: ModelLayers) -> list[Line]:
+        """See `Candidates.lines`."""
+        plans = [item.plan(model) for item in self.asked]
+        count = Counter(plan.name for plan in plans)
+        lines = [
+            Line(NAMED, plan.name if count[plan.name] == 1 else f"{plan.name} ({item.text})", None, plan)
+            for item, plan in zip(self.asked, plans, strict=True)
+        ]
+        lines += super().lines(specs, model)
+        count = Counter(f"{line.name} {line.retention or ''}".strip() for line in lines)
+        twice = next((name for name, number in count.items() if number > 1), None)
+        if twice is not None:
+            raise SearchError(f"two plans are called {twice!r}, expected each --threshold and --pattern once")
+        return lines
+
+    def calibrated_on(self, specs: Sequence[Spec]) -> list[Sketch]:
+        """See `Candidates.calibrated_on`."""
+        return [*(file.calibrated_on() for file in self._files.values()), *super().calibrated_on(specs)]
+
+    def compared(
+        self, engine: TransformersEngine, journal: Journal, lines: Sequence[Line], built: HeldOut, done: Done
+    ) -> list[Compared]:
+        """See `compare`."""
+        assert isinstance(engine, KeyEngine)
+        rivalled = [line.pattern for line in lines] if self.rivals else []
+        return compare(engine, journal, lines, built, done, rivalled)
+
+    def figures(self, comparison: ComparisonResult) -> Mapping[str, str]:
+        """See `figures`."""
+        return figures(comparison.held_out)
 
 
 def asked_for(thresholds: str, near: Mapping[str, Any]) -> tuple[Asked, ...]:
@@ -110,67 +144,6 @@ def asked_for(thresholds: str, near: Mapping[str, Any]) -> tuple[Asked, ...]:
     return tuple(asked)
 
 
-def run(
-    model: str, candidates: KeyCandidates, data: Data, runtime: Runtime, output: Path, restart: bool, console: Console
-) -> ComparisonResult | None:
-    """Compare on held-out data, and write eval.json and eval.html; see `compare.run.run`.
-
-    Texts count behind their first quarter, and are read at once; replies are decoded.
-
-    Raises:
-        IndexCacheError: if something asked for can't be done.
-        NonFiniteLossError: if a loss is NaN or infinite.
-    """
-    set_quiet()
-    reads = {"--model": [model], "--pattern": file_names(candidates.patterns), "--threshold": candidates.files}
-    command = "indexcache-eval --attention key_delta"
-    with outputs(command, output, output / "work", result.FILES, {**reads, **data.reads()}) as out:
-        comparison = _run(model, candidates, data, runtime, out, restart, console)
-        if comparison is not None:
-            out.replace(result.texts(comparison), console)
-    return comparison
-
-
-def _run(
-    model: str, candidates: KeyCandidates, data: Data, runtime: Runtime, out: Outputs, restart: bool, console: Console
-) -> ComparisonResult | None:
-    seq_len = data.seq_len or 512
-    description, config = dense_model(model, seq_len), read_config(model)
-    check_seq_len(seq_len, config)
-    plans = [item.plan(description) for item in candidates.asked]
-    given = candidates.selections[0] if candidates.selections else None
-    specs = [
-        (name, PatternSpec.read(text, given, description.native.selection))
-        for name, text in map(split_name, candidates.patterns)
-    ]
-    files = [item.thresholds for item in candidates.asked if isinstance(item.thresholds, KeyFile)]
-    calibrated = [*(file.calibrated_on() for file in files), *calibrated_on(specs)]
-    built = built_of(model, description, config.vocab_size, data, seq_len, calibrated, "plan", console)
-    if data.only_shown:
-        return None
-    count = Counter(plan.name for plan in plans)
-    lines = [
-        Line(NAMED, plan.name if count[plan.name] == 1 else f"{plan.name} ({item.text})", None, plan)
-        for item, plan in zip(candidates.asked, plans, strict=True)
-    ]
-    lines += named_lines(specs, candidates.retentions, candidates.selections, description)
-    count = Counter(f"{line.name} {line.retention or ''}".strip() for line in lines)
-    twice = next((name for name, number in count.items() if number > 1), None)
-    if twice is not None:
-        raise SearchError(f"two plans are called {twice!r}, expected each --threshold and --pattern once")
-    engine = load_engine(model, description, runtime.device, runtime.dtype, runtime.batch_size, runtime.prefix_cache_gb)
-    identity = {**engine_identity(engine), "held-out": built.data.sha256}
-    with (
-        Journal(out.journal(), identity, today(), restart) as journal,
-        bar(console) as progress,
-    ):
-        task = progress.add_task("plans", total=None)
-        rivalled = [line.pattern for line in lines] if candidates.rivals else []
-        comparison = compare(engine, built, journal, lines, rivalled, lambda: progress.advance(task))
-    engine.check_unchanged()
-    return comparison
-
-
 def dense_model(model: str, seq_len: int) -> ModelLayers:
     """What config.json says of a dense model; texts count behind the first quarter of a sequence.
 
@@ -180,108 +153,65 @@ def dense_model(model: str, seq_len: int) -> ModelLayers:
     """
     description = describe_model(model)
     if not description.dense:
-        raise SearchError(f"{model} has indexers that choose; key_delta is for dense models")
+        raise SearchError(f"{model} has indexers that choose; key-delta is for dense models")
     return replace(description, first_sparse_position=seq_len // 4)
 
 
-def load_engine(
-    model: str, description: ModelLayers, device: str, dtype: str, batch_size: int, prefix_cache_gb: float
-) -> TransformersEngine:
-    """The reference engine, for what `dense_model` says."""
-    selection = description.native.selection
-    engine = TransformersEngine.load(model, device, dtype, batch_size, prefix_cache_gb, "naive", selection)
-    engine.model = description
-    return engine
-
-
 def compare(
-    engine: TransformersEngine,
-    built: HeldOut,
+    engine: KeyEngine,
     journal: Journal,
     lines: Sequence[Line],
+    built: HeldOut,
+    done: Done,
     rivalled: Sequence[Plan | None],
-    done: Callable[[], None] = lambda: None,
-) -> ComparisonResult:
-    """Evaluate `lines`, and what leaves out as much as those of `rivalled` that are plans for keys."""
-    data = built.data
-    losses = Evaluator(engine, data, "nll", journal, "nll", lambda item: done())
-    divergences = Evaluator(engine, data, "kl", journal, "kl")
-    costs: dict[Stage, Costs] = {stage: Costs(engine, data, journal, stage) for stage in STAGES}
-    compared = patterns(losses, divergences, lines, built)
-    more = _rivals(rivalled, costs[main_stage(data)])
+) -> list[Compared]:
+    """Evaluate the baseline, `lines`, and what leaves out as much as those of `rivalled` that are plans for keys."""
+    costs = {stage: Costs(engine, built.data, journal, stage) for stage in STAGES}
+    compared = measure.patterns(engine, journal, lines, built, done)
+    more = rival_lines(rivalled, costs[main_stage(built.data)])
     if more:
-        compared += patterns(losses, divergences, more, built)[1:]
-    comparison = result.collect(
-        compared,
-        built,
-        engine.model.first_sparse_position,
-        model=engine.model.name,
-        engine=engine_words(engine),
-        seq_len=data.seq_len,
-    )
-    rows = [
-        _with_cost(row, line.row.line.pattern, costs)
-        for row, line in zip(comparison.held_out.rows, compared, strict=True)
-    ]
-    return comparison.model_copy(update={"held_out": comparison.held_out.model_copy(update={"rows": rows})})
+        compared += measure.patterns(engine, journal, more, built, done)[1:]
+    return [replace(item, extra=_skipped(item.row.line, costs)) for item in compared]
 
 
-def _with_cost(row: Row, plan: Plan | None, costs: dict[Stage, Costs]) -> Row:
-    assert plan is not None
-    nothing = row.kind == BASELINE
-    skipped = {
-        stage: Estimate(0.0, 0.0) if nothing else cost.skipped(plan) for stage, cost in costs.items() if cost.rows
+def _skipped(line: Line, costs: Mapping[Stage, Costs]) -> dict[str, Estimate]:
+    """What a plan leaves out while prompts are read and while replies are decoded, by the title of its column."""
+    assert line.pattern is not None
+    nothing = Estimate(0.0, 0.0)
+    return {
+        f"skips {stage}": nothing if line.kind == BASELINE else cost.skipped(line.pattern)
+        for stage, cost in costs.items()
+        if cost.rows
     }
-    return row.model_copy(update={"skipped": skipped})
 
 
-class Costs:
-    """How many products of queries with keys plans leave out while prompts are read, or replies decoded.
-
-    `part` goes before the stage in the journal.
-
-    Attributes:
-        stage: which of the two.
-        counted: `[sequences, tokens]`, the tokens in it.
-        rows: the sequences that have such tokens.
-    """
-
-    def __init__(
-        self, engine: TransformersEngine, data: TokenSet, journal: Journal, stage: Stage, part: str = ""
-    ) -> None:
-        self.stage, self.counted, self._data = stage, in_stage(read_tokens(data), stage), data
-        self.rows = [int(row) for row in np.flatnonzero(self.counted.any(axis=1))]
-        self._evaluator = Evaluator(_Counting(engine, stage), data, "nll", journal, f"{part}{stage}")  # type: ignore[arg-type]
-
-    def skipped(self, plan: Plan) -> Estimate:
-        """The share that `plan` leaves out."""
-        done = self._evaluator.evaluations([plan], self.rows)[0]
-        computed = estimates.loss(done, self._data)
-        return Estimate(1.0 - computed.mean, computed.stderr)
-
-
-class _Counting:
-    """An engine whose loss is what is computed, and whose tokens are what attention to everything computes."""
-
-    def __init__(self, engine: TransformersEngine, stage: Stage) -> None:
-        self._engine, self._stage = engine, stage
-
-    def evaluate(
-        self, plans: Sequence[Plan], data: TokenSet, objective: Objective, rows: Sequence[int], fresh: bool = False
-    ) -> Iterator[Evaluation]:
-        for plan in plans:
-            pairs = [self._engine.key_runs.work(plan, row, data, self._stage) for row in rows]
-            none = (0,) * len(rows)
-            computed, everything = tuple(float(pair[0]) for pair in pairs), tuple(pair[1] for pair in pairs)
-            yield Evaluation(plan, tuple(rows), computed, none, everything, none, 0.0)
+def figures(held_out: HeldOutResult) -> dict[str, Markup]:
+    """Divergence against what is left out of the products of queries with keys, a line for each way to do it."""
+    rows = [row for row in held_out.rows if row.kind != BASELINE and row.extra and row.kl is not None]
+    title = next(iter(rows[0].extra or {}))
+    figure, axes = blank(8, 3.6)
+    for method in dict.fromkeys((row.pattern or "").partition("|")[0] for row in rows):
+        own = [row for row in rows if (row.pattern or "").partition("|")[0] == method]
+        points = [(row.extra[title].mean, row.kl) for row in own if row.extra and row.kl]
+        points.sort(key=lambda point: point[0])
+        axes.errorbar(
+            [skipped for skipped, _ in points],
+            [kl.mean for _, kl in points],
+            yerr=[kl.stderr or 0.0 for _, kl in points],
+            marker="o",
+            markersize=4,
+            linewidth=1.2,
+            linestyle="-" if method in ("key_delta", "key_blocks", "sink_window") else "none",
+            label=method if method in METHODS else "patterns",
+        )
+    axes.set_yscale("log")
+    axes.set_xlabel(f"share of the products of queries with keys that is left out, {title.removeprefix('skips ')}")
+    axes.set_ylabel("KL to the model as it is")
+    axes.legend(frameon=False, fontsize=8)
+    return {"What is left out, and what it costs": svg(figure)}
 
 
-def main_stage(data: TokenSet) -> Stage:
-    """The stage that more tokens are in."""
-    return "reading" if read_tokens(data).mean() >= 0.5 else "decoding"
-
-
-def _rivals(plans: Sequence[Plan | None], costs: Costs) -> list[Line]:
+def rival_lines(plans: Sequence[Plan | None], costs: Costs) -> list[Line]:
     """What leaves out as much as each plan of differences; and keys in few bits."""
     of_keys, lines = [plan for plan in plans if isinstance(plan, KeyPlan)], []
     for plan in of_keys:

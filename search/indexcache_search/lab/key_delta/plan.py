@@ -15,6 +15,7 @@ Stage = Literal["reading", "decoding"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 SINKS = 4  # first keys that `sink_window` always sees
 BLOCK = 16  # keys of a block
+LONG = 512  # tokens of a sequence, where nobody says otherwise
 BITS_GROUP = 32  # tokens that share the range of their bits
 
 

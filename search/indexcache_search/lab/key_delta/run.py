@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,31 +13,49 @@ from rich.console import Console
 from indexcache_search import estimates, tables
 from indexcache_search.compare import result
 from indexcache_search.compare.held_out import HeldOut
+from indexcache_search.compare.run import Runtime
 from indexcache_search.data import dry_run
-from indexcache_search.data.packing import build_token_sets
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.estimates import Estimate
 from indexcache_search.evaluator import Evaluator
-from indexcache_search.hf.loading import check_seq_len, load_tokenizer, read_config, set_quiet
-from indexcache_search.identity import identity, today
+from indexcache_search.hf.loading import set_quiet
+from indexcache_search.identity import engine_words, identity, today
 from indexcache_search.journal import Journal
-from indexcache_search.lab.key_delta import compare as keys
+from indexcache_search.lab.key_delta.compare import BITS, compare, dense_model, figures
+from indexcache_search.lab.key_delta.costs import Costs, main_stage
+from indexcache_search.lab.key_delta.engine import KeyEngine
 from indexcache_search.lab.key_delta.file import KeyFile
-from indexcache_search.lab.key_delta.plan import KeyPlan
+from indexcache_search.lab.key_delta.plan import LONG, KeyPlan
 from indexcache_search.lab.key_delta.search import KeyListeners, KeySearch, Thresholds
 from indexcache_search.line import NAMED, Line
-from indexcache_search.owned.outputs import Outputs, outputs
+from indexcache_search.owned.outputs import outputs
 from indexcache_search.progress import bar, warn
 from indexcache_search.results import ComparisonResult
-from indexcache_search.run import Data, Files, Runtime
+from indexcache_search.run import Data, Files, token_sets
 from indexcache_search.terminal import command
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.command_line import error_context
 from sglang_indexcache.pattern_file import ModelSection
+
+COMMAND = "indexcache-lab key-delta search"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeySettings:
+    """What a search for thresholds is asked to do.
+
+    Attributes:
+        shares: of the products of queries with keys to leave out.
+        near: `window`, `max_window` and `recent` of a `KeyPlan`, in the place of its own.
+        seed: order of the calibration documents.
+    """
+
+    shares: tuple[float, ...]
+    near: Mapping[str, Any]
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -75,116 +94,78 @@ def _file_name(share: float) -> str:
     return f"thresholds-{share:g}.json"
 
 
-def run(
-    model: str,
-    data: Data,
-    runtime: Runtime,
-    shares: tuple[float, ...],
-    near: Mapping[str, Any],
-    seed: int,
-    files: Files,
-    console: Console,
-) -> KeyResult:
-    """Search thresholds of `model` and write them with a comparison on held-out data.
-
-    Args:
-        model: folder or hub id of a dense model.
-        data: sources and sizes; `seq_len` None means 512.
-        runtime: how the engine runs.
-        shares: of the products of queries with keys to leave out.
-        near: `window`, `max_window` and `recent` of a `KeyPlan`, in the place of its own.
-        seed: order of the calibration documents.
-        files: where results go.
-        console: for people.
+def run(model: str, data: Data, runtime: Runtime, settings: KeySettings, files: Files, console: Console) -> KeyResult:
+    """Search thresholds of `model`, a dense one, and write them with a comparison on held-out data.
 
     Raises:
         IndexCacheError: if something asked for can't be done.
         NonFiniteLossError: if a loss is NaN or infinite.
     """
-    names = [*map(_file_name, shares), *result.FILES]
+    names = [*map(_file_name, settings.shares), *result.FILES]
     reads = {"--model": [model], "--calibration": data.calibration, "--evaluation": data.evaluation}
-    command = "indexcache-search --method key_delta"
-    with outputs(command, files.folder, files.work_dir, names, reads) as out:
-        return _run(model, data, runtime, shares, near, seed, out, files.restart, console)
-
-
-def _run(
-    model: str,
-    data: Data,
-    runtime: Runtime,
-    shares: tuple[float, ...],
-    near: Mapping[str, Any],
-    seed: int,
-    out: Outputs,
-    restart: bool,
-    console: Console,
-) -> KeyResult:
-    description, reader, calibration, held_out = _load_data(model, data, runtime, seed)
-    nothing = KeyPlan(method="key_delta", values=(0.0,) * description.num_layers, **near)
-    for note in reader.notes:
-        warn(console, note)
-    with error_context("loading the model"):
-        engine = keys.load_engine(
-            model, description, runtime.device, runtime.dtype or "float32", runtime.batch_size, runtime.prefix_cache_gb
-        )
-    with Journal(out.journal(), identity(engine, calibration, held_out, "kl"), today(), restart) as journal:
+    with ExitStack() as stack:
+        out = stack.enter_context(outputs(COMMAND, files.folder, files.work_dir, names, reads))
+        description, reader, calibration, held_out = _load_data(model, data, settings.seed)
+        nothing = KeyPlan(method="key_delta", values=(0.0,) * description.num_layers, **settings.near)
+        for note in reader.notes:
+            warn(console, note)
+        with error_context("loading the model"):
+            engine = KeyEngine.load(
+                model, runtime.device, runtime.dtype, runtime.batch_size, runtime.prefix_cache_gb, runtime.attention
+            )
+            engine.model = description
+        belongs_to = identity(engine, calibration, held_out, "kl")
+        journal = stack.enter_context(Journal(out.journal(), belongs_to, today(), files.restart, engine.parse))
         with error_context("search"):
-            found = _search(engine, calibration, journal, nothing, shares, console)
+            found = _search(engine, calibration, journal, nothing, settings.shares, console)
         kept = {_file_name(item.asked): _text(item, engine, calibration, journal) for item in found}
         for item in found:
             console.print(
                 f"{item.asked:g}: {item.plan.name}; one threshold: {item.uniform.values[0]:g}", soft_wrap=True
             )
         with error_context("held-out comparison"), bar(console) as progress:
-            task = progress.add_task("held-out comparison", total=1 + 4 * len(found) + len(keys.BITS))
+            plans = 1 + 4 * len(found) + len(BITS)
+            task = progress.add_task("held-out comparison", total=2 * plans * held_out.num_sequences)
             lines = []
             for item in found:
                 lines.append(Line(NAMED, f"searched, {item.asked:g}", None, item.plan))
                 lines.append(Line(NAMED, f"one threshold, {item.asked:g}", None, item.uniform))
             rivalled, built = [line.pattern for line in lines[::2]], HeldOut(held_out, {})
-            comparison = keys.compare(engine, built, journal, lines, rivalled, lambda: progress.advance(task))
+            compared = compare(engine, journal, lines, built, lambda done: progress.advance(task, done), rivalled)
+            comparison = result.collect(
+                compared,
+                built,
+                description.first_sparse_position,
+                model=description.name,
+                engine=engine_words(engine),
+                seq_len=held_out.seq_len,
+            )
             gains = {item.asked: _gain(engine, held_out, journal, item) for item in found}
         engine.check_unchanged()
-    out.replace({**kept, **result.texts(comparison)}, console)
-    return KeyResult(comparison, gains, tuple(out.results.path / name for name in kept))
+        out.replace({**kept, **result.texts(comparison, figures(comparison.held_out))}, console)
+        return KeyResult(comparison, gains, tuple(out.results.path / name for name in kept))
 
 
-def show_data(model: str, data: Data, runtime: Runtime, seed: int) -> None:
+def show_data(model: str, data: Data, seed: int) -> None:
     """Read the data as `run` does, print what was read, and do nothing else.
 
     Raises:
         IndexCacheError: as `run`.
     """
-    _, reader, calibration, held_out = _load_data(model, data, runtime, seed)
+    _, reader, calibration, held_out = _load_data(model, data, seed)
     dry_run.show(reader, {"evaluation": held_out, "calibration": calibration})
 
 
-def _load_data(
-    model: str, data: Data, runtime: Runtime, seed: int
-) -> tuple[ModelLayers, TokenReader, TokenSet, TokenSet]:
+def _load_data(model: str, data: Data, seed: int) -> tuple[ModelLayers, TokenReader, TokenSet, TokenSet]:
     set_quiet()
-    if runtime.engine != "transformers":
-        raise SearchError("--method key_delta runs on transformers alone, expected no --engine")
-    seq_len = data.seq_len or 512
-    description, config = keys.dense_model(model, seq_len), read_config(model)
-    check_seq_len(seq_len, config)
-    reader = TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len, replies=True, options=data.rows)
+    seq_len = data.seq_len or LONG
+    description = dense_model(model, seq_len)
     with error_context("reading the data"):
-        sets = build_token_sets(
-            reader,
-            description,
-            data.calibration,
-            data.evaluation,
-            seq_len=seq_len,
-            num_calibration=data.num_sequences,
-            num_evaluation=data.num_eval_sequences,
-            seed=seed,
-        )
-    return description, reader, *sets
+        return description, *token_sets(model, description, data, seq_len, seed)
 
 
 def _search(
-    engine: TransformersEngine,
+    engine: KeyEngine,
     calibration: TokenSet,
     journal: Journal,
     nothing: KeyPlan,
@@ -199,21 +180,21 @@ def _search(
             notice=lambda line: console.print(line, soft_wrap=True),
         )
         evaluator = Evaluator(engine, calibration, "kl", journal, "calibration", lambda _: progress.advance(task))
-        return KeySearch(engine.key_runs, evaluator, costs, nothing, listeners).find(shares)
+        return KeySearch(engine.runs, evaluator, costs, nothing, listeners).find(shares)
 
 
-def _counted(engine: TransformersEngine, calibration: TokenSet, journal: Journal) -> keys.Costs:
+def _counted(engine: KeyEngine, calibration: TokenSet, journal: Journal) -> Costs:
     """What counts in the stage with more tokens."""
-    return keys.Costs(engine, calibration, journal, keys.main_stage(calibration), "calibration, ")
+    return Costs(engine, calibration, journal, main_stage(calibration), "calibration, ")
 
 
-def _gain(engine: TransformersEngine, held_out: TokenSet, journal: Journal, found: Thresholds) -> Estimate:
+def _gain(engine: KeyEngine, held_out: TokenSet, journal: Journal, found: Thresholds) -> Estimate:
     evaluator = Evaluator(engine, held_out, "kl", journal, "kl")
     plan, uniform = evaluator.evaluations([found.plan, found.uniform])
     return estimates.increase(uniform, plan, held_out)
 
 
-def _text(found: Thresholds, engine: TransformersEngine, calibration: TokenSet, journal: Journal) -> str:
+def _text(found: Thresholds, engine: KeyEngine, calibration: TokenSet, journal: Journal) -> str:
     evaluator = Evaluator(engine, calibration, "kl", journal, "calibration")
     costs = _counted(engine, calibration, journal)
     return KeyFile(
@@ -246,5 +227,5 @@ def show(found: KeyResult, model: str, out: Console) -> None:
         out.print(f"{share:g}: {words} {gain.mean:+.4f}{error} KL more than the searched ones", soft_wrap=True)
     written = [*found.files, *(found.files[0].parent / name for name in result.FILES)]
     out.print(f"Wrote {', '.join(map(str, written))}", soft_wrap=True)
-    flags = ("--attention", "key_delta", "--threshold", found.files[0])
-    out.print(f"Next: {command('indexcache-eval', '--model', model, *flags)} --evaluation ...", soft_wrap=True)
+    evaluate = command("indexcache-lab", "key-delta", "eval", "--model", model, "--threshold", found.files[0])
+    out.print(f"Next: {evaluate} --evaluation ...", soft_wrap=True)

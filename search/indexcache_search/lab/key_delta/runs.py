@@ -102,6 +102,7 @@ class KeyRuns:
         """
         if isinstance(plan, Pattern):
             return pairs_of(plan, read_tokens(data)[row], None if data.prompt is None else data.prompt[row], stage)
+        assert isinstance(plan, KeyPlan)
         key = (plan, data.sha256, row, stage)
         if key not in self._work:
             self.hidden(plan, [row], data)

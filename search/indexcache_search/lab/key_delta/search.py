@@ -22,7 +22,7 @@ from indexcache_search.errors import SearchError
 from indexcache_search.evaluator import Evaluator
 from indexcache_search.judge import Judge
 from indexcache_search.lab.key_delta.attention import exact_from
-from indexcache_search.lab.key_delta.compare import Costs
+from indexcache_search.lab.key_delta.costs import Costs
 from indexcache_search.lab.key_delta.plan import KeyPlan
 from indexcache_search.lab.key_delta.runs import KeyRuns, read_tokens
 

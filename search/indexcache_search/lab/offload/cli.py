@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from indexcache_search import bounded, data_flags, demo
+from indexcache_search import bounded, data_flags, demo, run_flags
 from indexcache_search import selection_flags as flags
-from indexcache_search.cli import FIRST_CHOICE
 from indexcache_search.errors import SearchError
 from indexcache_search.needs import Need, Needs, refuse_unread
 from indexcache_search.terminal import errors_in_one_line, messages, results, serving
@@ -93,12 +92,7 @@ def offload(
             metavar="URL",
         ),
     ] = None,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Tokens a sequence; more than {FIRST_CHOICE}. Default: 4 times that.", callback=bounded.tokens()
-        ),
-    ] = None,
+    seq_len: run_flags.SeqLen = None,
     num_sequences: Annotated[
         int, typer.Option(help="Sequences, of all sources together.", callback=bounded.sequences())
     ] = 24,
@@ -108,12 +102,12 @@ def offload(
             help="Last tokens of each sequence, which count as decoded behind the others.", callback=bounded.tokens(2)
         ),
     ] = 128,
-    pages: Annotated[str, typer.Option(help=f"{flags.PAGES}, in the place of the file's; 16,64,256: each.")] = "",
-    page_tokens: Annotated[int | None, typer.Option(help=flags.PAGE_TOKENS, callback=bounded.tokens())] = None,
-    recent_pages: Annotated[int | None, typer.Option(help=flags.RECENT_PAGES, callback=bounded.tokens(0))] = None,
-    sink_pages: Annotated[int | None, typer.Option(help=flags.SINK_PAGES, callback=bounded.tokens(0))] = None,
-    score: Annotated[str | None, typer.Option(help=flags.SCORE)] = None,
-    steps: Annotated[str, typer.Option(help=f"{flags.STEPS}; none,ema:0.9: each.")] = "",
+    pages: flags.PagesEach = "",
+    page_tokens: flags.PageTokens = None,
+    recent_pages: flags.RecentPages = None,
+    sink_pages: flags.SinkPages = None,
+    score: flags.Score = None,
+    steps: flags.StepsEach = "",
     buffers: Annotated[
         str, typer.Option(help="Sizes of device buffers, in units of what a query selects; at least 1.")
     ] = "1,1.5,2,3,4",
@@ -154,9 +148,9 @@ def offload(
     output: Annotated[Path, typer.Option(help="Folder for offload.json, offload.html and pattern.yaml.")] = Path(
         "indexcache-offload"
     ),
-    restart: Annotated[bool, typer.Option("--restart", help="Discard the journal and start afresh.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    restart: run_flags.Restart = False,
+    device: run_flags.Device = "auto",
+    dtype: run_flags.Dtype = "float32",
     attention: Annotated[str, typer.Option(help="auto, naive or kernels, see indexcache-search --help.")] = "auto",
     prefix_cache_gb: Annotated[
         float,

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
-import jinja2
 from pydantic import BaseModel, ConfigDict, Field
 from rich.table import Table
 
 from indexcache_search.estimates import Estimate
-from indexcache_search.report.figures import misses_figure
 from indexcache_search.tables import fitted
 
 SCHEMA = "indexcache-offload/v2"
@@ -184,17 +180,3 @@ def terminal_tables(plan: PlanTraffic, width: int) -> list[Table]:
 def _with_error(estimate: Estimate, form: str = ".1f") -> str:
     error = "" if estimate.stderr is None else f" ±{format(estimate.stderr, form.lstrip('+'))}"
     return format(estimate.mean, form) + error
-
-
-FILES = ("offload.json", "offload.html")
-
-
-def texts(result: OffloadResult) -> dict[str, str]:
-    """Render the contents of `FILES`, by name."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    plans = [(plan, heading(plan), [cells(buffer) for buffer in plan.buffers]) for plan in result.plans]
-    page = template.render(
-        result=result, plans=plans, columns=COLUMNS, sentence=sentence(result), figure=misses_figure(result.plans)
-    )
-    return dict(zip(FILES, (json.dumps(result.as_json(), indent=1) + "\n", page), strict=True))

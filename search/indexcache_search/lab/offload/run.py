@@ -20,7 +20,7 @@ from indexcache_search.data.options import RowOptions
 from indexcache_search.data.packing import held_out_set
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Evaluation
+from indexcache_search.engines.base import Losses
 from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
@@ -30,7 +30,8 @@ from indexcache_search.evaluator import Evaluator
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.identity import engine_identity, engine_words, today
 from indexcache_search.journal import Journal
-from indexcache_search.lab.offload import result
+from indexcache_search.lab.eviction.heads import attach_saved
+from indexcache_search.lab.offload import page, result
 from indexcache_search.lab.offload.advice import CacheBytes, KvDtype, Machine, choosing, hisparse_config, stall_ms
 from indexcache_search.lab.offload.bandwidth import gather_bandwidth
 from indexcache_search.lab.offload.counting import count_misses
@@ -104,10 +105,10 @@ def run(
     """
     set_quiet()
     reads = {"--model": [model], "--pattern": file_names(asked.patterns), "--evaluation": asked.sources}
-    names = [*result.FILES, "pattern.yaml"]
+    names = [*page.FILES, "pattern.yaml"]
     with outputs("indexcache-offload", output, output / "work", names, reads) as out:
         found, file = _run(model, asked, served, runtime, out, restart, console)
-        out.replace({**result.texts(found), **({} if file is None else {"pattern.yaml": file.dumps()})}, console)
+        out.replace({**page.texts(found), **({} if file is None else {"pattern.yaml": file.dumps()})}, console)
     return found
 
 
@@ -198,9 +199,11 @@ def _engine(
 ) -> _Engine:
     """What runs the model: this process, or servers that do already."""
     if not asked.endpoints:
-        return TransformersEngine.load(
+        engine = TransformersEngine.load(
             model, runtime.device, runtime.dtype, 1, runtime.prefix_cache_gb, runtime.attention, fewest
         )
+        attach_saved(engine)
+        return engine
     servers = [CalibrationServer(url) for url in asked.endpoints]
     return SglangEngine(servers, description, notice=partial(warn, console))
 
@@ -342,7 +345,6 @@ class _Work:
 
     def _a_step(self, pattern: Pattern, counts: NDArray[np.int64]) -> Estimate:
         """Mean over sources and steps of `[sequences]` counts; a page's first step brings nothing."""
-        rows, none = tuple(range(len(counts))), (0,) * len(counts)
-        steps = self._asked.steps - pattern.dense
-        sums = Evaluation(pattern, rows, tuple(map(float, counts)), none, (steps,) * len(counts), none, 0.0)
+        steps, rows = self._asked.steps - pattern.dense, tuple(range(len(counts)))
+        sums = Losses(rows=rows, losses=tuple(map(float, counts)), tokens=(steps,) * len(counts))
         return estimates.loss(sums, self._data)

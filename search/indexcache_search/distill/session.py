@@ -1,0 +1,148 @@
+"""What every run has that trains a checkpoint: its files, its folders and data, its log and progress."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from rich.console import Console
+
+from indexcache_search.data.tokens import TokenSet
+from indexcache_search.distill.export import trained_pattern_file
+from indexcache_search.distill.progress import STAGES, TrainingProgress
+from indexcache_search.distill.result import collect
+from indexcache_search.distill.settings import Runtime, TrainingSettings
+from indexcache_search.hf.device import memory_error_in_one_line
+from indexcache_search.hf.loading import model_folder
+from indexcache_search.identity import today
+from indexcache_search.progress import warn
+from indexcache_search.training.checkpoints import Checkpoints
+from indexcache_search.training.log import TrainingLog
+from indexcache_search.training.loop import Loop
+from indexcache_search.training.processes import Processes
+from indexcache_search.training.sets import Data, training_sets
+from indexcache_search.training.settings import Folders
+from indexcache_search.training.work import Work, check_folders, work_folder
+from sglang_indexcache import ModelLayers, __version__
+from sglang_indexcache.model_files import ModelFiles, tokenizer_files, weight_files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """A run while it holds its folders.
+
+    Attributes:
+        work: its folders.
+        train: training sequences.
+        held_out: evaluation sequences.
+        done: steps that an earlier run has taken.
+        log: what was recorded, in the first process.
+        loop: runs tasks.
+        progress: for people.
+        files: the checkpoint's, as they were when the run began.
+        tokenizer: likewise.
+    """
+
+    work: Work
+    train: TokenSet
+    held_out: TokenSet
+    done: int
+    log: TrainingLog | None
+    loop: Loop
+    progress: TrainingProgress
+    files: ModelFiles
+    tokenizer: ModelFiles
+
+    def check_unchanged(self) -> None:
+        """Check that what was trained is still there, before something is written that says so.
+
+        Raises:
+            ModelConfigError: naming what changed.
+        """
+        if self.log is not None:
+            self.files.check()
+            self.tokenizer.check()
+
+    def write(
+        self, description: ModelLayers, settings: TrainingSettings, suffix: str, more: Mapping[str, str]
+    ) -> Mapping[str, Any]:
+        """Write metrics.json, pattern.yaml and `more` in the first process, and return the metrics.
+
+        The pattern file's model is called as `description` and `suffix` say.
+        """
+        if self.log is None:
+            return {}
+        versions = {"sglang_indexcache": __version__, **{name: version(name) for name in ("torch", "transformers")}}
+        metrics = collect(self.log.records, self.held_out, description, settings, versions)
+        name, created = f"{description.name}-{suffix}", today()["created"]
+        file = trained_pattern_file(self.work.folders.model, name, settings.pattern, versions, created)
+        self.work.write({"metrics.json": json.dumps(metrics, indent=1) + "\n", **more, "pattern.yaml": file.dumps()})
+        return metrics
+
+
+@contextmanager
+def session(
+    model: str,
+    description: ModelLayers,
+    data: Data,
+    settings: TrainingSettings,
+    steps: int,
+    runtime: Runtime,
+    folders: Folders,
+    console: Console,
+    processes: Processes,
+    also: Mapping[str, Any],
+    names: Mapping[str, str] = STAGES,
+) -> Iterator[Session]:
+    """Begin a run in all of its processes, or go on with it; the first process writes and speaks.
+
+    `steps` are those of all stages, `also` is what else the trained weights depend on, `names` are the stages' for
+    people.
+
+    Raises:
+        IndexCacheError: if folders or data can't be used, or belong to another run.
+    """
+    if processes.first:
+        check_folders(folders, data.reads(model))
+    files, tokenizer = (ModelFiles.read(model_folder(model), listed) for listed in (weight_files, tokenizer_files))
+    identity = {
+        "model": description.name,
+        "config_sha256": description.config_sha256,
+        "weights_sha256": files.sha256,
+        "tokenizer_sha256": tokenizer.sha256,
+        **settings.as_dict(),
+        "dtype": "bfloat16" if processes.bfloat16 else "float32",
+        **also,
+    }
+    with work_folder(folders, data, identity, processes) as work:
+        train, held_out = training_sets(
+            model, description, data, work.identity, settings.seed, folders, processes, partial(warn, console)
+        )
+        checkpoints = Checkpoints(folders.work / "checkpoints", processes)
+        done = checkpoints.latest()
+        heard = console if processes.first else Console(quiet=True)
+        with (
+            work.log(done, runtime.tensorboard) if processes.first else nullcontext() as log,
+            TrainingProgress(heard, done, steps, names) as progress,
+            checkpoints.named(),
+            memory_error_in_one_line(
+                f"--seq-len {data.seq_len} and --micro-batch-size {settings.micro_batch_size}",
+                "--gradient-checkpointing, or a run with more processes, shorter sequences or a smaller micro batch",
+            ),
+        ):
+            yield Session(
+                work=work,
+                train=train,
+                held_out=held_out,
+                done=done,
+                log=log,
+                loop=Loop(processes, checkpoints, log, progress.watch, runtime.intervals),
+                progress=progress,
+                files=files,
+                tokenizer=tokenizer,
+            )

@@ -1,0 +1,21 @@
+"""The command line: indexcache-lab."""
+
+from __future__ import annotations
+
+import typer
+
+from indexcache_search.lab.edge import cli as edge
+from indexcache_search.lab.eviction import cli as eviction
+from indexcache_search.lab.key_delta import cli as key_delta
+
+app = typer.Typer(
+    help="Experiments on dense models. Each may change or leave; so may indexcache-offload.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(key_delta.app, name="key-delta")
+app.add_typer(eviction.app)
+app.add_typer(edge.app)

@@ -1,0 +1,58 @@
+"""The command line: indexcache-lab edge."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from indexcache_search import bounded
+from indexcache_search.errors import SearchError
+from indexcache_search.terminal import errors_in_one_line, messages, results
+from sglang_indexcache import process
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+def edge(
+    model: Annotated[str, typer.Option(help="Folder or hub id of a dense model.")],
+    contexts: Annotated[str, typer.Option(help="Tokens in the cache.")] = "8192,16384",
+    share: Annotated[str, typer.Option(help="Shares of the blocks of 64 tokens that are attended to.")] = "0.25,0.125",
+    every: Annotated[
+        int,
+        typer.Option(help="One layer in so many chooses; the next ones reuse that.", callback=bounded.within(1, 1000)),
+    ] = 1,
+    threads: Annotated[int, typer.Option(help="Threads of PyTorch.", callback=bounded.within(1, 4096))] = 2,
+) -> None:
+    """Time decode steps over chosen blocks of the cache on this CPU, beside attention to everything.
+
+    Keys are random, so this says nothing of what is lost: compare that with indexcache-lab key-delta eval --pattern.
+    """
+    console = messages()
+    with errors_in_one_line(console, "indexcache-lab edge"):
+        try:
+            lengths, shares = [int(word) for word in contexts.split(",")], [float(word) for word in share.split(",")]
+        except ValueError:
+            raise SearchError("--contexts and --share are numbers with commas between them") from None
+        if not all(0 < length <= bounded.TOKENS for length in lengths):
+            raise SearchError(f"--contexts is {contexts[:60]}, expected 1 to {bounded.TOKENS}")
+        import torch
+
+        from indexcache_search.lab.edge import steps
+        from indexcache_search.lab.edge.decoding import Blocks
+        from indexcache_search.tables import fitted
+
+        process.let_work_end()
+        torch.set_num_threads(threads)
+        loaded = steps.load(model)
+        layers = loaded.config.num_hidden_layers
+        roles = ("F" + "S" * (every - 1)) * layers
+        plans: dict[str, Blocks | None] = {"everything": None}
+        plans |= {f"{item:g} of the blocks": Blocks(roles=roles[:layers], share=item) for item in shares}
+        lines = [["tokens", *plans]]
+        for length, found in zip(lengths, steps.measured(loaded, plans, lengths), strict=True):
+            lines.append([str(length), *(f"{milliseconds:.1f}" for milliseconds in found.values())])
+        out = results()
+        for table in fitted(f"Milliseconds of a decode step, {threads} threads", lines, 1, out.width):
+            out.print(table)

@@ -1,0 +1,65 @@
+"""How long decode steps of a dense model take on this CPU, with and without chosen blocks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from transformers import StaticCache
+
+from indexcache_search.errors import SearchError
+from indexcache_search.hf.loading import describe_model, load_model
+from indexcache_search.lab.edge.decoding import Blocks, apply_block_decoding
+
+STEPS, WARM = 8, 2  # of a turn; the first ones add up the keys of all blocks
+TURNS = 2
+
+
+def load(model: str) -> Any:
+    """A dense model in float32.
+
+    Raises:
+        SearchError: if it can't be found or loaded, or has indexers.
+    """
+    description = describe_model(model)
+    if not description.dense:
+        raise SearchError(f"{model} has indexers that choose, expected a dense model")
+    loaded, _ = load_model(model, description, torch.float32)
+    loaded.set_attn_implementation("sdpa")
+    return loaded.eval()
+
+
+def measured(model: Any, plans: Mapping[str, Blocks | None], contexts: Sequence[int]) -> Iterator[dict[str, float]]:
+    """For each context the milliseconds of a step by plan: medians, of plans that take turns in one process."""
+    for context in contexts:
+        cache = _filled(model.config, context, STEPS * TURNS * len(plans))
+        times: dict[str, list[float]] = {name: [] for name in plans}
+        for _ in range(TURNS):
+            for name, blocks in plans.items():
+                times[name] += _turn(model, cache, blocks)
+        yield {name: statistics.median(found) for name, found in times.items()}
+
+
+def _filled(config: Any, context: int, more: int) -> StaticCache:
+    """A cache with `context` random tokens, and room for `more`: what they hold changes no time."""
+    cache = StaticCache(config=config, max_cache_len=context + more)
+    generator = torch.Generator().manual_seed(0)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for layer in cache.layers:
+        layer.update(*torch.randn(2, 1, config.num_key_value_heads, context, dim, generator=generator))
+    return cache
+
+
+@torch.inference_mode()
+def _turn(model: Any, cache: StaticCache, blocks: Blocks | None) -> list[float]:
+    times = []
+    with nullcontext() if blocks is None else apply_block_decoding(model, blocks, cache):
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            model(input_ids=torch.tensor([[5]]), past_key_values=cache, use_cache=True)
+            times.append((time.perf_counter() - began) * 1e3)
+    return times[WARM:]
