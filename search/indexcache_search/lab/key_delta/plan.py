@@ -107,11 +107,6 @@ class KeyPlan:
             "key_blocks": f"{value} of the blocks of {BLOCK}",
         }[self.method]
 
-    @property
-    def skips_values(self) -> bool:
-        """Whether values are skipped with their keys."""
-        return self.method in ("sink_window", "key_blocks")
-
     def with_value(self, layer: int, value: float) -> Self:
         """This plan with another value for one layer."""
         return replace(self, values=(*self.values[:layer], value, *self.values[layer + 1 :]))
