@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs."""
+"""Choose the implementation of an operation that runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Backend = Literal["auto", "naive", "triton"]
 
 
 def runs_triton(backend: str, tensor: Tensor) -> bool:
-    """Whether the project's kernel runs: where asked for, and with `auto` on a CUDA device; else PyTorch.
+    """Return whether the Triton kernel runs: with `triton`, and with `auto` on a CUDA device; else PyTorch does.
 
     Raises:
         KernelInputError: if there is no such backend, or Triton is not installed.

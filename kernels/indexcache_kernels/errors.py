@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 class KernelInputError(ValueError):
-    """Tensors that don't fit together, or that no kernel was made for."""
+    """Tensors don't fit together, or no kernel was made for them."""
 
 
 def expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Check a tensor's shape and dtype.
 
     Raises:
-        KernelInputError: naming both, as they are and as they should be.
+        KernelInputError: with both, as they are and as they should be.
     """
     if tuple(tensor.shape) != shape or tensor.dtype != dtype:
         raise KernelInputError(f"{name} is {list(tensor.shape)} of {tensor.dtype}, expected {list(shape)} of {dtype}")

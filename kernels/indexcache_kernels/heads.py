@@ -1,4 +1,4 @@
-"""What kernels over attention heads have in common: heads of any size as two parts whose sizes are powers of two."""
+"""Heads of any size as two parts whose sizes are powers of two: shared by the kernels over attention heads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @triton.jit
 def load_heads(row_ptrs, row_mask, DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):
-    """Both parts of the heads that `rows` points to, `[n, MAIN]` and `[n, TAIL]`; 0 where they don't exist."""
+    """Load both parts of the heads that `row_ptrs` point to, `[n, MAIN]` and `[n, TAIL]`; 0 where they don't exist."""
     main, tail = tl.arange(0, MAIN), MAIN + tl.arange(0, TAIL)  # [MAIN], [TAIL]
     first = tl.load(row_ptrs[:, None] + main[None, :], mask=row_mask[:, None] & (main < DIM)[None, :], other=0.0)
     second = tl.load(row_ptrs[:, None] + tail[None, :], mask=row_mask[:, None] & (tail < DIM)[None, :], other=0.0)
@@ -23,7 +23,7 @@ def load_heads(row_ptrs, row_mask, DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: 
 
 @triton.jit
 def load_rows(row_ptrs, row_mask, DIM: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr):
-    """The vectors that `rows` points to, `[n, PADDED]`; 0 where they don't exist."""
+    """Load the vectors that `row_ptrs` point to, `[n, PADDED]`; 0 where they don't exist."""
     dim = tl.arange(0, PADDED)
     vectors = tl.load(row_ptrs[:, None] + dim[None, :], mask=row_mask[:, None] & (dim < DIM)[None, :], other=0.0)
     if UPCAST:
@@ -33,13 +33,13 @@ def load_rows(row_ptrs, row_mask, DIM: tl.constexpr, PADDED: tl.constexpr, UPCAS
 
 @triton.jit
 def products(q_main, q_tail, k_main, k_tail, scale, PRECISION: tl.constexpr):
-    """Scaled products of all queries and keys."""
+    """Multiply all queries with all keys, scaled."""
     score = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)  # [BLOCK_H, BLOCK_K]
     return tl.dot(q_tail, tl.trans(k_tail), score, input_precision=PRECISION) * scale
 
 
 def head_sizes(q: Tensor, kv_heads: int, block_h: int) -> dict[str, Any]:
-    """How heads of `q`, `[T, H, D]`, are split: D into MAIN + TAIL, powers of two, and the heads of a key head."""
+    """Split the heads of `q`, `[T, H, D]`: D into MAIN + TAIL, powers of two, and the heads of a key head."""
     heads, dim = q.shape[1:]
     main = max(16, 1 << (dim.bit_length() - 1))
     return {
@@ -53,7 +53,7 @@ def head_sizes(q: Tensor, kv_heads: int, block_h: int) -> dict[str, Any]:
 
 
 def arithmetic(q: Tensor) -> dict[str, Any]:
-    """How products with `q` are computed."""
+    """Return how products with `q` are computed."""
     return {
         "UPCAST": q.dtype == torch.bfloat16 and not q.is_cuda,  # Triton's interpreter multiplies the bits
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",

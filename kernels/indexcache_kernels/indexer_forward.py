@@ -1,4 +1,4 @@
-"""How transformers calls the indexer of a layer, told by its signature: names change between versions."""
+"""The signature by which transformers calls the indexer of a layer; its names change between versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_indexer(indexer: type[nn.Module]) -> None:
     """Check that a class of indexers is called as `indexer_forward` expects.
 
     Raises:
-        KernelInputError: naming what it takes, and what was expected.
+        KernelInputError: with the parameters that it takes, and those expected.
     """
     takes = tuple(inspect.signature(indexer.forward).parameters)[1:]
     if takes[:-1] != _TAKES or takes[-1] not in CACHE_NAMES:
@@ -30,7 +30,7 @@ def check_indexer(indexer: type[nn.Module]) -> None:
 
 
 def indexer_forward(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A `forward` for an indexer, which takes a cache by any of its names; what else it is given is a TypeError.
+    """Make the `forward` of an indexer, which takes a cache by any of its names; other arguments are a TypeError.
 
     Args:
         compute: gets hidden states `[batch, queries, hidden]`, query residual `[batch, queries, q_lora_rank]`, cosine

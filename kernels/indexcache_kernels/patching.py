@@ -11,13 +11,13 @@ _ABSENT = object()
 
 @contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Let attributes of objects have other values inside the `with` block, and put back what stood there.
+    """Let attributes of objects have other values inside the `with` block, and put back the old ones.
 
     Values are written on the object itself, so that they hide methods and submodules of the same name, and what hides
     a submodule is not registered as one.
 
     Args:
-        changes: `(object, name, value)`; the same place may stand there twice, the last value wins.
+        changes: `(object, name, value)`; the same attribute may be named twice, the last value wins.
     """
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:

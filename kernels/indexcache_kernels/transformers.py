@@ -1,6 +1,6 @@
 """transformers' DSA models on these kernels: no `[queries, keys]` tensor at all, in inference and in training.
 
-Three places change while it lasts. The mask is each query's range of keys. The indexer selects with `indexer_topk`.
+Three things change while it lasts. The mask is each query's range of keys. The indexer selects with `indexer_topk`.
 Keys stay latent, and the attention over the selected ones is absorbed MLA: `q . (W k) = (W^T q) . k`, so that all heads
 share what is gathered.
 """
@@ -37,10 +37,10 @@ INDEXER_ROPES = {  # by model type; V3.2 rotates halves of an index vector, GLM-
 
 
 def check_transformers() -> None:
-    """Check that this version of transformers has the places that change, called as they are here.
+    """Check that this version of transformers has the parts that change, called as they are here.
 
     Raises:
-        KernelInputError: naming what is different.
+        KernelInputError: with the first difference.
     """
     found = f"transformers is {transformers.__version__}, expected {TESTED}"
     if not hasattr(modeling_glm_moe_dsa.GlmMoeDsaAttention, "expand_kv"):
@@ -111,7 +111,7 @@ def key_ranges(
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> Tensor:
-    """First key and one past the last of each query, `[batch, 1, queries, 2]`, int32, in place of a mask."""
+    """Return first key and one past the last of each query instead of a mask: `[batch, 1, queries, 2]`, int32."""
     unknown = sorted(others.keys() - _NOT_OF_RANGES)
     if unknown:  # it might change what a query sees
         raise KernelInputError(
@@ -134,7 +134,7 @@ def key_ranges(
 
 
 def keep_latent(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    """Instead of keys and values of all heads: latent and rotary part, which hold both, and nothing."""
+    """Return latent and rotary part, which hold keys and values of all heads, and an empty tensor."""
     latent = torch.cat([kv_nope, k_rot], dim=-1)
     return latent, latent[..., :0]
 
@@ -167,7 +167,7 @@ def index_vectors(
     q_resid: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a lightning indexer scores with, as its own forward makes them, but with gradients.
+    """Compute queries, keys and weights of a lightning indexer as its own forward does, but with gradients.
 
     Args:
         indexer: one of a transformers DSA model.
@@ -193,7 +193,7 @@ def index_vectors(
 
 
 def select(q: Tensor, k: Tensor, weights: Tensor, ranges: Tensor, topk: int, backend: Backend) -> Tensor:
-    """The keys with the highest index scores, `[batch, queries, k]`, int32, -1 for none.
+    """Select the keys with the highest index scores, `[batch, queries, k]`, int32, -1 for none.
 
     Args:
         q: `[batch, queries, heads, dim]`, like `k` and `weights` of `index_vectors`.
@@ -213,7 +213,7 @@ def select(q: Tensor, k: Tensor, weights: Tensor, ranges: Tensor, topk: int, bac
 
 
 def first_keys(k: Tensor) -> Tensor:
-    """Where the keys of each sequence begin once they stand one behind the other, `[batch, 1, 1]`, int32."""
+    """Return where the keys of each sequence begin, one sequence behind the other: `[batch, 1, 1]`, int32."""
     return torch.arange(k.shape[0], dtype=torch.int32, device=k.device)[:, None, None] * k.shape[-2]
 
 
@@ -229,7 +229,7 @@ def _attend(
     indices: Tensor,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Absorbed MLA over selected keys, as an attention function of transformers.
+    """Attend to selected keys by absorbed MLA, as an attention function of transformers.
 
     Args:
         module: the attention, for the two halves of its `kv_b_proj`.
@@ -258,7 +258,7 @@ def attend_latent(
     backend: Backend,
     observe: Callable[[slice, Tensor, Tensor, Tensor, Tensor], None] | None = None,
 ) -> Tensor:
-    """Absorbed MLA over selected keys, a block of queries at a time.
+    """Attend to selected keys by absorbed MLA, a block of queries at a time.
 
     Args:
         module: the attention, for the two halves of its `kv_b_proj`.
@@ -267,7 +267,7 @@ def attend_latent(
         indices: `[batch, queries, k]`, -1 for none.
         scaling: what products of queries and keys are multiplied by.
         backend: see `indexcache_kernels.sparse_attention`.
-        observe: called for each block with its place among all queries, absorbed queries `[rows, heads, dim]`, all
+        observe: called for each block with its slice of all queries, absorbed queries `[rows, heads, dim]`, all
             keys `[batch x keys, 1, dim]`, logarithms of the denominators `[rows, heads]`, and rows of those keys
             `[rows, k]`.
 
@@ -292,14 +292,14 @@ def attend_latent(
 
 
 def halves(module: Any) -> tuple[Tensor, Tensor]:
-    """What makes a head's keys and values of a latent: `[heads, nope, latent]` and `[heads, value, latent]`."""
+    """Split `kv_b_proj` into the halves for keys and values, `[heads, nope, latent]` and `[heads, value, latent]`."""
     sizes = [module.qk_nope_head_dim, module.v_head_dim]
     w_k, w_v = module.kv_b_proj.weight.view(module.num_heads, sum(sizes), module.kv_lora_rank).split(sizes, dim=1)
     return w_k, w_v
 
 
 def absorb(queries: Tensor, w_k: Tensor, nope: int) -> Tensor:
-    """Queries `[rows, heads, nope + rope]` against latent keys: `[rows, heads, latent + rope]`."""
+    """Absorb `w_k` into queries `[rows, heads, nope + rope]`: `[rows, heads, latent + rope]`, for latent keys."""
     return torch.cat([torch.einsum("thd,hdc->thc", queries[..., :nope], w_k), queries[..., nope:]], dim=-1)
 
 

@@ -22,11 +22,11 @@ class BruteForce:
     def __init__(self, size: int) -> None:
         self.size, self.used, self.now = size, dict[int, tuple[int, int, int]](), 0
 
-    def use(self, wanted: list[int]) -> list[int]:
+    def use(self, requested: list[int]) -> list[int]:
         self.now += 1
-        missing = [item for item in wanted if item not in self.used]
-        there = sorted((item for item in wanted if item in self.used), key=lambda item: self.used[item])
-        for item in sorted(set(self.used) - set(wanted), key=lambda item: self.used[item]):
+        missing = [item for item in requested if item not in self.used]
+        there = sorted((item for item in requested if item in self.used), key=lambda item: self.used[item])
+        for item in sorted(set(self.used) - set(requested), key=lambda item: self.used[item]):
             if len(self.used) + len(missing) > self.size:
                 del self.used[item]
         for kind, items in enumerate((missing, there)):
@@ -52,37 +52,37 @@ def test_the_simulator_is_a_buffer_with_times_of_use() -> None:
     for seed in range(1000):
         size, steps = trace(seed)
         buffer, brute = Residency(size), BruteForce(size)
-        for wanted in steps:
-            assert buffer.use(np.asarray(wanted, np.int32)).tolist() == brute.use(wanted)
+        for requested in steps:
+            assert buffer.use(np.asarray(requested, np.int32)).tolist() == brute.use(requested)
             assert set(buffer.order.tolist()) - {-1} == set(brute.used)
 
 
 @pytest.mark.parametrize("backend", ["naive", "triton"])
 def test_what_the_kernel_loads_is_what_the_simulator_counts(backend: Any) -> None:
-    """Three requests side by side, each with an item that is born; the order of use included."""
+    """Three requests side by side, each with a new item; the order of use included."""
     for seed in range(12 if backend == "triton" else 60):
         rng = np.random.default_rng(seed)
         traces = [trace(3 * seed + number) for number in range(3)]
-        size, count = max(size for size, _ in traces), max(len(wanted) for _, steps in traces for wanted in steps)
+        size, count = max(size for size, _ in traces), max(len(requested) for _, steps in traces for requested in steps)
         if not count:
             continue
         buffer, simulated = BlockBuffer.empty(3, size, DEVICE), [Residency(size) for _ in range(3)]
         for step in range(min(len(steps) for _, steps in traces)):
             rows = [steps[step] for _, steps in traces]
-            born = [int(rng.choice(row)) if row and rng.random() < 0.5 else -1 for row in rows]
+            new_block = [int(rng.choice(row)) if row and rng.random() < 0.5 else -1 for row in rows]
             padded = [rng.permutation([*row, *[-1] * (count - len(row))]).tolist() for row in rows]
-            wanted = torch.tensor(padded, dtype=torch.int32, device=DEVICE)
-            slots, loads = swap_blocks(
-                wanted, torch.tensor(born, dtype=torch.int32, device=DEVICE), buffer, backend=backend
+            requested = torch.tensor(padded, dtype=torch.int32, device=DEVICE)
+            slots, needs_copy = swap_blocks(
+                requested, torch.tensor(new_block, dtype=torch.int32, device=DEVICE), buffer, backend=backend
             )
             for row, own in enumerate(simulated):
-                expected = own.use(np.asarray(padded[row], np.int32), born[row])
-                assert wanted[row][loads[row]].tolist() == expected.tolist()
+                expected = own.use(np.asarray(padded[row], np.int32), new_block[row])
+                assert requested[row][needs_copy[row]].tolist() == expected.tolist()
                 held = buffer.blocks[row][buffer.order[row].long()]
                 assert held.tolist() == own.order.tolist()
                 assert sorted(buffer.order[row].tolist()) == list(range(size))
-                live = wanted[row] >= 0
-                assert torch.equal(buffer.blocks[row][slots[row][live].long()], wanted[row][live])
+                live = requested[row] >= 0
+                assert torch.equal(buffer.blocks[row][slots[row][live].long()], requested[row][live])
                 assert (slots[row][~live] == -1).all()
 
 
@@ -97,13 +97,13 @@ def test_blocks_are_where_the_swap_says(backend: Any, dtype: torch.dtype) -> Non
     buffer = BlockBuffer.empty(2, size, DEVICE)
     none = torch.full((2,), -1, dtype=torch.int32, device=DEVICE)
     for _ in range(10):
-        wanted = np.stack([rng.choice(blocks, 5, replace=False) for _ in range(2)]).astype(np.int32)
-        wanted[0, rng.integers(5)] = -1
-        given = torch.from_numpy(wanted).to(DEVICE)
-        slots, loads = swap_blocks(given, none, buffer, backend=backend)
-        copy_blocks(host, memory, given, slots, loads, backend=backend)
+        requested = np.stack([rng.choice(blocks, 5, replace=False) for _ in range(2)]).astype(np.int32)
+        requested[0, rng.integers(5)] = -1
+        given = torch.from_numpy(requested).to(DEVICE)
+        slots, needs_copy = swap_blocks(given, none, buffer, backend=backend)
+        copy_blocks(host, memory, given, slots, needs_copy, backend=backend)
         for row in range(2):
-            for block, slot in zip(wanted[row].tolist(), slots[row].tolist(), strict=True):
+            for block, slot in zip(requested[row].tolist(), slots[row].tolist(), strict=True):
                 assert block < 0 or torch.equal(memory[row, slot].cpu(), host[row, block])
 
 
@@ -125,18 +125,18 @@ def test_misuse_is_refused() -> None:
         Residency(4, [1, 1])
     with pytest.raises(IndexCacheError, match="step 0: 9 tokens, expected 8"):
         hisparse_misses([(np.asarray([1], np.int32), 9)], 4, 7)
-    born, wanted = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32)
+    new_block, requested = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32)
     with pytest.raises(KernelInputError, match=r"buffer is .1, 2., expected .1, 3 or more slots"):
-        swap_blocks(wanted, born, BlockBuffer.empty(1, 2))
-    with pytest.raises(KernelInputError, match=r"wanted is .* expected .B, K. of torch.int32"):
-        swap_blocks(wanted.long(), born, BlockBuffer.empty(1, 4))
-    with pytest.raises(KernelInputError, match="born is"):
-        swap_blocks(wanted, born.long(), BlockBuffer.empty(1, 4))
-    slots, loads = swap_blocks(wanted[:, :1], born, BlockBuffer.empty(1, 4))
+        swap_blocks(requested, new_block, BlockBuffer.empty(1, 2))
+    with pytest.raises(KernelInputError, match=r"requested is .* expected .B, K. of torch.int32"):
+        swap_blocks(requested.long(), new_block, BlockBuffer.empty(1, 4))
+    with pytest.raises(KernelInputError, match="new_block is"):
+        swap_blocks(requested, new_block.long(), BlockBuffer.empty(1, 4))
+    slots, needs_copy = swap_blocks(requested[:, :1], new_block, BlockBuffer.empty(1, 4))
     host = torch.zeros(1, 4, 3)
     with pytest.raises(KernelInputError, match="blocks are 12 bytes, expected a multiple of 8"):
-        copy_blocks(host, host.clone(), wanted[:, :1], slots, loads)
+        copy_blocks(host, host.clone(), requested[:, :1], slots, needs_copy)
     with pytest.raises(KernelInputError, match=r"expected .B, U, .... and .B, N, ...."):
-        copy_blocks(host, torch.zeros(1, 4, 4), wanted[:, :1], slots, loads)
+        copy_blocks(host, torch.zeros(1, 4, 4), requested[:, :1], slots, needs_copy)
     with pytest.raises(KernelInputError, match="expected one dtype"):
-        copy_blocks(host, host.half(), wanted[:, :1], slots, loads)
+        copy_blocks(host, host.half(), requested[:, :1], slots, needs_copy)

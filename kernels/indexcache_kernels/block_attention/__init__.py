@@ -27,7 +27,7 @@ def block_attention(
     bias: Tensor | None = None,
     backend: BlockBackend = "auto",
 ) -> Tensor:
-    """Softmax attention of queries over the tokens of their blocks; all heads of a query have one choice.
+    """Attend from each query to the tokens of its blocks, with a softmax; all heads of a query have the same blocks.
 
     Gradients of `k`, `v` and `bias` are sums in no fixed order on a CUDA device.
 
@@ -35,8 +35,8 @@ def block_attention(
         q: `[B, H, D]`, the newest token of each request, or `[B, T, H, D]`: float32 or bfloat16.
         k: `[B, G, L, D]`, in the dtype of `q`; head h uses key head h // (H / G). May be a part of a longer buffer.
         v: `[B, G, L, V]`, likewise.
-        blocks: `[B, N]` or `[B, T, N]`, int32: block u has the tokens u x block_tokens and on, up to what the query
-            sees; -1 for none. A block that stands there twice counts twice.
+        blocks: `[B, N]` or `[B, T, N]`, int32: block u has the tokens u x block_tokens and on, of those that
+            the query sees; -1 for none. A block that stands there twice counts twice.
         scale: what products of `q` and `k` are multiplied by.
         block_tokens: tokens of a block.
         lengths: `[B]` or `[B, T]`, int32: tokens that a query sees, the first ones of the cache.
@@ -78,7 +78,7 @@ def block_attention(
 
 
 def _missing_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str | None:
-    """Why the compiled kernel can't run on these, as the end of a sentence; `None` if it can."""
+    """Say why the compiled kernel can't run on these, as the end of a sentence; `None` if it can."""
     from indexcache_kernels.block_attention import cpu
 
     if q.shape[1] > 1:

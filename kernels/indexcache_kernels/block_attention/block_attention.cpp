@@ -48,8 +48,8 @@ inline Vec sums(Vec* rows) {
   for (int count = kWidth, step = 1; count > 1; count /= 2, step *= 2) {
     IntVec even, odd;
     for (int lane = 0; lane < kWidth; lane++) {  // lanes in groups of 2 * step: one group of the first, one of the second
-      const int place = lane % step, group = lane / step / 2, second = lane / step % 2;
-      even[lane] = second * kWidth + group * 2 * step + place;
+      const int position = lane % step, group = lane / step / 2, second = lane / step % 2;
+      even[lane] = second * kWidth + group * 2 * step + position;
       odd[lane] = even[lane] + step;
     }
     for (int row = 0; row < count / 2; row++) {
@@ -196,8 +196,8 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at
   const int64_t threads = at::get_num_threads();
   const int64_t part_blocks = (kPartTokens + block_tokens - 1) / block_tokens;
   // parts enough for all threads, a few each, so that none waits for another's last one
-  const int64_t wanted = (4 * threads + pairs - 1) / std::max<int64_t>(pairs, 1);
-  const int64_t parts = std::max<int64_t>(1, std::min(wanted, most / std::max<int64_t>(part_blocks, 1)));
+  const int64_t needed = (4 * threads + pairs - 1) / std::max<int64_t>(pairs, 1);
+  const int64_t parts = std::max<int64_t>(1, std::min(needed, most / std::max<int64_t>(part_blocks, 1)));
   const int64_t each = (most + parts - 1) / parts;
   std::vector<float> queries(q.numel()), outs(pairs * parts * group * v_dim);
   std::vector<float> highest(pairs * parts * group), total(pairs * parts * group);

@@ -24,7 +24,7 @@ DIMENSIONS = (32, 64, 80, 96, 128, 256)  # of heads, that it is compiled for
 
 
 def missing(q: Tensor, v: Tensor) -> str | None:
-    """Why the kernel can't run on these tensors, as the end of a sentence; `None` if it can.
+    """Say why the kernel can't run on these tensors, as the end of a sentence; `None` if it can.
 
     Compiles it at the first call.
     """
@@ -39,7 +39,7 @@ def missing(q: Tensor, v: Tensor) -> str | None:
 def block_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, scale: float, block_tokens: int, lengths: Tensor
 ) -> Tensor:
-    """See `indexcache_kernels.block_attention`; only where `missing` says nothing."""
+    """Run `indexcache_kernels.block_attention` compiled; only where `missing` returns None."""
     op = getattr(torch.ops, _name(torch.backends.cpu.get_cpu_capability())).block_attention
     try:
         out: Tensor = op(q.contiguous(), k, v, blocks.contiguous(), lengths.contiguous(), scale, block_tokens)
@@ -50,7 +50,7 @@ def block_attention(
 
 @cache
 def compiled(capability: str) -> str | None:
-    """Compile and load the kernel for `AVX512` or `AVX2`: why that can't be done, as `missing` says it."""
+    """Compile and load the kernel for `AVX512` or `AVX2`, or say why not, as `missing` does."""
     flags = FLAGS.get(capability)
     if flags is None:
         return f"needs AVX2 or AVX-512, found {capability}"
@@ -77,7 +77,7 @@ def compiled(capability: str) -> str | None:
 
 @contextmanager
 def _build_folder(capability: str) -> Iterator[Path]:
-    """Where the compiled kernel is kept, apart for each PyTorch, and nobody else's inside the `with` block.
+    """Lock the folder of the compiled kernel inside the `with` block; each PyTorch has its own.
 
     PyTorch's own lock is a file, for which it waits without end if a killed process left it there; ours goes with the
     process.

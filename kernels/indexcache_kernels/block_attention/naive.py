@@ -1,4 +1,4 @@
-"""The definition."""
+"""The definition, in PyTorch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def block_attention(
     lengths: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """See `indexcache_kernels.block_attention`, with `q`, `blocks` and `lengths` of several queries a request.
+    """Compute `indexcache_kernels.block_attention`, with `q`, `blocks` and `lengths` of several queries a request.
 
-    Gathered tokens, one query after the other.
+    Tokens are gathered, one query after the other.
     """
     if bool((lengths > k.shape[2]).any()) or bool((blocks.long() * block_tokens >= lengths[..., None]).any()):
         raise KernelInputError("lengths or blocks name tokens that are not in the cache")

@@ -14,7 +14,7 @@ from indexcache_kernels.heads import head_sizes, load_heads, load_rows, products
 
 @triton.jit
 def _tokens(blocks_ptr, row, slot, length, N: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Which tokens stand in these places of a query's blocks, `[BLOCK_K]`, and whether there are any."""
+    """Return the tokens in these slots of a query's blocks, `[BLOCK_K]`, and which of them exist."""
     number = slot // BLOCK_TOKENS
     block = tl.load(blocks_ptr + row * N + number, mask=number < N, other=-1).to(tl.int64)
     token = block * BLOCK_TOKENS + slot % BLOCK_TOKENS
@@ -30,7 +30,7 @@ def _forward_kernel(
     TAIL: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr, BIASED: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One query, and up to BLOCK_H heads that share their keys."""
+    """Attend from one query, with up to BLOCK_H heads that share their keys."""
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(2)
     request, length = row // queries, tl.load(lengths_ptr + row)
     group_head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
@@ -75,7 +75,7 @@ def _backward_kernel(
     TAIL: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr, BIASED: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients from one query and up to BLOCK_H heads; those of the cache and its bias are added up in memory."""
+    """Compute the gradients from one query and up to BLOCK_H heads; add those of the cache and its bias in memory."""
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(2)
     request, length = row // queries, tl.load(lengths_ptr + row)
     group_head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
@@ -102,19 +102,19 @@ def _backward_kernel(
         weight = tl.where(live[None, :] & head_mask[:, None], tl.exp(score - base[:, None]), 0.0)
         d_score = tl.dot(grad, tl.trans(value), input_precision=PRECISION)  # [BLOCK_H, BLOCK_K]
         d_score = weight * (d_score - mean[:, None])
-        place = (request * num_kv_heads + kv_head) * room + token  # [BLOCK_K], of the gradients of the cache
+        grad_row = (request * num_kv_heads + kv_head) * room + token  # [BLOCK_K], of the gradients of the cache
         if BIASED:
-            tl.atomic_add(d_bias_ptr + place, tl.sum(d_score, 0), live, sem="relaxed")
+            tl.atomic_add(d_bias_ptr + grad_row, tl.sum(d_score, 0), live, sem="relaxed")
         d_score = (d_score * scale).to(k_main.dtype)
         dq_main = tl.dot(d_score, k_main, dq_main, input_precision=PRECISION)
         dq_tail = tl.dot(d_score, k_tail, dq_tail, input_precision=PRECISION)
         d_key = tl.dot(tl.trans(d_score), q_main, input_precision=PRECISION)  # [BLOCK_K, MAIN]
-        ptrs = d_k_ptr + place[:, None] * DIM
+        ptrs = d_k_ptr + grad_row[:, None] * DIM
         tl.atomic_add(ptrs + main[None, :], d_key, live[:, None] & main_mask, sem="relaxed")
         d_key = tl.dot(tl.trans(d_score), q_tail, input_precision=PRECISION)  # [BLOCK_K, TAIL]
         tl.atomic_add(ptrs + tail[None, :], d_key, live[:, None] & tail_mask, sem="relaxed")
         d_value = tl.dot(tl.trans(weight.to(grad.dtype)), grad, input_precision=PRECISION)  # [BLOCK_K, V_PADDED]
-        ptrs = d_v_ptr + place[:, None] * V_DIM + value_dim[None, :]
+        ptrs = d_v_ptr + grad_row[:, None] * V_DIM + value_dim[None, :]
         tl.atomic_add(ptrs, d_value, live[:, None] & (value_dim < V_DIM)[None, :], sem="relaxed")
     ptrs = d_q_ptr + head[:, None] * DIM
     tl.store(ptrs + main[None, :], dq_main.to(d_q_ptr.dtype.element_ty), mask=head_mask[:, None] & main_mask)
@@ -124,7 +124,7 @@ def _backward_kernel(
 def _sizes(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, blocks: Tensor, block_tokens: int, block_h: int
 ) -> dict[str, Any]:
-    """What both kernels are told of sizes."""
+    """Return the sizes and strides that both kernels take."""
     tensors = {"k": k.stride(), "v": v.stride(), "bias": (0, 0) if bias is None else bias.stride()}
     axes = {"k": ("batch", "head", "row"), "v": ("batch", "head", "row"), "bias": ("batch", "head")}
     strides = {
@@ -160,6 +160,7 @@ class BlockAttention(torch.autograd.Function):
         scale: float,
         block_tokens: int,
     ) -> Tensor:
+        """Attend, and keep what the gradients need."""
         rows, heads = q.shape[0] * q.shape[1], q.shape[2]
         sizes = _sizes(q, k, v, bias, blocks, block_tokens, 64)
         out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
@@ -174,6 +175,7 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `q`, `k`, `v` and `bias`."""
         q, k, v, bias, blocks, lengths, out, lse = ctx.saved_tensors
         rows, sizes = q.shape[0] * q.shape[1], _sizes(q, k, v, bias, blocks, ctx.block_tokens, 32)
         delta, d_q = (out.float() * d_out.float()).sum(dim=3), torch.empty_like(q)

@@ -1,4 +1,4 @@
-"""What blocks of the cache are worth to the newest token, by compressed keys."""
+"""Scores of blocks of the cache for the newest token, by compressed keys."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def compress_keys(k: Tensor) -> Tensor:
-    """Means of 32 keys, 16 tokens apart (InfLLM-V2; NOSA, arXiv 2510.13602).
+    """Average 32 keys at a time, 16 tokens apart (InfLLM-V2; NOSA, arXiv 2510.13602).
 
     Args:
         k: `[B, G, L, D]`, with their positions in them.
 
     Returns:
-        `[B, G, C, D]`, in the dtype of `k`: of those that end within L.
+        `[B, G, C, D]`, in the dtype of `k`: the means of those that end within L.
 
     Raises:
         KernelInputError: if it has another shape.
@@ -40,9 +40,11 @@ def block_scores(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Shares of compressed keys: summed over the heads of a key head, the largest that touches a block, summed over G.
+    """Score blocks by the attention shares of compressed keys.
 
-    A compressed key that a request does not see to its end has no share. All shapes are static, and repeat bit for bit.
+    Shares are summed over the heads of a key head; a block gets the largest share that touches it, summed over G.
+    A compressed key that a request does not see to its end has no share. Shapes are static, and
+    results repeat bit for bit.
 
     Args:
         q: `[B, H, D]`, the newest token of each request: float32, bfloat16 or float16.

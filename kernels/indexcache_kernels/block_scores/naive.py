@@ -1,4 +1,4 @@
-"""The definitions."""
+"""The definitions, in PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ CHUNK, STRIDE = 32, 16  # tokens of a compressed key, and from one to the next
 
 
 def compress_keys(k: Tensor) -> Tensor:
-    """See `indexcache_kernels.compress_keys`."""
+    """Compute `indexcache_kernels.compress_keys`."""
     if k.shape[2] < CHUNK:
         return k.new_empty(*k.shape[:2], 0, k.shape[3])
     return k.float().unfold(2, CHUNK, STRIDE).mean(-1).to(k.dtype)

@@ -16,7 +16,7 @@ _PROGRAMS = 512  # that keep a device busy
 
 @triton.jit
 def _chunks(length, room, CHUNK: tl.constexpr, STRIDE: tl.constexpr):
-    """How many compressed keys a query over `length` tokens sees to their end; there are `room`."""
+    """Count the compressed keys that a query over `length` tokens sees to their end; there are `room`."""
     return tl.minimum(tl.where(length >= CHUNK, (length - CHUNK) // STRIDE + 1, 0), room)
 
 
@@ -27,7 +27,7 @@ def _parts_kernel(
     TILE: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, STRIDE: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of a part of one request's compressed keys, for the heads of one key head: highest product, and denominator."""
+    """Find highest product and denominator for a part of a request's compressed keys and the heads of a key head."""
     row, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group_head = tl.arange(0, BLOCK_H)
     head, head_mask = row * num_heads + kv_head * GROUP + group_head, group_head < GROUP
@@ -45,15 +45,15 @@ def _parts_kernel(
         higher = tl.maximum(highest, tl.max(score, 1))
         total = total * tl.exp(highest - higher) + tl.sum(tl.exp(score - higher[:, None]), 1)
         highest = higher
-    place = head * PARTS + part
-    tl.store(highest_ptr + place, highest, mask=head_mask)
-    tl.store(total_ptr + place, total, mask=head_mask)
+    offset = head * PARTS + part
+    tl.store(highest_ptr + offset, highest, mask=head_mask)
+    tl.store(total_ptr + offset, total, mask=head_mask)
 
 
 @triton.jit
 def _shares(q_main, q_tail, base, head_mask, keys, k_row_stride, chunk, live, scale, DIM: tl.constexpr,
             MAIN: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Shares of some compressed keys, summed over heads."""
+    """Return the shares of some compressed keys, summed over heads."""
     k_main, k_tail = load_heads(keys + chunk * k_row_stride, live, DIM, MAIN, TAIL, UPCAST)
     score = products(q_main, q_tail, k_main, k_tail, scale, PRECISION)
     return tl.sum(tl.where(live[None, :] & head_mask[:, None], tl.exp(score - base[:, None]), 0.0), 0)
@@ -67,16 +67,19 @@ def _scores_kernel(
     INSIDE: tl.constexpr, TILE_N: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, STRIDE: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`TILE_N` blocks of one request and key head: the largest share among the INSIDE compressed keys that begin in
-    each, and the one before, which reaches into it."""
+    """Score `TILE_N` blocks of one request and key head.
+
+    A block gets the largest share among the INSIDE compressed keys that begin in it and the one before, which reaches
+    into it.
+    """
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group_head = tl.arange(0, BLOCK_H)
     head, head_mask = row * num_heads + kv_head * GROUP + group_head, group_head < GROUP
     part = tl.arange(0, PARTS)
     known = head_mask[:, None]
-    places = head[:, None] * PARTS + part[None, :]
-    highest = tl.load(highest_ptr + places, mask=known, other=float("-inf"))  # [BLOCK_H, PARTS]
-    total = tl.load(total_ptr + places, mask=known, other=0.0)
+    offsets = head[:, None] * PARTS + part[None, :]
+    highest = tl.load(highest_ptr + offsets, mask=known, other=float("-inf"))  # [BLOCK_H, PARTS]
+    total = tl.load(total_ptr + offsets, mask=known, other=0.0)
     most = tl.max(highest, 1)
     most = tl.where(most == float("-inf"), 0.0, most)
     whole = tl.sum(total * tl.exp(highest - most[:, None]), 1)
@@ -94,14 +97,14 @@ def _scores_kernel(
     live = (before >= 0) & (before < chunks)
     shares = _shares(q_main, q_tail, base, head_mask, keys, k_row_stride, before, live, scale, DIM, MAIN, TAIL, UPCAST,
                      PRECISION)  # fmt: skip
-    place = (row * num_kv_heads + kv_head) * blocks + block
-    tl.store(out_ptr + place, tl.maximum(largest, shares), mask=block < blocks)
+    offset = (row * num_kv_heads + kv_head) * blocks + block
+    tl.store(out_ptr + offset, tl.maximum(largest, shares), mask=block < blocks)
 
 
 def block_scores(
     q: Tensor, compressed: Tensor, lengths: Tensor, *, scale: float, block_tokens: int, out: Tensor
 ) -> None:
-    """See `naive.block_scores`."""
+    """Compute `naive.block_scores`."""
     batch, groups, room, _ = compressed.shape
     parts = min(16, triton.next_power_of_2(max(1, _PROGRAMS // (batch * groups))))
     shape = (batch, q.shape[1], parts)

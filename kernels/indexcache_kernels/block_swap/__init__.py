@@ -1,4 +1,4 @@
-"""Which blocks of a cache in host memory a decode step has to bring to the device, and bringing them."""
+"""The blocks of a cache in host memory that a decode step has to bring to the device, and bringing them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORD = 8  # bytes that a copy moves at once
 
 @dataclass(frozen=True)
 class BlockBuffer:
-    """What is on the device of the blocks of each request, of one layer.
+    """The blocks of each request that are on the device, in one layer.
 
     Attributes:
         blocks: `[B, N]`, int32: the block in each slot, -1 for none.
@@ -29,78 +29,78 @@ class BlockBuffer:
 
     @classmethod
     def empty(cls, requests: int, slots: int, device: torch.device | str = "cpu") -> BlockBuffer:
-        """A buffer that holds nothing yet."""
+        """Return a buffer that holds nothing yet."""
         order = torch.arange(slots, dtype=torch.int32, device=device).repeat(requests, 1)
         return cls(torch.full_like(order, -1), order)
 
 
 def swap_blocks(
-    wanted: Tensor,
-    born: Tensor,
+    requested: Tensor,
+    new_block: Tensor,
     buffer: BlockBuffer,
     *,
     slots: Tensor | None = None,
-    loads: Tensor | None = None,
+    needs_copy: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Give every wanted block a slot of the buffer, those that are not there yet in place of the least recently used.
+    """Give every requested block a slot of the buffer; missing ones replace the least recently used.
 
-    The order of SGLang's HiSparse (0.5.23): behind what was not wanted comes what was missing, in the order of
-    `wanted`, then what was there, in the order before. `buffer` is changed in place; shapes are static, so that a CUDA
-    graph can capture the call.
+    The order is that of SGLang's HiSparse (0.5.23): first the blocks that were not requested, then the missing ones in
+    the order of `requested`, then those that were there, in the order before. `buffer` is changed in place; shapes are
+    static, so that a CUDA graph can capture the call.
 
     Args:
-        wanted: `[B, K]`, int32: different blocks, -1 for none.
-        born: `[B]`, int32: the block that the newest token goes to, which is written on the device; -1 for none. It
-            gets a slot as others do, but is not loaded.
+        requested: `[B, K]`, int32: different blocks, -1 for none.
+        new_block: `[B]`, int32: the block that the newest token goes to, which is written on the device; -1 for none.
+            It gets a slot as others do, but is not copied.
         buffer: `[B, N]`, N at least K.
         slots: `[B, K]`, int32; allocated if not given.
-        loads: `[B, K]`, bool; allocated if not given.
+        needs_copy: `[B, K]`, bool; allocated if not given.
         backend: `naive` is PyTorch, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes that on CUDA.
 
     Returns:
-        `slots`, where each wanted block is, -1 for none; and `loads`, whether it has to be copied there.
+        `slots`, where each requested block is, -1 for none; and `needs_copy`, whether it has to be copied there.
 
     Raises:
         KernelInputError: if shapes or dtypes don't fit together.
     """
-    if wanted.ndim != 2 or wanted.dtype != torch.int32 or wanted.stride(1) != 1:
+    if requested.ndim != 2 or requested.dtype != torch.int32 or requested.stride(1) != 1:
         raise KernelInputError(
-            f"wanted is {list(wanted.shape)} of {wanted.dtype}, expected [B, K] of torch.int32, in rows"
+            f"requested is {list(requested.shape)} of {requested.dtype}, expected [B, K] of torch.int32, in rows"
         )
-    batch, count = wanted.shape
+    batch, count = requested.shape
     if buffer.blocks.ndim != 2 or buffer.blocks.shape[1] < count:
         raise KernelInputError(f"buffer is {list(buffer.blocks.shape)}, expected [{batch}, {count} or more slots]")
     for name, tensor in (("buffer.blocks", buffer.blocks), ("buffer.order", buffer.order)):
         expect(name, tensor, (batch, buffer.blocks.shape[1]), torch.int32)
         if not tensor.is_contiguous():
             raise KernelInputError(f"{name} is not contiguous")
-    expect("born", born, (batch,), torch.int32)
-    slots = torch.empty_like(wanted) if slots is None else slots
-    loads = torch.empty_like(wanted, dtype=torch.bool) if loads is None else loads
+    expect("new_block", new_block, (batch,), torch.int32)
+    slots = torch.empty_like(requested) if slots is None else slots
+    needs_copy = torch.empty_like(requested, dtype=torch.bool) if needs_copy is None else needs_copy
     expect("slots", slots, (batch, count), torch.int32)
-    expect("loads", loads, (batch, count), torch.bool)
+    expect("needs_copy", needs_copy, (batch, count), torch.bool)
     swap: Callable[..., None] = naive.swap_blocks
-    if runs_triton(backend, wanted):
+    if runs_triton(backend, requested):
         from indexcache_kernels.block_swap import triton
 
         swap = triton.swap_blocks
-    swap(wanted, born, blocks=buffer.blocks, order=buffer.order, slots=slots, loads=loads)
-    return slots, loads
+    swap(requested, new_block, blocks=buffer.blocks, order=buffer.order, slots=slots, needs_copy=needs_copy)
+    return slots, needs_copy
 
 
 def copy_blocks(
-    source: Tensor, target: Tensor, wanted: Tensor, slots: Tensor, loads: Tensor, *, backend: Backend = "auto"
+    source: Tensor, target: Tensor, requested: Tensor, slots: Tensor, needs_copy: Tensor, *, backend: Backend = "auto"
 ) -> None:
-    """Copy the blocks that `swap_blocks` says to their slots, on the current stream.
+    """Copy the blocks that `swap_blocks` marked into their slots, on the current stream.
 
     Args:
         source: `[B, U, ...]`: the blocks of each request, what belongs to one in one piece. On CUDA, either of source
             and target may be pinned host memory, which the kernel reads and writes without a copy of its own.
         target: `[B, N, ...]`, likewise, in the same dtype.
-        wanted: `[B, K]`, int32.
+        requested: `[B, K]`, int32.
         slots: `[B, K]`, int32.
-        loads: `[B, K]`, bool.
+        needs_copy: `[B, K]`, bool.
         backend: as for `swap_blocks`; `auto` takes the kernel where either is on a CUDA device.
 
     Raises:
@@ -118,15 +118,15 @@ def copy_blocks(
     size = source[0, 0].numel() * source.element_size()
     if size % WORD:
         raise KernelInputError(f"blocks are {size} bytes, expected a multiple of {WORD}")
-    expect("wanted", wanted, (len(source), wanted.shape[-1]), torch.int32)
-    expect("slots", slots, tuple(wanted.shape), torch.int32)
-    expect("loads", loads, tuple(wanted.shape), torch.bool)
+    expect("requested", requested, (len(source), requested.shape[-1]), torch.int32)
+    expect("slots", slots, tuple(requested.shape), torch.int32)
+    expect("needs_copy", needs_copy, tuple(requested.shape), torch.bool)
     if not runs_triton(backend, source if source.is_cuda else target):
-        naive.copy_blocks(source, target, wanted, slots, loads)
+        naive.copy_blocks(source, target, requested, slots, needs_copy)
         return
     for name, item in (("source", source), ("target", target)):
-        if wanted.is_cuda and not item.is_cuda and not item.is_pinned():
+        if requested.is_cuda and not item.is_cuda and not item.is_pinned():
             raise KernelInputError(f"{name} is in memory that the device can't reach, expected pinned memory")
     from indexcache_kernels.block_swap import triton
 
-    triton.copy_blocks(source, target, wanted, slots, loads)
+    triton.copy_blocks(source, target, requested, slots, needs_copy)

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 
-def swap_blocks(wanted: Tensor, born: Tensor, *, blocks: Tensor, order: Tensor, slots: Tensor, loads: Tensor) -> None:
-    """Write `slots` and `loads`, and what the buffer holds from then on into `blocks` and `order`."""
-    for row, own in enumerate(wanted.tolist()):
+def swap_blocks(
+    requested: Tensor, new_block: Tensor, *, blocks: Tensor, order: Tensor, slots: Tensor, needs_copy: Tensor
+) -> None:
+    """Write `slots` and `needs_copy`, and update `blocks` and `order` of the buffer."""
+    for row, own in enumerate(requested.tolist()):
         used = order[row].tolist()
         slot_of = {int(blocks[row, slot]): slot for slot in used}
         here = {block for block in own if block in slot_of and block >= 0}
@@ -21,11 +23,10 @@ def swap_blocks(wanted: Tensor, born: Tensor, *, blocks: Tensor, order: Tensor, 
             slot_of[block] = slot
         order[row] = torch.tensor([*left, *taken, *hits])
         slots[row] = torch.tensor([slot_of[block] if block >= 0 else -1 for block in own])
-        needed = [block in missing and block != int(born[row]) for block in own]
-        loads[row] = torch.tensor(needed)
+        needs_copy[row] = torch.tensor([block in missing and block != int(new_block[row]) for block in own])
 
 
-def copy_blocks(source: Tensor, target: Tensor, wanted: Tensor, slots: Tensor, loads: Tensor) -> None:
-    """Copy every block that is to be loaded into its slot."""
-    for row, number in loads.nonzero().tolist():
-        target[row, int(slots[row, number])] = source[row, int(wanted[row, number])].to(target.device)
+def copy_blocks(source: Tensor, target: Tensor, requested: Tensor, slots: Tensor, needs_copy: Tensor) -> None:
+    """Copy every marked block into its slot."""
+    for row, number in needs_copy.nonzero().tolist():
+        target[row, int(slots[row, number])] = source[row, int(requested[row, number])].to(target.device)

@@ -23,9 +23,9 @@ def indexer_kl(
     indices: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """KL(mean over heads of the attention || softmax of the index scores), with gradients to the indexer.
+    """Compute KL(mean over heads of the attention || softmax of the index scores), with gradients to the indexer.
 
-    Over all keys of a query (warm-up), or over what was selected for it (sparse stage): IndexCache, Sections 2.1, 3.2.
+    Over all keys of a query (warm-up), or over those selected for it (sparse stage): IndexCache, Sections 2.1, 3.2.
 
     Args:
         q: `[T, H, D]`, of the attention: float32, bfloat16 or float16; no gradient.
@@ -43,7 +43,7 @@ def indexer_kl(
 
     Returns:
         The sum over queries, with gradients, and each query's, `[T]`, without; float32, in nats, 0 where a query has
-        no key. Gradients are computed with the sum, where one is wanted, and kept until the backward pass.
+        no key. Gradients are computed with the sum, if any input needs one, and kept until the backward pass.
 
     Raises:
         KernelInputError: if shapes or dtypes don't fit together.
@@ -80,7 +80,7 @@ def indexer_kl(
 
 
 def visible_keys(keys: int, starts: Tensor | None, ends: Tensor | None, indices: Tensor | None) -> Tensor:
-    """`[..., T, L]`, bool: the keys that were selected for a query (`[..., T, K]`), or that it sees (`[..., T]`)."""
+    """Mark the keys selected for a query (`[..., T, K]`), or that it sees (`[..., T]`): `[..., T, L]`, bool."""
     if indices is not None:
         visible = torch.zeros((*indices.shape[:-1], keys + 1), dtype=torch.bool, device=indices.device)
         return visible.scatter_(-1, indices.long() % (keys + 1), True)[..., :keys]  # -1 becomes the last column

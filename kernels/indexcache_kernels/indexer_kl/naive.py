@@ -11,7 +11,7 @@ from indexcache_kernels.indexer_topk.naive import indexer_scores
 def indexer_kl(
     q: Tensor, k: Tensor, scale: float, index_q: Tensor, index_k: Tensor, index_weights: Tensor, visible: Tensor
 ) -> Tensor:
-    """KL(mean over heads of the attention || softmax of the index scores), over the visible keys of each query.
+    """Compute KL(mean over heads of the attention || softmax of the index scores) over each query's visible keys.
 
     Args:
         q: `[T, H, D]`, of the attention.

@@ -1,5 +1,8 @@
-"""Both distributions a block of keys at a time. The gradient is made with the loss, since both need the same products;
-what it needs beside them, the denominator of the index scores, is made first, of index queries and keys alone."""
+"""Both distributions, a block of keys at a time.
+
+The gradient is computed with the loss, since both need the same products. The denominator of the index scores, which it
+needs as well, is computed first, from index queries and keys alone.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from indexcache_kernels.heads import head_sizes, load_heads, load_rows, products
 
 @triton.jit
 def _key_range(starts_ptr, ends_ptr, token, SELECTED: tl.constexpr, TOPK: tl.constexpr):
-    """Where a query's keys begin and end: places among what was selected for it, or keys."""
+    """Return where a query's keys begin and end: among those selected for it, or among all keys."""
     first, last = 0, TOPK
     if not SELECTED:
         first, last = tl.load(starts_ptr + token), tl.load(ends_ptr + token)
@@ -24,7 +27,7 @@ def _key_range(starts_ptr, ends_ptr, token, SELECTED: tl.constexpr, TOPK: tl.con
 
 @triton.jit
 def _key_block(indices_ptr, token, slot, last, SELECTED: tl.constexpr, TOPK: tl.constexpr):
-    """A block of keys of one query, -1 for none."""
+    """Return a block of keys of one query, -1 for none."""
     if SELECTED:
         key = tl.load(indices_ptr + token * TOPK + slot, mask=slot < TOPK, other=-1)
     else:
@@ -39,13 +42,13 @@ def _denominator_kernel(
     BLOCK_I: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The logarithm of the denominator of one query's index scores, 0 where it sees nothing."""
+    """Compute the logarithm of the denominator of one query's index scores, 0 where it sees nothing."""
     token = tl.program_id(0).to(tl.int64)
     first, last = _key_range(starts_ptr, ends_ptr, token, SELECTED, TOPK)
     indexer = tl.arange(0, BLOCK_I)  # [BLOCK_I]
-    place, mask = token * INDEXERS + indexer, indexer < INDEXERS
-    index_queries = load_rows(index_q_ptr + place * INDEX_DIM, mask, INDEX_DIM, BLOCK_C, UPCAST)
-    weight = tl.load(weights_ptr + place, mask=mask, other=0.0)
+    offset, mask = token * INDEXERS + indexer, indexer < INDEXERS
+    index_queries = load_rows(index_q_ptr + offset * INDEX_DIM, mask, INDEX_DIM, BLOCK_C, UPCAST)
+    weight = tl.load(weights_ptr + offset, mask=mask, other=0.0)
     highest, total = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
     for begin in range(first, last, BLOCK_K):
         key = _key_block(indices_ptr, token, begin + tl.arange(0, BLOCK_K), last, SELECTED, TOPK)  # [BLOCK_K]
@@ -62,7 +65,7 @@ def _denominator_kernel(
 
 @triton.jit
 def _attended(q_main, q_tail, k_main, k_tail, lse, scale, PRECISION: tl.constexpr):
-    """The attention that heads pay to a block of keys, summed."""
+    """Sum the attention that heads pay to a block of keys."""
     return tl.sum(tl.exp(products(q_main, q_tail, k_main, k_tail, scale, PRECISION) - lse[:, None]), 0)
 
 
@@ -75,19 +78,21 @@ def _compare_kernel(
     INDEXERS: tl.constexpr, INDEX_DIM: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The divergence of one query, and with GRADIENT its gradient, softmax - target in the index scores; that of keys
-    is added up in memory. With ONCE all heads fit, and their queries are loaded once."""
+    """Compute the divergence of one query, and with GRADIENT its gradient: softmax - target, in the index scores.
+
+    The gradient of keys is added up in memory. With ONCE all heads fit, and their queries are loaded once.
+    """
     token = tl.program_id(0).to(tl.int64)
     first, last = _key_range(starts_ptr, ends_ptr, token, SELECTED, TOPK)
     indexer, dim, head = tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
-    index_place, index_mask = token * INDEXERS + indexer, indexer < INDEXERS
-    index_queries = load_rows(index_q_ptr + index_place * INDEX_DIM, index_mask, INDEX_DIM, BLOCK_C, UPCAST)
-    weight = tl.load(weights_ptr + index_place, mask=index_mask, other=0.0)
+    index_offset, index_mask = token * INDEXERS + indexer, indexer < INDEXERS
+    index_queries = load_rows(index_q_ptr + index_offset * INDEX_DIM, index_mask, INDEX_DIM, BLOCK_C, UPCAST)
+    weight = tl.load(weights_ptr + index_offset, mask=index_mask, other=0.0)
     denominator = tl.load(index_lse_ptr + token)
     if ONCE:
-        place, mask = token * HEADS + head, head < GROUP
-        q_main, q_tail = load_heads(q_ptr + place * DIM, mask, DIM, MAIN, TAIL, UPCAST)
-        lse = tl.load(lse_ptr + place, mask=mask, other=float("inf"))
+        offset, mask = token * HEADS + head, head < GROUP
+        q_main, q_tail = load_heads(q_ptr + offset * DIM, mask, DIM, MAIN, TAIL, UPCAST)
+        lse = tl.load(lse_ptr + offset, mask=mask, other=float("inf"))
     loss = denominator
     dq = tl.zeros((BLOCK_I, BLOCK_C), tl.float32)
     dw = tl.zeros((BLOCK_I,), tl.float32)
@@ -101,9 +106,9 @@ def _compare_kernel(
                 target += _attended(q_main, q_tail, k_main, k_tail, lse, scale, PRECISION)
             else:
                 for first_head in range(0, GROUP, BLOCK_H):
-                    place, mask = token * HEADS + kv_head * GROUP + first_head + head, first_head + head < GROUP
-                    q_main, q_tail = load_heads(q_ptr + place * DIM, mask, DIM, MAIN, TAIL, UPCAST)
-                    lse = tl.load(lse_ptr + place, mask=mask, other=float("inf"))
+                    offset, mask = token * HEADS + kv_head * GROUP + first_head + head, first_head + head < GROUP
+                    q_main, q_tail = load_heads(q_ptr + offset * DIM, mask, DIM, MAIN, TAIL, UPCAST)
+                    lse = tl.load(lse_ptr + offset, mask=mask, other=float("inf"))
                     target += _attended(q_main, q_tail, k_main, k_tail, lse, scale, PRECISION)
         target = tl.where(key >= 0, target / HEADS, 0.0)
         index_keys = load_rows(index_k_ptr + key * INDEX_DIM, key >= 0, INDEX_DIM, BLOCK_C, UPCAST)
@@ -121,13 +126,13 @@ def _compare_kernel(
             tl.atomic_add(d_k_ptr + key[:, None] * INDEX_DIM + dim[None, :], d_key, mask=key_mask, sem="relaxed")
     tl.store(loss_ptr + token, loss)
     if GRADIENT:
-        ptrs = d_q_ptr + index_place[:, None] * INDEX_DIM + dim[None, :]
+        ptrs = d_q_ptr + index_offset[:, None] * INDEX_DIM + dim[None, :]
         tl.store(ptrs, dq.to(d_q_ptr.dtype.element_ty), mask=index_mask[:, None] & (dim < INDEX_DIM)[None, :])
-        tl.store(d_weights_ptr + index_place, dw, mask=index_mask)
+        tl.store(d_weights_ptr + index_offset, dw, mask=index_mask)
 
 
 def _sizes(q: Tensor, k: Tensor, index_q: Tensor, indices: Tensor | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Compile-time sizes: those of both kernels, and those of the second alone."""
+    """Return compile-time sizes: those of both kernels, and those of the second alone."""
     heads = head_sizes(q, k.shape[1], 64)
     common = {
         "SELECTED": indices is not None,
@@ -144,7 +149,7 @@ def _sizes(q: Tensor, k: Tensor, index_q: Tensor, indices: Tensor | None) -> tup
 
 
 class IndexerKL(torch.autograd.Function):
-    """The sum over queries, whose gradients flow into the indexer alone, and each query's divergence."""
+    """The kernels for autograd: the sum over queries, with gradients to the indexer alone, and each divergence."""
 
     @staticmethod
     def forward(
@@ -160,6 +165,7 @@ class IndexerKL(torch.autograd.Function):
         ends: Tensor | None,
         indices: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        """Compute both results, and the gradients of their sum."""
         losses, index_lse = (torch.empty(len(q), dtype=torch.float32, device=q.device) for _ in range(2))
         common, heads = _sizes(q, k, index_q, indices)
         index = {"index_q_ptr": index_q, "index_k_ptr": index_k, "weights_ptr": weights}
@@ -182,5 +188,6 @@ class IndexerKL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, change: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the indexer's queries, keys and weights."""
         d_q, d_k, d_weights = ctx.saved_tensors
         return None, None, None, None, d_q * change, d_k * change, d_weights * change, None, None, None

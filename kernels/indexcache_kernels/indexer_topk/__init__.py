@@ -24,9 +24,10 @@ def indexer_topk(
     k_scale: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """The `topk` keys that score highest for each query: score = the sum over heads of weight x ReLU(q . k) x k_scale.
+    """Select the `topk` keys that score highest for each query.
 
-    Deterministic: of equal scores the lower indices are taken. Scores must not be NaN.
+    The score is the sum over heads of weight x ReLU(q . k) x k_scale. Deterministic: of equal scores the lower
+    indices are taken. Scores must not be NaN.
 
     Args:
         q: `[T, I, C]`, in the dtype of `k`. Scales of quantised queries belong into `weights`.
@@ -64,7 +65,7 @@ def indexer_topk(
 
 
 def causal_ranges(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """First key and one past the last of each query, where sequences stand one behind the other and see their past.
+    """Return first key and one past the last of each query, for sequences one behind the other that see their past.
 
     Args:
         cu_seqlens: `[sequences + 1]`, where sequences begin, and the end of the last.

@@ -11,21 +11,21 @@ import triton.language as tl
 
 @triton.jit
 def ordered_score(score):
-    """Unsigned integers in the order of float32 scores; both zeros are equal."""
+    """Map float32 scores to unsigned integers in the same order; both zeros are equal."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _score(ordered):
-    """The inverse."""
+    """Invert `ordered_score`."""
     bits = ordered.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ -2147483648, ~bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _nth_largest(ordered, n):
-    """Of unsigned integers, along the last axis; 0 where there are fewer. Built from its highest bit down."""
+    """Find the n-th largest unsigned integer along the last axis, from its highest bit down; 0 if there are fewer."""
     result = tl.zeros_like(n).to(tl.uint32)
     bit = tl.full((), 2147483648, tl.uint32)
     for _ in range(32):
@@ -38,9 +38,9 @@ def _nth_largest(ordered, n):
 
 @triton.jit
 def _best(values_ptr, count, TOPK: tl.constexpr, ROOM: tl.constexpr):
-    """The TOPK best of the `count` candidates of a row, of equal ones the first.
+    """Find the TOPK best of the `count` candidates of a row, of equal ones the first.
 
-    Returns whether each is one of them, its place among them, and the lowest of them.
+    Returns whether each is one of them, its rank among them, and the lowest of them.
     """
     slot = tl.arange(0, ROOM)  # [ROOM]
     slot_mask = slot < count
@@ -85,10 +85,10 @@ def take_sample(
     scores_ptr, bounds_ptr, starts_ptr, ends_ptr, num_queries, lowest, highest, step,
     BLOCK_Q: tl.constexpr, SEGMENT: tl.constexpr, TOPK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Set the bounds of BLOCK_Q rows so that a few more than TOPK of their keys should exceed them, judged by every
-    `step`-th key; -inf where they may all be candidates.
+    """Set the bounds of BLOCK_Q rows so that a few more than TOPK of their keys should exceed them.
 
-    A bound is just below a score of the sample: scores that equal it are candidates, too.
+    Every `step`-th key is the sample; the bound is -inf where all keys may be candidates. Otherwise it is just below a
+    score of the sample: scores that equal it are candidates, too.
     """
     row, slot = tl.arange(0, BLOCK_Q), tl.arange(0, SEGMENT)  # [BLOCK_Q], [SEGMENT]
     start = tl.load(starts_ptr + row, mask=row < num_queries, other=2147483647)
@@ -107,7 +107,7 @@ def take_sample(
 
 @triton.jit
 def _ones(word):
-    """How many bits are set in words of 16."""
+    """Count the bits that are set in words of 16."""
     word = word - ((word >> 1) & 0x5555)
     word = (word & 0x3333) + ((word >> 2) & 0x3333)
     word = (word + (word >> 4)) & 0x0F0F
@@ -121,10 +121,10 @@ def take_segment(
     BLOCK_Q: tl.constexpr, SEGMENT: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr, TOPK: tl.constexpr,
     ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys of a segment that exceed the bounds of BLOCK_Q rows to their candidates, after shrinking them where
-    there is no room.
+    """Add the keys of a segment that exceed the bounds of BLOCK_Q rows to their candidates.
 
-    Few do, so which ones is a bit each, 16 in a word, and every candidate then looks for its bit.
+    Candidates are shrunk first where there is no room. Few keys exceed the bound, so each has a bit that says so, 16 in
+    a word, and every candidate then looks for its bit.
     """
     row, slot = tl.arange(0, BLOCK_Q), tl.arange(0, SEGMENT)  # [BLOCK_Q], [SEGMENT]
     start = tl.load(starts_ptr + row, mask=row < num_queries, other=2147483647)
@@ -159,7 +159,7 @@ def take_segment(
     for first in range(0, tl.max(added), CHUNK):
         rank = tl.broadcast_to((first + tl.arange(0, CHUNK))[None, :], (BLOCK_Q, CHUNK))
         added_mask = rank < added[:, None]  # [BLOCK_Q, CHUNK]
-        word = tl.zeros((BLOCK_Q, CHUNK), tl.int32)  # the last one that has query most `rank` candidates before it
+        word = tl.zeros((BLOCK_Q, CHUNK), tl.int32)  # the last one that has at most `rank` candidates before it
         for step in tl.static_range(STEPS):
             width = SEGMENT // 32 >> step
             word += tl.where(tl.load(marks_ptrs + word + width) >> 16 <= rank, width, 0)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, k_scale: Tensor | None = None) -> Tensor:
-    """Lightning-indexer scores (DeepSeek-V3.2, Eq. 1): the sum over heads of weight x ReLU(q . k).
+    """Compute lightning-indexer scores (DeepSeek-V3.2, Eq. 1): the sum over heads of weight x ReLU(q . k).
 
     Args:
         q: `[..., T, I, C]`.
@@ -27,7 +27,7 @@ def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, k_scale: Tensor | None
 def indexer_topk(
     q: Tensor, k: Tensor, weights: Tensor, *, starts: Tensor, ends: Tensor, topk: int, k_scale: Tensor | None = None
 ) -> Tensor:
-    """See `indexcache_kernels.indexer_topk`."""
+    """Compute `indexcache_kernels.indexer_topk`."""
     scores = indexer_scores(q, k, weights, k_scale)
     keys = torch.arange(k.shape[0], device=k.device)
     inside = (keys >= starts[:, None]) & (keys < ends[:, None])

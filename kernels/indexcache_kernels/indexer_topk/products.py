@@ -13,7 +13,7 @@ def products(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SEGMENT: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Scores of the BLOCK_Q queries from `q` on and every `step`-th of SEGMENT keys, to `scores`, `[BLOCK_Q, SEGMENT]`.
+    """Score every `step`-th of SEGMENT keys for the BLOCK_Q queries from `q` on, into `scores`, `[BLOCK_Q, SEGMENT]`.
 
     Keys are the rows of the product, so heads add up inside a thread. Queries are loaded here, each time: functions
     that are not inlined must find no shared memory in use; Triton 3.6 let them overwrite it (README.md).

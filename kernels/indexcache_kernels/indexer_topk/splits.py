@@ -16,7 +16,7 @@ def sample_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ROOM: tl.constexpr, SAMPLE: tl.constexpr, PARTS: tl.constexpr,
     SCALED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Scores of SAMPLE evenly spaced keys of a query that sees more than ROOM, a part of them a program."""
+    """Score SAMPLE evenly spaced keys of a query that sees more than ROOM; each program takes a part of them."""
     query, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = tl.load(starts_ptr + query), tl.load(ends_ptr + query)
     if end - start > ROOM:
@@ -36,7 +36,7 @@ def merge_kernel(
     result_ptr, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, STEPS: tl.constexpr, TOPK: tl.constexpr,
     ROOM: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """The best of what the parts of one query's keys have, in the order of the keys.
+    """Merge the candidates from the parts of one query's keys, in the order of the keys.
 
     `todo` becomes 0 where there are enough, and 2 where the sample misled.
     """

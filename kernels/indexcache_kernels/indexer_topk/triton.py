@@ -37,11 +37,11 @@ def _stream_kernel(
     TOPK: tl.constexpr, ROOM: tl.constexpr, SAMPLE: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Takes BLOCK_Q queries at a time from the queue, the last ones first. With SPLITS above 1 a program has one of so
-    many parts of one query's keys instead, and leaves its candidates to the merge.
+    """Take BLOCK_Q queries at a time from the queue, the last ones first, and select their keys.
 
-    Scores of a segment go to memory of the program's own, which stays in the cache. What is done with them is not
-    inlined, to leave registers to the products.
+    With SPLITS above 1 a program has one of so many parts of one query's keys instead, and leaves its candidates to the
+    merge. Scores of a segment go to memory of the program's own, which stays in the cache. The functions that read them
+    are not inlined, to leave registers to the products.
     """
     program, row = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_Q)
     scores_ptr += program * BLOCK_Q * SEGMENT
@@ -141,7 +141,7 @@ def indexer_topk(
     k_scale: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """See `indexcache_kernels.indexer_topk`; `splits` says into how many parts the keys of a query are split."""
+    """Compute `indexcache_kernels.indexer_topk`; `splits` says into how many parts the keys of a query are split."""
     queries, heads, dim = q.shape
     selected = torch.empty((queries, topk), dtype=torch.int32, device=q.device)
     if not queries:

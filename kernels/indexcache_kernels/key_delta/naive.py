@@ -10,7 +10,7 @@ from indexcache_kernels.errors import KernelInputError
 
 
 def kept_keys(k: Tensor, threshold: float | Tensor, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What a threshold leaves of keys, number by number: a key's own where it moved away, else the one kept before.
+    """Apply a threshold to keys, number by number: keep a key's own where it moved away, else the one kept before.
 
     kept[t] = k[t] where |k[t] - kept[t-1]| > threshold, else kept[t-1] (equations 2 and 3 of DeltaLLM). The first key
     is kept whole. With threshold 0 every number is kept as it is.
@@ -42,13 +42,13 @@ def kept_keys(k: Tensor, threshold: float | Tensor, before: Tensor | None = None
 
 
 def differences(kept: Tensor, before: Tensor | None = None) -> Tensor:
-    """`[..., L, D]`: each kept key less the one before, the first one whole: what DeltaLLM's cache holds."""
+    """Subtract from each kept key the one before, but for the first, as DeltaLLM's cache holds them: `[..., L, D]`."""
     first = kept[..., :1, :] if before is None else kept[..., :1, :] - before[..., None, :]
     return torch.cat([first, kept.diff(dim=-2)], dim=-2)
 
 
 def delta_scores(q: Tensor, delta: Tensor) -> Tensor:
-    """Products of queries and kept keys from the differences alone: a running sum over keys (equation 4).
+    """Multiply queries with kept keys from the differences alone: a running sum over keys (equation 4).
 
     Args:
         q: `[..., T, D]`.
@@ -61,7 +61,7 @@ def delta_scores(q: Tensor, delta: Tensor) -> Tensor:
 
 
 def multiply_adds(moved: Tensor, positions: Tensor, exact_from: Tensor) -> tuple[Tensor, int]:
-    """What products of queries and keys cost, counted, for one head of queries.
+    """Count the multiply-adds of products of queries and keys, for one head of queries.
 
     A key that a query sees as it was costs one for each of its numbers; one before `exact_from` only for those that
     moved, since the rest of its product is that of the key before.
@@ -72,7 +72,7 @@ def multiply_adds(moved: Tensor, positions: Tensor, exact_from: Tensor) -> tuple
         exact_from: `[T]`, int64: the first key that it sees as it was; `positions + 1` for none.
 
     Returns:
-        `[...]`, int64, what is computed, and what attention without differences computes.
+        `[...]`, int64, those computed, and how many attention without differences computes.
 
     Raises:
         KernelInputError: if a query's keys are not there.

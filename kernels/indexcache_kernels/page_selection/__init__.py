@@ -1,4 +1,4 @@
-"""Which pages of a request's cache the next token attends to, from the attention of a layer that saw all of them."""
+"""The pages of a request's cache that the next token attends to, by the attention of a layer that saw all of them."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def page_scores(
     splits: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """What a decode step attends to, by page: the sum over its tokens of the largest share that any head gives each.
+    """Score pages by the attention of a decode step: sum over tokens the largest share that any head gives each.
 
-    The rule `token_max` of DELTA (arXiv 2510.09883), from the keys and the logarithm of the attention's denominator, so
-    that no `[B, H, L]` is written.
+    This is the rule `token_max` of DELTA (arXiv 2510.09883), from the keys and the logarithm of the attention's
+    denominator, so that no `[B, H, L]` is written.
 
     Args:
         q: `[B, H, D]`, the queries of the step: float32, bfloat16 or float16.
@@ -137,7 +137,7 @@ def select_pages(
     out_lengths: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The page table of what was selected: sinks, the highest scores and the most recent pages, in ascending order.
+    """Select sinks, the pages with the highest scores and the most recent ones: their page table, ascending.
 
     Exact and deterministic: of equal scores the lower page wins. A request within the budget keeps its own table.
 
@@ -200,7 +200,7 @@ def _check_table(
     what: str,
     scores: Tensor | None,
 ) -> tuple[int, int]:
-    """Requests, and the most pages that one of them can have: a list does not say it, `what` does."""
+    """Check a table; return the number of requests and the most pages of one, which a list leaves to `what`."""
     if table_page < 1 or budget.page_tokens % table_page:
         raise KernelInputError(f"table_page is {table_page}, expected a divisor of page_tokens ({budget.page_tokens})")
     shape = "[B, M]" if starts is None else "[T]"
@@ -219,5 +219,5 @@ def _check_table(
 
 
 def _splits(batch: int) -> int:
-    """Programs a request: enough for a large GPU at batch 1, few at large batches."""
+    """Return the programs of a request: enough for a large GPU at batch 1, few at large batches."""
     return max(1, 256 // max(1, batch))

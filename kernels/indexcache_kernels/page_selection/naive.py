@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def slots_of(table: Tensor, table_page: int) -> Tensor:
-    """`[..., M * table_page]`, int64: the slot of each token, in order."""
+    """Return the slot of each token, in order: `[..., M * table_page]`, int64."""
     return (table.long()[..., None] * table_page + torch.arange(table_page, device=table.device)).flatten(-2)
 
 
 def row_of(table: Tensor, starts: Tensor | None, row: int) -> Tensor:
-    """A request's entries, and maybe more behind them: of a table with a row each, or of a list where `starts` say."""
+    """Return a request's entries, maybe with more behind them: its row of a table, or from its start in a list."""
     return table[row] if starts is None else table[int(starts[row]) :]
 
 
@@ -50,14 +50,14 @@ def page_scores(
 
 
 def selected(scores: Tensor, length: int, budget: PageBudget) -> list[int]:
-    """The pages of one request that are attended to, ascending; `scores` is `[N]`."""
+    """Return the pages that one request attends to, ascending; `scores` is `[N]`."""
     live = -(-length // budget.page_tokens)
     if live <= budget.pages:
         return list(range(live))
     first, last = budget.sink_pages, live - budget.recent_pages
-    wanted = budget.pages - budget.recent_pages - budget.sink_pages
+    needed = budget.pages - budget.recent_pages - budget.sink_pages
     ranked = sorted(range(first, last), key=lambda page: (-float(scores[page]), page))
-    return [*range(first), *sorted(ranked[:wanted]), *range(last, live)]
+    return [*range(first), *sorted(ranked[:needed]), *range(last, live)]
 
 
 def select_pages(

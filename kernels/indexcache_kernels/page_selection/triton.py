@@ -20,7 +20,7 @@ def _queries(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The heads of `WIDTH` key heads, `[BLOCK_H, BLOCK_D]`: zeros but in the dimensions of their own; denominators."""
+    """Load the heads of `WIDTH` key heads, `[BLOCK_H, BLOCK_D]`, zero outside their own dimensions; denominators."""
     group = HEADS // KV_HEADS
     head, column = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     first = chunk * WIDTH * group
@@ -36,7 +36,7 @@ def _largest_share(
     q, base, k_ptr, slot, live, chunk, scale, k_slot_stride, k_head_stride,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`[BLOCK_L]`: the largest share that one of the heads gives each token. One product serves them all."""
+    """Find the largest share that one of the heads gives each token, `[BLOCK_L]`. One product serves them all."""
     column = tl.arange(0, BLOCK_D)
     kv_head = chunk * WIDTH + column // DIM
     known = (column < WIDTH * DIM) & (kv_head < KV_HEADS)
@@ -55,7 +55,7 @@ def _scores_kernel(
     PAGE: tl.constexpr, TABLE_PAGE: tl.constexpr, BUDGET: tl.constexpr, SPLITS: tl.constexpr, LISTED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a part of one request's pages; key heads are taken in chunks, the queries of two of which are kept."""
+    """Score a part of one request's pages; key heads are taken in chunks, the queries of two of which are kept."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths_ptr + row)
     pages = tl.cdiv(length, PAGE)
@@ -120,35 +120,35 @@ def _select_kernel(
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, BUDGET: tl.constexpr, RECENT: tl.constexpr,
     SINKS: tl.constexpr, LISTED: tl.constexpr, OUT_LISTED: tl.constexpr,
 ):  # fmt: skip
-    """The page table of one request."""
+    """Write the page table of one request."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths_ptr + row)
     pages = tl.cdiv(length, PAGE)
     page = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     newest = tl.where(pages > BUDGET, pages - RECENT, 0)  # from here on all are taken
     open_ = (page >= SINKS) & (page < newest)  # for the scores to decide
-    wanted = BUDGET - RECENT - SINKS
+    needed = BUDGET - RECENT - SINKS
     # scores are at least 0, so their bits are ordered as they are; pages that are not open rank below all
     bits = tl.load(scores_ptr + row * scores_stride + page, mask=open_, other=0.0).to(tl.int32, bitcast=True)
     bits = tl.where(open_, bits, -1)
     low, high = 0, 0x7F800000
     for _ in range(31):  # the highest threshold that leaves enough at or above it
         middle = low + (high - low + 1) // 2
-        enough = tl.sum((bits >= middle).to(tl.int32)) >= wanted
+        enough = tl.sum((bits >= middle).to(tl.int32)) >= needed
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
     above, equal = bits > low, bits == low
-    room = wanted - tl.sum(above.to(tl.int32))
+    room = needed - tl.sum(above.to(tl.int32))
     lower = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= room)  # of equal scores the lower pages
     taken = (page < pages) & (above | lower | (page < SINKS) | (page >= newest))
-    place = tl.cumsum(taken.to(tl.int32), axis=0) - 1
+    rank = tl.cumsum(taken.to(tl.int32), axis=0) - 1
     first = tl.load(starts_ptr + row) if LISTED else row * table_stride
     out_first = tl.load(out_starts_ptr + row) if OUT_LISTED else row * out_stride
     for number in tl.static_range(ENTRIES):
         source = page * ENTRIES + number
         held = taken & (source * (PAGE // ENTRIES) < length)
         entry = tl.load(table_ptr + first + source, mask=held, other=0)
-        tl.store(out_table_ptr + out_first + place * ENTRIES + number, entry, mask=held)
+        tl.store(out_table_ptr + out_first + rank * ENTRIES + number, entry, mask=held)
     tl.store(out_lengths_ptr + row, tl.minimum(pages, BUDGET) * PAGE - (pages * PAGE - length))
 
 
@@ -166,7 +166,7 @@ def page_scores(
     out: Tensor,
     splits: int,
 ) -> None:
-    """As the definition; `k` may have strides of its own, but for its last axis."""
+    """Compute `naive.page_scores`; `k` may have strides of its own, but for its last axis."""
     heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
     width = min(kv_heads, max(1, _CHUNK // dim))
     chunks, block_d = triton.cdiv(kv_heads, width), max(16, triton.next_power_of_2(width * dim))
@@ -183,7 +183,7 @@ def page_scores(
 
 
 def _tiles(key_bytes: int, element_bytes: int) -> dict[str, int]:
-    """Keys of a block, and how far they are read ahead: what is in flight, and the queries, fit on chip."""
+    """Choose the keys of a block, and how far they are read ahead, so that all of it and the queries fit on chip."""
     block = max(16, min(128, (64 << 10) // key_bytes))
     return {"BLOCK_L": block, "num_warps": 4, "num_stages": 3 if element_bytes < 4 else 1}
 
@@ -200,7 +200,7 @@ def select_pages(
     out_starts: Tensor | None,
     out_lengths: Tensor,
 ) -> None:
-    """As the definition."""
+    """Compute `naive.select_pages`."""
     block_n = triton.next_power_of_2(scores.shape[1])
     _select_kernel[(len(scores),)](
         scores_ptr=scores, table_ptr=table, starts_ptr=lengths if starts is None else starts, lengths_ptr=lengths,

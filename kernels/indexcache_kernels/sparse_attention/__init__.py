@@ -20,7 +20,7 @@ def sparse_attention(
     scale: float,
     backend: Backend | Literal["flash_mla"] = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention over gathered keys, with gradients of `q`, `k` and `v`.
+    """Attend to gathered keys with a softmax, with gradients of `q`, `k` and `v`.
 
     Gradients of `k` and `v` are sums in no fixed order on a CUDA device, so they differ in the last bits between runs.
 

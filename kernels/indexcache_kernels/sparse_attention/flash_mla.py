@@ -17,7 +17,7 @@ DIM, V_DIM, HEADS, KEYS = 576, 512, 64, 128  # the last two: what sizes must be 
 
 @cache
 def _library() -> Any:
-    """sgl_kernel's flash_mla, None where it is not installed or was built for other devices."""
+    """Import sgl_kernel's flash_mla; None where it is not installed or was built for other devices."""
     try:
         from sgl_kernel import flash_mla, flashmla_ops
     except (ImportError, OSError, RuntimeError):
@@ -26,7 +26,7 @@ def _library() -> Any:
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor | int) -> bool:
-    """Whether it can run: absorbed MLA in bfloat16, fewer than 64 heads or a multiple of them, on a Hopper device."""
+    """Return whether it can run: absorbed MLA in bfloat16, fewer than 64 heads or a multiple, on a Hopper device."""
     if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9 or _library() is None:
         return False
     shape = isinstance(v, int) and (v, q.shape[2], k.shape[1]) == (V_DIM, DIM, 1)
@@ -34,7 +34,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor | int) -> bool:
 
 
 def forward(q: Tensor, k: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The result and the logarithm to base 2 of the denominator; neither means anything where a query has no key."""
+    """Return result and base-2 logarithm of the denominator; neither means anything where a query has no key."""
     heads, topk = q.shape[1], indices.shape[1]
     chosen = F.pad(indices, (0, -topk % KEYS), value=-1) if topk % KEYS else indices
     queries = F.pad(q, (0, 0, 0, -heads % HEADS)) if heads % HEADS else q

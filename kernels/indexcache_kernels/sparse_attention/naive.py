@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """See `indexcache_kernels.sparse_attention`; computes in float64 where `q` is, else in float32."""
+    """Compute `indexcache_kernels.sparse_attention`, in float64 where `q` is, else in float32."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     group = q.shape[1] // k.shape[1]
     chosen = indices.clamp(min=0).long()

@@ -41,8 +41,10 @@ def _forward_kernel(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One query, and up to BLOCK_H heads that share their keys. A head has MAIN + TAIL dimensions, both powers of two;
-    with SHARED the first V_DIM = MAIN of a key are its value."""
+    """Attend from one query, with up to BLOCK_H heads that share their keys.
+
+    A head has MAIN + TAIL dimensions, both powers of two; with SHARED the first V_DIM = MAIN of a key are its value.
+    """
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(2)
     group_head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
     head = kv_head * GROUP + group_head
@@ -109,7 +111,7 @@ def _backward_kernel(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients from one query and up to BLOCK_H heads; those of keys and values are added up in memory."""
+    """Compute the gradients from one query and up to BLOCK_H heads; add those of keys and values in memory."""
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(2)
     group_head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
     head = token * num_heads + kv_head * GROUP + group_head
@@ -168,21 +170,23 @@ def _finish_kernel(
     PADDED_HEADS: tl.constexpr,
     V_DIM: tl.constexpr,
 ):
-    """Of a query: the denominator's logarithm, from base 2; and what it attends to and that, if it has no key."""
+    """Convert a query's logarithm from base 2; set logarithm and result of a query without keys."""
     token, slot, head = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED), tl.arange(0, PADDED_HEADS)
     key = tl.load(indices_ptr + token * TOPK + slot, mask=slot < TOPK, other=-1)
     nothing = tl.max(key, 0) < 0
-    place, mask = token * HEADS + head, head < HEADS
-    lse = tl.load(lse_ptr + place, mask=mask, other=0.0) * base
-    tl.store(lse_ptr + place, tl.where(nothing, float("-inf"), lse), mask=mask)
+    offset, mask = token * HEADS + head, head < HEADS
+    lse = tl.load(lse_ptr + offset, mask=mask, other=0.0) * base
+    tl.store(lse_ptr + offset, tl.where(nothing, float("-inf"), lse), mask=mask)
     if nothing:
         zeros = tl.zeros((PADDED_HEADS, V_DIM), out_ptr.dtype.element_ty)
-        tl.store(out_ptr + place[:, None] * V_DIM + tl.arange(0, V_DIM)[None, :], zeros, mask=mask[:, None])
+        tl.store(out_ptr + offset[:, None] * V_DIM + tl.arange(0, V_DIM)[None, :], zeros, mask=mask[:, None])
 
 
 def finish(out: Tensor, lse: Tensor, indices: Tensor) -> None:
-    """Make what FlashMLA gives, `[T, H, V]` and `[T, H]`, what `sparse_attention` does, in place: it has logarithms to
-    base 2, and leaves queries without keys open."""
+    """Turn the results of FlashMLA, `[T, H, V]` and `[T, H]`, into those of `sparse_attention`, in place.
+
+    FlashMLA has logarithms to base 2, and leaves queries without keys open.
+    """
     (tokens, heads, v_dim), topk = out.shape, indices.shape[1]
     _finish_kernel[(tokens,)](
         out_ptr=out, lse_ptr=lse, indices_ptr=indices, base=math.log(2), TOPK=topk,
@@ -191,9 +195,10 @@ def finish(out: Tensor, lse: Tensor, indices: Tensor) -> None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The result and the logarithm of the denominator; without `v`, the first `v_dim` dimensions of `k` are the values.
+    """Return the result and the logarithm of the denominator.
 
-    Without `v`, `v_dim` must be the largest power of two in the size of a head.
+    Without `v`, the first `v_dim` dimensions of `k` are the values, and `v_dim` must be the largest power of two in the
+    size of a head.
     """
     tokens, heads, _ = q.shape
     sizes = _sizes(q, k, v, v_dim, indices, 64)
@@ -216,7 +221,7 @@ def backward(
     lse: Tensor,
     d_out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of `q`, `k` and `v`; the last two are sums in no fixed order."""
+    """Return the gradients of `q`, `k` and `v`; the last two are sums in no fixed order."""
     tokens, heads, _ = q.shape
     sizes = _sizes(q, k, v, out.shape[2], indices, 32)
     delta = (out.float() * d_out.float()).sum(dim=2)
@@ -231,7 +236,7 @@ def backward(
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, block_h: int) -> dict[str, Any]:
-    """Compile-time sizes of both kernels."""
+    """Return the compile-time sizes of both kernels."""
     return {
         **head_sizes(q, k.shape[1], block_h),
         "TOPK": indices.shape[1],
@@ -242,7 +247,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, 
 
 
 def _strides(k: Tensor, v: Tensor | None) -> dict[str, int]:
-    """Those of rows and heads, by the parameters of both kernels."""
+    """Return the strides of rows and heads, by the parameters of both kernels."""
     tensors = {"k": k.stride(), "v": (0, 0) if v is None else v.stride()}
     return {
         f"{name}_{axis}_stride": tensors[name][number]
@@ -258,6 +263,7 @@ class SparseAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, scale: float, flash: bool
     ) -> tuple[Tensor, Tensor]:
+        """Attend, and keep what the gradients need."""
         if flash:
             out, lse = flash_mla.forward(q, k, indices, scale)
             finish(out, lse, indices)
@@ -270,6 +276,7 @@ class SparseAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `q`, `k` and `v`."""
         q, k, v, indices, out, lse = ctx.saved_tensors
         d_q, d_k, d_v = backward(q, k, v, indices, ctx.scale, out, lse, d_out.contiguous())
         return d_q, d_k, d_v, None, None, None, None
