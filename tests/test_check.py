@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
 from sglang_indexcache.checkpoint import Checkpoint
@@ -21,7 +22,6 @@ from sglang_indexcache.families.dsa.spellings import indexer_types
 from sglang_indexcache.overrides import parse_overrides
 from sglang_indexcache.probes import SglangSource
 from tests.conftest import tiny_config, tiny_v4_config
-from tests.patterns import pattern_file
 
 PATTERN = Pattern("FSSFSS")
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None

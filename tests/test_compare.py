@@ -26,9 +26,9 @@ from indexcache_search.eval_cli import app
 from indexcache_search.hf.loading import describe_model, load_tokenizer
 from indexcache_search.line import Kind
 from indexcache_search.results import Measured, Row
+from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.spec import PatternSpec
-from tests.patterns import write_pattern
 
 
 def run(*options: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.config_keys import differing
 from sglang_indexcache.errors import IndexCacheError, ModelConfigError, PatternFileError
@@ -18,7 +19,6 @@ from sglang_indexcache.families import FAMILIES, describe, family_of
 from sglang_indexcache.families.refused import REFUSED
 from sglang_indexcache.overrides import FLAG
 from tests.conftest import DENSE, tiny_config, tiny_dense_config, tiny_v4_config
-from tests.patterns import pattern_file
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32}
 

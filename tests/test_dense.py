@@ -21,6 +21,7 @@ from indexcache_search.errors import DataError
 from indexcache_search.hf import pages
 from indexcache_search.hf.pages import apply_page_roles
 from indexcache_search.strategies.shift import shift_pattern
+from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check
 from sglang_indexcache.checkpoint import Checkpoint
@@ -39,7 +40,6 @@ from tests.conftest import (
     tiny_dense_config,
     tiny_model,
 )
-from tests.patterns import pattern_file
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

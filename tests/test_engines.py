@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, refusal
 from tests import fake_sglang
 from tests.conftest import tiny_config
-from tests.patterns import pattern_file
 
 ASK, CALIBRATE = refusal.PATTERN_VARIABLE, refusal.CALIBRATE_VARIABLE
 LAYERS = {"six": 6, "eight": 8}

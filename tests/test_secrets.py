@@ -24,13 +24,13 @@ from indexcache_search.engines import own_server
 from indexcache_search.errors import DataError, SearchError
 from indexcache_search.eval_cli import app as evaluate
 from indexcache_search.lab.offload.cli import app as offload
+from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, redaction
 from sglang_indexcache.check import main as check
 from sglang_indexcache.families import describe
 from sglang_indexcache.redaction import KEY_VARIABLE
 from sglang_indexcache.refusal import ADMIN_KEY_VARIABLE
 from tests.conftest import tiny_config
-from tests.patterns import pattern_file
 from tests.test_compare import Stub as Completions
 from tests.test_fuzz import server
 from tests.test_sglang_engine import Stub as Calibration

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import IndexCacheError, Pattern, PatternFile
 from sglang_indexcache.errors import PatternError, PatternFileError
 from sglang_indexcache.pattern import uniform_pattern
@@ -17,7 +18,6 @@ from sglang_indexcache.selection import DEFAULT, Selection
 from sglang_indexcache.serving.request import Request
 from sglang_indexcache.spec import PatternSpec
 from tests.conftest import tiny_dense_config
-from tests.patterns import pattern_file
 
 FILE = pattern_file(Pattern("DSSDSS", DEFAULT), tiny_dense_config())
 

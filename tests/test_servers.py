@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import pytest
 
+from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
 from sglang_indexcache.http_client import KEY_VARIABLE
 from tests.conftest import tiny_config
-from tests.patterns import pattern_file
 
 PATTERN = Pattern("FSSFSS")
 

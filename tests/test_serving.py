@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, launch_server, plugin, refusal, serving
 from sglang_indexcache.errors import ProofError
 from sglang_indexcache.families.dsa import DSA
@@ -30,7 +31,6 @@ from sglang_indexcache.serving.proof import Proof, Proven, effective_roles, mark
 from sglang_indexcache.serving.ranks import MEET_VARIABLE, RankReport, _meet_seconds, disagreement
 from sglang_indexcache.serving.request import Request
 from tests.conftest import tiny_config
-from tests.patterns import pattern_file
 
 PATTERN = Pattern("FSSFSS")
 REQUEST = Request("deploy.yaml@1/3", PATTERN, pattern_file(PATTERN, tiny_config()))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import IndexCacheError, Pattern
 from sglang_indexcache.check import main
 from sglang_indexcache.errors import PatternError
@@ -15,7 +16,6 @@ from sglang_indexcache.families.dsa.spellings import indexer_types
 from sglang_indexcache.serving.request import Request
 from sglang_indexcache.spec import PatternSpec, split_name
 from tests.conftest import save_model, tiny_config
-from tests.patterns import pattern_file
 
 MODEL = describe(tiny_config(), "glm")
 HALF, THIRD = Fraction(1, 2), Fraction(1, 3)

@@ -15,13 +15,13 @@ from transformers import DynamicCache
 
 from indexcache_search.hf.choosing import Chooser, compressed_scores, importance, token_max_scores, value_norm
 from indexcache_search.hf.pages import apply_page_roles, attention_in_blocks
+from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.errors import PatternError, PatternFileError, SpellingError
 from sglang_indexcache.families import family_of
 from sglang_indexcache.selection import Selection
 from sglang_indexcache.steps import NO_MEMORY, Steps
 from tests.conftest import tiny_dense_config
-from tests.patterns import pattern_file
 from tests.test_pages import KINDS, dense_model, logits
 
 LENGTH, PROMPT = 200, 90

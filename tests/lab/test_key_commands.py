@@ -17,10 +17,10 @@ from indexcache_search.lab.key_delta.compare import share_of, window_of
 from indexcache_search.lab.key_delta.file import KeyFile
 from indexcache_search.lab.key_delta.runs import KeyRuns, pairs_of
 from indexcache_search.lab.key_delta.search import STEP, Curves, allocate
+from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.selection import Selection
 from tests.conftest import LAYERS, PAGES, VOCAB
-from tests.patterns import write_pattern
 
 
 def evaluate(*options: object) -> Any:

@@ -200,7 +200,7 @@ def run(
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    from tests.live.inprocess import new_batch
+    from scripts.tools.inprocess import new_batch
 
     runner.req_to_token_pool.clear()
     runner.token_to_kv_pool_allocator.clear()

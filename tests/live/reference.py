@@ -21,9 +21,9 @@ from transformers.models.hy_v4 import modeling_hy_v4
 
 from dsa_cpu_platform.recorder import Run, indexers
 from indexcache_search.hf.roles import apply_roles
+from scripts.tools.inprocess import Served
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe, family_of_modules
-from tests.live.inprocess import Served
 
 TOLERANCE = 1e-5  # of logprobs, random models: 3e-6 is seen
 

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from dsa_cpu_platform import recorder
+from scripts.tools import random_models
+from scripts.tools.inprocess import Served
+from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.dsa.blocks import blocks_of
-from tests.live import models
-from tests.live.inprocess import Served
 from tests.live.server import running
 from tests.live.test_server import states
-from tests.patterns import write_pattern
 
 CHUNK = 256
 
 
 def random_prompts(*lengths: int) -> list[list[int]]:
     rng = random.Random(2)
-    return [[rng.randrange(2, models.VOCAB) for _ in range(length)] for length in lengths]
+    return [[rng.randrange(2, random_models.VOCAB) for _ in range(length)] for length in lengths]
 
 
 def in_blocks(passes: Sequence[tuple[int, int]], length: int, pattern: Pattern, topk: int) -> Tensor:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from indexcache_search.engines.own_server import die_with_parent, free_port
-from tests.live.inprocess import ENVIRONMENT, Served, own_arguments
+from scripts.tools.inprocess import ENVIRONMENT, Served, own_arguments
 
 START_TIMEOUT, REQUEST_TIMEOUT = 600, 300
 FLAGS = (

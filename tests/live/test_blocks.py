@@ -12,13 +12,14 @@ import pytest
 pytest.importorskip("sglang")
 
 from dsa_cpu_platform import recorder
+from scripts.tools import random_models
+from scripts.tools.inprocess import Served, call, generate, load_runner
+from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa import patch_indexers
-from tests.live import models
-from tests.live.inprocess import Served, _ended, call, generate, launch, load, load_runner
+from tests.live.ending import _ended, launch, load
 from tests.live.reference import check_selections, load_reference
 from tests.live.selecting import in_blocks, passes, random_prompts, serve_a_branch
-from tests.patterns import write_pattern
 
 pytestmark = pytest.mark.sglang
 
@@ -46,7 +47,7 @@ def check_blocks(
 @pytest.mark.parametrize(("kind", "letters"), [(kind, text) for kind, texts in PATTERNS.items() for text in texts])
 def test_served_selections_are_the_definitions(kind: str, letters: str, tmp_path: Path) -> None:
     """A batch of mixed lengths, one of them with nothing to share."""
-    folder, pattern, record = models.build(kind, tmp_path / kind), Pattern.parse(letters), tmp_path / "record"
+    folder, pattern, record = random_models.build(kind, tmp_path / kind), Pattern.parse(letters), tmp_path / "record"
     record.mkdir()
     file = write_pattern(pattern, folder, tmp_path / "pattern.yaml")
     prompts = random_prompts(333, 250, 90)
@@ -61,7 +62,7 @@ def test_served_selections_are_the_definitions(kind: str, letters: str, tmp_path
 
 def test_the_comparison_can_fail(tmp_path: Path) -> None:
     """One layer in blocks more or fewer is seen."""
-    folder, record = models.build("glm-dense", tmp_path / "glm"), tmp_path / "record"
+    folder, record = random_models.build("glm-dense", tmp_path / "glm"), tmp_path / "record"
     record.mkdir()
     file = write_pattern(Pattern.parse("FSFFSF+2q4+3q4"), folder, tmp_path / "pattern.yaml")
     [served] = generate(folder, file, random_prompts(333), STEPS, record)
@@ -71,7 +72,7 @@ def test_the_comparison_can_fail(tmp_path: Path) -> None:
 
 
 def test_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, pattern = models.build("glm-moe", tmp_path / "glm"), Pattern.parse("FSFFSF+2q4+3q4")
+    folder, pattern = random_models.build("glm-moe", tmp_path / "glm"), Pattern.parse("FSFFSF+2q4+3q4")
     first, second, runs = serve_a_branch(folder, pattern, tmp_path, STEPS)
     assert "serves fingerprint" in capsys.readouterr().out
     model, computed, again = load_reference(folder), passes(runs, "first"), passes(runs, "second")
@@ -92,7 +93,7 @@ def test_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_what_does_not_go_together(flag: str, line: str, tmp_path: Path) -> None:
     """Also where all layers are F."""
-    folder = models.build("glm-dense", tmp_path / "glm")
+    folder = random_models.build("glm-dense", tmp_path / "glm")
     file = write_pattern(Pattern.parse("FFFFFF+2q4"), folder, tmp_path / "pattern.yaml")
     code, lines = launch(["--indexcache-pattern", file, "--model-path", str(folder), "--device", "cpu", flag])
     assert code == 2 and len(lines) == 1 and lines[0].startswith("indexcache: " + line)
@@ -105,7 +106,7 @@ def without_blocks(folder: Path) -> tuple[int, list[str]]:
 
 
 def test_what_was_not_made_to_select_in_blocks_is_not_served(tmp_path: Path) -> None:
-    folder = models.build("glm-dense", tmp_path / "glm")
+    folder = random_models.build("glm-dense", tmp_path / "glm")
     file = write_pattern(Pattern.parse("FFFFFF+2q4"), folder, tmp_path / "pattern.yaml")
     code, lines = call(without_blocks, folder, SGLANG_INDEXCACHE_PATTERN=file)
     assert code == 2
@@ -115,7 +116,7 @@ def test_what_was_not_made_to_select_in_blocks_is_not_served(tmp_path: Path) -> 
 
 
 def test_a_block_larger_than_the_selection(tmp_path: Path) -> None:
-    folder = models.build("glm-dense", tmp_path / "glm")
+    folder = random_models.build("glm-dense", tmp_path / "glm")
     topk = json.loads((folder / "config.json").read_text())["index_topk"]
     file = write_pattern(Pattern.parse("FFFFFF+2q64"), folder, tmp_path / "pattern.yaml")
     code, lines = load(folder, SGLANG_INDEXCACHE_PATTERN=file)

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from indexcache_search import demo
 from indexcache_search.eval_cli import app
+from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from tests.live.server import running
-from tests.patterns import write_pattern
 
 PLAIN = (sys.executable, "-m", "sglang.launch_server")
 pytestmark = pytest.mark.sglang

@@ -21,16 +21,16 @@ from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
+from scripts.tools import random_models
+from scripts.tools.pattern_files import write_pattern
+from scripts.tools.random_models import LAYERS, TOPK, VOCAB
 from sglang_indexcache import Pattern, PatternFile, probes
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.checkpoint import Checkpoint
-from tests.live import models
-from tests.live.inprocess import launch, load
-from tests.live.models import LAYERS, TOPK, VOCAB
+from tests.live.ending import launch, load
 from tests.live.reference import TOLERANCE, load_reference
 from tests.live.server import Server, command, ended, environment, running
 from tests.live.test_server import PLAIN, check_modes, metric, positions_of, states
-from tests.patterns import write_pattern
 
 pytestmark = pytest.mark.sglang
 PAGE = 256  # of DeepSeek-V4's caches
@@ -40,7 +40,7 @@ CALIBRATE = ("--indexcache-calibrate", "--skip-tokenizer-init", "--chunked-prefi
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.build("deepseek-v4", tmp_path_factory.mktemp("deepseek-v4"))
+    return random_models.build("deepseek-v4", tmp_path_factory.mktemp("deepseek-v4"))
 
 
 @pytest.fixture(scope="module")

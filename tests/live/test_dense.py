@@ -21,19 +21,20 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from indexcache_search.hf.choosing import Chooser, token_max_scores
+from scripts.tools import random_models
+from scripts.tools.dense_reference import decoded, distance, logprobs, reference
+from scripts.tools.inprocess import Served, call, generate
+from scripts.tools.pattern_files import write_pattern
+from scripts.tools.random_models import VOCAB
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dense_gqa import DENSE_GQA
 from sglang_indexcache.selection import Selection
-from tests.live import models
-from tests.live.dense_reference import decoded, distance, logprobs, reference
-from tests.live.inprocess import Served, call, generate, launch, load
-from tests.live.models import VOCAB
+from tests.live.ending import launch, load
 from tests.live.reference import TOLERANCE
 from tests.live.server import Server, command, ended, running
 from tests.live.test_server import PLAIN, metric, states
-from tests.patterns import write_pattern
 
 pytestmark = pytest.mark.sglang
 FEW = Selection(page_tokens=4, pages=8, recent_pages=2, sink_pages=0, score="token_max")
@@ -47,7 +48,7 @@ BACKENDS = ({}, {"attention_backend": "fa3"}, {"attention_backend": "fa3", "page
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.build("llama", tmp_path_factory.mktemp("one-llama"))
+    return random_models.build("llama", tmp_path_factory.mktemp("one-llama"))
 
 
 def prompts() -> list[list[int]]:
@@ -74,9 +75,9 @@ def test_with_room_for_all_it_is_sglangs_own(llama: Path, tmp_path: Path, backen
     assert max(apart[3:5]) <= TOLERANCE, "without a choice they do"
 
 
-@pytest.mark.parametrize("kind", models.DENSE_KINDS)
+@pytest.mark.parametrize("kind", random_models.DENSE_KINDS)
 def test_pages_are_served_as_the_reference_engine_has_them(kind: str, tmp_path: Path) -> None:
-    model = models.build(kind, tmp_path / "model")
+    model = random_models.build(kind, tmp_path / "model")
     found = generate(model, write_pattern(PATTERN, model, tmp_path / "few"), prompts(), STEPS, tmp_path)
     own = reference(model)
     for served in found:

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from dsa_cpu_platform import recorder
 from indexcache_search.distill_cli import app
+from scripts.tools import random_models
+from scripts.tools.inprocess import generate
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
-from tests.live import models
-from tests.live.inprocess import generate
 from tests.live.reference import load_reference
 from tests.live.server import running
 from tests.live.test_parity import check_parity, numbered, prompts
@@ -29,8 +29,8 @@ PATTERN = Pattern("FSSFFS")
 
 def distill(kind: str, folder: Path) -> Path:
     """The output folder of a short run on a random model."""
-    model = models.build(kind, folder / "model")
-    rows = np.random.default_rng(0).integers(2, models.VOCAB, (40, 64)).tolist()
+    model = random_models.build(kind, folder / "model")
+    rows = np.random.default_rng(0).integers(2, random_models.VOCAB, (40, 64)).tolist()
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     options = {

@@ -17,11 +17,12 @@ pytest.importorskip("sglang")
 from safetensors.torch import load_file, save_file
 
 from dsa_cpu_platform import recorder
+from scripts.tools import random_models
+from scripts.tools.inprocess import ARGUMENTS, call, load_runner
+from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
-from tests.live import models
-from tests.live.inprocess import ARGUMENTS, call, launch, load_runner
+from tests.live.ending import launch
 from tests.live.server import LAUNCHER, command, environment
-from tests.patterns import write_pattern
 
 pytestmark = pytest.mark.sglang
 
@@ -79,7 +80,7 @@ def without_an_indexer(model: Path, folder: Path, torn: bool = False) -> Path:
 
 def test_engines_of_one_program(tmp_path: Path) -> None:
     """One after the other and at once: a pattern, none and another model, another pattern."""
-    model, moe = (models.build(kind, tmp_path / kind) for kind in ("glm-dense", "glm-moe"))
+    model, moe = (random_models.build(kind, tmp_path / kind) for kind in ("glm-dense", "glm-moe"))
     first = write_pattern(FIRST, model, tmp_path / "first.yaml")
     second = write_pattern(SECOND, moe, tmp_path / "second.yaml")
     record = tmp_path / "record"
@@ -141,7 +142,7 @@ def updated(model: Path, lacking: Path, torn: Path) -> list[dict[str, Any]]:
 
 def test_weights_that_are_updated(tmp_path: Path) -> None:
     """Proven again, refused with nothing changed, or not proven any more; and never NaN."""
-    model = models.build("glm-dense", tmp_path / "glm")
+    model = random_models.build("glm-dense", tmp_path / "glm")
     file = write_pattern(FIRST, model, tmp_path / "first.yaml")
     folders = [without_an_indexer(model, tmp_path / name, name == "torn") for name in ("lacking", "torn")]
     same, lacking, torn, healed, tensor, again = call(updated, model, *folders, SGLANG_INDEXCACHE_PATTERN=file)
@@ -160,7 +161,7 @@ def test_weights_that_are_updated(tmp_path: Path) -> None:
 
 def test_ray_is_refused_before_anything_is_built(tmp_path: Path) -> None:
     """Its actors load no plugins."""
-    model = models.build("glm-dense", tmp_path / "glm")
+    model = random_models.build("glm-dense", tmp_path / "glm")
     file = write_pattern(FIRST, model, tmp_path / "pattern.yaml")
     for mode in (("--indexcache-pattern", file), ("--indexcache-calibrate",)):
         arguments = command(model, *mode, "--skip-tokenizer-init", "--use-ray")
@@ -172,7 +173,7 @@ def test_ray_is_refused_before_anything_is_built(tmp_path: Path) -> None:
 
 def test_the_users_overrides_are_kept_however_they_are_spelled(tmp_path: Path) -> None:
     """SGLang's own parser reads them: abbreviated, with =, or in a file. They contradict the pattern, to be seen."""
-    model = models.build("glm-dense", tmp_path / "glm")
+    model = random_models.build("glm-dense", tmp_path / "glm")
     file = write_pattern(FIRST, model, tmp_path / "pattern.yaml")
     other = '{"index_topk_pattern": "FFFFFF"}'
     (tmp_path / "c.yaml").write_text(f"json-model-override-args: '{other}'\n")

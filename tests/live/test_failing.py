@@ -13,11 +13,11 @@ import pytest
 pytest.importorskip("sglang")
 
 from indexcache_search.engines.own_server import die_with_parent, free_port
+from scripts.tools import random_models
+from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
-from tests.live import models
-from tests.live.inprocess import launch, load
+from tests.live.ending import launch, load
 from tests.live.server import LAUNCHER, START_TIMEOUT, _kill_group, command, environment, running
-from tests.patterns import write_pattern
 
 pytestmark = pytest.mark.sglang
 
@@ -63,7 +63,7 @@ if os.environ.get("TEST_LOSE") and "--multiprocessing-fork" in sys.argv:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.build("glm-dense", tmp_path_factory.mktemp("glm"))
+    return random_models.build("glm-dense", tmp_path_factory.mktemp("glm"))
 
 
 @pytest.fixture(scope="module")

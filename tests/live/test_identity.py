@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("sglang")
 
 from indexcache_search.engines.own_server import free_port
+from scripts.tools import random_models
+from scripts.tools.inprocess import call, load_runner
+from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
-from tests.live import models
-from tests.live.inprocess import call, load_runner
-from tests.patterns import write_pattern
 
 pytestmark = pytest.mark.sglang
 
@@ -31,7 +31,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def model(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.build(kind, tmp_path_factory.mktemp(kind))
+    return random_models.build(kind, tmp_path_factory.mktemp(kind))
 
 
 @pytest.fixture(scope="module")

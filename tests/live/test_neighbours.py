@@ -14,13 +14,13 @@ import pytest
 pytest.importorskip("sglang")
 
 from dsa_cpu_platform import recorder
+from scripts.tools import inprocess, random_models
+from scripts.tools.inprocess import call, load_runner
+from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa import blocks
-from tests.live import inprocess, models
-from tests.live.inprocess import call, load_runner
 from tests.live.neighbours import Comparison, Watch, compare, run
 from tests.live.server import running
-from tests.patterns import write_pattern
 
 pytestmark = pytest.mark.sglang
 
@@ -34,7 +34,7 @@ def draw(seed: int, count: int) -> tuple[dict[str, list[int]], dict[str, int]]:
     rng = random.Random(seed)
     lengths = [rng.randint(*rng.choice([(5, 140), (150, 260)])) for _ in range(count - 1)] + [rng.randint(180, 260)]
     prompts = {
-        f"{seed}.{number}": [rng.randrange(2, models.VOCAB) for _ in range(length)]
+        f"{seed}.{number}": [rng.randrange(2, random_models.VOCAB) for _ in range(length)]
         for number, length in enumerate(lengths)
     }
     return prompts, {name: rng.randrange(1, len(ids)) for name, ids in prompts.items() if rng.random() < 1 / 3}
@@ -81,7 +81,7 @@ def check(found: Comparison) -> None:
 
 def files(folder: Path) -> tuple[Path, str]:
     """A model of seven layers, and a pattern for it."""
-    model = models.build("glm-moe", folder / "glm", num_hidden_layers=len(Pattern.parse(LETTERS)))
+    model = random_models.build("glm-moe", folder / "glm", num_hidden_layers=len(Pattern.parse(LETTERS)))
     return model, write_pattern(Pattern.parse(LETTERS), model, folder / "pattern.yaml")
 
 
@@ -142,7 +142,7 @@ def test_two_hundred_prompts_alone_and_twelve_at_a_time(tmp_path: Path) -> None:
     record, rng = tmp_path / "record", random.Random(1)
     record.mkdir()
     prompts = [
-        [rng.randrange(2, models.VOCAB) for _ in range(rng.randint(*rng.choice([(5, 60), (60, 260)])))]
+        [rng.randrange(2, random_models.VOCAB) for _ in range(rng.randint(*rng.choice([(5, 60), (60, 260)])))]
         for _ in range(200)
     ]
     flags = ("--max-running-requests", "12", "--skip-tokenizer-init", "--indexcache-pattern", pattern)

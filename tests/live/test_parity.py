@@ -17,12 +17,12 @@ pytest.importorskip("sglang")
 
 from dsa_cpu_platform import recorder
 from indexcache_search import demo
+from scripts.tools import random_models
+from scripts.tools.inprocess import Served, generate
+from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.checkpoint import Checkpoint
-from tests.live import models
-from tests.live.inprocess import Served, generate
 from tests.live.reference import TOLERANCE, load_reference, replay, selections
-from tests.patterns import write_pattern
 
 pytestmark = pytest.mark.sglang
 
@@ -32,7 +32,7 @@ NOISE_RATIO = 1.5  # how much farther than transformers' float32 SGLang may be f
 NEGLIGIBLE = 1e-6  # below this the two are not compared
 MAX_DISPUTED = 1e-3
 STEPS = 4
-KINDS = ("demo", *models.KINDS)
+KINDS = ("demo", *random_models.KINDS)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -41,7 +41,7 @@ def served_model(
 ) -> Iterator[tuple[Path, Any]]:
     """A checkpoint folder, and the same in transformers."""
     kind = request.param
-    folder = demo.MODEL if kind == "demo" else models.build(kind, tmp_path_factory.mktemp(kind))
+    folder = demo.MODEL if kind == "demo" else random_models.build(kind, tmp_path_factory.mktemp(kind))
     yield folder, load_reference(folder)
 
 
@@ -51,7 +51,7 @@ def prompts(folder: Path) -> list[list[int]]:
         rows = [json.loads(line)["input_ids"] for line in demo.data_file("multi").open()]
         return [rows[0][:400], rows[1][:150]]
     rng = random.Random(0)
-    return [[rng.randrange(2, models.VOCAB) for _ in range(length)] for length in (200, 90)]
+    return [[rng.randrange(2, random_models.VOCAB) for _ in range(length)] for length in (200, 90)]
 
 
 def patterns(native: Pattern) -> list[Pattern]:
@@ -141,7 +141,7 @@ def in_float64(model: Any) -> Any:
 
 def test_the_comparison_can_fail(tmp_path: Path) -> None:
     """Other roles, or one logprob off, are seen."""
-    folder = models.build("glm-dense", tmp_path / "glm")
+    folder = random_models.build("glm-dense", tmp_path / "glm")
     model, pattern = load_reference(folder), Pattern("FSFSFF")
     record = tmp_path / "record"
     record.mkdir()

@@ -18,13 +18,13 @@ pytest.importorskip("sglang")
 from safetensors.torch import load_file, save_file
 
 from indexcache_search.engines.own_server import free_port
+from scripts.tools import random_models
+from scripts.tools.pattern_files import pattern_file, write_pattern
 from sglang_indexcache import Pattern, probes
 from sglang_indexcache.families.dsa import DSA, needs
 from sglang_indexcache.families.dsa.spellings import indexer_types
-from tests.live import models
-from tests.live.inprocess import launch, load
+from tests.live.ending import launch, load
 from tests.live.server import LAUNCHER, command, ended, environment
-from tests.patterns import pattern_file, write_pattern
 
 pytestmark = pytest.mark.sglang
 
@@ -34,7 +34,7 @@ OVERRIDES = "--json-model-override-args"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.build("glm-dense", tmp_path_factory.mktemp("glm"))
+    return random_models.build("glm-dense", tmp_path_factory.mktemp("glm"))
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def test_the_installed_sglang_enables_everything() -> None:
 
 @pytest.fixture(scope="module")
 def hy_v4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.build("hy-v4", tmp_path_factory.mktemp("hy-v4"))
+    return random_models.build("hy-v4", tmp_path_factory.mktemp("hy-v4"))
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,15 @@ from dsa_cpu_platform import recorder
 from indexcache_search import demo
 from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.errors import SearchError
+from scripts.tools import random_models
+from scripts.tools.inprocess import ARGUMENTS
+from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families import describe
-from tests.live import models
-from tests.live.inprocess import ARGUMENTS
 from tests.live.reference import load_reference
 from tests.live.server import Server, environment, running
 from tests.live.test_parity import check_parity
-from tests.patterns import write_pattern
 
 pytestmark = pytest.mark.sglang
 CHUNK = 128  # a multiple of SGLang's page of 64
@@ -82,7 +82,7 @@ def positions_of(run: recorder.Run, request: str) -> list[int]:
 
 def random_prompts() -> list[list[int]]:
     rng = random.Random(1)
-    return [[rng.randrange(2, models.VOCAB) for _ in range(length)] for length in (300, 90, 40)]
+    return [[rng.randrange(2, random_models.VOCAB) for _ in range(length)] for length in (300, 90, 40)]
 
 
 def test_the_readmes_server(tmp_path: Path, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +137,7 @@ def two_ranks(size_flag: str, file: str, record: Path) -> tuple[tuple[str, ...],
 
 def test_tensor_parallel_ranks(tmp_path: Path, record: Path) -> None:
     """Two ranks choose the same tokens; without --enable-metrics nothing of ours is in /metrics."""
-    model = models.build("glm-moe", tmp_path / "glm")
+    model = random_models.build("glm-moe", tmp_path / "glm")
     pattern = Pattern("FSFSSF")
     file = write_pattern(pattern, model, tmp_path / "pattern.yaml")
     flags, changes = two_ranks("--tp-size", file, record)
@@ -151,7 +151,7 @@ def test_tensor_parallel_ranks(tmp_path: Path, record: Path) -> None:
 
 def test_pipeline_stages_that_begin_with_a_shared_layer(tmp_path: Path, record: Path) -> None:
     """Layers 0 to 2 and 3 to 5; layer 3 is S and gets layer 2's indices from the stage before, which is S as well."""
-    model = models.build("deepseek-v3.2", tmp_path / "deepseek")
+    model = random_models.build("deepseek-v3.2", tmp_path / "deepseek")
     pattern = Pattern("FFSSFS")
     file = write_pattern(pattern, model, tmp_path / "pattern.yaml")
     flags, changes = two_ranks("--pp-size", file, record)
@@ -168,7 +168,7 @@ def test_pipeline_stages_that_begin_with_a_shared_layer(tmp_path: Path, record: 
 
 def test_data_parallel_replicas(tmp_path: Path) -> None:
     """Each replica reports for itself."""
-    model = models.build("glm-dense", tmp_path / "glm")
+    model = random_models.build("glm-dense", tmp_path / "glm")
     pattern = Pattern("FSFSSF")
     file = write_pattern(pattern, model, tmp_path / "pattern.yaml")
     flags = ("--indexcache-pattern", file, "--dp-size", "2", "--skip-tokenizer-init", "--enable-metrics")
@@ -185,7 +185,7 @@ SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 
 def test_the_environment_alone_is_enough(tmp_path: Path) -> None:
     """Other launchers find the plugin by its entry point."""
-    model = models.build("glm-dense", tmp_path / "glm")
+    model = random_models.build("glm-dense", tmp_path / "glm")
     pattern = Pattern("FSSSSF")
     changes = {"SGLANG_INDEXCACHE_PATTERN": write_pattern(pattern, model, tmp_path / "pattern.yaml")}
     with running(model, tmp_path / "log", "--skip-tokenizer-init", launcher=SERVE, **changes) as server:
@@ -195,7 +195,7 @@ def test_the_environment_alone_is_enough(tmp_path: Path) -> None:
 
 
 def test_nothing_happens_without_the_environment(tmp_path: Path) -> None:
-    model = models.build("glm-dense", tmp_path / "glm")
+    model = random_models.build("glm-dense", tmp_path / "glm")
     file = write_pattern(Pattern("FSSSSF"), model, tmp_path / "pattern.yaml")
     with running(model, tmp_path / "log", "--skip-tokenizer-init", launcher=PLAIN) as server:
         assert states(server) == [None]
@@ -213,7 +213,7 @@ if __name__ == "__main__":
 
 
 def test_the_engine_of_a_python_program(tmp_path: Path) -> None:
-    model = models.build("glm-dense", tmp_path / "glm")
+    model = random_models.build("glm-dense", tmp_path / "glm")
     pattern = Pattern("FSSSSF")
     changes = environment(SGLANG_INDEXCACHE_PATTERN=write_pattern(pattern, model, tmp_path / "pattern.yaml"))
     (tmp_path / "program.py").write_text(ENGINE)

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from indexcache_kernels import block_attention, block_scores, compress_keys
-from scripts.bench.kernels.operations import BANDWIDTHS, RATES, captured, installed, measure, size
+from scripts.bench.kernels.operations import BANDWIDTHS, RATES, installed, size
+from scripts.bench.timing import captured, median_ms
 
 SHAPES = {"MiniCPM4-8B": (32, 2, 128), "Qwen2.5-7B": (28, 4, 128), "Qwen3-8B": (32, 8, 128)}  # H, G, D
 SMOLLM2 = (9, 3, 64)
@@ -115,7 +116,7 @@ def main() -> None:
     ]
     for name, rows in [*cases, ("SmolLM2-135M, 8,192 tokens", training(8192, 32))]:
         for call_name, call, operations, read in rows:
-            time_ms, _ = measure(call, options.repeats)
+            time_ms = median_ms(call, options.repeats)
             floor = 1e3 * max(operations / RATES[torch.bfloat16], read / bandwidth)
             print(f"| {name} | {call_name} | {time_ms:.3f} | {floor / time_ms:.0%} |", flush=True)
         torch.cuda.empty_cache()

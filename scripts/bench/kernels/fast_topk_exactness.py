@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from scripts.bench.kernels.deep_gemm_topk import TOPK, fast_topk, flashinfer_topk
-from scripts.bench.kernels.operations import installed, measure
+from scripts.bench.kernels.operations import installed
+from scripts.bench.timing import median_ms
 
 DECODED = 64  # rows up to which they are decoded tokens
 Select = Callable[[Tensor, Tensor, int], Tensor]  # scores, lengths, k -> [rows, k]
@@ -78,9 +79,9 @@ def selections(topk: int) -> dict[str, Select]:
     return found
 
 
-def microseconds(call: Callable[[], Tensor]) -> float:
-    """Of a call, ten in a row."""
-    return measure(lambda: [call() for _ in range(10)], 5)[0] * 100
+def ten_times(select: Select, scores: Tensor, lengths: Tensor, count: int) -> None:
+    for _ in range(10):
+        select(scores, lengths, count)
 
 
 def main() -> None:
@@ -108,7 +109,7 @@ def main() -> None:
                     counts.append(count)
                     distances.append(above)
                     if not seed:
-                        taken = microseconds(partial(select, scores, lengths, options.topk))
+                        taken = 100 * median_ms(partial(ten_times, select, scores, lengths, options.topk), 5)
                 count, above = torch.cat(counts), torch.cat(distances)
                 print(
                     f"| {name} | {rows} | {selection} | {count.max()} | {count.float().mean():.1f} | {above.max():.2%}"

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +32,7 @@ from indexcache_kernels import causal_ranges, indexer_kl, indexer_topk, sparse_a
 from indexcache_kernels.sparse_attention import flash_mla
 from scripts.bench.kernels.deep_gemm_topk import Decoding, fast_topk, flashinfer_topk
 from scripts.bench.kernels.deep_gemm_topk import indexer_topk as deep_gemm_topk
+from scripts.bench.timing import captured, median_ms
 
 RATES = {torch.bfloat16: 989e12, torch.float8_e4m3fn: 1979e12, torch.int32: 989e12}  # NVIDIA H100 and H200 SXM
 BANDWIDTHS = {"H100": 3.35e12, "H200": 4.8e12}
@@ -150,16 +150,6 @@ def random_keys(queries: int, length: int) -> Tensor:
     return torch.cat(parts)[:queries]
 
 
-def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """As a CUDA graph, since launches of few queries take longer than their work."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
 def attention_inputs(length: int, heads: int) -> dict[str, Any]:
     generator = torch.Generator("cuda").manual_seed(length + heads)
     q = torch.randn(QUERIES, heads, DIM, device="cuda", generator=generator).bfloat16()
@@ -258,15 +248,8 @@ def measure(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times), (torch.cuda.max_memory_allocated() - before) / 2**20
+    milliseconds = median_ms(call, repeats, warm=0)
+    return milliseconds, (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def installed(*names: str) -> bool:

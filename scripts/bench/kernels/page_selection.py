@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,28 +21,10 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels import PageBudget, page_scores, select_pages
-from scripts.bench.serving.delta import SHAPES, parse_cells
+from scripts.bench.shapes import SHAPES, parse_cells
+from scripts.bench.timing import graph_ms
 
-CALLS, DIM = 10, 128
-
-
-def milliseconds(call: Callable[[], Any]) -> float:
-    """Median time of a call within a CUDA graph."""
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    times = []
-    for _ in range(10):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / CALLS)
-    return statistics.median(times)
+DIM = 128
 
 
 class Layer:
@@ -126,8 +107,8 @@ def measure(heads: int, kv_heads: int, batch: int, length: int, pages: int) -> d
     kept = torch.zeros(batch, dtype=torch.int32, device="cuda")
     layer.page_scores(budget)
     found: dict[str, float | str] = {
-        "page_scores": milliseconds(lambda: layer.page_scores(budget)),
-        "select_pages": milliseconds(lambda: layer.select_pages(budget, tokens, starts, kept)),
+        "page_scores": graph_ms(lambda: layer.page_scores(budget)),
+        "select_pages": graph_ms(lambda: layer.select_pages(budget, tokens, starts, kept)),
     }
     for name, make in (
         ("flashinfer attention", lambda: flashinfer_attention(layer)),
@@ -136,7 +117,7 @@ def measure(heads: int, kv_heads: int, batch: int, length: int, pages: int) -> d
         ("minimax_decode_topk_page_table", lambda: minimax_topk(layer, pages)),
     ):
         try:
-            found[name] = milliseconds(make())
+            found[name] = graph_ms(make())
         except Exception as error:  # not installed, or not for these sizes
             found[name] = f"{type(error).__name__}: {error}"[:200]
     return found

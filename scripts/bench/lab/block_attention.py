@@ -11,14 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from indexcache_kernels.block_attention import block_attention
+from scripts.bench.timing import host_ms, times_in_turns
 
 SHAPES = {"SmolLM2-135M": (9, 3, 64), "Llama-3.2-1B": (32, 8, 64), "Llama-3.1-8B": (32, 8, 128)}  # H, G, D
 BLOCK = 64
@@ -57,15 +58,14 @@ def microseconds(
     layers = max(2, HELD // (2 * 4 * kv_heads * keys * dim))
     caches = [torch.randn(2, 1, kv_heads, keys, dim) for _ in range(layers)]
     q = torch.randn(1, heads, dim)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(25):
-        for name, call in calls.items():
-            began = time.perf_counter()
-            for k, v in caches:
-                call(q, k, v)
-            if turn > 3:
-                times[name].append((time.perf_counter() - began) / layers * 1e6)
-    return {name: round(statistics.median(values), 1) for name, values in times.items()}
+
+    def through(call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        for k, v in caches:
+            call(q, k, v)
+
+    turns = {name: partial(through, call) for name, call in calls.items()}
+    found = times_in_turns(turns, 21, warm=4, clock=host_ms)
+    return {name: round(1e3 * statistics.median(times) / layers, 1) for name, times in found.items()}
 
 
 if __name__ == "__main__":

@@ -15,17 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.refusal import PATTERN_VARIABLE
+from scripts.bench import child
 
 LAYERS, VOCABULARY, STEPS = 12, 32768, 128
 SHAPES: dict[str, Any] = {
@@ -60,12 +57,11 @@ ENGINE: dict[str, Any] = {
     "watchdog_timeout": 600,
 }
 LETTERS = {"F": "F" * LAYERS, "FSSS": "FSSS" * (LAYERS // 4)}
-RESULT = "RESULT "
 
 
 def make(folder: Path) -> None:
     """A random checkpoint that SGLang and transformers load."""
-    from tests.live.models import build
+    from scripts.tools.random_models import build
 
     build("glm-dense", folder, **SHAPES)
 
@@ -100,18 +96,12 @@ def serve(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
-    environment = {key: value for key, value in os.environ.items() if key != PATTERN_VARIABLE}
     tokens = (options.context + STEPS + 64) * options.batch
     engine = ENGINE | {"max_running_requests": options.batch, "cuda_graph_bs_decode": [1, options.batch]}
     engine |= {"context_length": options.context + STEPS + 64, "max_total_tokens": tokens} | extra
-    arguments = [sys.executable, "-m", "scripts.bench.lab.hisparse", "--child", "--engine", json.dumps(engine)]
-    arguments += ["--output", str(options.output), "--batch", str(options.batch), "--context", str(options.context)]
-    process = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    for line in process.stdout.splitlines():
-        if line.startswith(RESULT):
-            found: dict[str, Any] = json.loads(line.removeprefix(RESULT))
-            return found
-    raise SystemExit(f"{extra} gave no result:\n{process.stdout[-6000:]}")
+    arguments = ["--child", "--engine", json.dumps(engine), "--output", str(options.output)]
+    arguments += ["--batch", str(options.batch), "--context", str(options.context)]
+    return child.result_of(child.start("scripts.bench.lab.hisparse", arguments))[0]
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -172,9 +162,7 @@ def main() -> None:
     parser.add_argument("--engine", default="{}", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        sys.stdout.write("\n" + RESULT + json.dumps(serve(options)) + "\n")
-        sys.stdout.flush()
-        os._exit(0)
+        child.give(serve(options))
     options.output.mkdir(parents=True, exist_ok=True)
     if options.make:
         make(options.output / "model")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -30,8 +29,8 @@ from indexcache_kernels import BlockBuffer, copy_blocks, swap_blocks
 from indexcache_search.hf.attending import attending
 from indexcache_search.lab.offload.bandwidth import copy_bandwidth
 from indexcache_search.lab.offload.decoder import OffloadedDecoder, PassedOn
-from scripts.bench.kernels.page_selection import milliseconds
-from scripts.bench.serving.delta import SHAPES, config_of
+from scripts.bench.shapes import SHAPES, config_of
+from scripts.bench.timing import graph_ms, timed
 from sglang_indexcache import Pattern
 from sglang_indexcache.selection import Selection
 
@@ -194,13 +193,13 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_:
 def tokens_a_second(step: Callable[[Tensor], Tensor], requests: int, steps: int, device: torch.device) -> float:
     """Of greedy replies."""
     tokens = torch.zeros(requests, dtype=torch.long, device=device)
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    synchronize()
-    began = time.perf_counter()
-    for _ in range(steps):
-        tokens = step(tokens).argmax(-1)
-    synchronize()
-    return requests * steps / (time.perf_counter() - began)
+
+    def reply() -> None:
+        nonlocal tokens
+        for _ in range(steps):
+            tokens = step(tokens).argmax(-1)
+
+    return requests * steps / timed(reply)[1]
 
 
 def full_attention(model: Any, options: argparse.Namespace) -> dict[str, Any]:
@@ -253,16 +252,16 @@ def offloaded(model: Any, options: argparse.Namespace, name: str, requests: int)
 @torch.inference_mode()
 def copies() -> Iterator[dict[str, Any]]:
     """GB/s of `copy_blocks`, beside those of one large copy."""
-    rows, slots, blocks = 128, 96, 256
+    rows, room, blocks = 128, 96, 256
     yield {"one copy of 256 MiB, GB/s": copy_bandwidth(torch.device("cuda"))}
     for kilobytes in (4, 16, 64):
         host = torch.empty(rows, blocks, kilobytes << 10, dtype=torch.uint8, pin_memory=True)
-        device = torch.empty(rows, slots, kilobytes << 10, dtype=torch.uint8, device="cuda")
+        device = torch.empty(rows, room, kilobytes << 10, dtype=torch.uint8, device="cuda")
         for missing in (1, 4, 16, 63):
-            wanted = torch.rand(rows, blocks, device="cuda").argsort(1)[:, :63].int()
-            places = torch.arange(63, dtype=torch.int32, device="cuda").repeat(rows, 1)
-            loads = torch.rand(rows, 63, device="cuda").argsort(1) < missing
-            time_ms = milliseconds(partial(copy_blocks, host, device, wanted, places, loads))
+            requested = torch.rand(rows, blocks, device="cuda").argsort(1)[:, :63].int()
+            slots = torch.arange(63, dtype=torch.int32, device="cuda").repeat(rows, 1)
+            needs_copy = torch.rand(rows, 63, device="cuda").argsort(1) < missing
+            time_ms = graph_ms(partial(copy_blocks, host, device, requested, slots, needs_copy))
             speed = rows * missing * (kilobytes << 10) / time_ms / 1e6
             yield {"block_kb": kilobytes, "missing": missing, "rows": rows, "ms": time_ms, "gb_s": speed}
 

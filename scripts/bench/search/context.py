@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,11 @@ from indexcache_search import demo
 from indexcache_search.data.packing import build_token_sets
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
+from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
+from scripts.bench.timing import timed
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe
 
@@ -73,6 +74,11 @@ def one_sequence(length: int) -> TokenSet:
     return TokenSet(tokens, scored, np.zeros(1, dtype=np.int64), ("random",))
 
 
+def evaluate(engine: TransformersEngine, patterns: list[Pattern], data: TokenSet) -> tuple[list[Evaluation], float]:
+    """Evaluations, and their seconds."""
+    return timed(lambda: list(engine.evaluate(patterns, data, "nll")))
+
+
 def longest(lengths: list[int]) -> list[dict[str, Any]]:
     model, description, found = random_model(), describe(CONFIG, "glm5-12"), []
     weights = torch.cuda.memory_allocated()
@@ -84,9 +90,7 @@ def longest(lengths: list[int]) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"attention": attention, "length": length}
             try:
                 for _ in range(2 if attention == "kernels" else 1):  # the first compiles
-                    began = time.monotonic()
-                    [evaluation] = engine.evaluate([PATTERN], one_sequence(length), "nll")
-                    row["seconds"] = time.monotonic() - began
+                    [evaluation], row["seconds"] = evaluate(engine, [PATTERN], one_sequence(length))
                 row["loss"] = sum(evaluation.losses) / sum(evaluation.tokens)
                 row["gib"] = (torch.cuda.max_memory_allocated() - weights) / 2**30
             except SearchError as error:
@@ -111,9 +115,7 @@ def demo_losses() -> list[dict[str, Any]]:
         for attention in ("naive", "kernels"):
             engine = TransformersEngine.load(name, "cuda", dtype, 32, 0, attention)
             for _ in range(2):
-                began = time.monotonic()
-                evaluations = list(engine.evaluate([description.native, pattern], data, "nll"))
-                seconds = time.monotonic() - began
+                evaluations, seconds = evaluate(engine, [description.native, pattern], data)
             row = {"model": "demo", "dtype": dtype, "attention": attention, "seconds": seconds}
             row["losses"] = [sum(item.losses) / sum(item.tokens) for item in evaluations]
             found.append(row)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -33,6 +33,7 @@ from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.loading import describe_model
 from indexcache_search.training.sets import Data
 from indexcache_search.training.settings import Folders, Intervals
+from scripts.bench.timing import timed
 from scripts.demo_model.recall import ANSWER, TEXT, UNSCORED, RecallTasks
 from scripts.demo_model.train_demo_model import MIXTURE
 from sglang_indexcache import Pattern
@@ -192,10 +193,10 @@ def main(options: argparse.Namespace) -> None:
             own = None if row.loss is None else seed
             if any(item["row"] == row.name and item["seed"] == own for item in results):
                 continue
-            began = time.monotonic()
             folder = options.output / f"{row.name.replace(' ', '-').replace('/', '')}-{seed}"
-            model = str(demo.MODEL) if row.loss is None else train(row, seed, data, options, folder)
-            seconds = time.monotonic() - began
+            model, seconds = str(demo.MODEL), 0.0
+            if row.loss is not None:
+                model, seconds = timed(partial(train, row, seed, data, options, folder))
             found = evaluate(model, row.pattern, sets, options.device)
             results.append({"row": row.name, "seed": own, "seconds": round(seconds, 1), **found})
             with log.open("a") as file:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -50,6 +49,7 @@ from indexcache_search.matrices import Matrices
 from indexcache_search.search import Search
 from indexcache_search.settings import Settings
 from scripts.bench.search.simulated import SimulatedEngine, Structure
+from scripts.bench.timing import timed
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import parse_retention
 
@@ -112,15 +112,14 @@ class Run:
 
 def run(case: Case, settings: Settings) -> Run:
     """Search with a journal of its own."""
-    engine, began = case.new_engine(), time.monotonic()
+    engine = case.new_engine()
     with tempfile.TemporaryDirectory() as folder:
         names = identity(engine, case.calibration, case.held_out, settings.objective)
         with Journal(Path(folder), names, today()) as journal:
             calibration = Evaluator(engine, case.calibration, settings.objective, journal, "calibration")
             matrices = Matrices(engine, case.calibration, journal)
             search = Search(engine, calibration, settings, matrices.measured)
-            found = search.find()
-            seconds = time.monotonic() - began
+            found, seconds = timed(search.find)
             patterns = {Fraction(1): engine.model.native, **found.patterns}
             judges = Evaluator(engine, case.held_out, "nll", journal, "held-out")
             held_out = dict(zip(patterns, judges.evaluations(list(patterns.values())), strict=True))

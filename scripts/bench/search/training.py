@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from indexcache_search.distill.task import StageTask
 from indexcache_search.hf.loading import set_quiet
 from indexcache_search.training.processes import Processes, joined
 from scripts.bench.search.context import CONFIG, PATTERN
+from scripts.bench.timing import timed
 
 SHAPES: dict[str, Any] = {**CONFIG, "n_routed_experts": 16}
 
@@ -71,11 +72,9 @@ def measure(processes: Processes, stage: Stage, options: argparse.Namespace) -> 
     torch.cuda.reset_peak_memory_stats()
     task.model.train()
     for step in range(first, first + options.steps):
-        began = time.monotonic()
-        record = task.step(step)
-        torch.cuda.synchronize()
+        record, seconds = timed(partial(task.step, step))
         if processes.first:
-            seconds = (time.monotonic() - began) * processes.count / options.batch_size
+            seconds *= processes.count / options.batch_size
             peak = torch.cuda.max_memory_allocated() / 1e9
             names = ("step", "stage", "loss", "kl", "norm_indexers", "norm_body")
             found = {name: record[name] for name in names if name in record}

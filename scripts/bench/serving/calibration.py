@@ -29,6 +29,7 @@ from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.own_server import own_server
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.objectives import Objective
+from scripts.bench.timing import timed
 from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.families import describe
 from sglang_indexcache.protocol import KL, Measured
@@ -108,9 +109,7 @@ class Bench:
         """Seconds of an evaluation and of its forward passes."""
         self.server.switch(pattern)  # what earlier ones left on the clock
         before = len(read_clock(self.clock))
-        began = time.perf_counter()
-        next(iter(self.engine.evaluate([pattern], self.data, objective)))
-        seconds = time.perf_counter() - began
+        _, seconds = timed(lambda: list(self.engine.evaluate([pattern], self.data, objective)))
         self.server.switch(pattern)  # writes the clock
         return {"s": seconds, "forward_s": sum(read_clock(self.clock)[before:])}
 

@@ -19,64 +19,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from scripts.bench import child
+from scripts.bench.shapes import SHAPES, config_of, parse_cells
+from scripts.bench.timing import host_ms, median_ms
+from scripts.tools.inprocess import new_batch
+from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.refusal import PATTERN_VARIABLE
 from sglang_indexcache.selection import DEFAULT, Selection
-from tests.live.inprocess import new_batch
-from tests.patterns import write_pattern
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "1.5b": {"model_type": "qwen2", "sizes": (28, 1536, 8960, 12, 2), "vocab_size": 151936},
-    "7b": {"model_type": "qwen2", "sizes": (28, 3584, 18944, 28, 4), "vocab_size": 152064},
-    "8b": {"model_type": "qwen3", "sizes": (36, 4096, 12288, 32, 8), "vocab_size": 151936},
-    "llama-8b": {"model_type": "llama", "sizes": (32, 4096, 14336, 32, 8), "vocab_size": 128256},
-    "minicpm4-8b": {"model_type": "llama", "sizes": (32, 4096, 16384, 32, 2), "vocab_size": 73448},
-    "tiny": {"model_type": "llama", "sizes": (8, 512, 1024, 8, 2), "vocab_size": 1024},
-}
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
-RESULT = "RESULT "
 CHECKED = (700, 300, 127, 128, 129, 5, 1)  # prompt lengths around FEW's 128 tokens
 STEPS = 12
 FEW = Selection(page_tokens=16, pages=8, recent_pages=2, sink_pages=0, score="token_max")
-
-
-def config_of(shape: str, context: int) -> dict[str, Any]:
-    """What config.json says of a shape."""
-    layers, hidden, inner, heads, groups = SHAPES[shape]["sizes"]
-    kind = SHAPES[shape]["model_type"]
-    return {
-        "architectures": [ARCHITECTURES[kind]],
-        "model_type": kind,
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "head_dim": 128 if hidden > 512 else hidden // heads,
-        "vocab_size": SHAPES[shape]["vocab_size"],
-        "hidden_act": "silu",
-        "max_position_embeddings": context,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "initializer_range": 0.05,
-    }
 
 
 def dense_layers(layers: int, count: int) -> list[int]:
@@ -234,18 +196,13 @@ def times(runner: Any, batch: int, context: int, repeats: int) -> dict[str, floa
     runner.token_to_kv_pool_allocator.clear()
     step = Decoding(runner, [[7] * context] * batch, prefill=False).step(torch.full((batch,), 7, device="cuda"))
 
-    def timed(count: int) -> float:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(count):
+    def queued() -> None:
+        for _ in range(10):
             runner.forward(step)
-        torch.cuda.synchronize()
-        return 1e3 * (time.perf_counter() - began) / count
 
-    timed(5)
     return {
-        "alone": statistics.median(timed(1) for _ in range(repeats)),
-        "queued": statistics.median(timed(10) for _ in range(max(3, repeats // 5))),
+        "alone": median_ms(partial(runner.forward, step), repeats, warm=5, clock=host_ms),
+        "queued": median_ms(queued, max(3, repeats // 5), warm=0, clock=host_ms) / 10,
     }
 
 
@@ -282,37 +239,15 @@ def decode(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(condition: str, options: argparse.Namespace, model: Path, engine: dict[str, Any], *more: str) -> dict[str, Any]:
-    """What a condition's process found; its output goes to a log where that fails."""
+    """Return the result of a condition's process."""
     pattern, _, backend = condition.rpartition("@")
-    environment = {key: value for key, value in os.environ.items() if key != PATTERN_VARIABLE}
-    if pattern:
-        environment[PATTERN_VARIABLE] = pattern
     engine = {**engine, "attention_backend": backend}
-    arguments = [
-        sys.executable,
-        "-m",
-        "scripts.bench.serving.delta",
-        "--child",
-        "--model",
-        str(model),
-        "--cells",
-        options.cells,
-    ]
-    arguments += ["--repeats", str(options.repeats), "--engine", json.dumps(engine), *more]
-    arguments += ["--one-layer"] if options.one_layer else []
-    process = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    for line in process.stdout.splitlines():
-        if line.startswith(RESULT):
-            found: dict[str, Any] = json.loads(line.removeprefix(RESULT))
-            if bool(pattern) != found.get("backend", "").startswith("Choosing"):
-                raise SystemExit(f"{condition}: ran {found['backend']}")
-            return found
-    options.output.with_suffix(".failed.log").write_text(process.stdout)
-    raise SystemExit(f"{condition} gave no result:\n{process.stdout[-3000:]}")
-
-
-def parse_cells(text: str) -> list[tuple[int, int]]:
-    return [(int(batch), int(context)) for batch, context in (cell.split("x") for cell in text.split(","))]
+    arguments = ["--child", "--model", str(model), "--cells", options.cells, "--repeats", str(options.repeats)]
+    arguments += ["--engine", json.dumps(engine), *more, *(["--one-layer"] if options.one_layer else [])]
+    found, _ = child.result_of(child.start("scripts.bench.serving.delta", arguments, pattern))
+    if bool(pattern) != found.get("backend", "").startswith("Choosing"):
+        raise SystemExit(f"{condition}: ran {found['backend']}")
+    return found
 
 
 def bench(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
@@ -412,10 +347,7 @@ def main() -> None:
     parser.add_argument("--logprobs", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        result = measure(options) if options.logprobs is None else decode(options)
-        sys.stdout.write("\n" + RESULT + json.dumps(result) + "\n")
-        sys.stdout.flush()
-        os._exit(0)  # no SGLang clean-up hooks
+        child.give(measure(options) if options.logprobs is None else decode(options))
     with tempfile.TemporaryDirectory() as name:
         folder, results = Path(name), []
         longest = max(context for _, context in parse_cells(options.cells)) + 256

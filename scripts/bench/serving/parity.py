@@ -15,9 +15,9 @@ import json
 import tempfile
 from pathlib import Path
 
+from scripts.tools.dense_reference import decoded, distance, logprobs, reference
+from scripts.tools.inprocess import generate
 from sglang_indexcache import PatternFile
-from tests.live.dense_reference import decoded, distance, logprobs, reference
-from tests.live.inprocess import generate
 
 
 def main() -> None:

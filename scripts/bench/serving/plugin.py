@@ -14,24 +14,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache import Pattern, PatternFile
+from scripts.bench import child
+from scripts.tools.pattern_files import write_pattern
+from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe, family_of
-from sglang_indexcache.pattern_file import ModelSection
-from sglang_indexcache.refusal import PATTERN_VARIABLE
 from sglang_indexcache.spec import PatternSpec
 
 PAIRS = {"switch": ("switch", "plugin"), "plain": ("plain", "plugin-full"), "gain": ("plain", "plugin")}
-RESULT = "RESULT "
 
 
 def main() -> None:
@@ -48,8 +45,7 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        sys.stdout.write(RESULT + json.dumps(measure(options)) + "\n")
-        return
+        child.give(measure(options))
     wanted = [PAIRS[name] for name in options.pairs.split(",")]
     order = [
         condition
@@ -63,7 +59,8 @@ def main() -> None:
         results: list[dict[str, Any]] = []
         for index, condition in enumerate(order):
             process = started[index] if options.parallel else start(options, condition, files)
-            results.append({"condition": condition, **read_result(process)})
+            result, output = child.result_of(process)
+            results.append({"condition": condition, **result, "proven": "indexcache: serving" in output})
             print(json.dumps(results[-1])[:600], flush=True)
     options.output.write_text(json.dumps(results, indent=1))
     for line in table(results, wanted):
@@ -77,46 +74,19 @@ def write_files(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     tested = PatternSpec.read(options.pattern).known()
     if "switch" in options.pairs.split(","):
         tested.check_plain("has no switch of SGLang's")
-    section = ModelSection(
-        architecture=model.architecture, num_layers=model.num_layers, config_sha256=model.config_sha256, name=model.name
-    )
     found: dict[str, Any] = {"override": json.dumps(family_of(model.architecture).sglang.to_overrides({}, tested))}
     for name, pattern in (("plugin", tested), ("plugin-full", Pattern.full(model.num_layers))):
-        file = PatternFile(schema="indexcache/v1", model=section, pattern=pattern.letters, retention=pattern.retention)
-        found[name] = folder / f"{name}.yaml"
-        file.save(found[name])
+        found[name] = write_pattern(pattern, options.model, folder / f"{name}.yaml")
     return found
 
 
 def start(options: argparse.Namespace, condition: str, files: dict[str, Any]) -> subprocess.Popen[str]:
-    environment = {key: value for key, value in os.environ.items() if key != PATTERN_VARIABLE}
     engine = json.loads(options.engine)
     if condition == "switch":
         engine["json_model_override_args"] = files["override"]
-    elif condition in files:
-        environment[PATTERN_VARIABLE] = str(files[condition])
-    arguments = [
-        sys.executable,
-        "-m",
-        "scripts.bench.serving.plugin",
-        "--child",
-        condition,
-        "--model",
-        str(options.model),
-    ]
-    arguments += ["--pattern", options.pattern, "--lengths", options.lengths, "--repeats", str(options.repeats)]
-    arguments += ["--engine", json.dumps(engine)]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-
-
-def read_result(process: subprocess.Popen[str]) -> dict[str, Any]:
-    output, _ = process.communicate()
-    for line in output.splitlines():
-        if line.startswith(RESULT):
-            found: dict[str, Any] = json.loads(line.removeprefix(RESULT))
-            found["proven"] = "indexcache: serving" in output
-            return found
-    raise SystemExit(f"the engine gave no result:\n{output[-3000:]}")
+    arguments = ["--child", condition, "--model", str(options.model), "--pattern", options.pattern]
+    arguments += ["--lengths", options.lengths, "--repeats", str(options.repeats), "--engine", json.dumps(engine)]
+    return child.start("scripts.bench.serving.plugin", arguments, files.get(condition))
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

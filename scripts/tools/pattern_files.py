@@ -1,4 +1,4 @@
-"""Pattern files for tests."""
+"""Pattern files for tests and measurements."""
 
 from __future__ import annotations
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import runpy
-import sys
-import tempfile
 import traceback
 from array import array
 from collections.abc import Callable, Sequence
@@ -61,7 +58,7 @@ def call(function: Callable[..., Any], *args: Any, **environment: str) -> Any:
         RuntimeError: with the traceback from there.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.live.preload"])
+    context.set_forkserver_preload(["scripts.tools.preload"])
     parent, child = context.Pipe()
     process = context.Process(target=_child, args=(child, {**ENVIRONMENT, **environment}, function, args))
     process.start()
@@ -84,52 +81,12 @@ def call(function: Callable[..., Any], *args: Any, **environment: str) -> Any:
 def _child(pipe: Connection, environment: dict[str, str], function: Callable[..., Any], args: Any) -> None:
     os.environ.update(environment)
     try:
-        if "TEST_SABOTAGE" in os.environ:
-            exec(Path(os.environ["TEST_SABOTAGE"]).read_text(), {})
         answer: Any = (False, function(*args))
     except Exception:
         answer = (True, traceback.format_exc())
     pipe.send(answer)
     pipe.close()
     os._exit(0)  # no SGLang clean-up hooks
-
-
-def launch(arguments: Sequence[str], **environment: str) -> tuple[int, list[str]]:
-    """Exit code of a launch that should end by itself, and its lines that begin with `indexcache: `."""
-    answer: tuple[int, list[str]] = call(_launch, list(arguments), **environment)
-    return answer
-
-
-def _launch(arguments: list[str]) -> tuple[int, list[str]]:
-    sys.argv = ["launch_server", *arguments]
-    return _ended(lambda: runpy.run_module("sglang_indexcache.launch_server", run_name="__main__", alter_sys=True))
-
-
-def _ended(run: Callable[[], Any]) -> tuple[int, list[str]]:
-    """Exit code of what ends the process, and the lines of ours that it left, on whatever writes to its descriptors."""
-    with tempfile.TemporaryFile() as output:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(output.fileno(), stream.fileno())
-        try:
-            run()
-        except SystemExit as end:
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            output.seek(0)
-            lines = output.read().decode(errors="replace").splitlines()
-            return int(end.code or 0), [line for line in lines if line.startswith("indexcache: ")]
-        output.seek(0)
-        raise AssertionError(f"it went on: {output.read()[-1000:].decode(errors='replace')}")
-
-
-def load(model: Path, **environment: str) -> tuple[int, list[str]]:
-    """The same of a model runner that should not load `model`."""
-    answer: tuple[int, list[str]] = call(_load, model, **environment)
-    return answer
-
-
-def _load(model: Path) -> tuple[int, list[str]]:
-    return _ended(lambda: load_runner(model))
 
 
 def own_arguments(model: Path) -> dict[str, Any]:

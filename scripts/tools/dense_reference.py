@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from indexcache_search.hf.pages import apply_page_roles
+from scripts.tools.inprocess import Served
 from sglang_indexcache import Pattern
-from tests.live.inprocess import Served
 
 
 def reference(model: Path) -> Any:
