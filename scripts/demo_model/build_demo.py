@@ -1,14 +1,14 @@
-"""Put a trained demo model and its data where the package ships them.
+r"""Put a trained demo model and its data where the package ships them.
 
 python -m scripts.demo_model.build_demo --corpus build/corpus --model build/demo
 
-What ships is text of the public domain that training set aside, and recall tasks planted in it. Without `--model` the
-model that is there stays, and the data are made anew.
+The shipped data are text of the public domain that training set aside, and recall tasks planted in it. Without
+`--model` the model that is there stays, and the data are made anew.
 
-Or write data to another folder, of any length and as much as is asked for, for oneself
-(`scripts.bench.search.strategies --data`): of all documents that training set aside, whatever their licence.
+Or write data to another folder, of any length and as much as you need (`scripts.bench.search.strategies --data`): of
+all documents that training set aside, whatever their licence.
 
-python -m scripts.demo_model.build_demo --corpus build/corpus --data build/data4096 --seq-len 4096 \\
+python -m scripts.demo_model.build_demo --corpus build/corpus --data build/data4096 --seq-len 4096 \
     --calibration-recall 64
 """
 
@@ -50,12 +50,12 @@ TOKENIZER_CONFIG = {
 
 
 def read_rows(corpus: Path, part: str) -> list[dict[str, Any]]:
-    """The documents that training set aside for `part`."""
+    """Read the documents that training set aside for `part`."""
     return [json.loads(line) for line in (corpus / f"{part}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def split_lines(text: str) -> list[str]:
-    """Whole lines of `text`, in pieces of at most `MAX_DOCUMENT_CHARS` (a line that is longer stays whole)."""
+    """Split `text` into whole lines, in pieces of at most `MAX_DOCUMENT_CHARS` (a line that is longer stays whole)."""
     pieces = [""]
     for line in text.splitlines(keepends=True):
         if len(pieces[-1]) + len(line) > MAX_DOCUMENT_CHARS:
@@ -99,7 +99,7 @@ class Source:
 
 
 def set_aside(corpus: Path) -> dict[str, Source]:
-    """Everything that training set aside, whatever its licence: for oneself."""
+    """Return everything that training set aside, whatever its licence."""
     arrays = np.load(corpus / "corpus.npz")
     return {
         part: Source(
@@ -111,7 +111,7 @@ def set_aside(corpus: Path) -> dict[str, Source]:
 
 
 def public_domain(corpus: Path) -> dict[str, Source]:
-    """Text of the public domain that training set aside, in pieces, by turns for calibration and for evaluation."""
+    """Return the public-domain text that training set aside, in pieces, by turns for calibration and evaluation."""
     tokenizer = Tokenizer.from_file(str(corpus / "tokenizer.json"))
     end = tokenizer.token_to_id(TOKENIZER_CONFIG["eos_token"])
     texts = [row["text"] for part in PARTS for row in read_rows(corpus, part) if row["public_domain"]]

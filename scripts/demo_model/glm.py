@@ -19,7 +19,7 @@ _THETA = 10000.0
 
 
 def demo_config(layers: int = 16, index_topk: int = 64) -> dict[str, Any]:
-    """config.json of the demo model, with the keys that SGLang reads and transformers does not write."""
+    """Return the config.json of the demo model, with the keys that SGLang reads and transformers does not write."""
     return {
         "architectures": ["GlmMoeDsaForCausalLM"],
         "model_type": "glm_moe_dsa",
@@ -72,24 +72,24 @@ def demo_config(layers: int = 16, index_topk: int = 64) -> dict[str, Any]:
 
 
 def positions(model: Any, length: int, device: torch.device) -> Rope:
-    """Rotary tables of positions 0 to `length` - 1."""
+    """Return rotary tables of positions 0 to `length` - 1."""
     return rope_table(length, model.config.qk_rope_head_dim, _THETA, device)
 
 
 def embed(model: Any, tokens: Tensor) -> Tensor:
-    """What the first layer takes: `[B, S, hidden]`."""
+    """Return the input of the first layer, `[B, S, hidden]`."""
     embedded: Tensor = model.model.embed_tokens(tokens)
     return embedded
 
 
 def final(model: Any, x: Tensor) -> Tensor:
-    """What the head takes: `[B, S, hidden]`."""
+    """Return the input of the head, `[B, S, hidden]`."""
     normed: Tensor = model.model.norm(x)
     return normed
 
 
 def rope_table(length: int, width: int, theta: float, device: torch.device) -> Rope:
-    """Angles of interleaved rotary embedding for positions 0 to `length` - 1."""
+    """Return the angles of interleaved rotary embedding for positions 0 to `length` - 1."""
     frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
     angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequency
     return angle.cos(), angle.sin()
@@ -118,7 +118,7 @@ def project(attention: nn.Module, hidden: Tensor, rope: Rope) -> tuple[Tensor, T
 
 
 def index_scores(indexer: nn.Module, hidden: Tensor, residual: Tensor, rope: Rope) -> Tensor:
-    """Lightning indexer scores `[B, S, S]` in float32, later keys masked."""
+    """Return lightning indexer scores `[B, S, S]` in float32, later keys masked."""
     batch, length, _ = hidden.shape
     width = indexer.qk_rope_head_dim
     q = indexer.wq_b(residual).view(batch, length, indexer.n_heads, -1).transpose(1, 2)
@@ -142,13 +142,13 @@ def _finish(layer: nn.Module, x: Tensor, attended: Tensor) -> Tensor:
 
 
 def kl(target: Tensor, scores: Tensor) -> Tensor:
-    """Mean over queries of KL(target || softmax(scores)); `target` is the head-averaged attention `[B, S, S]`."""
+    """Average KL(target || softmax(scores)) over queries; `target` is the head-averaged attention `[B, S, S]`."""
     log_q = scores.log_softmax(-1).clamp_min(-60.0)
     return (target * (target.clamp_min(1e-9).log() - log_q)).sum(-1).mean()
 
 
 def dense_layer(layer: nn.Module, x: Tensor, rope: Rope) -> Tensor:
-    """One decoder layer with full causal attention; the indexer takes no part."""
+    """Run one decoder layer with full causal attention; the indexer takes no part."""
     _, q, k, v = project(layer.self_attn, layer.input_layernorm(x), rope)
     padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))  # one width for q, k and v: the fused kernels want it
     attended = F.scaled_dot_product_attention(q, k, padded, is_causal=True, scale=layer.self_attn.scaling)
@@ -156,7 +156,7 @@ def dense_layer(layer: nn.Module, x: Tensor, rope: Rope) -> Tensor:
 
 
 def warmup_layer(layer: nn.Module, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-    """Dense attention without gradients, and the indexer's KL against the head-averaged attention."""
+    """Attend densely without gradients; return also the indexer's KL against the head-averaged attention."""
     attention = layer.self_attn
     with torch.no_grad():
         hidden = layer.input_layernorm(x)
@@ -169,7 +169,7 @@ def warmup_layer(layer: nn.Module, x: Tensor, rope: Rope) -> tuple[Tensor, Tenso
 
 
 def sparse_layer(layer: nn.Module, x: Tensor, rope: Rope, topk: int) -> tuple[Tensor, Tensor]:
-    """Attention over the indexer's top-k, and the indexer's KL over the selected tokens on a detached graph."""
+    """Attend to the indexer's top-k; return also its KL over the selected tokens on a detached graph."""
     attention = layer.self_attn
     hidden = layer.input_layernorm(x)
     residual, q, k, v = project(attention, hidden, rope)

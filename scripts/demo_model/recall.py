@@ -29,7 +29,7 @@ TASKS = ("kv_mix", "kv_dense", "kv_end", "chain", "multi", "update", "copy", "te
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences and what each token is worth as a target.
+    """Sequences, and the kind of each token as a target.
 
     Attributes:
         tokens: `[batch, length]` int64.
@@ -41,7 +41,7 @@ class Batch:
 
 
 class RecallTasks:
-    """Draws batches of the tasks above.
+    """Random batches of the tasks above.
 
     Args:
         text: `[tokens]` token stream that fills the gaps.
@@ -98,7 +98,7 @@ class RecallTasks:
         return self._random(batch, size).argsort(1)
 
     def _slot_positions(self, slots: Tensor) -> Tensor:
-        """Token position of a record of up to 5 tokens in each of `slots` (`[batch, records]`)."""
+        """Draw the token position of a record of up to 5 tokens in each of `slots` (`[batch, records]`)."""
         return slots * SLOT + self._integers(0, SLOT - 5, tuple(slots.shape)) + 1
 
     @staticmethod
@@ -115,7 +115,7 @@ class RecallTasks:
     # -- tasks: each writes its records into a batch of text
 
     def _repeats(self, batch: int, records: int) -> tuple[Tensor, Tensor]:
-        """Words `[batch, records, 4]` of records, half of which repeat an earlier one, and which ones do."""
+        """Draw words `[batch, records, 4]` of records; half repeat an earlier one; return also which ones."""
         repeat = self._random(batch, records) < 0.5
         repeat[:, 0] = False
         index = self._arange(records)
@@ -167,9 +167,9 @@ class RecallTasks:
         slots = (length - tail) // SLOT
         keys = max(1, min(slots // versions, 8))
         names, values = self._draw_words(batch, keys, 2), self._draw_words(batch, keys, versions, 2)
-        places = self._permutation(batch, slots)[:, : keys * versions].view(batch, keys, versions).sort(-1).values
+        taken = self._permutation(batch, slots)[:, : keys * versions].view(batch, keys, versions).sort(-1).values
         records = torch.cat([names[:, :, None].expand(-1, -1, versions, -1), values], -1)
-        position = self._slot_positions(places.reshape(batch, -1))
+        position = self._slot_positions(taken.reshape(batch, -1))
         self._put(tokens, kind, position, KEY, records.reshape(batch, keys * versions, 4), 0)
         return names, values
 

@@ -1,4 +1,4 @@
-"""Train the embedded demo model, a 7M-parameter GLM-5-architecture DSA language model, on one GPU in minutes.
+r"""Train the embedded demo model, a 7M-parameter GLM-5-architecture DSA language model, on one GPU in minutes.
 
 Three stages, as DSA models are made (paper, Section 2.1): a dense language model; indexer warm-up by KL against the
 head-averaged attention, all else frozen; the sparse stage, in which top-k selection is active, the model learns from
@@ -9,12 +9,12 @@ model: every stage has optimizers and random numbers of its own.
 
     python -m scripts.demo_model.corpus --output build/corpus
     python -m scripts.demo_model.train_demo_model --corpus build/corpus --output build/demo --seed 0
-    python -m scripts.demo_model.train_demo_model --architecture deepseek_v4 --layers 21 \\
+    python -m scripts.demo_model.train_demo_model --architecture deepseek_v4 --layers 21 \
         --index-topk 16 --output build/v4
 
 A trained model goes on with longer sequences, in the sparse stage (the demo model, to 4,096 tokens):
 
-    python -m scripts.demo_model.train_demo_model --base search/indexcache_search/demo/indexcache-demo --length 4096 \\
+    python -m scripts.demo_model.train_demo_model --base search/indexcache_search/demo/indexcache-demo --length 4096 \
         --output build/demo4096
 """
 
@@ -277,7 +277,7 @@ def _head_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def configure_pytorch() -> None:
-    """Settings of the whole process."""
+    """Set PyTorch's switches for the whole process."""
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.cache_size_limit = 64  # kinds of layers times lengths
     # PyTorch 2.10 to 2.13 leave gradients of a parameter's chunks unwritten with it (github.com/pytorch/pytorch,

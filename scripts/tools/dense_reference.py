@@ -1,4 +1,4 @@
-"""What transformers says of a sequence that SGLang served with a dense model."""
+"""Log-probabilities by transformers of a sequence that SGLang served with a dense model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def distance(found: Served, expected: Tensor) -> float:
 
 
 def logprobs(model: Any, ids: tuple[int, ...]) -> Tensor:
-    """Of tokens 1, 2, ..."""
+    """Return the log-probabilities of tokens 1, 2, ..."""
     with torch.inference_mode():
         logits = model(torch.tensor([ids[:-1]]), use_cache=False).logits[0]
     found: Tensor = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
@@ -31,7 +31,7 @@ def logprobs(model: Any, ids: tuple[int, ...]) -> Tensor:
 
 
 def decoded(model: Any, pattern: Pattern, served: Served) -> Tensor:
-    """What the reference engine says of a prompt and what followed it."""
+    """Return the log-probabilities of a prompt and its reply by the reference engine."""
     read = torch.arange(len(served.ids) - 1)[None] < served.prompt
     with apply_page_roles(model, pattern, prompt=read):
         return logprobs(model, served.ids)

@@ -38,7 +38,7 @@ ARGUMENTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Served:
-    """What SGLang made of one sequence.
+    """One sequence with SGLang's log-probabilities.
 
     Attributes:
         ids: prompt and generated tokens.
@@ -52,7 +52,7 @@ class Served:
 
 
 def call(function: Callable[..., Any], *args: Any, **environment: str) -> Any:
-    """`function(*args)` in a fork of its own, with SGLang imported and these environment variables.
+    """Call `function(*args)` in a fork of its own, with SGLang imported and these environment variables.
 
     Raises:
         RuntimeError: with the traceback from there.
@@ -90,7 +90,7 @@ def _child(pipe: Connection, environment: dict[str, str], function: Callable[...
 
 
 def own_arguments(model: Path) -> dict[str, Any]:
-    """Attention sinks (HY-V4) are known to one of SGLang's kernels alone, others have a backend of their own."""
+    """Return the arguments that a model needs: attention sinks (HY-V4) run on one kernel of SGLang alone."""
     config = json.loads((model / "config.json").read_text())
     if "index_topk" not in config:
         return {"attention_backend": "torch_native", **json.loads(os.environ.get("TEST_ARGUMENTS", "{}"))}
@@ -102,7 +102,7 @@ def own_arguments(model: Path) -> dict[str, Any]:
 
 
 def load_runner(model: Path) -> Any:
-    """SGLang's model runner for `model` with all plugins; only once in a process."""
+    """Load SGLang's model runner for `model` with all plugins; only once in a process."""
     from sglang.benchmark import one_batch
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import PortArgs, ServerArgs
@@ -120,7 +120,7 @@ def load_runner(model: Path) -> Any:
 
 
 def new_batch(runner: Any, requests: Sequence[Any]) -> Any:
-    """A batch of requests whose prompts are about to be read, without a prefix cache."""
+    """Make a batch of requests whose prompts are about to be read, without a prefix cache."""
     from sglang.benchmark.one_batch import TreeCacheNamespace
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm

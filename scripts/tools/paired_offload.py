@@ -3,8 +3,8 @@
     python -m scripts.tools.paired_offload indexcache-offload --last recall
 
 By plan: increase of the loss, KL to attention to everything, how much more KL than the first plan has; the share of
-tokens that are the likeliest, of the last source and of the others; and what a step brings by the size of the buffer,
-all layers together, pages or tokens. ± is the standard error over sequences.
+tokens that are the likeliest, of the last source and of the others; and the blocks that a step brings by the
+size of the buffer, all layers together, pages or tokens. ± is the standard error over sequences.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scripts.tools.paired_table import read, shown
 
 
 def rows(folder: Path, last_sequences: int) -> Iterator[list[str]]:
-    """The table's cells, the baseline first."""
+    """Yield the rows of the table, the baseline first."""
     journal, content = folder / "work" / "journal.jsonl", json.loads((folder / "offload.json").read_text())
     losses, hits = read(journal), read(journal, "correct")
     patterns = {(item.roles, None if item.selection is None else str(item.selection)): item for _, item in hits}

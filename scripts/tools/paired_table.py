@@ -22,7 +22,7 @@ Losses = dict[tuple[str, Pattern], NDArray[np.float64]]
 
 
 def read(path: Path, name: str = "losses") -> Losses:
-    """Sums of that `name` a token of each sequence, by what was measured and the pattern; `losses`, or `correct`."""
+    """Read `losses` or `correct` a token of each sequence, by objective and pattern."""
     found: dict[tuple[str, Pattern], dict[int, float]] = {}
     for part, item in recorded(path):
         sums = zip(item.rows, getattr(item, name), item.tokens, strict=True)

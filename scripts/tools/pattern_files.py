@@ -12,7 +12,7 @@ from sglang_indexcache.pattern_file import ModelSection
 
 
 def pattern_file(pattern: Pattern, config: dict[str, Any], name: str = "glm") -> PatternFile:
-    """A file that says `pattern` and was made for the model with this config.json."""
+    """Make a file with `pattern` for the model with this config.json."""
     section = ModelSection.of(describe(config, name)).model_copy(update={"num_layers": len(pattern)})
     return PatternFile(
         schema="indexcache/v1",
@@ -24,6 +24,6 @@ def pattern_file(pattern: Pattern, config: dict[str, Any], name: str = "glm") ->
 
 
 def write_pattern(pattern: Pattern, model: Path, path: Path) -> str:
-    """Save a file for the model in the folder `model`; returns its path."""
+    """Save a file for the model in the folder `model`; return its path."""
     pattern_file(pattern, json.loads((model / "config.json").read_text())).save(path)
     return str(path)

@@ -1,4 +1,4 @@
-"""What the plugin would do on published SGLang versions: unpack their wheels, install nothing, print a table.
+"""The plugin's features on published SGLang versions: unpack their wheels, install nothing, print a table.
 
 python -m scripts.tools.probe_wheels 0.5.17 0.5.23 --folder build/wheels
 """
@@ -18,7 +18,7 @@ VERSIONS = ("0.5.11", "0.5.13.post1", "0.5.15.post1", "0.5.17", "0.5.20", "0.5.2
 
 
 def unpacked(version: str, folder: Path) -> SglangSource:
-    """The wheel of `version` below `folder`, downloaded if it is not there."""
+    """Return the wheel of `version` below `folder`, downloaded if it is not there."""
     target = folder / version
     if not (target / "sglang").is_dir():
         target.mkdir(parents=True, exist_ok=True)

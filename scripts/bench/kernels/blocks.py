@@ -1,4 +1,4 @@
-"""How long do block_scores and block_attention take on a CUDA device?
+"""Times of block_scores and block_attention on a CUDA device.
 
     python -m scripts.bench.kernels.blocks
 
@@ -31,12 +31,12 @@ Row = tuple[str, Callable[[], Any], float, float]  # name, call, operations, byt
 
 
 def chosen_blocks(rows: int, count: int, blocks: int) -> Tensor:
-    """`[rows, count]`, int32, ascending, different ones for each row."""
+    """Draw different blocks for each row, ascending: `[rows, count]`, int32."""
     return torch.rand(rows, blocks, device="cuda").argsort(1)[:, :count].int().sort(1).values
 
 
 def flashinfer_decode(tables: list[Tensor], cache: Tensor, q: Tensor) -> Callable[[], Any]:
-    """Attention to the pages of each request's table; `cache` is `[2, pages, BLOCK, G, D]`."""
+    """Plan attention to the pages of each request's table; `cache` is `[2, pages, BLOCK, G, D]`."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     wrapper = BatchDecodeWithPagedKVCacheWrapper(
@@ -79,10 +79,10 @@ def training(tokens: int, count: int) -> Iterator[Row]:
     q = torch.randn(1, tokens, heads, dim, device="cuda").bfloat16().requires_grad_()
     k, v = (torch.randn(1, groups, tokens, dim, device="cuda").bfloat16().requires_grad_() for _ in range(2))
     bias = torch.randn(1, groups, tokens, device="cuda").requires_grad_()
-    place = torch.arange(tokens, device="cuda")
+    position = torch.arange(tokens, device="cuda")
     blocks = chosen_blocks(tokens, count, tokens // BLOCK)
-    blocks = torch.where(blocks <= place[:, None] // BLOCK, blocks, -1)[None]
-    lengths = (place + 1).int()[None]
+    blocks = torch.where(blocks <= position[:, None] // BLOCK, blocks, -1)[None]
+    lengths = (position + 1).int()[None]
     seen = float(((lengths[..., None] - blocks * BLOCK).clamp(0, BLOCK) * (blocks >= 0)).sum())  # pairs, by head
     forward = partial(block_attention, q, k, v, blocks, scale=dim**-0.5, block_tokens=BLOCK, lengths=lengths, bias=bias)
     out = forward()

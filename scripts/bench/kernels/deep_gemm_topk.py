@@ -1,4 +1,4 @@
-"""What indexer_topk is measured against: DeepGEMM's scores followed by SGLang's selection, float8 keys only."""
+"""The yardstick of indexer_topk: DeepGEMM's scores followed by SGLang's selection, float8 keys only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ PAGE = 64  # tokens of a page of SGLang's index keys
 
 
 def fast_topk(scores: Tensor, lengths: Tensor, starts: Tensor | None = None) -> Tensor:
-    """SGLang's selection, `[rows, TOPK]`, int32, relative to `starts`. Not exact: it leaves out some of the highest
-    scores (`scripts/bench/kernels/fast_topk_exactness.py`)."""
+    """Select as SGLang does, `[rows, TOPK]`, int32, relative to `starts`.
+
+    It is not exact: some of the highest scores are left out (`fast_topk_exactness.py`).
+    """
     import sgl_kernel
 
     found: Tensor = sgl_kernel.fast_topk_v2(scores, lengths, TOPK, row_starts=starts)
@@ -24,7 +26,7 @@ def fast_topk(scores: Tensor, lengths: Tensor, starts: Tensor | None = None) -> 
 def flashinfer_topk(
     scores: Tensor, lengths: Tensor, starts: Tensor | None = None, topk: int = TOPK, graph_safe: bool = True
 ) -> Tensor:
-    """FlashInfer's, as SGLang calls it with `--dsa-topk-backend flashinfer`: of equal scores the first.
+    """Select by FlashInfer, as SGLang calls it with `--dsa-topk-backend flashinfer`: of equal scores the first.
 
     It takes rows without gaps alone, which DeepGEMM's ragged scores have.
     """
@@ -53,7 +55,7 @@ def indexer_topk(
     rows: int,
     select: Callable[[Tensor, Tensor, Tensor], Tensor] = fast_topk,
 ) -> Tensor:
-    """As `indexcache_kernels.indexer_topk`, in no particular order.
+    """Compute `indexcache_kernels.indexer_topk`, in no particular order.
 
     On a Hopper device with both installed; keys of 128 dimensions, 32 or 64 heads. `rows` says of how many queries
     scores exist at a time.
@@ -95,7 +97,7 @@ class Decoding:
         self._plan: Any = deep_gemm.get_paged_mqa_logits_metadata(self._lengths[:, None], PAGE, processors)
 
     def __call__(self, select: Callable[[Tensor, Tensor], Tensor] = fast_topk) -> Tensor:
-        """`[B, TOPK]`, int32, of each request's keys."""
+        """Select each request's keys, `[B, TOPK]`, int32."""
         import deep_gemm
 
         scores = deep_gemm.fp8_paged_mqa_logits(

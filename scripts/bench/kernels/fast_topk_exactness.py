@@ -1,4 +1,4 @@
-"""Which of the highest scores does SGLang's selection, fast_topk_v2, leave out, and what do exact ones take?
+"""The highest scores that SGLang's selection, fast_topk_v2, leaves out, and the times of exact ones.
 
     python -m scripts.bench.kernels.fast_topk_exactness
     python -m scripts.bench.kernels.fast_topk_exactness --topk 8192
@@ -28,7 +28,7 @@ Select = Callable[[Tensor, Tensor, int], Tensor]  # scores, lengths, k -> [rows,
 
 
 def rising(noise: Tensor) -> Tensor:
-    """Scores that grow along a row, the same in all."""
+    """Make scores that grow along a row, the same in all."""
     return torch.linspace(1, 2, noise.shape[1], device=noise.device).repeat(len(noise), 1)
 
 
@@ -43,12 +43,12 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def left_out(scores: Tensor, lengths: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """What a selection misses.
+    """Compare a selection with the highest scores.
 
     Args:
         scores: `[rows, L]`, float32.
         lengths: `[rows]`, how many of a row count, more than K each.
-        chosen: `[rows, K]`, the places that were selected, -1 for none.
+        chosen: `[rows, K]`, the positions that were selected, -1 for none.
 
     Returns:
         `[rows]` each: how many of K were left out, and how far the highest of them is above the cut.
@@ -64,7 +64,7 @@ def left_out(scores: Tensor, lengths: Tensor, chosen: Tensor) -> tuple[Tensor, T
 
 
 def selections(topk: int) -> dict[str, Select]:
-    """What can be measured here."""
+    """Return the selections that are installed here."""
     found: dict[str, Select] = {}
     if topk == TOPK:
         found["fast_topk_v2"] = lambda scores, lengths, count: fast_topk(

@@ -1,4 +1,4 @@
-"""How fast are the kernels, how much memory do they take, and how does that compare? One table, on one CUDA device.
+"""Times and memory of the kernels beside other implementations: one table, on one CUDA device.
 
     python -m scripts.bench.kernels.operations
     python -m scripts.bench.kernels.operations --operations sparse_attention --lengths 65536 --heads 64,128
@@ -60,7 +60,7 @@ def size(*tensors: Tensor) -> int:
 
 
 def index_inputs(length: int, heads: int, dtype: torch.dtype, queries: int | None = None) -> dict[str, Any]:
-    """One causal sequence, and as many queries or fewer; quantised keys have a scale for each row."""
+    """Draw one causal sequence, and as many queries or fewer; quantised keys have a scale for each row."""
     generator = torch.Generator("cuda").manual_seed(length + heads)
     q = torch.randn(queries or length, heads, INDEX_DIM, device="cuda", generator=generator)
     k = torch.randn(length, INDEX_DIM, device="cuda", generator=generator)
@@ -74,7 +74,7 @@ def index_inputs(length: int, heads: int, dtype: torch.dtype, queries: int | Non
 
 
 def torch_topk(q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """PyTorch, as many rows at a time as give 4 GB of products."""
+    """Select by PyTorch, as many rows at a time as give 4 GB of products."""
     step = max(1, (4 << 30) // (q.shape[1] * len(k) * 4))
     keys, found = torch.arange(len(k), device=k.device), []
     for first in range(0, len(q), step):
@@ -101,7 +101,7 @@ def topk_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
 
 
 def chunk_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
-    """As SGLang calls the indexer in a long prompt."""
+    """Yield selections as SGLang makes them in a long prompt."""
     given = index_inputs(length, heads, torch.float8_e4m3fn)
     last = {name: tensor if name in ("k", "k_scale") else tensor[-CHUNK:] for name, tensor in given.items()}
     for kind in ("random", "all equal"):
@@ -122,7 +122,7 @@ def chunk_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
 
 
 def decoding_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
-    """Requests with keys of their own."""
+    """Yield selections for requests with keys of their own."""
     for batch in (8, 64):
         given = index_inputs(batch * length, heads, torch.float8_e4m3fn, batch)
         given["starts"] = torch.arange(batch, dtype=torch.int32, device="cuda") * length
@@ -141,7 +141,7 @@ def decoding_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
 
 
 def random_keys(queries: int, length: int) -> Tensor:
-    """Different keys for each query, ascending."""
+    """Draw different keys for each query, ascending."""
     generator = torch.Generator("cuda").manual_seed(length)
     parts = []
     for _ in range(0, queries, 1024):
@@ -158,7 +158,7 @@ def attention_inputs(length: int, heads: int) -> dict[str, Any]:
 
 
 def torch_attention(q: Tensor, k: Tensor, v: int, indices: Tensor, scale: float) -> Tensor:
-    """PyTorch on gathered copies, 512 queries at a time."""
+    """Attend by PyTorch to gathered copies, 512 queries at a time."""
     found = []
     for queries, chosen in zip(q.split(512), indices.split(512), strict=True):
         keys = k[chosen, 0]
@@ -204,7 +204,7 @@ def attention_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
 
 
 def kl_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
-    """Over what was selected, 32 index heads; forward and backward."""
+    """Yield losses over selected keys with 32 index heads, forward and backward."""
     given, index = attention_inputs(length, heads), index_inputs(QUERIES, 32, torch.bfloat16)
     q, k, indices = given["q"], given["k"], given["indices"]
     index_k = torch.randn(length, INDEX_DIM, device="cuda").bfloat16().requires_grad_()
@@ -243,7 +243,7 @@ CASES = {
 
 
 def measure(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
-    """Median milliseconds, and peak memory above what was there in MiB."""
+    """Return median milliseconds, and peak memory above the present one in MiB."""
     call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""How long do a choosing layer's two kernels take, beside the decode attention of that layer? On one CUDA device.
+"""Times of the two kernels of a layer that selects pages, beside its decode attention, on one CUDA device.
 
     python -m scripts.bench.kernels.page_selection --shapes 7b,8b --cells 1x32768,16x16384,64x32768
 
@@ -64,7 +64,7 @@ class Layer:
 
 
 def flashinfer_attention(layer: Layer, tokens: int | None = None, split: bool = True) -> Callable[[], Any]:
-    """flashinfer's decode attention as SGLang plans it, over the first `tokens` of each request's list."""
+    """Plan flashinfer's decode attention as SGLang does, over the first `tokens` of each request's list."""
     import flashinfer
 
     batch, heads, _ = layer.q.shape
@@ -91,7 +91,7 @@ def flashinfer_attention(layer: Layer, tokens: int | None = None, split: bool = 
 
 
 def minimax_topk(layer: Layer, pages: int) -> Callable[[], Any]:
-    """SGLang's top-k of pages; it takes up to 64."""
+    """Return SGLang's top-k of pages; it takes up to 64."""
     from sglang.kernels.ops.attention.minimax_decode_topk import minimax_decode_topk_page_table
 
     rows = layer.table.view(len(layer.q), -1)
@@ -100,7 +100,7 @@ def minimax_topk(layer: Layer, pages: int) -> Callable[[], Any]:
 
 
 def measure(heads: int, kv_heads: int, batch: int, length: int, pages: int) -> dict[str, float | str]:
-    """Milliseconds of each implementation, or why there are none."""
+    """Return the milliseconds of each implementation, or its error."""
     layer, budget = Layer(heads, kv_heads, batch, length), PageBudget(16, pages, max(1, pages // 8))
     tokens = torch.zeros(batch * pages * 16, dtype=torch.int32, device="cuda")
     starts = torch.arange(batch, device="cuda", dtype=torch.int32) * pages * 16

@@ -1,4 +1,4 @@
-"""Is what `indexcache-offload` predicts the step time of SGLang's HiSparse? Needs SGLang and a CUDA device.
+"""Step times of SGLang's HiSparse beside those that `indexcache-offload` predicts. Needs SGLang and a CUDA device.
 
     python -m scripts.bench.lab.hisparse --output build/hisparse --make
     python -m scripts.bench.lab.hisparse --output build/hisparse --batch 8 --context 32768 --buffers 2048,4096,8192
@@ -60,20 +60,20 @@ LETTERS = {"F": "F" * LAYERS, "FSSS": "FSSS" * (LAYERS // 4)}
 
 
 def make(folder: Path) -> None:
-    """A random checkpoint that SGLang and transformers load."""
+    """Write a random checkpoint that SGLang and transformers load."""
     from scripts.tools.random_models import build
 
     build("glm-dense", folder, **SHAPES)
 
 
 def prompts(options: argparse.Namespace) -> list[list[int]]:
-    """Of random tokens."""
+    """Draw prompts of random tokens."""
     drawn = random.Random(0)  # noqa: S311
     return [[drawn.randrange(2, VOCABULARY) for _ in range(options.context)] for _ in range(options.batch)]
 
 
 def serve(options: argparse.Namespace) -> dict[str, Any]:
-    """One engine: greedy replies, and milliseconds a step once all requests decode together."""
+    """Run one engine: greedy replies, and milliseconds a step once all requests decode together."""
     import sglang
 
     engine = sglang.Engine(model_path=str(options.output / "model"), **json.loads(options.engine))
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Every pattern with all of the cache on the device, and with each buffer."""
+    """Measure every pattern with all of the cache on the device, and with each buffer."""
     served: dict[str, Any] = {"batch": options.batch, "context": options.context, "step_ms": {}}
     for name in options.patterns.split(","):
         for buffer in [0, *map(int, options.buffers.split(","))]:
@@ -133,7 +133,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Measured beside predicted, of the patterns that were counted."""
+    """Print measured and predicted times of the patterns that were counted."""
     served = json.loads((options.output / "served.json").read_text())
     print("| pattern | buffer | step, ms | predicted, ms | predicted / measured |\n|---|---:|---:|---:|---:|")
     for name, steps in served["step_ms"].items():

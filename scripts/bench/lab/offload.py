@@ -4,10 +4,10 @@
     python -m scripts.bench.lab.offload --copies
 
 Weights, keys and values are random. Full attention: as many requests as the device holds, by flashinfer. Offloaded:
-`OffloadedDecoder`, all layers F, or one in four (`--shared`). What a layer wants is made up, so that a given share of
-it is missing in every step; layers score and rank all the same. Host memory of requests overlaps, in `--host-gb`, so
-that batches fit that the machine's memory does not hold; every copy reads it where it would be. Both sides are one CUDA
-graph, and decode their own tokens; all runs are in one process.
+`OffloadedDecoder`, all layers F, or one in four (`--shared`). The blocks that a layer requests are made up, so
+that a given share of them is missing in every step; layers score and rank all the same. Host memory of requests
+overlaps, in `--host-gb`, so that batches fit that the machine's memory does not hold; every copy reads it where it
+would be. Both sides are one CUDA graph, and decode their own tokens; all runs are in one process.
 
 --copies measures `copy_blocks` alone, by the size of a block and how many are missing.
 """
@@ -40,42 +40,42 @@ WARM = 4
 
 
 def new_model(shape: str, context: int, device: str) -> Any:
-    """A model of random weights."""
+    """Make a model of random weights."""
     config = AutoConfig.for_model(**config_of(shape, context))
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def lengths_of(requests: int, context: int) -> list[int]:
-    """Around `context`, all different."""
+    """Return lengths around `context`, all different."""
     spread = context // 16
     return [context - spread // 2 + spread * number // requests for number in range(requests)]
 
 
 def trace(rows: int, count: int, blocks: int, missing: float, steps: int, device: str) -> Tensor:
-    """`[steps, rows, count]`, int32: what is wanted; `missing` of it is new in the mean, in the place of the oldest."""
+    """Return requested blocks, `[steps, rows, count]`, int32; a share `missing` replaces the oldest, in the mean."""
     generator = torch.Generator(device).manual_seed(0)
     phase, order = (torch.rand(rows, size, device=device, generator=generator) for size in (1, blocks))
     queue, number = order.argsort(1), torch.arange(count, device=device)  # [rows, blocks]
     found = []
     for step in range(steps):
         oldest = (step * missing * count + phase).long()  # [rows, 1], in the queue
-        place = oldest + (number - oldest) % count
-        found.append(queue.gather(1, place % blocks).sort(1).values.int())
+        at = oldest + (number - oldest) % count
+        found.append(queue.gather(1, at % blocks).sort(1).values.int())
     return torch.stack(found)
 
 
 class Replaying(OffloadedDecoder):
-    """Wants what a trace says, over random keys and values."""
+    """A decoder that requests the blocks of a trace, over random keys and values."""
 
     def __init__(self, model: Any, pattern: Pattern, requests: int, room: int, host_bytes: int) -> None:
         self._host_bytes = host_bytes // len(pattern)
         super().__init__(model, pattern, requests, room, graph=model.device.type == "cuda")
         self._at = torch.zeros(1, dtype=torch.long, device=model.device)
-        self._trace = torch.empty(0, dtype=torch.int32, device=model.device)  # [steps, layers that choose, B, K]
+        self._trace = torch.empty(0, dtype=torch.int32, device=model.device)  # [steps, selecting layers, B, K]
 
     def _check_memory(self) -> None:
-        """Memory overlaps."""
+        """Check nothing, since memory overlaps."""
 
     def _in_host_memory(self) -> Tensor:
         tokens = self._selection.page_tokens
@@ -88,7 +88,7 @@ class Replaying(OffloadedDecoder):
         return memory.as_strided(shape, (rows // 2 * apart, self._groups * apart, apart, block, self._dim, 1))
 
     def begin(self, lengths: list[int], missing: float, steps: int) -> None:
-        """Requests of these lengths, and what they want in the next steps."""
+        """Begin requests of these lengths, with the blocks of their next steps."""
         for layer in self._layers:
             layer.device.normal_()
         choosers, count = self._choosers.values(), self._selection.pages - 1
@@ -123,7 +123,7 @@ _running: list[Resident] = []
 
 
 class Resident:
-    """Full attention by flashinfer over a cache on the device; what is decoded takes the place of the newest token."""
+    """Full attention by flashinfer over a cache on the device; each decoded token replaces the newest."""
 
     def __init__(self, model: Any, lengths: list[int]) -> None:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
@@ -191,7 +191,7 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_:
 
 
 def tokens_a_second(step: Callable[[Tensor], Tensor], requests: int, steps: int, device: torch.device) -> float:
-    """Of greedy replies."""
+    """Measure greedy replies."""
     tokens = torch.zeros(requests, dtype=torch.long, device=device)
 
     def reply() -> None:
@@ -203,7 +203,7 @@ def tokens_a_second(step: Callable[[Tensor], Tensor], requests: int, steps: int,
 
 
 def full_attention(model: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """With as many requests as the device holds."""
+    """Measure as many requests as the device holds."""
     config = model.config
     each = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # bytes a token
     torch.cuda.empty_cache()
@@ -215,7 +215,7 @@ def full_attention(model: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def offloaded(model: Any, options: argparse.Namespace, name: str, requests: int) -> Iterator[dict[str, Any]]:
-    """One plan and batch, at every rate of misses."""
+    """Measure one plan and batch at every rate of misses."""
     layers, device = model.config.num_hidden_layers, model.device
     pages = options.pages
     selection = Selection(
@@ -229,14 +229,14 @@ def offloaded(model: Any, options: argparse.Namespace, name: str, requests: int)
     roles = "F" * layers if name == "F" else "".join("S" if layer % 4 else "F" for layer in range(layers))
     room = max(lengths_of(requests, options.context)) + 2 * options.steps + 2 * WARM + 64
     decoder = Replaying(model, Pattern(roles, selection), requests, room, int(options.host_gb * 2**30))
-    wanted = (pages - 1) * requests * roles.count("F")
+    requested = (pages - 1) * requests * roles.count("F")
     for missing in (float(item) / 100 for item in options.misses.split(",")):
         decoder.begin(lengths_of(requests, options.context), missing, 2 * options.steps + WARM + 1)
         tokens_a_second(decoder.step, requests, WARM, device)
         before = sum(decoder.misses.values())
         speeds = [tokens_a_second(decoder.step, requests, options.steps, device) for _ in range(2)]
         brought = (sum(decoder.misses.values()) - before) / (2 * options.steps)  # a step, in layers that choose
-        share, block = brought / wanted, 4 * 64 * model.config.num_key_value_heads * model.config.head_dim
+        share, block = brought / requested, 4 * 64 * model.config.num_key_value_heads * model.config.head_dim
         moved = brought * block * layers / roles.count("F")
         yield {
             "plan": roles,
@@ -251,7 +251,7 @@ def offloaded(model: Any, options: argparse.Namespace, name: str, requests: int)
 
 @torch.inference_mode()
 def copies() -> Iterator[dict[str, Any]]:
-    """GB/s of `copy_blocks`, beside those of one large copy."""
+    """Measure GB/s of `copy_blocks`, beside those of one large copy."""
     rows, room, blocks = 128, 96, 256
     yield {"one copy of 256 MiB, GB/s": copy_bandwidth(torch.device("cuda"))}
     for kilobytes in (4, 16, 64):
@@ -267,7 +267,7 @@ def copies() -> Iterator[dict[str, Any]]:
 
 
 def runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All that was asked for."""
+    """Yield the results of all measurements."""
     if options.copies:
         yield from copies()
         return
@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--shape", default="minicpm4-8b", choices=SHAPES)
     parser.add_argument("--context", type=int, default=65536, help="tokens of a request, in the mean")
     parser.add_argument("--batches", default="128,256", help="requests that are offloaded together")
-    parser.add_argument("--misses", default="0,5,10,20", help="percent of the wanted blocks")
+    parser.add_argument("--misses", default="0,5,10,20", help="percent of the requested blocks")
     parser.add_argument("--pages", type=int, default=64, help="of 64 tokens, that a step selects")
     parser.add_argument("--buffer", type=float, default=1.5, help="blocks on the device, in selections")
     parser.add_argument("--shared", action="store_true", help="also a plan in which one layer in four chooses")

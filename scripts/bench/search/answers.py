@@ -1,7 +1,7 @@
-"""How good are answers that a dense model writes over chosen pages, judged by attention to everything?
+r"""Quality of answers that a dense model writes over selected pages, judged by attention to everything.
 
     python -m scripts.tools.smollm2 --output build/heads --seq-len 8192 --reply 256
-    python -m scripts.bench.search.answers --model build/heads/model --prompts build/heads/held_out-*.jsonl \\
+    python -m scripts.bench.search.answers --model build/heads/model --prompts build/heads/held_out-*.jsonl \
         --device cuda --pages 32 --steps none,ema:0.9,bounded:2,refresh:16,nosa:8
 
 Each prompt, the part of a row that its loss_mask leaves out, is answered by attention to everything, and with each
@@ -43,14 +43,14 @@ EVERYTHING = "everything"
 
 @dataclass(frozen=True)
 class Answers:
-    """What was written after each prompt, `[prompts, tokens]`, and how long a step of all of them took."""
+    """The tokens written after each prompt, `[prompts, tokens]`, and how long a step of all of them took."""
 
     tokens: Tensor
     seconds_a_step: float
 
 
 def read_prompts(paths: Sequence[Path], device: torch.device) -> Tensor:
-    """The prompts of all rows, `[prompts, tokens]`, the last tokens of longer ones."""
+    """Read the prompts of all rows, `[prompts, tokens]`, the last tokens of longer ones."""
     rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     prompts = [row["input_ids"][: row["loss_mask"].index(1)] for row in rows]
     least = min(map(len, prompts))
@@ -59,7 +59,7 @@ def read_prompts(paths: Sequence[Path], device: torch.device) -> Tensor:
 
 @torch.inference_mode()
 def read(model: Any, tokens: Tensor) -> tuple[DynamicCache, Tensor]:
-    """Keys and values of prompts `[prompts, tokens]`, and the logits behind them, `[prompts, vocabulary]`."""
+    """Return the cache of prompts `[prompts, tokens]`, and the logits behind them, `[prompts, vocabulary]`."""
     rows, logits = [], []
     for row in tokens.split(1):
         cache = DynamicCache(config=model.config)
@@ -75,14 +75,14 @@ def read(model: Any, tokens: Tensor) -> tuple[DynamicCache, Tensor]:
 
 
 def drawn(logits: Tensor, temperature: float, noise: torch.Generator) -> Tensor:
-    """A token for each row of `[prompts, vocabulary]`, the same for equal noise."""
+    """Draw a token for each row of `[prompts, vocabulary]`, the same for equal noise."""
     uniform = torch.rand(logits.shape, generator=noise).clamp_(1e-20, 1.0).to(logits.device)
     return (logits.float() / temperature - (-uniform.log()).log()).argmax(1)
 
 
 @torch.inference_mode()
 def answer(model: Any, prompts: Tensor, pattern: Pattern | None, options: argparse.Namespace) -> Answers:
-    """Answers of all prompts at once; `None` attends to everything."""
+    """Write answers to all prompts at once; without a pattern with attention to everything."""
     cache, logits = read(model, prompts)
     noise, found = torch.Generator().manual_seed(options.seed), []
     roles: AbstractContextManager[Any] = nullcontext() if pattern is None else apply_roles(model, pattern)
@@ -99,7 +99,7 @@ def answer(model: Any, prompts: Tensor, pattern: Pattern | None, options: argpar
 
 @torch.inference_mode()
 def judged(model: Any, prompts: Tensor, answers: Tensor) -> list[float]:
-    """Nats a token of each answer, with attention to everything."""
+    """Return the nats a token of each answer, with attention to everything."""
     found = []
     for prompt, tokens in zip(prompts.split(1), answers.to(prompts.device).split(1), strict=True):
         cache, logits = read(model, prompt)
@@ -110,18 +110,18 @@ def judged(model: Any, prompts: Tensor, answers: Tensor) -> list[float]:
 
 
 def repeated(tokens: Sequence[int], length: int = 4) -> float:
-    """The share of runs of `length` tokens that stood there before."""
+    """Return the share of runs of `length` tokens that occurred before."""
     runs = [tuple(tokens[first : first + length]) for first in range(len(tokens) - length + 1)]
     return 1 - len(set(runs)) / len(runs)
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens up to the first that differs."""
+    """Count tokens up to the first that differs."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
 def plans(options: argparse.Namespace, layers: int) -> dict[str, Pattern | None]:
-    """What answers, by name."""
+    """Return the patterns that answer, by name."""
     selections: tuple[Selection, ...] = selections_of(pages=options.pages, score=COMPRESSED_KEYS, steps=options.steps)
     found: dict[str, Pattern | None] = {EVERYTHING: None}
     return found | {str(item.steps): Pattern(options.roles or "F" * layers, selection=item) for item in selections}

@@ -1,4 +1,4 @@
-"""How long a context can the transformers engine evaluate, with and without the kernels?
+"""The longest context that the transformers engine evaluates, with and without the kernels.
 
     python -m scripts.bench.search.context --lengths 4096,8192,16384,32768,65536,131072
 
@@ -75,7 +75,7 @@ def one_sequence(length: int) -> TokenSet:
 
 
 def evaluate(engine: TransformersEngine, patterns: list[Pattern], data: TokenSet) -> tuple[list[Evaluation], float]:
-    """Evaluations, and their seconds."""
+    """Return evaluations, and their seconds."""
     return timed(lambda: list(engine.evaluate(patterns, data, "nll")))
 
 

@@ -69,7 +69,7 @@ def rows(layers: int) -> list[Row]:
 
 
 def write_training(tasks: RecallTasks, path: Path, sequences: int, length: int) -> None:
-    """Sequences of the mixture that the demo model was trained on, as the trainer reads them."""
+    """Write sequences of the mixture that the demo model was trained on, as the trainer reads them."""
     if path.exists():
         return
     partial = path.with_suffix(".partial")
@@ -83,7 +83,7 @@ def write_training(tasks: RecallTasks, path: Path, sequences: int, length: int) 
 
 
 def held_out(tasks: RecallTasks, names: Sequence[str], kind: int, each: int, length: int, index_topk: int) -> TokenSet:
-    """`each` sequences of every task; only tokens of `kind` count, behind those where all patterns are equal."""
+    """Draw `each` sequences of every task; only tokens of `kind` count, behind those where all patterns are equal."""
     batches = [tasks.sample(name, each, length) for name in names]
     tokens = torch.cat([batch.tokens for batch in batches]).cpu().numpy().astype(np.int32)
     scored = (torch.cat([batch.kind for batch in batches]).cpu().numpy() == kind) & (np.arange(length) > index_topk)
@@ -91,7 +91,7 @@ def held_out(tasks: RecallTasks, names: Sequence[str], kind: int, each: int, len
 
 
 def evaluate(model: str, pattern: Pattern, sets: dict[str, TokenSet], device: str) -> dict[str, float]:
-    """Loss on text, loss and share of right answers on recall."""
+    """Return the loss on text, and loss and share of right answers on recall."""
     engine = TransformersEngine.load(model, device, "float32", batch_size=8, prefix_cache_gb=0)
     found = {}
     for name, data in sets.items():
@@ -102,7 +102,7 @@ def evaluate(model: str, pattern: Pattern, sets: dict[str, TokenSet], device: st
 
 
 def train(row: Row, seed: int, data: Data, options: argparse.Namespace, folder: Path) -> str:
-    """The folder of the trained model."""
+    """Train a row; return the folder of the model."""
     assert row.loss is not None
     settings = Settings(
         pattern=row.pattern,
@@ -132,7 +132,7 @@ def train(row: Row, seed: int, data: Data, options: argparse.Namespace, folder: 
 
 
 def table(results: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-    """Markdown: means over seeds, with standard errors where there are several."""
+    """Make a Markdown table of means over seeds, with standard errors where there are several."""
     lines = ["| | text loss | recall loss | recall right |", "|---|---:|---:|---:|"]
     for name in names:
         cells = []
@@ -148,7 +148,7 @@ def table(results: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
 
 
 def recovered(results: Sequence[dict[str, Any]], key: str, trained: str) -> str:
-    """How much of what the training-free 1/4 gives up a trained row gets back, per seed."""
+    """Say how much of the loss of the training-free 1/4 a trained row recovers, per seed."""
 
     def of(name: str, seed: int | None) -> float:
         return next(item[key] for item in results if item["row"] == name and item["seed"] == seed)
@@ -174,10 +174,10 @@ def main(options: argparse.Namespace) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     log = options.output / "results.jsonl"
     results = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    wanted = rows(description.num_layers)
+    selected = rows(description.num_layers)
     if options.rows:
         chosen = {int(number) for number in options.rows.split(",")}
-        wanted = [row for number, row in enumerate(wanted) if number in chosen]
+        selected = [row for number, row in enumerate(selected) if number in chosen]
     for seed in map(int, options.seeds.split(",")):
         path = options.output / f"training-{seed}.jsonl"
         sequences = options.batch_size * (options.warmup_steps + options.steps)
@@ -189,7 +189,7 @@ def main(options: argparse.Namespace) -> None:
             num_sequences=sequences,
             num_eval_sequences=8,
         )
-        for row in wanted:
+        for row in selected:
             own = None if row.loss is None else seed
             if any(item["row"] == row.name and item["seed"] == own for item in results):
                 continue

@@ -33,7 +33,7 @@ SMALLEST = 1e-7  # nats a token: less is rounding
 
 
 def segments(num_layers: int) -> dict[tuple[int, int], Pattern]:
-    """Patterns in which one segment shares, by its source and end."""
+    """Return patterns in which one segment shares, by its source and end."""
     full = range(num_layers)
     return {
         (source, end): Pattern.from_full_layers(num_layers, [layer for layer in full if not source < layer < end])
@@ -49,7 +49,7 @@ def random_patterns(num_layers: int, each: int) -> list[Pattern]:
 
 
 def predicted(pattern: Pattern, costs: dict[tuple[int, int], float]) -> list[float]:
-    """Costs of the segments of `pattern`, each measured alone."""
+    """Return the costs of the segments of `pattern`, each measured alone."""
     bounds = itertools.pairwise([*pattern.full_layers, len(pattern)])
     return [costs[source, end] for source, end in bounds if end > source + 1]
 
@@ -57,14 +57,14 @@ def predicted(pattern: Pattern, costs: dict[tuple[int, int], float]) -> list[flo
 def fit(
     costs: dict[tuple[int, int], float], real: list[tuple[Pattern, float]], by_kind: list[NDArray[np.float64]]
 ) -> tuple[Structure, dict[str, float]]:
-    """The parameters, and how good they are.
+    """Fit the parameters; return them and how good they are.
 
     Args:
         costs: of segments, in nats a token.
         real: random patterns and their losses.
         by_kind: of text and of recall, `[segments, sequences]` losses a token.
     """
-    # What layer i adds to a segment, w_i * d ** p * exp(tau * normal), by regression with a level per layer.
+    # Layer i adds to a segment w_i * d ** p * exp(tau * normal), by regression with a level per layer.
     rows = [
         (end - 1, np.log(end - 1 - source), np.log(added))
         for (source, end), cost in costs.items()
@@ -101,7 +101,7 @@ def fit(
 
 
 def _spreads(losses: NDArray[np.float64]) -> tuple[float, float]:
-    """Standard deviations of the logarithms by sequence, and of what is left; of segments that cost something."""
+    """Return the standard deviations of the logarithms by sequence, and of the rest, for segments with a cost."""
     means = losses.mean(axis=1)
     logs = np.log(np.maximum(losses[(means > 0.01 * means.max()) & (means < 0.5 * means.max())], SMALLEST))
     centred = logs - logs.mean(axis=1, keepdims=True)
@@ -110,7 +110,7 @@ def _spreads(losses: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _level(values: NDArray[np.float64], layer: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Mean of `values` over the entries of the same layer."""
+    """Average `values` over the entries of the same layer."""
     means = np.bincount(layer, values) / np.maximum(np.bincount(layer), 1)
     return np.asarray(means[layer])
 

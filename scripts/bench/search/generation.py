@@ -1,10 +1,10 @@
-"""Greedy generation over chosen pages: how much of a passage of the prompt a dense model still writes down.
+r"""Greedy generation over selected pages: how much of a passage of the prompt a dense model still writes down.
 
 Teacher forcing hides drift, so here the model goes on from what it wrote itself. Each prompt holds a passage somewhere,
 and ends with its first tokens; what should follow is the rest of it. Prints, by pattern, the share of the tokens that
 are the passage's, and how many come before the first that is not the dense model's own.
 
-    python -m scripts.bench.search.generation --data build/smollm2/held_out-recall.jsonl --model build/smollm2/model \\
+    python -m scripts.bench.search.generation --data build/smollm2/held_out-recall.jsonl --model build/smollm2/model \
         --pattern searched=build/smollm2/p16/pattern.yaml --pattern paper=DDDSSSSSSSSSSSDSSSSSSSDSSSSSSS --pages 16
 """
 
@@ -29,7 +29,7 @@ from sglang_indexcache.spec import PatternSpec, split_name
 
 
 def read(path: Path, given: int, steps: int) -> tuple[Tensor, Tensor]:
-    """Prompts `[rows, tokens]` that end with the first `given` tokens of a reply, and what follows, `[rows, steps]`."""
+    """Read prompts `[rows, tokens]` with the first `given` tokens of a reply, and its next tokens, `[rows, steps]`."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     ids = torch.tensor([row["input_ids"] for row in rows])
     start = rows[0]["loss_mask"].index(1) + given
@@ -40,7 +40,7 @@ def read(path: Path, given: int, steps: int) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def generate(model: Any, beginnings: Beginnings, pattern: Pattern, prompts: Tensor, steps: int) -> Tensor:
-    """`[rows, steps]`: the likeliest token each time; the prompt is read as ever."""
+    """Generate the likeliest tokens, `[rows, steps]`; the prompt is read with full attention."""
     found = []
     with beginnings.read("prompts", prompts[:, :-1]) as (cache, _):
         with apply_roles(model, Pattern.full(len(pattern), selection=pattern.selection)):

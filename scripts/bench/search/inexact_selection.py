@@ -1,9 +1,9 @@
-"""What does a selection cost that leaves out some of the highest scores? The demo model, every layer F.
+"""The loss from a selection that leaves out some of the highest scores: the demo model, every layer F.
 
     python -m scripts.bench.search.inexact_selection
 
 A query should attend to the 64 tokens that score highest; here some of them are left out at random, and the next best
-take their place: anywhere among the 64, or in their last quarter, where a selection that sorts into coarse bins fails.
+replace them: anywhere among the 64, or in their last quarter, where a selection that sorts into coarse bins fails.
 Increase of the loss over the exact selection, held-out text and recall, ± over sequences, paired.
 """
 

@@ -1,4 +1,4 @@
-"""How many tokens does `nll` need to rank patterns, how many `kl`, and do they rank alike?
+"""The tokens that `nll` and `kl` need to rank patterns, and whether they rank alike.
 
     python -m scripts.bench.search.objectives                                   # the demo model
     python -m scripts.bench.search.objectives --model build/models/deep24 --device cuda --batch-size 8
@@ -40,7 +40,7 @@ OBJECTIVES: tuple[Objective, ...] = ("nll", "kl")
 
 
 def steps_of_a_search(engine: TransformersEngine, data: TokenSet) -> list[list[Pattern]]:
-    """Flips after 0, 1/4, 1/2 and 3/4 of the flips of lazy greedy."""
+    """Return the flips that are open after 0, 1/4, 1/2 and 3/4 of the flips of lazy greedy."""
     settings = Settings(retain=(Fraction(1, 8),), strategy="lazy", objective="nll")
     names = identity(engine, data, data, settings.objective)
     with tempfile.TemporaryDirectory() as folder, Journal(Path(folder), names, today()) as journal:
@@ -63,7 +63,7 @@ def losses(evaluations: Sequence[Evaluation], data: TokenSet, rows: Sequence[int
 
 
 def compare(found: dict[str, list[list[Evaluation]]], data: TokenSet, parts: int) -> list[dict[str, float]]:
-    """A row of the table for each number of sequences."""
+    """Make a row of the table for each number of sequences."""
     everything = range(data.num_sequences)
     rng = np.random.default_rng(0)
     by_source = [np.flatnonzero(data.source_of == source) for source in range(len(data.sources))]

@@ -85,10 +85,10 @@ class SimulatedEngine:
         self._interactions: dict[tuple[int, int, int], float] = {}
 
     def check_unchanged(self) -> None:
-        """Nothing can change it."""
+        """Check nothing: a simulated model can't change."""
 
     def tokens(self, sequences: int, seq_len: int = 256, seed: int = 0) -> TokenSet:
-        """A set whose tokens only tell sequences apart."""
+        """Make a set whose tokens only tell sequences apart."""
         tokens = np.random.default_rng(seed).integers(0, 2**31, (sequences, seq_len)).astype(np.int32)
         scored = np.broadcast_to(np.arange(seq_len) > self.model.index_topk, tokens.shape).copy()
         return TokenSet(tokens, scored, np.arange(sequences) % 2, ("text", "recall"))
@@ -101,8 +101,8 @@ class SimulatedEngine:
         rows: Sequence[int] | None = None,
         fresh: bool = False,
     ) -> Iterator[Evaluation]:
-        """See `Engine.evaluate`; both objectives are the same here, and every layer runs."""
-        wanted = list(range(data.num_sequences) if rows is None else rows)
+        """Evaluate as `Engine.evaluate` says; both objectives are the same here, and every layer runs."""
+        chosen = list(range(data.num_sequences) if rows is None else rows)
         scored = data.scored.sum(axis=1)
         sensitivity = self._lognormal(f"sequences {data.sha256}", self._structure.sequences, data)
         ceiling = self._structure.ceiling
@@ -111,11 +111,11 @@ class SimulatedEngine:
             losses = ceiling * -np.expm1(-sensitivity * self._segment_losses(pattern, data) / ceiling) * scored
             yield Evaluation(
                 pattern=pattern,
-                rows=tuple(wanted),
-                losses=tuple(losses[wanted].tolist()),
-                correct=(0,) * len(wanted),
-                tokens=tuple(scored[wanted].tolist()),
-                layer_tokens=(self.model.num_layers * data.seq_len,) * len(wanted),
+                rows=tuple(chosen),
+                losses=tuple(losses[chosen].tolist()),
+                correct=(0,) * len(chosen),
+                tokens=tuple(scored[chosen].tolist()),
+                layer_tokens=(self.model.num_layers * data.seq_len,) * len(chosen),
                 seconds=time.monotonic() - began,
             )
 
@@ -123,17 +123,17 @@ class SimulatedEngine:
         return {}
 
     def topk_overlap(self, data: TokenSet, rows: int) -> None:
-        """See `Engine.topk_overlap`; there is none."""
+        """Refuse: there is no `Engine.topk_overlap`."""
 
     def output_similarity(self, data: TokenSet) -> None:
-        """See `Engine.output_similarity`; there is none."""
+        """Refuse: there is no `Engine.output_similarity`."""
 
     def cost(self, pattern: Pattern) -> float:
-        """The mean over all sequences there could be, were there no ceiling."""
+        """Return the mean over all possible sequences, as if there were no ceiling."""
         return sum(cost for _, cost in self._segments(pattern))
 
     def _segment_losses(self, pattern: Pattern, data: TokenSet) -> NDArray[np.float64]:
-        """Loss per token, `[sequences]`."""
+        """Return the loss per token, `[sequences]`."""
         total = np.zeros(data.num_sequences)
         for (source, end), cost in self._segments(pattern):
             key = (source, end, data.sha256)
@@ -143,7 +143,7 @@ class SimulatedEngine:
         return total
 
     def _segments(self, pattern: Pattern) -> Iterator[tuple[tuple[int, int], float]]:
-        """Segments that share, by source and end, with what they cost beside their neighbours."""
+        """Return the segments that share, by source and end, with their cost beside their neighbours."""
         before = -1
         for source, end in itertools.pairwise([*pattern.full_layers, len(pattern)]):
             if end > source + 1:
@@ -167,11 +167,11 @@ class SimulatedEngine:
         return self._interactions[before, source, end]
 
     def _lognormal(self, name: str, sigmas: tuple[float, float], data: TokenSet) -> NDArray[np.float64]:
-        """Draws with mean 1, `[sequences]`, whose logarithms have the standard deviation of each sequence's kind."""
+        """Draw values with mean 1, `[sequences]`; their logarithms have the deviation of each sequence's kind."""
         sigma = np.asarray(sigmas)[data.source_of]
         return np.asarray(np.exp(sigma * self._normal(name, data.num_sequences) - sigma**2 / 2))
 
     def _normal(self, name: str, count: int) -> NDArray[np.float64]:
-        """Standard normal draws that depend on the engine's seed and `name` alone."""
+        """Draw standard normal values that depend on the engine's seed and `name` alone."""
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         return np.random.default_rng(int.from_bytes(digest[:8], "little")).standard_normal(count)

@@ -1,4 +1,4 @@
-"""What does each strategy cost, and how good is what it finds? One table for a model.
+"""The cost of each strategy, and the quality of its patterns: one table for a model.
 
     python -m scripts.bench.search.strategies                        # the demo model, 3 calibration seeds
     python -m scripts.bench.search.strategies --model build/models/deep24 --device cuda --batch-size 8
@@ -80,7 +80,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """What one strategy found with one seed: held-out evaluations by retention, of the baseline under 1."""
+    """The patterns of one strategy with one seed: held-out evaluations by retention, of the baseline under 1."""
 
     cost: Cost
     share: float
@@ -99,7 +99,7 @@ class Run:
 
     @classmethod
     def from_json(cls, content: dict[str, Any], data: TokenSet) -> Run:
-        """What `as_json` wrote; what was not written is 0 or empty."""
+        """Read the content that `as_json` wrote; missing figures are 0 or empty."""
         patterns = {Fraction(kept): Pattern.parse(letters) for kept, letters in content["patterns"].items()}
         sequences, tokens = range(data.num_sequences), tuple(data.scored.sum(1).tolist())
         held_out = {
@@ -127,7 +127,7 @@ def run(case: Case, settings: Settings) -> Run:
 
 
 def token_sets(options: argparse.Namespace) -> Iterator[tuple[int, TokenSet, TokenSet]]:
-    """Each seed's calibration and held-out set, of the demo's data; read from a folder where one is given."""
+    """Yield each seed's calibration and held-out set, from the demo's data or a folder."""
     for seed, *sets in _token_sets(options):
         calibration, held_out = (
             sets if options.reply is None else [item.ending_in_replies(options.reply) for item in sets]
@@ -172,7 +172,7 @@ def write_sets(options: argparse.Namespace) -> None:
 
 
 def transformers_cases(options: argparse.Namespace) -> Iterator[Case]:
-    """The demo's calibration and held-out data for a real model."""
+    """Yield the demo's calibration and held-out data for a real model."""
     set_quiet()
     loaded = TransformersEngine.load(options.model, options.device)
     for _, calibration, held_out in token_sets(options):
@@ -184,7 +184,7 @@ def transformers_cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def simulated_cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Another simulated model for each seed."""
+    """Yield another simulated model for each seed."""
     layers = int(options.model.removeprefix("sim:"))
     for seed in map(int, options.seeds.split(",")):
         engine = SimulatedEngine(layers, seed, Structure())
@@ -193,7 +193,7 @@ def simulated_cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def merged(files: Sequence[Path], data: TokenSet) -> dict[str, list[Run]]:
-    """What several runs found, by strategy in the order of seeds."""
+    """Merge the results of several runs, by strategy in the order of seeds."""
     found: dict[str, dict[int, Run]] = {}
     for content in (json.loads(path.read_text()) for path in files):
         seeds = [int(seed) for seed in content["options"]["seeds"].split(",")]
@@ -206,7 +206,7 @@ def merged(files: Sequence[Path], data: TokenSet) -> dict[str, list[Run]]:
 
 
 def mean_over_seeds(runs: Sequence[Run], kept: Fraction) -> Losses:
-    """Held-out losses of each sequence, mean over seeds."""
+    """Average the held-out losses of each sequence over seeds."""
     losses = np.mean([item.held_out[kept].losses for item in runs], axis=0)
     return replace(runs[0].held_out[kept], losses=tuple(losses.tolist()))
 
@@ -214,7 +214,7 @@ def mean_over_seeds(runs: Sequence[Run], kept: Fraction) -> Losses:
 def rows(
     runs: Mapping[str, Sequence[Run]], retain: Sequence[Fraction], data: TokenSet, against: str
 ) -> list[list[str]]:
-    """The table's cells."""
+    """Return the cells of the table."""
     table = []
     for name, items in runs.items():
         cells = [
@@ -235,7 +235,7 @@ def rows(
 
 
 def rows_over_models(runs: Mapping[str, Sequence[Run]], retain: Sequence[Fraction], against: str) -> list[list[str]]:
-    """Relative differences of the increases to those of `against`, with standard errors over models."""
+    """Return relative differences of the increases to those of `against`, with standard errors over models."""
     table = []
     for name, items in runs.items():
         cells = [name]
@@ -253,7 +253,7 @@ def rows_over_models(runs: Mapping[str, Sequence[Run]], retain: Sequence[Fractio
 def rows_over_seeds(
     runs: Mapping[str, Sequence[Run]], retain: Sequence[Fraction], data: TokenSet, against: str
 ) -> list[list[str]]:
-    """Mean increases with standard errors over seeds, the worst seed, and the paired difference to `against`."""
+    """Return mean increases with standard errors over seeds, the worst seed, and the paired difference to `against`."""
 
     def increases(items: Sequence[Run], kept: Fraction) -> NDArray[np.float64]:
         return np.asarray(

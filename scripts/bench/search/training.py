@@ -1,4 +1,4 @@
-"""How long does a training step of a long sequence take, and how much memory, on one GPU or several?
+"""Seconds and memory of a training step of a long sequence, on one GPU or several.
 
     python -m scripts.bench.search.training
     torchrun --nproc-per-node 2 -m scripts.bench.search.training
@@ -40,7 +40,7 @@ def sequences(number: int, length: int, seed: int) -> TokenSet:
 
 
 def model_of(processes: Processes) -> Any:
-    """The same random weights in every run; in processes after the first none."""
+    """Make the same random weights in every run; none in processes after the first."""
     torch.manual_seed(0)
     with torch.device(processes.device if processes.first else "meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES), dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What does a search on a live SGLang cost beside the model, and how fine does it see? Needs SGLang; times, a GPU.
+"""Cost and resolution of a search on a live SGLang. Needs SGLang, and a GPU for times.
 
     python -m scripts.bench.serving.calibration --model /models/GLM-5-FP8 --context 32768 -- --tp 8
 
@@ -99,22 +99,22 @@ def random_pattern(model: ModelLayers, rng: random.Random) -> Pattern:
 
 
 class Bench:
-    """Evaluates one pattern after the other on one server: as a search does it, and token by token."""
+    """Evaluations of one pattern after the other on one server: as a search does it, and token by token."""
 
     def __init__(self, server: CalibrationServer, model: ModelLayers, data: TokenSet, clock: Path) -> None:
         self.server, self.data, self.clock = server, data, clock
         self.engine = SglangEngine([server], model)
 
     def evaluate(self, pattern: Pattern, objective: Objective) -> dict[str, float]:
-        """Seconds of an evaluation and of its forward passes."""
-        self.server.switch(pattern)  # what earlier ones left on the clock
+        """Return the seconds of an evaluation and of its forward passes."""
+        self.server.switch(pattern)  # clears the clock of earlier ones
         before = len(read_clock(self.clock))
         _, seconds = timed(lambda: list(self.engine.evaluate([pattern], self.data, objective)))
         self.server.switch(pattern)  # writes the clock
         return {"s": seconds, "forward_s": sum(read_clock(self.clock)[before:])}
 
     def tokens(self, pattern: Pattern) -> dict[str, Any]:
-        """`nll` of each token; sum, sum of squares and count of `kl`, for each sequence."""
+        """Return `nll` of each token; sum, sum of squares and count of `kl`, for each sequence."""
         self.server.switch(pattern)
         logprobs, sums = [], []
         start = int(np.flatnonzero(self.data.scored[0])[0])
@@ -127,7 +127,7 @@ class Bench:
 
 
 def table(result: dict[str, Any]) -> Iterator[str]:
-    """What the numbers say, one line each."""
+    """Yield the results, one line each."""
     yield f"{result['versions']}, {result['sequences']} x {result['context']} tokens, start {result['start_s']:.1f} s"
     for objective in ("nll", "kl"):
         seconds = np.asarray([item["s"] for item in result[objective]])
@@ -159,7 +159,7 @@ def table(result: dict[str, Any]) -> Iterator[str]:
 
 
 def kl_of(sums: Sequence[Sequence[float]]) -> tuple[float, float, int]:
-    """Mean, standard error of the mean and count over tokens."""
+    """Return mean, standard error of the mean and count over tokens."""
     total, squares, count = (sum(item[index] for item in sums) for index in range(3))
     mean = total / count
     return mean, math.sqrt(max(squares / count - mean**2, 0) / count), int(count)
@@ -184,12 +184,12 @@ def forward_clock(folder: Path) -> Iterator[Path]:
 
 
 def read_clock(path: Path) -> list[float]:
-    """Seconds of all forward passes of rank 0 so far."""
+    """Read the seconds of all forward passes of rank 0 so far."""
     return [float(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def register_clock() -> None:
-    """Entry point: time the forward passes of rank 0; each switch writes what is there."""
+    """Time the forward passes of rank 0, as an entry point of SGLang; each switch writes them."""
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -1,10 +1,10 @@
-"""The config.json of a DeepSeek-V4 with V4-Flash's shapes, but few layers and experts: for timings with random weights.
+r"""The config.json of a DeepSeek-V4 with V4-Flash's shapes, but few layers and experts: for timings with random weights.
 
     python -m scripts.bench.serving.cut_down_v4 --output build/v4-cut
-    python -m scripts.bench.serving.plugin --model build/v4-cut --pattern FSSS --pairs gain --rounds 1 --repeats 2 \\
+    python -m scripts.bench.serving.plugin --model build/v4-cut --pattern FSSS --pairs gain --rounds 1 --repeats 2 \
         --lengths 32768,131072,262144 --engine '{"load_format": "dummy", "skip_tokenizer_init": true, ...}'
 
-SGLang has to be told that the experts are not 4 bits wide (SGLANG_DSV4_FP4_EXPERTS=0) and that no weight is fp8
+SGLang must know that the experts are not 4 bits wide (SGLANG_DSV4_FP4_EXPERTS=0) and that no weight is fp8
 (SGLANG_OPT_FP8_WO_A_GEMM=0); docs/evidence/deepseek-v4.md has the arguments of its engine.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def config(experts: int) -> dict[str, Any]:
-    """Eight layers: a window, then indexed and heavily compressed ones by turns, four letters."""
+    """Return a config.json of eight layers: a window, then indexed and heavily compressed ones by turns."""
     return {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",

@@ -1,18 +1,18 @@
-"""How long does a decode step take over chosen pages, beside stock attention? Needs SGLang and a CUDA device.
+"""Times of a decode step over selected pages, beside stock attention. Needs SGLang and a CUDA device.
 
     python -m scripts.bench.serving.delta --shape 7b --cells 1x32768,16x16384,64x16384
     python -m scripts.bench.serving.delta --check
 
 Stock flashinfer and patterns of 5 and 7 D layers take turns in one process (a b c c b a), on one model and one cache;
 CUDA graphs are captured anew for each. Other stock backends have a process of their own, with the same flags. Weights
-are random, and so are keys and values: nothing is prefilled, and the chosen pages lie wherever the scores have them.
+are random, and so are keys and values: nothing is prefilled, and the selected pages lie wherever the scores have them.
 A step is `ModelRunner.forward` of a batch at that length, with the plans that it makes; the same step is run again and
 again. `alone`: with a synchronisation behind each, the median. `queued`: ten without one, as SGLang's overlap scheduler
 runs them, so that what the host does is hidden as far as it can be; the median of tens. The fastest turn counts.
 With --one-layer all layers have the weights of the first, which are read as often: more of the device is left for keys.
 
---check compares what is decoded: with room for all against stock, bit for bit, and with few pages graphs against eager
-passes and flashinfer against `torch_native`, whose pages are chosen by the kernels' definitions.
+--check compares decoded log-probabilities: with room for all against stock, bit for bit, and with few pages
+graphs against eager passes and flashinfer against `torch_native`, whose pages are selected by the kernels' definitions.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ FEW = Selection(page_tokens=16, pages=8, recent_pages=2, sink_pages=0, score="to
 
 
 def dense_layers(layers: int, count: int) -> list[int]:
-    """The first three, as the paper has them, and others at equal distances."""
+    """Return the first three layers, as the paper has them, and others at equal distances."""
     others = count - 3
     return [0, 1, 2, *(3 + (layers - 3) * (number + 1) // (others + 1) for number in range(others))]
 
 
 def write(model: Path, layers: list[int], selection: Selection, path: Path) -> str:
-    """A pattern file of D layers."""
+    """Write a pattern file of D layers."""
     count = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     return write_pattern(Pattern.from_full_layers(count, layers, selection), model, path)
 
@@ -68,7 +68,7 @@ def share_weights(layers: Any) -> None:
 
 
 def load_runner(model: Path, arguments: dict[str, Any], one_layer: bool = False) -> Any:
-    """SGLang's model runner with all plugins (0.5.17's way to load one alone)."""
+    """Load SGLang's model runner with all plugins (0.5.17's way to load one alone)."""
     from sglang.benchmark import one_batch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.plugins import load_plugins
@@ -108,7 +108,7 @@ class Decoding:
     Args:
         runner: SGLang's.
         prompts: token ids.
-        prefill: whether prompts are read; otherwise their keys and values are what the cache holds.
+        prefill: whether prompts are read; otherwise the cache is taken as it is.
     """
 
     def __init__(self, runner: Any, prompts: Sequence[Sequence[int]], prefill: bool) -> None:
@@ -138,14 +138,14 @@ class Decoding:
         return ForwardBatch.init_new(self._batch, self._runner, return_hidden_states_before_norm=False)
 
     def step(self, tokens: Any) -> Any:
-        """Append a token to each request; the batch that decodes it."""
+        """Append a token to each request; return the batch that decodes it."""
         self._batch.input_ids = tokens
         self._batch.prepare_for_decode()
         return self._forward_batch()
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds a decode step, by condition, cell and way of timing; of the fastest turn."""
+    """Return the milliseconds of a decode step in the fastest turn, by condition, cell and way of timing."""
     import torch
 
     from sglang_indexcache.families.dense_gqa import DENSE_GQA
@@ -189,7 +189,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def times(runner: Any, batch: int, context: int, repeats: int) -> dict[str, float]:
-    """Milliseconds a step of one cell, `alone` and `queued`."""
+    """Return the milliseconds of a step of one cell, `alone` and `queued`."""
     import torch
 
     runner.req_to_token_pool.clear()
@@ -207,7 +207,7 @@ def times(runner: Any, batch: int, context: int, repeats: int) -> dict[str, floa
 
 
 def decode(options: argparse.Namespace) -> dict[str, Any]:
-    """Log-probabilities of all tokens at each decoded position, under tokens that are the same for all conditions."""
+    """Write the log-probabilities at each decoded position; the decoded tokens are the same for all conditions."""
     import torch
 
     arguments = {
@@ -251,7 +251,7 @@ def run(condition: str, options: argparse.Namespace, model: Path, engine: dict[s
 
 
 def bench(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """Every condition's times, printed beside those of the fastest stock backend."""
+    """Yield every condition's times, and print them beside those of the fastest stock backend."""
     layers = SHAPES[options.shape]["sizes"][0]
     selection = replace(DEFAULT, pages=options.pages, recent_pages=max(1, options.pages // 8))
     paths = [
@@ -277,7 +277,7 @@ def bench(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]
 
 
 def check(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """Compare what is decoded under several conditions."""
+    """Compare the log-probabilities of several conditions."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,6 +1,6 @@
-"""Does SGLang decode a trained dense model over chosen pages as the reference engine does? Needs SGLang; runs on a CPU.
+r"""Parity of SGLang and the reference engine on a trained dense model over selected pages. Needs SGLang; runs on a CPU.
 
-    scripts/run.sh --sglang python -m scripts.bench.serving.parity --model build/smollm2/model \\
+    scripts/run.sh --sglang python -m scripts.bench.serving.parity --model build/smollm2/model \
         --pattern build/smollm2/p16/pattern.yaml --data build/smollm2/held_out-code.jsonl --lengths 600,1500
 
 Prompts are the beginnings of rows of `input_ids`, read as one batch and then decoded greedily, by SGLang alone and with

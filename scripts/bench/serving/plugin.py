@@ -1,13 +1,12 @@
-"""Does serving through the plugin cost anything, and does it serve the same? Needs SGLang and a GPU.
+"""Times and tokens of serving through the plugin, beside SGLang without it. Needs SGLang and a GPU.
 
     python -m scripts.bench.serving.plugin --model /models/GLM-5-FP8 --pattern glm5.yaml@1/4 --lengths 4096,131072
     python -m scripts.bench.serving.plugin --model /models/GLM-5-FP8 --pattern FSSS...+0q16+4q16 --pairs gain
 
 Starts an engine for each condition and round, one after the other: `switch` gives the pattern to SGLang by hand (not
 DeepSeek-V4's, which has no such configuration), `plugin` by `SGLANG_INDEXCACHE_PATTERN`; `plain` is SGLang as it is,
-`plugin-full` the plugin with all layers F. `--pairs gain` sets `plugin` beside `plain`: what sharing saves. Rounds are
-mirrored (a b b a), so that a drift of the machine hits both alike. Prints the ratio of
-the fastest of each pair (what disturbs a host only adds time) with the spread of the rounds; --output keeps everything.
+`plugin-full` the plugin with all layers F. `--pairs gain` sets `plugin` beside `plain`: the saving from sharing.
+Rounds are mirrored (a b b a), so that a drift of the machine hits both alike. Prints the ratio of the fastest of each pair (a disturbed host only adds time) with the spread of the rounds; --output keeps everything.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         child.give(measure(options))
-    wanted = [PAIRS[name] for name in options.pairs.split(",")]
+    pairs = [PAIRS[name] for name in options.pairs.split(",")]
     order = [
         condition
-        for pair in wanted
+        for pair in pairs
         for turn in range(options.rounds)
         for condition in (pair if turn % 2 == 0 else pair[::-1])
     ]
@@ -63,12 +62,12 @@ def main() -> None:
             results.append({"condition": condition, **result, "proven": "indexcache: serving" in output})
             print(json.dumps(results[-1])[:600], flush=True)
     options.output.write_text(json.dumps(results, indent=1))
-    for line in table(results, wanted):
+    for line in table(results, pairs):
         print(line)
 
 
 def write_files(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The pattern under test and all F, as files made for this model."""
+    """Write the pattern under test and all F, as files for this model."""
     config = json.loads((options.model / "config.json").read_text())
     model = describe(config, options.model.name)
     tested = PatternSpec.read(options.pattern).known()
@@ -90,7 +89,7 @@ def start(options: argparse.Namespace, condition: str, files: dict[str, Any]) ->
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One engine: start-up seconds, greedy tokens of fixed prompts, prefill and decode milliseconds by length."""
+    """Run one engine: start-up seconds, greedy tokens of fixed prompts, prefill and decode milliseconds by length."""
     begin = time.perf_counter()
     import sglang
 
@@ -124,7 +123,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def stream(engine: Any, ids: list[int], steps: int = 40) -> tuple[float, float]:
-    """Seconds to the first token, and for each later one."""
+    """Return the seconds to the first token, and for each later one."""
     begin = time.perf_counter()
     seen = []
     parameters = {"temperature": 0, "max_new_tokens": steps, "ignore_eos": True}
@@ -134,7 +133,7 @@ def stream(engine: Any, ids: list[int], steps: int = 40) -> tuple[float, float]:
 
 
 def table(results: list[dict[str, Any]], pairs: list[tuple[str, str]]) -> Iterator[str]:
-    """Ratios with their spread, and how far the greedy tokens agree."""
+    """Yield ratios with their spread, and how far the greedy tokens agree."""
     for base, tested in pairs:
         rounds = {name: [item for item in results if item["condition"] == name] for name in (base, tested)}
         for length in rounds[base][0]["times"]:
@@ -153,7 +152,7 @@ def table(results: list[dict[str, Any]], pairs: list[tuple[str, str]]) -> Iterat
 
 
 def agreement(first: dict[str, Any], second: dict[str, Any]) -> list[int]:
-    """For each prompt, how many tokens are equal from the start."""
+    """Count the tokens of each prompt that are equal from the start."""
     found = []
     for left, right in zip(first["greedy"], second["greedy"], strict=True):
         pairs = list(zip(left["tokens"], right["tokens"], strict=True))
