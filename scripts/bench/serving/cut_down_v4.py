@@ -1,4 +1,4 @@
-r"""The config.json of a DeepSeek-V4 with V4-Flash's shapes, but few layers and experts: for timings with random weights.
+r"""The config.json of a DeepSeek-V4 with V4-Flash's shapes, but few layers and experts, for timings.
 
     python -m scripts.bench.serving.cut_down_v4 --output build/v4-cut
     python -m scripts.bench.serving.plugin --model build/v4-cut --pattern FSSS --pairs gain --rounds 1 --repeats 2 \

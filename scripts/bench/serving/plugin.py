@@ -6,7 +6,8 @@
 Starts an engine for each condition and round, one after the other: `switch` gives the pattern to SGLang by hand (not
 DeepSeek-V4's, which has no such configuration), `plugin` by `SGLANG_INDEXCACHE_PATTERN`; `plain` is SGLang as it is,
 `plugin-full` the plugin with all layers F. `--pairs gain` sets `plugin` beside `plain`: the saving from sharing.
-Rounds are mirrored (a b b a), so that a drift of the machine hits both alike. Prints the ratio of the fastest of each pair (a disturbed host only adds time) with the spread of the rounds; --output keeps everything.
+Rounds are mirrored (a b b a), so that a drift of the machine hits both alike. Prints the ratio of the fastest of
+each pair (a disturbed host only adds time) with the spread of the rounds; --output keeps everything.
 """
 
 from __future__ import annotations
