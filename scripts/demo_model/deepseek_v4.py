@@ -1,8 +1,8 @@
 """A small DeepSeek-V4: its config.json, and training passes through transformers' modules.
 
 transformers runs the indexer without gradients and always sparsely, and masks a whole square for the window, so the
-three stages of training have passes of their own over the same weights. What each returns on a trained model is what
-transformers computes (tests/test_demo_model.py). Shapes: B batch, S tokens, H heads, D head width, E entries, W window,
+three stages of training have passes of their own over the same weights. On a trained model each returns the values of
+transformers (tests/scripts/test_demo_model.py). Shapes: B batch, S tokens, H heads, D head width, E entries, W window,
 N residual streams.
 """
 

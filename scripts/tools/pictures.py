@@ -58,7 +58,7 @@ def increases() -> dict[tuple[str, str], float]:
 
 
 def patterns() -> str:
-    """Strips of F and S, searched and uniform, and what each loses."""
+    """Draw strips of F and S, searched and uniform, with their losses."""
     found, lost, parts = PatternFile.load(demo.PATTERNS[0]), increases(), []
     top, cell, bar = 44, 17, 205
     parts.append(text(120, 20, "layer 0"))
@@ -102,7 +102,7 @@ def dsa() -> str:
 
 
 def sharing() -> str:
-    """A stack of layers: F runs its indexer, S takes the selection of the F before it."""
+    """Draw a stack of layers: F runs its indexer, S takes the selection of the F before it."""
     parts, width = [], 82
     for layer, role in enumerate("FSSSFSSS"):
         x, shared = 20 + layer * (width + 4), role == "S"
@@ -123,7 +123,7 @@ SELECTED = ((1, 4, 6), (0, 4, 7), (2, 5, 6))  # of the blocks of four in the pic
 
 
 def blocks() -> str:
-    """Queries against keys: four neighbours share what their leader selected."""
+    """Draw queries against keys: four neighbours share what their leader selected."""
     parts, cell = (
         [text(20, 20, "queries select one by one"), text(380, 20, "blocks of 4: one selection for a block")],
         14,
