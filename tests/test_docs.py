@@ -16,6 +16,7 @@ import pytest
 from indexcache_search.objectives import Objective
 from indexcache_search.strategies import STRATEGIES
 from scripts.tools import pictures, site
+from sglang_indexcache import __version__
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
 from sglang_indexcache.steps import POLICIES
 
@@ -115,6 +116,11 @@ def test_the_kernels_example_runs() -> None:
     command = [sys.executable, ROOT / "examples" / "use_kernels.py"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)  # test_package runs the other one
     assert float(result.stdout.split()[-1]) < 1e-3
+
+
+def test_the_version_has_notes_and_is_cited() -> None:
+    assert f"\n## [{__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_every_command_has_its_help_on_the_site() -> None:
