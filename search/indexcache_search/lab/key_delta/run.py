@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,9 +116,11 @@ def run(model: str, data: Data, runtime: Runtime, settings: KeySettings, files: 
             engine.model = description
         belongs_to = identity(engine, calibration, held_out, "kl")
         journal = stack.enter_context(Journal(out.journal(), belongs_to, today(), files.restart, engine.parse))
+        chooses = Evaluator(engine, calibration, "kl", journal, "calibration")
+        costs = Costs(engine, calibration, journal, main_stage(calibration), "calibration, ")
         with error_context("search"):
-            found = _search(engine, calibration, journal, nothing, settings.shares, console)
-        kept = {_file_name(item.asked): _text(item, engine, calibration, journal) for item in found}
+            found = _search(engine, chooses, costs, nothing, settings.shares, console)
+        kept = {_file_name(item.asked): _text(item, description, chooses, costs) for item in found}
         for item in found:
             console.print(
                 f"{item.asked:g}: {item.plan.name}; one threshold: {item.uniform.values[0]:g}", soft_wrap=True
@@ -140,7 +142,11 @@ def run(model: str, data: Data, runtime: Runtime, settings: KeySettings, files: 
                 engine=engine_words(engine),
                 seq_len=held_out.seq_len,
             )
-            gains = {item.asked: _gain(engine, held_out, journal, item) for item in found}
+            judges = Evaluator(engine, held_out, "kl", journal, "kl")
+            gains = {}
+            for item in found:
+                uniform, searched = judges.evaluations([item.uniform, item.plan])
+                gains[item.asked] = estimates.increase(uniform, searched, held_out)
         engine.check_unchanged()
         out.replace({**kept, **result.texts(comparison, figures(comparison.held_out))}, console)
         return KeyResult(comparison, gains, tuple(out.results.path / name for name in kept))
@@ -165,41 +171,24 @@ def _load_data(model: str, data: Data, seed: int) -> tuple[ModelLayers, TokenRea
 
 
 def _search(
-    engine: KeyEngine,
-    calibration: TokenSet,
-    journal: Journal,
-    nothing: KeyPlan,
-    shares: tuple[float, ...],
-    console: Console,
+    engine: KeyEngine, chooses: Evaluator, costs: Costs, nothing: KeyPlan, shares: Sequence[float], console: Console
 ) -> list[Thresholds]:
-    costs = _counted(engine, calibration, journal)
     with bar(console) as progress:
         task = progress.add_task("thresholds of single layers", total=None)
         listeners = KeyListeners(
             planned=lambda plans: progress.update(task, total=plans),
             notice=lambda line: console.print(line, soft_wrap=True),
         )
-        evaluator = Evaluator(engine, calibration, "kl", journal, "calibration", lambda _: progress.advance(task))
-        return KeySearch(engine.runs, evaluator, costs, nothing, listeners).find(shares)
+        chooses.on_evaluation = lambda _: progress.advance(task)
+        return KeySearch(engine.runs, chooses, costs, nothing, listeners).find(shares)
 
 
-def _counted(engine: KeyEngine, calibration: TokenSet, journal: Journal) -> Costs:
-    """What counts in the stage with more tokens."""
-    return Costs(engine, calibration, journal, main_stage(calibration), "calibration, ")
-
-
-def _gain(engine: KeyEngine, held_out: TokenSet, journal: Journal, found: Thresholds) -> Estimate:
-    evaluator = Evaluator(engine, held_out, "kl", journal, "kl")
-    plan, uniform = evaluator.evaluations([found.plan, found.uniform])
-    return estimates.increase(uniform, plan, held_out)
-
-
-def _text(found: Thresholds, engine: KeyEngine, calibration: TokenSet, journal: Journal) -> str:
-    evaluator = Evaluator(engine, calibration, "kl", journal, "calibration")
-    costs = _counted(engine, calibration, journal)
+def _text(found: Thresholds, model: ModelLayers, chooses: Evaluator, costs: Costs) -> str:
+    data = chooses.data
+    kl, uniform_kl = (estimates.loss(item, data).mean for item in chooses.evaluations([found.plan, found.uniform]))
     return KeyFile(
         schema="indexcache-keys/v1",
-        model=ModelSection.of(engine.model),
+        model=ModelSection.of(model),
         method="key_delta",
         thresholds=list(found.plan.values),
         window=found.plan.window,
@@ -207,13 +196,10 @@ def _text(found: Thresholds, engine: KeyEngine, calibration: TokenSet, journal: 
         recent=found.plan.recent,
         skipped=found.asked,
         measured=costs.skipped(found.plan).mean,
-        kl=estimates.loss(evaluator.evaluations([found.plan])[0], calibration).mean,
-        uniform=[
-            found.uniform.values[0],
-            estimates.loss(evaluator.evaluations([found.uniform])[0], calibration).mean,
-        ],
-        calibration_sha256=calibration.sha256,
-        sketch=Sketch.of(calibration.tokens).encode(),
+        kl=kl,
+        uniform=[found.uniform.values[0], uniform_kl],
+        calibration_sha256=data.sha256,
+        sketch=Sketch.of(data.tokens).encode(),
     ).dumps()
 
 
