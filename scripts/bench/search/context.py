@@ -20,13 +20,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_search import demo
-from indexcache_search.data.packing import build_token_sets
-from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
-from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
+from indexcache_search.hf.loading import describe_model, set_quiet
+from scripts.bench.search.sets import demo_sets
 from scripts.bench.timing import timed
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe
@@ -105,11 +104,7 @@ def longest(lengths: list[int]) -> list[dict[str, Any]]:
 def demo_losses() -> list[dict[str, Any]]:
     name, found = str(demo.MODEL), []
     description = describe_model(name)
-    sources = list(demo.EVALUATION)
-    reader = TokenReader(lambda: load_tokenizer(name), read_config(name).vocab_size, 512)
-    data, _ = build_token_sets(
-        reader, description, sources, sources, seq_len=512, num_calibration=48, num_evaluation=48, seed=0
-    )
+    data, _ = demo_sets(name, 512, calibration=48, held_out=48, sources=demo.EVALUATION)
     pattern = Pattern("FS" * (description.num_layers // 2))
     for dtype in ("float32", "bfloat16"):
         for attention in ("naive", "kernels"):

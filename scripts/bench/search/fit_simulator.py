@@ -20,12 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search import demo, estimates
-from indexcache_search.data.packing import build_token_sets
-from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.transformers import TransformersEngine
-from indexcache_search.hf.loading import load_tokenizer, read_config, set_quiet
+from indexcache_search.hf.loading import set_quiet
+from scripts.bench.search.sets import demo_sets
 from scripts.bench.search.simulated import Structure
 from sglang_indexcache import Pattern
 
@@ -127,18 +126,7 @@ def main() -> None:
     options = parser.parse_args()
     set_quiet()
     engine = TransformersEngine.load(options.model, options.device, batch_size=options.batch_size)
-    vocabulary = read_config(options.model).vocab_size
-    reader = TokenReader(lambda: load_tokenizer(options.model), vocabulary, options.seq_len)
-    data, _ = build_token_sets(
-        reader,
-        engine.model,
-        demo.CALIBRATION,
-        demo.EVALUATION,
-        seq_len=options.seq_len,
-        num_calibration=options.sequences,
-        num_evaluation=6,
-        seed=0,
-    )
+    data, _ = demo_sets(options.model, options.seq_len, calibration=options.sequences, held_out=6)
     alone = segments(engine.model.num_layers)
     chosen = random_patterns(engine.model.num_layers, options.each)
     found = evaluate(engine, [*alone.values(), *chosen], data)

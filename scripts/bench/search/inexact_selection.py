@@ -18,10 +18,9 @@ from torch import Tensor
 
 from indexcache_kernels.patching import replaced
 from indexcache_search import demo
-from indexcache_search.data.packing import build_token_sets
-from indexcache_search.data.reader import TokenReader
 from indexcache_search.engines.transformers import TransformersEngine
-from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
+from indexcache_search.hf.loading import set_quiet
+from scripts.bench.search.sets import demo_sets
 
 
 class Inexact:
@@ -49,19 +48,15 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=48)
     options = parser.parse_args()
     set_quiet()
-    name, sources = str(demo.MODEL), list(demo.EVALUATION)
-    description = describe_model(name)
-    reader = TokenReader(lambda: load_tokenizer(name), read_config(name).vocab_size, 512)
-    _, data = build_token_sets(
-        reader, description, sources, sources, seq_len=512, num_calibration=24, num_evaluation=options.sequences, seed=0
-    )
+    name = str(demo.MODEL)
+    _, data = demo_sets(name, 512, calibration=24, held_out=options.sequences, sources=demo.EVALUATION)
     engine = TransformersEngine.load(name, "cpu", "float32", 1, 0, "naive")
     indexers = [module for key, module in engine.torch_model.named_modules() if key.endswith(".indexer")]
 
     def losses(kept: int, missing: int) -> np.ndarray[Any, Any]:
         changed = [(module, "forward", Inexact(module, kept, missing)) for module in indexers] if missing else []
         with replaced(*changed):
-            [found] = engine.evaluate([description.native], data, "nll")
+            [found] = engine.evaluate([engine.model.native], data, "nll")
         return np.asarray(found.losses) / np.asarray(found.tokens)
 
     exact, topk = losses(0, 0), indexers[0].index_topk

@@ -22,18 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search import demo, estimates
-from indexcache_search.data.packing import build_token_sets
-from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet, growing_shares
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.evaluator import Evaluator
-from indexcache_search.hf.loading import load_tokenizer, read_config, set_quiet
+from indexcache_search.hf.loading import set_quiet
 from indexcache_search.identity import identity, today
 from indexcache_search.journal import Journal
 from indexcache_search.objectives import Objective
 from indexcache_search.search import Search
 from indexcache_search.settings import Settings
+from scripts.bench.search.sets import demo_sets
 from sglang_indexcache import Pattern
 
 OBJECTIVES: tuple[Objective, ...] = ("nll", "kl")
@@ -100,17 +99,7 @@ def main() -> None:
     options = parser.parse_args()
     set_quiet()
     engine = TransformersEngine.load(options.model, options.device, batch_size=options.batch_size, prefix_cache_gb=4.0)
-    vocabulary = read_config(options.model).vocab_size
-    data, _ = build_token_sets(
-        TokenReader(lambda: load_tokenizer(options.model), vocabulary, options.seq_len),
-        engine.model,
-        demo.CALIBRATION,
-        demo.EVALUATION,
-        seq_len=options.seq_len,
-        num_calibration=options.sequences,
-        num_evaluation=12,
-        seed=0,
-    )
+    data, _ = demo_sets(options.model, options.seq_len, calibration=options.sequences, held_out=12)
     rows = growing_shares(data, 1)[-1]
     steps = steps_of_a_search(engine, data)
     found: dict[str, list[list[Evaluation]]] = {name: [] for name in OBJECTIVES}
