@@ -42,5 +42,6 @@ def refuse_unread(context: typer.Context, needs: Needs) -> None:
             continue
         for need in needs[name]:
             if not need.met(context.params):
-                flag = ("no-" if value is False else "") + name.strip("_").replace("_", "-")
-                raise SearchError(f"--{flag} needs {need.words}")
+                flag = "--" + ("no-" if value is False else "") + name.strip("_").replace("_", "-")
+                shown = f"{context.params['config']}: {name}" if source.name == "DEFAULT_MAP" else flag
+                raise SearchError(f"{shown} needs {need.words}")

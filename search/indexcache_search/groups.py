@@ -1,0 +1,86 @@
+"""Small groups of settings as one option: `NAME:KEY=VALUE,...`, or a mapping in a configuration file."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from indexcache_search.bounded import Bounds
+from sglang_indexcache.errors import IndexCacheError
+
+Group = TypeVar("Group")
+NAME = "name"  # the field that takes what stands before the colon
+
+
+def group(kind: type[Group]) -> Callable[[Any], Group]:
+    """Make the parser of an option whose settings are the fields of the frozen dataclass `kind`.
+
+    A field `name` takes what stands before the colon. A tuple's values have `/` between them, those of `name` commas.
+    """
+    return lambda value: value if isinstance(value, kind) else _build(kind, _settings(value))
+
+
+def _settings(value: Any) -> dict[str, Any]:
+    """What was given, by key."""
+    if isinstance(value, Mapping):
+        return {str(key).replace("-", "_"): item for key, item in value.items()}
+    before, equals, _ = str(value).partition("=")
+    name, colon, _ = before.rpartition(":") if equals else (before, "", "")
+    found: dict[str, Any] = {NAME: name} if name else {}
+    rest = str(value)[len(name + colon) :]
+    for word in rest.split(",") if rest else ():
+        key, equals, text = (part.strip() for part in word.partition("="))
+        key = key.replace("-", "_")
+        if not equals:
+            raise typer.BadParameter(f"found {word[:60]!r}, expected KEY=VALUE")
+        if key in found:
+            raise typer.BadParameter(f"{key} is given twice")
+        found[key] = text
+    return found
+
+
+def _build(kind: type[Group], found: Mapping[str, Any]) -> Group:
+    hints = get_type_hints(kind, include_extras=True)
+    keys = ", ".join(key for key in hints if key != NAME)
+    for key, value in found.items():
+        if key not in hints:
+            expected = f"KEY=VALUE, of {keys}" if key == NAME else keys
+            raise typer.BadParameter(f"found {str(value if key == NAME else key)[:60]!r}, expected {expected}")
+    try:
+        return kind(**{key: _convert(key, hints[key], value) for key, value in found.items()})
+    except IndexCacheError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _convert(key: str, hint: Any, value: Any) -> Any:
+    """Read `value`, of a command line or a configuration file, as `hint` says."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        bounds = next(item for item in inner if isinstance(item, Bounds))
+        return bounds.checked(_convert(key, inner[0], value), key)
+    if origin in (Union, types.UnionType):
+        return _convert(key, next(item for item in inner if item is not type(None)), value)
+    if origin is tuple:
+        values = value if isinstance(value, list) else str(value).split("," if key == NAME else "/")
+        return tuple(_convert(key, inner[0], item.strip() if isinstance(item, str) else item) for item in values)
+    if hint is bool:
+        found = value if isinstance(value, bool) else {"yes": True, "no": False}.get(str(value))
+        return _refuse(key, value, "yes or no") if found is None else found
+    if isinstance(value, list | Mapping | bool) or value is None or value == "":
+        _refuse(key, value, "one value")
+    if hint in (int, float):
+        try:
+            return hint(str(value))
+        except ValueError:
+            _refuse(key, value, "a whole number" if hint is int else "a number")
+    if origin is Literal and value not in inner:
+        _refuse(key, value, f"one of {', '.join(map(str, inner))}")
+    return Path(str(value)) if hint is Path else hint.parse(str(value)) if hasattr(hint, "parse") else str(value)
+
+
+def _refuse(key: str, value: Any, expected: str) -> Any:
+    raise typer.BadParameter(f"{key}: found {str(value)[:60]!r}, expected {expected}")
