@@ -7,10 +7,13 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from indexcache_search.judge import Judge
 from indexcache_search.strategies.base import Goal, Outcome, Problem, Strategy
 from sglang_indexcache import Pattern
+
+if TYPE_CHECKING:
+    from indexcache_search.judge import Judge
 
 GAIN = 0.5  # standard errors of a difference by which the last check wants a swap to cost less
 
