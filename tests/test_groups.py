@@ -17,7 +17,7 @@ from sglang_indexcache.steps import Steps
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    name: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
     count: Annotated[int | None, Bounds(1, 64, "no more are there")] = None
     sizes: tuple[Annotated[int, Bounds(1, 9)], ...] = (1,)
     rate: Annotated[float, Bounds(0, 1)] = 0.5
@@ -32,18 +32,23 @@ class Kind:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unnamed:
-    count: int = 1
+class Needed:
+    sizes: tuple[int, ...]
+    context: int = 8
 
 
 @pytest.mark.parametrize(
     ("text", "mapping", "expected"),
     [
         ("count=3", {"count": 3}, Kind(count=3)),
-        ("a,b", {"name": ["a", "b"]}, Kind(name=("a", "b"))),
-        ("a, b:rate=1e-1, count=4", {"name": "a,b", "rate": 0.1, "count": 4}, Kind(name=("a", "b"), rate=0.1, count=4)),
+        ("a,b", {"names": ["a", "b"]}, Kind(names=("a", "b"))),
+        (
+            "a, b:rate=1e-1, count=4",
+            {"names": ["a", "b"], "rate": 0.1, "count": 4},
+            Kind(names=("a", "b"), rate=0.1, count=4),
+        ),
         ("sizes=2/4/8", {"sizes": [2, 4, 8]}, Kind(sizes=(2, 4, 8))),
-        ("a:folder=demo:text", {"name": "a", "folder": "demo:text"}, Kind(name=("a",), folder=Path("demo:text"))),
+        ("a:folder=demo:text", {"names": "a", "folder": "demo:text"}, Kind(names=("a",), folder=Path("demo:text"))),
         ("steps=none/ema:0.9", {"steps": ["none", "ema:0.9"]}, Kind(steps=(Steps(), Steps(policy="ema", beta=0.9)))),
         ("check=yes,count=1,mode=naive", {"check": True, "count": 1, "mode": "naive"}, None),
     ],
@@ -68,10 +73,10 @@ def test_a_mapping_gives_the_same_as_words(text: str, mapping: dict[str, Any], e
         ("mode=fast", "mode: found 'fast', expected one of auto, naive"),
         ("steps=often", "steps are 'often', expected none"),
         ("check=yes", "check needs count"),
-        ("a:b", "expected KEY=VALUE"),
+        ("", "names: found '', expected one value"),
         ("count=1,2", "found '2', expected KEY=VALUE"),
         ("count=1,count=2", "count is given twice"),
-        ("counts=1", "found 'counts', expected count, sizes, rate, check, folder, mode, steps"),
+        ("counts=1", "found 'counts', expected names, count, sizes, rate, check, folder, mode, steps"),
         ({"count": True}, "count: found 'True', expected one value"),
         ({"count": None}, "count: found 'None', expected one value"),
         ({"rate": [0.1]}, "rate: found '[0.1]', expected one value"),
@@ -81,8 +86,16 @@ def test_a_mapping_gives_the_same_as_words(text: str, mapping: dict[str, Any], e
     ids=str,
 )
 def test_what_is_no_setting_is_one_line(value: Any, line: str) -> None:
-    kind = Unnamed if value == "a:b" else Kind
     with pytest.raises(typer.BadParameter) as caught:
-        group(kind)(value)
+        group(Kind)(value)
     message = str(caught.value.message)
     assert line in message and "\n" not in message and len(message) < 200
+
+
+def test_the_first_may_stand_alone_and_some_must_be_given() -> None:
+    assert group(Needed)("4,16:context=9") == group(Needed)("sizes=4/16,context=9") == Needed(sizes=(4, 16), context=9)
+    assert group(Needed)("4,16") == Needed(sizes=(4, 16))
+    with pytest.raises(typer.BadParameter, match="sizes is missing"):
+        group(Needed)("context=9")
+    with pytest.raises(typer.BadParameter, match="sizes: found 'a:4', expected a whole number"):
+        group(Needed)("a:4")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -13,47 +14,49 @@ from indexcache_search.bounded import Bounds
 from sglang_indexcache.errors import IndexCacheError
 
 Group = TypeVar("Group")
-NAME = "name"  # the field that takes what stands before the colon
 
 
 def group(kind: type[Group]) -> Callable[[Any], Group]:
     """Make the parser of an option whose settings are the fields of the frozen dataclass `kind`.
 
-    A field `name` takes what stands before the colon. A tuple's values have `/` between them, those of `name` commas.
+    The first of them may stand without its key, before a colon. A tuple's values have `/` between them, there commas.
     """
-    return lambda value: value if isinstance(value, kind) else _build(kind, _settings(value))
+    return lambda value: value if isinstance(value, kind) else _build(kind, value)
 
 
-def _settings(value: Any) -> dict[str, Any]:
-    """What was given, by key."""
+def _build(kind: Any, value: Any) -> Any:
+    hints = get_type_hints(kind, include_extras=True)
+    keys = [field.name for field in fields(kind)]
     if isinstance(value, Mapping):
-        return {str(key).replace("-", "_"): item for key, item in value.items()}
-    before, equals, _ = str(value).partition("=")
-    name, colon, _ = before.rpartition(":") if equals else (before, "", "")
-    found: dict[str, Any] = {NAME: name} if name else {}
-    rest = str(value)[len(name + colon) :]
-    for word in rest.split(",") if rest else ():
-        key, equals, text = (part.strip() for part in word.partition("="))
+        found = {str(key).replace("-", "_"): item for key, item in value.items()}
+    else:
+        found = _settings(str(value), keys[0])
+    for key in found:
+        if key not in keys:
+            raise typer.BadParameter(f"found {key[:60]!r}, expected {', '.join(keys)}")
+    for field in fields(kind):
+        if field.default is MISSING and field.name not in found:
+            raise typer.BadParameter(f"{field.name} is missing")
+    try:
+        return kind(**{key: _convert(key, hints[key], item) for key, item in found.items()})
+    except IndexCacheError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _settings(text: str, first: str) -> dict[str, Any]:
+    """The texts that are given, by key."""
+    before, equals, _ = text.partition("=")
+    alone, colon, _ = before.rpartition(":") if equals else (before, "", "")
+    found: dict[str, Any] = {first: alone.replace(",", "/")} if alone or not equals else {}
+    for word in text[len(alone + colon) :].split(",") if equals else ():
+        key, equals, value = (part.strip() for part in word.partition("="))
         key = key.replace("-", "_")
         if not equals:
             raise typer.BadParameter(f"found {word[:60]!r}, expected KEY=VALUE")
         if key in found:
             raise typer.BadParameter(f"{key} is given twice")
-        found[key] = text
+        found[key] = value
     return found
-
-
-def _build(kind: type[Group], found: Mapping[str, Any]) -> Group:
-    hints = get_type_hints(kind, include_extras=True)
-    keys = ", ".join(key for key in hints if key != NAME)
-    for key, value in found.items():
-        if key not in hints:
-            expected = f"KEY=VALUE, of {keys}" if key == NAME else keys
-            raise typer.BadParameter(f"found {str(value if key == NAME else key)[:60]!r}, expected {expected}")
-    try:
-        return kind(**{key: _convert(key, hints[key], value) for key, value in found.items()})
-    except IndexCacheError as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 def _convert(key: str, hint: Any, value: Any) -> Any:
@@ -65,7 +68,7 @@ def _convert(key: str, hint: Any, value: Any) -> Any:
     if origin in (Union, types.UnionType):
         return _convert(key, next(item for item in inner if item is not type(None)), value)
     if origin is tuple:
-        values = value if isinstance(value, list) else str(value).split("," if key == NAME else "/")
+        values = value if isinstance(value, list) else str(value).split("/")
         return tuple(_convert(key, inner[0], item.strip() if isinstance(item, str) else item) for item in values)
     if hint is bool:
         found = value if isinstance(value, bool) else {"yes": True, "no": False}.get(str(value))
