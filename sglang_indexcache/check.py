@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sglang_indexcache import process
+from sglang_indexcache import __version__, process
 from sglang_indexcache.address import Address
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.command_line import exit_codes
@@ -209,6 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--environment", action="store_true", help="show what this SGLang offers, feature by feature")
     parser.add_argument("--sglang", type=Path, metavar="FOLDER", help="an unpacked wheel instead of the installed one")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     options, unknown = parser.parse_known_args(arguments)
     if unknown:  # argparse would print their values, keys among them
         parser.error(f"no such option: {unknown[0].partition('=')[0]}")

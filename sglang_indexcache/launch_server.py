@@ -26,7 +26,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import NoReturn
 
-from sglang_indexcache import process
+from sglang_indexcache import __version__, process
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.refusal import (
     ADMIN_KEY_VARIABLE,
@@ -148,6 +148,9 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
 
 def main(arguments: Sequence[str]) -> None:
     """Start the server; the plugin does the rest in every process."""
+    if "--version" in arguments:  # which SGLang does not have
+        sys.stdout.write(f"sglang-indexcache {__version__}\n")
+        return
     try:
         rest = prepare(arguments)
     except IndexCacheError as error:

@@ -163,9 +163,8 @@ def test_the_knapsack_is_exact() -> None:
     [
         ({"queries": (3,)}, "--queries has 3, expected 2, 4, 8, 16, 64, at most 8"),
         ({"queries": (16,)}, "--queries has 16"),  # index_topk is 8
-        ({"queries": (4,), "price_context": 128}, "--price-context is 128, expected more than 128"),
-        ({"queries": (4,), "strategy": "greedy"}, "--queries needs --strategy lazy, without --swaps"),
-        ({"queries": (4,), "swaps": 4}, "without --swaps"),
+        ({"queries": (4,), "strategy": "greedy"}, "--queries needs --strategy lazy, without swaps"),
+        ({"queries": (4,), "swaps": 4}, "without swaps"),
         (
             {"decode_retain": Fraction(1, 2)},
             "--decode-retain is about patterns with --queries, without which --retain says it",
@@ -200,11 +199,13 @@ def test_a_file_says_what_was_found_and_no_more_than_its_share() -> None:
 
 def test_a_search_from_the_command_line(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
     arguments = ["--model", str(model_folder), "--calibration", str(token_file), "--seq-len", "32"]
-    arguments += ["--num-sequences", "8", "--num-eval-sequences", "6", "--queries", "4,8", "--price-context", "4096"]
+    arguments += ["--num-sequences", "8", "--num-eval-sequences", "6", "--queries", "4,8:context=4096"]
     refused = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "refused")])
-    assert refused.exit_code == 2 and "expected --reply" in refused.output
+    assert refused.exit_code == 2 and "--queries needs --reply" in refused.output
     odd = CliRunner().invoke(app, [*arguments, "--queries", "4,x", "--output", str(tmp_path / "refused")])
-    assert odd.exit_code == 2 and "--queries is '4,x', expected numbers like 4,16" in odd.output
+    assert odd.exit_code == 2 and "'--queries': sizes: found 'x', expected a whole number" in odd.output
+    odd = CliRunner().invoke(app, [*arguments, "--queries", "4:context=128", "--output", str(tmp_path / "refused")])
+    assert odd.exit_code == 2 and "context: found 128, expected 129 to" in odd.output
     arguments += ["--reply", "12", "--retain", "1/3", "--output", str(tmp_path / "out")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output

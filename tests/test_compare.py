@@ -77,7 +77,7 @@ def test_tasks_without_room_are_refused(tokenizer: Any) -> None:
         tasks.sample("multi_key", tokenizer, [1] * 4000, 128, 0, chat=False)
     with pytest.raises(DataError, match="haystack has 10 tokens"):
         tasks.sample("multi_key", tokenizer, [1] * 10, 1500, 0, chat=False)
-    with pytest.raises(DataError, match="--chat"):
+    with pytest.raises(DataError, match="--tasks chat"):
         tasks.sample("multi_key", tokenizer, [1] * 4000, 1500, 0, chat=True)
 
 
@@ -129,7 +129,7 @@ def test_sequences_that_run_in_parts_give_the_same(
         (["--pattern", "a=FFF"], "pattern has 3 letters, model has 6 DSA layers"),
         (["--pattern", "nowhere.yaml"], "nowhere.yaml"),
         (["--endpoint", "http://localhost:1"], "--endpoint: found one"),
-        (["--pattern", "a=FSFSFS", "--tasks", "niah"], "--tasks: there is no niah"),
+        (["--pattern", "a=FSFSFS", "--tasks", "niah"], "'--tasks': there is no niah"),
         (["--pattern", "a=FSFSFS", "--seq-len", "300"], "made for 256 tokens"),
         (["--endpoint", "http://localhost:1", "--endpoint", "http://localhost:1"], "http://localhost:1: /v1/models"),
     ],
@@ -217,10 +217,10 @@ def stubs() -> Iterator[list[Stub]]:
 def test_servers_are_compared(stubs: list[Stub], tmp_path: Path) -> None:
     stubs += [Stub(1.0, "whatever"), Stub(0.5, "whatever")]
     urls = [option for stub in stubs for option in ("--endpoint", stub.url)]
-    data = ["--evaluation", "demo:copy", "--num-sequences", "3", "--tasks", "multi_value", "--samples", "2"]
-    result = run(*urls, *data, "--output", str(tmp_path), "--json")
+    data = ["--evaluation", "demo:copy", "--num-sequences", "3", "--tasks", "multi_value:samples=2"]
+    result = run(*urls, *data, "--output", str(tmp_path))
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = json.loads((tmp_path / "eval.json").read_text())
     first, second = found["held_out"]["rows"]
     assert second["name"] == stubs[1].url and second["kind"] == "named"
     assert (
@@ -238,8 +238,8 @@ def test_servers_are_compared(stubs: list[Stub], tmp_path: Path) -> None:
 
 
 def test_a_server_that_says_the_right_thing_scores(stubs: list[Stub], tmp_path: Path, tokenizer: Any) -> None:
-    haystack = ["--haystack", "demo:text"]
-    data = ["--evaluation", "demo:copy", "--num-sequences", "1", "--tasks", "multi_key", "--samples", "2", *haystack]
+    tasks = ["--tasks", "multi_key:samples=2,haystack=demo:text"]
+    data = ["--evaluation", "demo:copy", "--num-sequences", "1", *tasks]
     stubs += [Stub(1.0, "nothing")]
     urls = ["--endpoint", stubs[0].url]
     assert run(*urls, *urls, *data, "--output", str(tmp_path)).exit_code == 0
@@ -250,8 +250,9 @@ def test_a_server_that_says_the_right_thing_scores(stubs: list[Stub], tmp_path: 
     ]
     stubs += [Stub(1.0, f"It is {values[0]}.")]
     urls = ["--endpoint", stubs[0].url, "--endpoint", stubs[1].url]
-    result = run(*urls, *data, "--output", str(tmp_path), "--json")
-    row = json.loads(result.stdout)["held_out"]["rows"][1]["by_source"]["multi_key-style"]
+    result = run(*urls, *data, "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    row = json.loads((tmp_path / "eval.json").read_text())["held_out"]["rows"][1]["by_source"]["multi_key-style"]
     assert row["generated"]["mean"] == 0.5 == row["generated_change"]["mean"]
 
 

@@ -12,16 +12,11 @@ from typer.testing import CliRunner
 
 import sglang_indexcache
 from indexcache_search.bounded import SEED
-from indexcache_search.command import SEARCH, Command, Config, Version, application, context_settings
+from indexcache_search.command import Config, Version, application, number, option, running, settings
 from indexcache_search.config import server_flags
-from indexcache_search.groups import group
-from indexcache_search.needs import Need, refuse_unread
-from indexcache_search.terminal import errors_in_one_line, messages
+from indexcache_search.needs import Need
 
-NEEDS = {
-    **dict.fromkeys(("model", "source", "seed", "shares", "sizes", "config", "version"), ()),
-    "deep": (Need("--model", lambda given: bool(given["model"])),),
-}
+NEEDS = {"deep": (Need("--model", lambda given: bool(given["model"])),)}
 found: list[dict[str, Any]] = []
 
 
@@ -30,30 +25,26 @@ class Sizes:
     pages: int = 4
 
 
-def application_of(**settings: Any) -> typer.Typer:
-    app = application()
-
-    @app.command(cls=Command, context_settings=context_settings(**settings))
+def application_of(**more: Any) -> typer.Typer:
     def run(
         context: typer.Context,
         model: str | None = None,
         source: list[str] | None = None,
-        seed: Annotated[int, typer.Option(callback=SEED.check, rich_help_panel=SEARCH)] = 0,
-        shares: Annotated[str, typer.Option("--shares", metavar="SHARE,...")] = "1/2",
-        sizes: Annotated[Any, typer.Option("--sizes", parser=group(Sizes), metavar="KEY=VALUE,...")] = None,
-        deep: Annotated[bool, typer.Option("--deep/--no-deep")] = True,
+        seed: Annotated[int, number("Order.", SEED)] = 0,
+        shares: Annotated[str, option("Shares.", metavar="SHARE,...")] = "1/2",
+        sizes: Annotated[Sizes | None, settings(Sizes, "Sizes.")] = None,
+        deep: Annotated[bool, option("Depth.", "--deep/--no-deep")] = True,
         config: Config = None,
         version: Version = False,
     ) -> None:
-        with errors_in_one_line(messages(), "run"):
-            refuse_unread(context, NEEDS)
-            flags = server_flags(context, bool(settings) and model == "served")
+        with running(context, NEEDS):
+            flags = server_flags(context, bool(more) and model == "served", lambda _: "")
             found.append(
                 {"model": model, "source": source, "seed": seed, "shares": shares, "sizes": sizes, "deep": deep}
                 | ({"flags": flags} if flags else {})
             )
 
-    return app
+    return application({"run": run}, **more)
 
 
 def run(path: Path, text: str, *words: str, app: typer.Typer | None = None) -> Any:
@@ -129,7 +120,9 @@ def test_flags_of_a_server_come_from_both(tmp_path: Path) -> None:
 
 def test_help_has_groups_and_the_version_is_told() -> None:
     text = CliRunner().invoke(application_of(), ["--help"]).output
-    assert text.index("Output:") < text.index("--model") and text.index("Search:") < text.index("--seed")
+    assert (
+        text.index("Model:") < text.index("--model") < text.index("Data:") < text.index("--seed") < text.index("Run:")
+    )
     assert "[default: 0]" in text
     done = CliRunner().invoke(application_of(), ["--version"])
     assert done.exit_code == 0 and done.output.split()[-1] == sglang_indexcache.__version__

@@ -155,7 +155,7 @@ def test_messages_go_through_the_chat_template(write: Callable[..., str]) -> Non
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
     rows = [{"messages": [{"role": "user", "content": f"question {n} " * 20}]} for n in range(30)]
     reader = TokenReader(lambda: tokenizer, tokenizer.vocab_size, SEQ_LEN)
-    with pytest.raises(DataError, match=r"rows.jsonl: line \d+: .*no chat template; expected --chat-template FILE"):
+    with pytest.raises(DataError, match=r"rows.jsonl: line \d+: .*no chat template; expected --rows chat_template="):
         build(write(rows), reader=reader)
     tokenizer.chat_template = "{% for m in messages %}<|key|>{{ m.content }}{% endfor %}"
     calibration, _ = build(write(rows), reader=TokenReader(lambda: tokenizer, tokenizer.vocab_size, SEQ_LEN))
@@ -179,7 +179,7 @@ def test_too_little_text_says_how_much_there_is(write: Callable[..., str]) -> No
     ("row", "message"),
     [
         ({"title": "text"}, "line 1: columns are title, expected one of: input_ids; messages or conversations; "),
-        ({"text": None}, "line 1: text is null, expected a value; --skip-bad-rows N skips up to N such rows"),
+        ({"text": None}, "line 1: text is null, expected a value; --rows skip_bad=N skips up to N such rows"),
         ({"input_ids": [1, VOCAB]}, f"token id {VOCAB}, expected 0 to {VOCAB - 1}"),
         ({"input_ids": [1, -1]}, "expected 0 to"),
         ({"input_ids": ["a"]}, "not a list of integers"),

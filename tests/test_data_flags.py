@@ -1,4 +1,4 @@
-"""What command lines say of data: --dry-run, --chat-template, --turns, --skip-bad-rows."""
+"""What command lines say of data: --dry-run and --rows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(app: typer.Typer, *more: str) -> Result:
 @pytest.mark.parametrize("app", SOURCE_OF, ids=lambda app: NAMES[SOURCE_OF[app]])
 def test_dry_runs_say_what_is_read_and_end(app: typer.Typer, tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
-    result = run(app, "--chat-template", "chat.jinja", "--skip-bad-rows", str(BAD))
+    result = run(app, "--rows", f"chat_template=chat.jinja,skip_bad={BAD}")
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert re.fullmatch(r"note: skipped chat.jsonl: line \d+: not JSON( and \d+ more)?", lines[0])
@@ -66,19 +66,18 @@ def test_dry_runs_say_what_is_read_and_end(app: typer.Typer, tmp_path: Path) -> 
 @pytest.mark.parametrize("app", SOURCE_OF, ids=lambda app: NAMES[SOURCE_OF[app]])
 def test_data_that_can_not_be_used_end_with_2(app: typer.Typer) -> None:
     for more, message in (
-        (("--chat-template", "chat.jinja"), ": not JSON; --skip-bad-rows N skips"),
-        (("--skip-bad-rows", str(BAD)), "no chat template; expected --chat-template FILE"),
-        (("--chat-template", "none.jinja"), "none.jinja: No such file"),
-        (("--json",), "--dry-run"),
+        (("--rows", "chat_template=chat.jinja"), ": not JSON; --rows skip_bad=N skips"),
+        (("--rows", f"skip_bad={BAD}"), "no chat template; expected --rows chat_template=FILE"),
+        (("--rows", "chat_template=none.jinja"), "none.jinja: No such file"),
     ):
         result = run(app, *more)
         assert result.exit_code == 2 and message in result.output and "Traceback" not in result.output, result.output
 
 
 def test_counting_reads_rows_likewise() -> None:
-    words = ["--model", str(demo.MODEL), "--evaluation", "chat.jsonl", "--seq-len", "512", "--skip-bad-rows", str(BAD)]
+    words = ["--model", str(demo.MODEL), "--evaluation", "chat.jsonl", "--seq-len", "512", "--rows", f"skip_bad={BAD}"]
     result = CliRunner().invoke(offload_cli.app, words)
-    assert result.exit_code == 2 and "no chat template; expected --chat-template FILE" in result.output
+    assert result.exit_code == 2 and "no chat template; expected --rows chat_template=FILE" in result.output
 
 
 def test_what_counts_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

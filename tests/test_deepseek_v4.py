@@ -217,7 +217,9 @@ def test_kernels_are_not_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) 
 
     monkeypatch.setattr(module, "resolve_attention", lambda attention, _: "kernels")
     folder = str(save_model(tiny_v4_config(), tmp_path / "v4"))
-    with pytest.raises(SearchError, match="--attention kernels does not run DeepseekV4ForCausalLM; expected auto or"):
+    with pytest.raises(
+        SearchError, match="--engine attention=kernels does not run DeepseekV4ForCausalLM; expected auto"
+    ):
         TransformersEngine.load(folder, "cpu", attention="kernels")
     assert TransformersEngine.load(folder, "cpu").settings["attention"] == "naive"
 

@@ -174,7 +174,7 @@ def test_prompts_are_dense_and_replies_count(tmp_path: Path) -> None:
 
 def test_templates_that_rewrite_are_refused(tmp_path: Path) -> None:
     reader = TokenReader(lambda: Tokenizer(forgets=True), VOCAB, 28, replies=True)
-    with pytest.raises(DataError, match="can't be told from prompts; expected another --chat-template, or input_ids"):
+    with pytest.raises(DataError, match="can't be told from prompts; expected another --rows chat_template, or"):
         next(reader.sections(rows(tmp_path / "chat.jsonl"), 0))
 
 
@@ -287,7 +287,7 @@ def test_signals_are_those_of_the_definitions() -> None:
 
 
 def test_in_blocks_the_engine_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CUDA device with `--attention kernels`."""
+    """As on a CUDA device with `--engine attention=kernels`."""
     monkeypatch.setattr(pages, "ROWS", 8)
     data = random_tokens(3, 48, first_sparse_position=16)
     plain, blocks = engine(), engine(attention="kernels")

@@ -19,12 +19,12 @@ from tests.conftest import LAYERS, PAGES
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-BUDGET = ["--page-tokens", "4", "--pages", "4", "--recent-pages", "1"]
+BUDGET = "pages=4,page_tokens=4,recent_pages=1"
 
 
-def options(model: Path, data: Path, output: Path, *more: str) -> list[str]:
+def options(model: Path, data: Path, output: Path, *more: str, selection: str = BUDGET) -> list[str]:
     fixed = ["--model", model, "--calibration", data, "--output", output, "--seq-len", "32", "--device", "cpu"]
-    fixed += ["--num-sequences", "3", "--num-eval-sequences", "3", "--retain", "1/2,1/3", *BUDGET]
+    fixed += ["--num-sequences", "3", "--num-eval-sequences", "3", "--retain", "1/2,1/3", "--selection", selection]
     return [*map(str, fixed), *more]
 
 
@@ -54,17 +54,17 @@ def test_a_search_writes_a_file_of_pages(found: Path) -> None:
 
 def test_a_search_with_memory(dense_folder: Path, token_file: Path, tmp_path: Path) -> None:
     """The policy is in the file, and in what was evaluated."""
-    result = run(search_app, *options(dense_folder, token_file, tmp_path, "--steps", "refresh:4", "--no-report"))
+    result = run(search_app, *options(dense_folder, token_file, tmp_path, selection=f"{BUDGET},steps=refresh:4"))
     assert result.exit_code == 0, result.output
     file = PatternFile.load(tmp_path / "pattern.yaml")
     assert file.selection == replace(PAGES, steps=Steps.parse("refresh:4"))
-    wrong = run(search_app, *options(dense_folder, token_file, tmp_path / "b", "--steps", "none,ema:0.9"))
-    assert wrong.exit_code == 2 and "--pages and --steps name several selections, expected one" in wrong.output
+    wrong = run(search_app, *options(dense_folder, token_file, tmp_path, selection="pages=4,steps=none/ema:0.9"))
+    assert wrong.exit_code == 2 and "--selection names 2 selections, expected one" in wrong.output
 
 
 @pytest.mark.parametrize("strategy", ["greedy", "lazy", "exhaustive", "uniform", "shift", "recall"])
 def test_every_strategy(strategy: str, found: Path, dense_folder: Path, token_file: Path, tmp_path: Path) -> None:
-    result = run(search_app, *options(dense_folder, token_file, tmp_path, "--strategy", strategy, "--no-report"))
+    result = run(search_app, *options(dense_folder, token_file, tmp_path, "--strategy", strategy))
     assert result.exit_code == 0, result.output
     file = PatternFile.load(tmp_path / "pattern.yaml")
     assert file.selection == PAGES and len(file.as_pattern().full_layers) == 3
@@ -78,8 +78,8 @@ def test_every_strategy(strategy: str, found: Path, dense_folder: Path, token_fi
     [
         (["--strategy", "similarity"], "--strategy similarity can't be had with transformers"),
         (["--engine", "sglang"], "--engine sglang does not search LlamaForCausalLM; expected transformers"),
-        (["--recent-pages", "4"], "pages is 4, expected more than recent_pages (4)"),
-        (["--page-tokens", "3"], "page_tokens is 3, expected a power of two"),
+        (["--selection", f"{BUDGET.removesuffix('1')}4"], "pages is 4, expected more than recent_pages (4)"),
+        (["--selection", "page_tokens=3"], "page_tokens is 3, expected a power of two"),
         (["--seq-len", "17"], "--seq-len is 17, but queries see every token up to position 16"),
     ],
 )
@@ -91,7 +91,7 @@ def test_refusals(more: list[str], message: str, dense_folder: Path, token_file:
 def test_flags_of_dense_models_on_others(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
     result = run(search_app, *options(model_folder, token_file, tmp_path))
     assert result.exit_code == 2 and "has indexers that choose; expected no selection" in result.output
-    plain = [item for item in options(model_folder, token_file, tmp_path) if item not in BUDGET]
+    plain = [item for item in options(model_folder, token_file, tmp_path) if item not in ("--selection", BUDGET)]
     result = run(search_app, *plain, "--strategy", "shift")
     assert result.exit_code == 2 and "--strategy shift is for dense models" in result.output
 
@@ -99,9 +99,10 @@ def test_flags_of_dense_models_on_others(model_folder: Path, token_file: Path, t
 def test_one_journal_keeps_selections_apart(dense_folder: Path, token_file: Path, tmp_path: Path) -> None:
     """Sinks don't change which tokens count, so the work dense_folder may be the same; nothing else is."""
     files = {}
-    for name, more in (("one", ()), ("other", ("--sink-pages", "1")), ("alone", ("--sink-pages", "1"))):
-        work = tmp_path / ("alone" if name == "alone" else "both")
-        result = run(search_app, *options(dense_folder, token_file, tmp_path / name, "--work-dir", str(work), *more))
+    for name, more in (("one", ""), ("other", ",sink_pages=1"), ("alone", ",sink_pages=1")):
+        work = ("--work-dir", str(tmp_path / ("alone" if name == "alone" else "both")))
+        selection = BUDGET + more
+        result = run(search_app, *options(dense_folder, token_file, tmp_path / name, *work, selection=selection))
         assert result.exit_code == 0, result.output
         files[name] = PatternFile.load(tmp_path / name / "pattern.yaml")
         content = json.loads((tmp_path / name / "metrics.json").read_text())
@@ -124,7 +125,7 @@ def test_budgets_side_by_side(found: Path, dense_folder: Path, token_file: Path,
         "cpu",
     ]
     named = ["--pattern", f"{found / 'pattern.yaml'}@1/3", "--pattern", "mine=DDSSSS", "--output", tmp_path]
-    pages = ["--pages", "2,4,7", "--page-tokens", "4", "--recent-pages", "1"]
+    pages = ["--selection", "pages=2/4/7,page_tokens=4,recent_pages=1"]
     result = run(eval_app, *map(str, [*fixed, *named, *pages]))
     assert result.exit_code == 0, result.output
     content = json.loads((tmp_path / "eval.json").read_text())
@@ -139,7 +140,7 @@ def test_budgets_side_by_side(found: Path, dense_folder: Path, token_file: Path,
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--pattern", "DDSSSS", "--pages", "x"], "--pages is x, expected numbers like 16,64,256"),
+        (["--pattern", "DDSSSS", "--selection", "pages=x"], "'--selection': pages: found 'x', expected a whole number"),
         (["--pattern", "FFSSSS"], "pattern is of F and S without a selection, the model is dense"),
         (["--endpoint", "http://a", "--endpoint", "http://b"], "--endpoint reads the logprobs of prompts"),
     ],

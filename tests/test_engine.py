@@ -64,8 +64,8 @@ def test_the_kernels_give_the_same(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("attention", "message"),
     [
-        ("fast", "--attention is fast, expected one of auto, naive, kernels"),
-        ("kernels", "--attention kernels needs a CUDA device, found cpu; expected auto or naive"),
+        ("fast", "--engine has attention=fast, expected one of auto, naive, kernels"),
+        ("kernels", "--engine attention=kernels needs a CUDA device, found cpu; expected auto or naive"),
     ],
 )
 def test_an_attention_that_is_not_there(attention: str, message: str) -> None:

@@ -115,7 +115,7 @@ def test_block_firsts_skip_locked_layers() -> None:
     [
         ("FFFFFF", 1, 2, "keeps 2"),
         ("FSFSFS", 4, 1, "only 3 layers have an indexer"),
-        ("FFFF", 2, 5, "--blocks is 5"),
+        ("FFFF", 2, 5, "--strategy has blocks=5"),
     ],
 )
 def test_unreachable_goals_are_refused(start: str, stop: int, blocks: int, message: str) -> None:

@@ -101,7 +101,7 @@ def test_other_parameters_are_refused_before_anything_runs(monkeypatch: pytest.M
         pass
     monkeypatch.setattr("indexcache_search.hf.device.find_spec", lambda _: object())
     assert resolve_attention("auto", torch.device("cuda")) == "naive"
-    with pytest.raises(SearchError, match=f"--attention kernels needs another version: .*{line}"):
+    with pytest.raises(SearchError, match=f"--engine attention=kernels needs another version: .*{line}"):
         resolve_attention("kernels", torch.device("cuda"))
     with pytest.raises(SearchError, match=line), apply_roles(model, Pattern.parse("FFFFFF+2q4"), prompt=PROMPT):
         pass

@@ -170,8 +170,8 @@ def commands(model: Path, dense: Path, data: Path, folder: Path) -> dict[str, li
     """Each command, with little to do."""
     sizes = ["--seq-len", 32, "--device", "cpu", "--output", folder]
     own = ["--model", model, "--num-sequences", 2]
-    heads = ["eviction", "--model", dense, "--training", data, "--pages", 4, "--page-tokens", 4]
-    heads += ["--recent-pages", 1, "--sink-pages", 0, "--query-pages", 2, "--seq-len", 32, "--device", "cpu"]
+    heads = ["eviction", "--model", dense, "--training", data, "--heads", "query_pages=2"]
+    heads += ["--selection", "pages=4,page_tokens=4,recent_pages=1,sink_pages=0", "--seq-len", 32, "--device", "cpu"]
     return {
         "indexcache-check": ["sglang_indexcache", "FSFSFS", "--model", model],
         "indexcache-search": ["indexcache_search", *own, "--calibration", data, "--num-eval-sequences", 2, *sizes],
@@ -181,7 +181,17 @@ def commands(model: Path, dense: Path, data: Path, folder: Path) -> dict[str, li
             *("--decode-steps", 8),
         ],
         "indexcache-distill": [
-            *("indexcache_search:distill", *own, "--training", data, "--warmup-steps", 1, "--steps", 1, *sizes),
+            *(
+                "indexcache_search:distill",
+                *own,
+                "--training",
+                data,
+                "--warmup",
+                "steps=1",
+                "--sparse",
+                "steps=1",
+                *sizes,
+            ),
             *("--num-eval-sequences", 2, "--batch-size", 2),
         ],
         "indexcache-lab": [
@@ -254,7 +264,7 @@ def test_a_search_whose_result_nobody_can_print(model_folder: Path, token_file: 
     """On a full device, in ASCII, on 20 columns: its files are written, and one line says what could not be."""
     folder = tmp_path / "a[b]c [/b] :x:"
     command = words(commands(model_folder, model_folder, token_file, folder)["indexcache-search"])
-    command += ["--strategy", "uniform", "--retain", "1/2", "--no-report"]
+    command += ["--strategy", "uniform", "--retain", "1/2"]
     script = 'PYTHONIOENCODING=ascii COLUMNS=20 "$0" "$@" >/dev/full'
     done = subprocess.run(
         ["bash", "-c", script, sys.executable, *map(str, command)], capture_output=True, timeout=120, text=True

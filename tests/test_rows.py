@@ -226,7 +226,7 @@ def test_pairs_need_no_template_and_conversations_do(tmp_path: Path) -> None:
     row = {"instruction": "How?", "input": "Long.", "output": "So.", "system": "Be brief."}
     assert texts_of(row, tmp_path, chat_template=None) == [(f"Be brief.\n\nHow?\n\nLong.\n\nSo.{end}", f"So.{end}")]
     with pytest.raises(
-        DataError, match=r"row.json: row 1: .*no chat template; expected --chat-template FILE"
+        DataError, match=r"row.json: row 1: .*no chat template; expected --rows chat_template=FILE"
     ) as caught:
         texts_of({"messages": turns("How?", "So.")}, tmp_path, chat_template=None)
     assert not isinstance(caught.value, RowError)  # no row is to blame, none is skipped
@@ -239,7 +239,7 @@ def test_earlier_turns_that_are_written_otherwise(tmp_path: Path) -> None:
     assert texts_of(row, tmp_path, chat_template=FORGETS) == each
     assert texts_of(row, tmp_path, chat_template=FORGETS, turns="each") == each
     assert texts_of(row, tmp_path, chat_template=FORGETS, turns="last") == [(second, "(so)Thus.;")]
-    with pytest.raises(DataError, match=r"row 1: .*otherwise once others follow.*expected --turns each or last"):
+    with pytest.raises(DataError, match=r"row 1: .*otherwise once others follow.*expected --rows turns=each or last"):
         texts_of(row, tmp_path, chat_template=FORGETS, turns="all")
     assert texts_of(row, tmp_path, turns="each")[0][1] == "So.;Thus.;"  # also where nothing forces it
 
@@ -280,7 +280,7 @@ def test_templates_that_do_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not isinstance(caught.value, RowError)
     looping = fresh_tokenizer()
     looping.chat_template = template
-    with pytest.raises(DataError, match=r"--chat: .*takes more than 0.1 seconds"):
+    with pytest.raises(DataError, match=r"--tasks chat=yes: .*takes more than 0.1 seconds"):
         sample("multi_key", looping, list(range(3, 90)) * 9, 256, 0, chat=True)
 
 
@@ -313,10 +313,10 @@ def test_bad_rows_are_named_counted_and_skipped(tmp_path: Path) -> None:
         return reader
 
     reader = of(3)
-    assert "--chat-template changed no row: none is a conversation" in reader.notes
+    assert "--rows chat_template changed no row: none is a conversation" in reader.notes
     assert len(reader.readings[0].bad) == 3 and "and 2 more" in reader.notes[0]
     assert str(reader.readings[0]) == "rows read: 2, bad ones skipped: 3; tokens: 3, of which count: 3"
-    with pytest.raises(DataError, match=r"line \d: .* \(2 bad rows were skipped before it\); --skip-bad-rows N skips"):
+    with pytest.raises(DataError, match=r"line \d: .* \(2 bad rows were skipped before it\); --rows skip_bad=N skips"):
         of(2)
 
 

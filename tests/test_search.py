@@ -100,17 +100,6 @@ def test_running_again_changes_nothing_and_evaluates_nothing(
     assert (finished / "work" / "journal.jsonl").read_bytes() == journal
 
 
-def test_json_goes_to_stdout_alone(finished: Path, model_folder: Path, token_file: Path) -> None:
-    result = run(*arguments(model_folder, token_file, finished, "--json"))
-    assert json.loads(result.stdout)["pattern_file"]["pattern"] == PatternFile.load(finished / "pattern.yaml").pattern
-
-
-def test_no_report(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
-    run(*arguments(model_folder, token_file, tmp_path, "--no-report", "--retain", "2/3"))
-    names = ["indexcache-run.json", "metrics.json", "pattern.yaml", "work"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
-
-
 def test_strategies_share_the_journal(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
     work = ("--work-dir", str(tmp_path / "work"))
     greedy = run(*arguments(model_folder, token_file, tmp_path / "greedy", *work))
@@ -125,7 +114,7 @@ def test_strategies_share_the_journal(model_folder: Path, token_file: Path, tmp_
 
 
 def test_block_wise_search(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
-    assert run(*arguments(model_folder, token_file, tmp_path, "--blocks", "2")).exit_code == 0
+    assert run(*arguments(model_folder, token_file, tmp_path, "--strategy", "greedy:blocks=2")).exit_code == 0
     file = PatternFile.load(tmp_path / "pattern.yaml")
     assert file.search is not None and file.search.blocks == 2
     assert file.search.evaluations == count_evaluations(Pattern.full(LAYERS), 2, 2)
@@ -134,7 +123,7 @@ def test_block_wise_search(model_folder: Path, token_file: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("strategy", ["lazy", "exhaustive"])
 def test_every_strategy_ends_with_files(model_folder: Path, token_file: Path, tmp_path: Path, strategy: str) -> None:
-    options = ["--strategy", strategy, "--num-sequences", "6", "--swaps", "4"]
+    options = ["--strategy", f"{strategy}:swaps=4", "--num-sequences", "6"]
     result = run(*arguments(model_folder, token_file, tmp_path, *options))
     assert result.exit_code == 0, result.output
     file, found = PatternFile.load(tmp_path / "pattern.yaml"), metrics(tmp_path)
@@ -181,8 +170,8 @@ def test_locked_layers_stay_shared(token_file: Path, tmp_path: Path) -> None:
         (["--retain", "0/4"], "retention is 0/4"),
         (["--retain", "1/2,x"], "retention is 'x'"),
         (["--retain", "2/3", "--strategy", "uniform"], "retentions of the form 1/n, found 2/3"),
-        (["--blocks", "3", "--retain", "1/3"], "--blocks 3 keeps 3"),
-        (["--blocks", "3", "--strategy", "lazy"], "--blocks 3 needs --strategy greedy, found lazy"),
+        (["--strategy", "greedy:blocks=3", "--retain", "1/3"], "blocks=3 keeps 3"),
+        (["--strategy", "lazy:blocks=3"], "lazy has no setting blocks, expected flips, race, swaps"),
         (["--seq-len", "9"], "--seq-len is 9"),
         (["--seq-len", "300"], "made for 256 tokens"),
         (["--num-sequences", "99"], "99 were asked for"),
@@ -210,7 +199,7 @@ def test_models_and_data_that_are_missing(token_file: Path, tmp_path: Path) -> N
         assert result.exit_code == 2 and message in result.stderr
     result = run("--strategy", "best")
     names = "lazy, greedy, exhaustive, uniform, similarity, shift, recall"
-    assert result.exit_code == 2 and f"--strategy is best, expected one of {names}" in result.stderr
+    assert result.exit_code == 2 and f"'--strategy': found 'best', expected one of {names}" in result.stderr
 
 
 def test_another_search_in_the_same_folder_is_refused(
@@ -228,13 +217,8 @@ def test_another_search_in_the_same_folder_is_refused(
 def test_results_of_two_runs_never_stand_together(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
     """Nor is anything of somebody else's written over, and a folder belongs to one command."""
     first = arguments(model_folder, token_file, tmp_path)
-    assert run(*first).exit_code == 0 and (tmp_path / "report.html").exists()
-    (tmp_path / "notes.txt").write_text("mine")
-    result = run(*first, "--no-report")
-    assert result.exit_code == 0 and "removed" in result.stderr and not (tmp_path / "report.html").exists()
-    (tmp_path / "report.html").write_text("mine")
-    assert run(*first, "--no-report").exit_code == 0
-    before = (tmp_path / "metrics.json").read_bytes()
+    for name in ("notes.txt", "report.html"):
+        (tmp_path / name).write_text("mine")
     for more, message in (
         ((), "report.html: is there already, and no indexcache-run.json says that indexcache-search wrote it"),
         (("--restart",), "report.html: is there already"),
@@ -242,6 +226,13 @@ def test_results_of_two_runs_never_stand_together(model_folder: Path, token_file
     ):
         result = run(*first, *more)
         assert result.exit_code == 2 and message in " ".join(result.stderr.split()), result.output
+    assert not (tmp_path / "metrics.json").exists() and (tmp_path / "report.html").read_text() == "mine"
+    (tmp_path / "report.html").unlink()
+    assert run(*first).exit_code == 0
+    before = (tmp_path / "metrics.json").read_bytes()
+    (tmp_path / "report.html").write_text("mine")
+    result = run(*first)
+    assert result.exit_code == 2 and "was changed since indexcache-search wrote it" in " ".join(result.stderr.split())
     assert (tmp_path / "metrics.json").read_bytes() == before and (tmp_path / "report.html").read_text() == "mine"
     twice = ("--evaluation", str(token_file), "--evaluation", str(token_file))
     result = run(*arguments(model_folder, token_file, tmp_path / "out", *twice))
@@ -303,7 +294,7 @@ def test_every_strategy_goes_on_to_the_identical_file(
     model_folder: Path, token_file: Path, tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def search(folder: Path) -> Any:
-        more = ["--strategy", strategy, "--num-sequences", "6", "--swaps", "4", "--no-report"]
+        more = ["--strategy", f"{strategy}:swaps=4", "--num-sequences", "6"]
         return run(*arguments(model_folder, token_file, folder, *more))
 
     original, calls = TransformersEngine._score, []
@@ -344,7 +335,7 @@ def test_twenty_kills_at_random_moments_end_in_twenty_identical_files(
     server: Any, model_folder: Path, token_file: Path, tmp_path: Path
 ) -> None:
     def start(folder: Path) -> Any:
-        process = server.Process(target=_child, args=(arguments(model_folder, token_file, folder, "--no-report"),))
+        process = server.Process(target=_child, args=(arguments(model_folder, token_file, folder),))
         process.start()
         return process
 

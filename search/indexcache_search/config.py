@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from sglang_indexcache import strict_yaml
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.files import read_regular
 
-OUTSIDE = ("config", "version", "help")
-LIST, MAPPING = ",...", "KEY=VALUE"  # in metavars of options that take such values
+SETTINGS, LIST = "KEY=VALUE,...", ",..."  # in metavars of options that take a mapping, or a list as one word
 SERVER = "server"  # in `context.meta`: flags of a server, which are no options of ours
 
 
@@ -32,8 +32,8 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         raise typer.BadParameter(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
     if not isinstance(content, dict):
         raise typer.BadParameter(f"{path}: expected a mapping of option names")
-    options = {option.name: option for option in context.command.get_params(context) if option.name not in OUTSIDE}
-    found: dict[str, Any] = {}
+    options = {option.name: option for option in context.command.params if not option.is_eager}
+    found = context.default_map = {}
     for key, value in content.items():
         name = key.replace("-", "_")
         try:
@@ -48,11 +48,10 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
                 raise typer.BadParameter(f"no such option of {context.info_name}")
         except typer.BadParameter as error:
             raise typer.BadParameter(f"{path}: {key}: {error.message}") from None
-    context.default_map = found
     return path
 
 
-def server_flags(context: typer.Context, taken: bool) -> tuple[str, ...]:
+def server_flags(context: typer.Context, taken: bool, hint_for: Callable[[str], str]) -> tuple[str, ...]:
     """Return what is no option of ours, of the file and of the command line.
 
     Raises:
@@ -62,7 +61,7 @@ def server_flags(context: typer.Context, taken: bool) -> tuple[str, ...]:
     for where, words in ((f"{context.params['config']}: ", of_file), ("", context.args)):
         if words and not taken:
             flag = words[0].partition("=")[0]
-            raise SearchError(f"{where}no such option: {flag}; see {context.info_name} --help")
+            raise SearchError(f"{where}no such option: {flag}; {hint_for(flag) or f'see {context.info_name} --help'}")
     return (*of_file, *context.args)
 
 
@@ -71,26 +70,20 @@ def _given(option: Any, value: Any) -> Any:
     metavar = option.metavar or ""
     if option.is_flag:
         return value if isinstance(value, bool) else _refuse(value, "true or false")
-    if MAPPING in metavar and isinstance(value, dict):
+    if isinstance(value, dict) and metavar.endswith(SETTINGS):
         return value
     if option.multiple:
         return [_word(item) for item in (value if isinstance(value, list) else [value])]
-    if LIST in metavar and isinstance(value, list):
-        return ",".join(map(_word, value))
-    return _word(value)
+    return ",".join(map(_word, value)) if isinstance(value, list) and LIST in metavar else _word(value)
 
 
 def _server_flag(name: str, value: Any) -> list[str]:
-    flag = f"--{name.replace('_', '-')}"
-    if isinstance(value, bool):
-        return [flag] if value else _refuse(value, "true, a text or a number")
-    return [flag, *map(_word, value if isinstance(value, list) else [value])]
+    words = value if isinstance(value, list) else [] if value is True else [value]
+    return [f"--{name.replace('_', '-')}", *map(_word, words)]
 
 
 def _word(value: Any) -> str:
-    if isinstance(value, bool | list | dict) or value is None:
-        _refuse(value, "a text or a number")
-    return str(value)
+    return _refuse(value, "a text or a number") if isinstance(value, bool | list | dict | None) else str(value)
 
 
 def _refuse(value: Any, expected: str) -> Any:

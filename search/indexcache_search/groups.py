@@ -25,29 +25,28 @@ def group(kind: type[Group]) -> Callable[[Any], Group]:
 
 
 def _build(kind: Any, value: Any) -> Any:
-    hints = get_type_hints(kind, include_extras=True)
-    keys = [field.name for field in fields(kind)]
+    hints, known = get_type_hints(kind, include_extras=True), {field.name: field for field in fields(kind)}
     if isinstance(value, Mapping):
         found = {str(key).replace("-", "_"): item for key, item in value.items()}
     else:
-        found = _settings(str(value), keys[0])
+        found = _settings(str(value), next(iter(known)))
     for key in found:
-        if key not in keys:
-            raise typer.BadParameter(f"found {key[:60]!r}, expected {', '.join(keys)}")
-    for field in fields(kind):
-        if field.default is MISSING and field.name not in found:
-            raise typer.BadParameter(f"{field.name} is missing")
+        if key not in known:
+            raise typer.BadParameter(f"found {key[:60]!r}, expected {', '.join(known)}")
+    missing = [key for key, field in known.items() if field.default is MISSING and key not in found]
+    if missing:
+        raise typer.BadParameter(f"{missing[0]} is missing")
     try:
-        return kind(**{key: _convert(key, hints[key], item) for key, item in found.items()})
+        return kind(**{key: _checked(key, hints[key], item) for key, item in found.items()})
     except IndexCacheError as error:
         raise typer.BadParameter(str(error)) from None
 
 
-def _settings(text: str, first: str) -> dict[str, Any]:
+def _settings(text: str, first: str) -> dict[str, str]:
     """The texts that are given, by key."""
     before, equals, _ = text.partition("=")
     alone, colon, _ = before.rpartition(":") if equals else (before, "", "")
-    found: dict[str, Any] = {first: alone.replace(",", "/")} if alone or not equals else {}
+    found = {first: alone.replace(",", "/")} if alone or not equals else {}
     for word in text[len(alone + colon) :].split(",") if equals else ():
         key, equals, value = (part.strip() for part in word.partition("="))
         key = key.replace("-", "_")
@@ -59,31 +58,37 @@ def _settings(text: str, first: str) -> dict[str, Any]:
     return found
 
 
-def _convert(key: str, hint: Any, value: Any) -> Any:
+def _checked(key: str, hint: Any, value: Any) -> Any:
+    try:
+        return _convert(hint, value)
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"{key}: {error.message}") from None
+
+
+def _convert(hint: Any, value: Any) -> Any:
     """Read `value`, of a command line or a configuration file, as `hint` says."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        bounds = next(item for item in inner if isinstance(item, Bounds))
-        return bounds.checked(_convert(key, inner[0], value), key)
+        return next(item for item in inner if isinstance(item, Bounds)).check(_convert(inner[0], value))
     if origin in (Union, types.UnionType):
-        return _convert(key, next(item for item in inner if item is not type(None)), value)
+        return _convert(next(item for item in inner if item is not type(None)), value)
     if origin is tuple:
         values = value if isinstance(value, list) else str(value).split("/")
-        return tuple(_convert(key, inner[0], item.strip() if isinstance(item, str) else item) for item in values)
+        return tuple(_convert(inner[0], item.strip() if isinstance(item, str) else item) for item in values)
     if hint is bool:
         found = value if isinstance(value, bool) else {"yes": True, "no": False}.get(str(value))
-        return _refuse(key, value, "yes or no") if found is None else found
+        return _refuse(value, "yes or no") if found is None else found
     if isinstance(value, list | Mapping | bool) or value is None or value == "":
-        _refuse(key, value, "one value")
+        _refuse(value, "one value")
     if hint in (int, float):
         try:
             return hint(str(value))
         except ValueError:
-            _refuse(key, value, "a whole number" if hint is int else "a number")
+            _refuse(value, "a whole number" if hint is int else "a number")
     if origin is Literal and value not in inner:
-        _refuse(key, value, f"one of {', '.join(map(str, inner))}")
+        _refuse(value, f"one of {', '.join(inner)}")
     return Path(str(value)) if hint is Path else hint.parse(str(value)) if hasattr(hint, "parse") else str(value)
 
 
-def _refuse(key: str, value: Any, expected: str) -> Any:
-    raise typer.BadParameter(f"{key}: found {str(value)[:60]!r}, expected {expected}")
+def _refuse(value: Any, expected: str) -> Any:
+    raise typer.BadParameter(f"found {str(value)[:60]!r}, expected {expected}")

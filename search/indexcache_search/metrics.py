@@ -16,10 +16,10 @@ from indexcache_search.comparison import Row
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine, Losses
 from indexcache_search.line import BASELINE, BEST, MEAN, PHASE, Line
+from indexcache_search.names import suffix
 from indexcache_search.results import CostResult, HeldOut, Measured, SearchResult, StepResult
 from indexcache_search.results import Row as TableRow
 from indexcache_search.search import Found
-from indexcache_search.selection_flags import suffix
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.selection import Selection
 

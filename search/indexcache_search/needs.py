@@ -1,4 +1,4 @@
-"""Options that only some modes of a command read: asked for in another one, they are refused."""
+"""Options that are read beside others only: asked for without those, they are refused."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 import typer
 
 from indexcache_search.errors import SearchError
-
-Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -23,11 +21,11 @@ class Need:
     """
 
     words: str
-    met: Callable[[Values], bool]
+    met: Callable[[Mapping[str, Any]], bool]
 
 
 Needs = Mapping[str, tuple[Need, ...]]
-"""What each option of a command needs; of every one, so that a new option is thought about."""
+"""What options of a command need; those that are read in any case are not in it."""
 
 
 def refuse_unread(context: typer.Context, needs: Needs) -> None:
@@ -36,12 +34,12 @@ def refuse_unread(context: typer.Context, needs: Needs) -> None:
     Raises:
         SearchError: naming it, and what it needs.
     """
-    for name, value in context.params.items():
-        source = context.get_parameter_source(name)
+    for name, its_needs in needs.items():
+        value, source = context.params[name], context.get_parameter_source(name)
         if source is None or source.name == "DEFAULT":
             continue
-        for need in needs[name]:
+        flag = "--" + ("no-" if value is False else "") + name.replace("_", "-")
+        shown = f"{context.params['config']}: {name}" if source.name == "DEFAULT_MAP" else flag
+        for need in its_needs:
             if not need.met(context.params):
-                flag = "--" + ("no-" if value is False else "") + name.strip("_").replace("_", "-")
-                shown = f"{context.params['config']}: {name}" if source.name == "DEFAULT_MAP" else flag
                 raise SearchError(f"{shown} needs {need.words}")

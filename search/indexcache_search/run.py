@@ -48,8 +48,10 @@ from sglang_indexcache.families import family_of
 from sglang_indexcache.redaction import redacted
 from sglang_indexcache.selection import Selection
 
+WRITTEN = ("pattern.yaml", "metrics.json", "report.html")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Data:
     """Sources and sizes of the calibration and the held-out set; `seq_len` None means 4 x `first_sparse_position`.
 
@@ -66,7 +68,7 @@ class Data:
     rows: RowOptions = AS_THEY_ARE
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Runtime:
     """How the engine runs, see `TransformersEngine.load` and `SglangEngine`.
 
@@ -95,14 +97,13 @@ class Runtime:
         return (*device, *dtype, *self.server_arguments)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Files:
     """Where results and journal go; `restart` discards the journal first."""
 
     folder: Path
     work_dir: Path
     restart: bool
-    report: bool
 
 
 def run(model: str, data: Data, runtime: Runtime, settings: Settings, files: Files, console: Console) -> SearchResult:
@@ -112,10 +113,9 @@ def run(model: str, data: Data, runtime: Runtime, settings: Settings, files: Fil
         IndexCacheError: if something asked for can't be done.
         NonFiniteLossError: if a loss is NaN or infinite.
     """
-    names = ["pattern.yaml", "metrics.json", *(["report.html"] if files.report else [])]
     reads = {"--model": [model], "--calibration": data.calibration, "--evaluation": data.evaluation}
     with ExitStack() as stack:
-        out = stack.enter_context(outputs("indexcache-search", files.folder, files.work_dir, names, reads))
+        out = stack.enter_context(outputs("indexcache-search", files.folder, files.work_dir, WRITTEN, reads))
         with console.status(Text(f"Loading {redacted(model)}")):
             with error_context("reading the data"):
                 reader, calibration, held_out = _load_data(model, data, settings, runtime)
@@ -126,14 +126,13 @@ def run(model: str, data: Data, runtime: Runtime, settings: Settings, files: Fil
         belongs_to = identity(engine, calibration, held_out, settings.objective)
         journal = stack.enter_context(Journal(out.journal(), belongs_to, today(), files.restart))
         result = _search(engine, calibration, held_out, settings, journal, out, console)
+        from indexcache_search.report import render  # matplotlib takes a second to import
+
         pages = {
             "pattern.yaml": result.pattern_file.dumps(),
             "metrics.json": json.dumps(result.as_json(), indent=1) + "\n",
+            "report.html": render(result),
         }
-        if files.report:
-            from indexcache_search.report import render  # matplotlib takes a second to import
-
-            pages["report.html"] = render(result)
         out.replace(pages, console)
     return result
 
@@ -156,8 +155,6 @@ def _load_data(model: str, data: Data, settings: Settings, runtime: Runtime) -> 
     if runtime.engine == "sglang" and not family_of(description.architecture).sglang.calibrated:
         raise SearchError(f"--engine sglang does not search {description.architecture}; expected transformers")
     settings.goal(description)  # raises what can't be had
-    if settings.queries and data.reply is None:
-        raise SearchError("--queries shares selections in prompts; expected --reply, the tokens behind them that count")
     return token_sets(model, description, data, data.seq_len or 4 * description.first_sparse_position, settings.seed)
 
 
@@ -289,8 +286,7 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
         f" {cost.share_of_algorithm_1:.1%} of the layer-tokens of Algorithm 1",
         soft_wrap=True,
     )
-    names = ["pattern.yaml", "metrics.json", *(["report.html"] if files.report else [])]
-    out.print(f"Wrote {', '.join(str(files.folder / name) for name in names)}", soft_wrap=True)
+    out.print(f"Wrote {', '.join(str(files.folder / name) for name in WRITTEN)}", soft_wrap=True)
     path = files.folder / "pattern.yaml"
     check = command("indexcache-check", path, "--model", model or demo.MODEL)
     out.print(f"Next: {command('indexcache-eval', '--pattern', path) if model is None else check}", soft_wrap=True)

@@ -13,7 +13,7 @@ from indexcache_search.strategies.base import Goal, Strategy
 from indexcache_search.strategies.prices import PRICE_CONTEXT, prices_at
 from indexcache_search.strategies.swaps import Swapping
 from sglang_indexcache import ModelLayers
-from sglang_indexcache.indexers import EXACT_ROWS, QUERIES
+from sglang_indexcache.indexers import QUERIES
 from sglang_indexcache.pattern import full_layer_count
 
 
@@ -50,7 +50,7 @@ class Settings:
     @property
     def races(self) -> bool:
         """Whether patterns are compared on growing shares of the sequences."""
-        return self.race and STRATEGIES[self.strategy].races
+        return self.race and "race" in STRATEGIES[self.strategy].settings
 
     def chosen_strategy(self) -> Strategy:
         """The strategy, and local search behind it if that is asked for.
@@ -61,11 +61,9 @@ class Settings:
         strategy = STRATEGIES.get(self.strategy)
         if strategy is None:
             raise SearchError(f"--strategy is {self.strategy}, expected one of {', '.join(STRATEGIES)}")
-        if self.blocks > 1 and not strategy.takes_blocks:
-            raise SearchError(f"--blocks {self.blocks} needs --strategy greedy, found {self.strategy}")
         if self.queries:
             if self.strategy not in WITH_PRICES or self.swaps:
-                raise SearchError(f"--queries needs --strategy {' or '.join(WITH_PRICES)}, without --swaps")
+                raise SearchError(f"--queries needs --strategy {' or '.join(WITH_PRICES)}, without swaps")
             return WITH_PRICES[self.strategy]
         return Swapping(strategy, self.swaps) if self.swaps else strategy
 
@@ -97,8 +95,6 @@ class Settings:
             if queries not in QUERIES or queries > model.index_topk:
                 most = max(item for item in QUERIES if item <= max(2, model.index_topk))
                 raise SearchError(f"--queries has {queries}, expected {', '.join(map(str, QUERIES))}, at most {most}")
-        if self.price_context <= EXACT_ROWS:
-            raise SearchError(f"--price-context is {self.price_context}, expected more than {EXACT_ROWS}")
         return prices_at(self.price_context, self.queries)
 
     def _most_full(self, model: ModelLayers, full_layers: Mapping[Fraction, int]) -> int | None:

@@ -173,13 +173,24 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 OPTIONS = ["--seq-len", 160, "--num-sequences", 8, "--num-eval-sequences", 2, "--steps", 4,
-           "--batch-size", 2, "--page-tokens", 32, "--pages", 3, "--recent-pages", 2, "--sink-pages", 0,
-           "--query-pages", 1, "--checkpoint-every", 2, "--evaluate-every", 2, "--ramp-steps", 1, "--device", "cpu",
-           "--show-every", 1]  # fmt: skip
+           "--batch-size", 2, "--selection", "page_tokens=32,pages=3,recent_pages=2,sink_pages=0",
+           "--every", "checkpoint=2,evaluate=2,show=1", "--ramp-steps", 1, "--device", "cpu"]  # fmt: skip
+HEADS = "query_pages=1"
 
 
 def train(model: Path, data: Path, output: Path, *more: Any) -> tuple[int, str]:
-    words = ["eviction", "--model", model, "--training", data, "--output", output, *OPTIONS, *more]
+    words = [
+        "eviction",
+        "--model",
+        model,
+        "--training",
+        data,
+        "--output",
+        output,
+        *OPTIONS,
+        *(() if "--heads" in more else ("--heads", HEADS)),
+        *more,
+    ]
     done = CliRunner().invoke(app, [str(word) for word in words])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, done.output
@@ -193,7 +204,7 @@ def log(output: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def trained(dense_folder: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("trained") / "out"
-    code, text = train(dense_folder, texts, output, "--heads-lr", 0.1)
+    code, text = train(dense_folder, texts, output, "--heads", f"{HEADS},lr=0.1")
     assert code == 0, text
     assert "eviction heads: KL" in text and "norms of values" in text and "more than attending to" in text
     return output
@@ -223,7 +234,7 @@ def test_heads_alone(trained: Path, dense_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["--body", "--lr", "1e-3"], ["--no-gradient-checkpointing", "--bias", "training"]]
+    "more", [[], ["--body", "lr=1e-3"], ["--engine", "gradient_checkpointing=no", "--heads", f"{HEADS},bias=training"]]
 )
 def test_a_killed_run_goes_on_exactly(
     more: list[str], dense_folder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -257,7 +268,10 @@ def test_a_killed_run_goes_on_exactly(
 
 
 def test_gradient_checkpointing_changes_nothing(dense_folder: Path, texts: Path, tmp_path: Path, trained: Path) -> None:
-    assert train(dense_folder, texts, tmp_path, "--heads-lr", 0.1, "--no-gradient-checkpointing")[0] == 0
+    assert (
+        train(dense_folder, texts, tmp_path, "--heads", f"{HEADS},lr=0.1", "--engine", "gradient_checkpointing=no")[0]
+        == 0
+    )
     mine, theirs = (load_file(output / "model" / FILE) for output in (tmp_path, trained))
     for key in theirs:
         torch.testing.assert_close(mine[key], theirs[key], rtol=1e-4, atol=1e-5)
@@ -287,11 +301,14 @@ def test_losses_that_are_no_numbers_end_it(
         (["--steps", 0], "--steps is 0, expected at least one step"),
         (["--loss", "own"], "No such option: --loss"),
         (["--warmup-steps", 3], "No such option: --warmup-steps"),
-        (["--lr", 0.2], "--lr needs --body"),
-        (["--page-tokens", 16], "nosa with page_tokens 16 and recent_pages 2, expected at least 32 and 2"),
-        (["--query-pages", 2], "query_pages is 2, expected at most 1"),
+        (["--lr", 0.2], "No such option: --lr; expected --heads lr=VALUE"),
+        (
+            ["--selection", "page_tokens=16,pages=3,recent_pages=2,sink_pages=0"],
+            "nosa with page_tokens 16 and recent_pages 2, expected at least 32 and 2",
+        ),
+        (["--heads", "query_pages=2"], "query_pages is 2, expected at most 1"),
         (["--seq-len", 97], "--seq-len is 97, but queries see every token up to position 96"),
-        (["--batch-size", 3, "--micro-batch-size", 2], "--batch-size is 3, expected a multiple of --micro-batch-size"),
+        (["--batch-size", 3, "--engine", "micro_batch=2"], "--batch-size is 3, expected a multiple of micro_batch"),
     ],
 )
 def test_what_cannot_be_trained_is_one_line(

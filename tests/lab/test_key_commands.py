@@ -50,11 +50,30 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_comparison_at_equal_savings(dense_folder: Path, texts: Path, replies: Path, tmp_path: Path) -> None:
-    options = ["--model", dense_folder, "--threshold", "0.3,0.9", "--window", "0.1", "--evaluation", texts,
-               "--evaluation", replies, "--seq-len", 160, "--num-sequences", 8, "--output", tmp_path / "out",
-               "--pattern", f"delta=D{'S' * (LAYERS - 1)}", "--pattern", f"own={'F' * LAYERS}", "--pages", "4",
-               "--score", "compressed_keys", "--page-tokens", "32", "--recent-pages", "2", "--sink-pages", "0",
-               "--steps", "none,nosa:1"]  # fmt: skip
+    options = [
+        "--model",
+        dense_folder,
+        "--threshold",
+        "0.3,0.9",
+        "--near",
+        "window=0.1",
+        "--evaluation",
+        texts,
+        "--evaluation",
+        replies,
+        "--seq-len",
+        160,
+        "--num-sequences",
+        8,
+        "--output",
+        tmp_path / "out",
+        "--pattern",
+        f"delta=D{'S' * (LAYERS - 1)}",
+        "--pattern",
+        f"own={'F' * LAYERS}",
+        "--selection",
+        "pages=4,score=compressed_keys,page_tokens=32,recent_pages=2,sink_pages=0,steps=none/nosa:1",
+    ]
     done = evaluate(*options)
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "out" / "eval.json").read_text())
@@ -110,7 +129,18 @@ def test_a_comparison_goes_on_where_it_ended(
 
 
 def test_thresholds_are_found_and_compared(dense_folder: Path, texts: Path, replies: Path, tmp_path: Path) -> None:
-    sizes = ["--seq-len", 160, "--num-sequences", 4, "--num-eval-sequences", 4, "--window", "0.1", "--batch-size", 4]
+    sizes = [
+        "--seq-len",
+        160,
+        "--num-sequences",
+        4,
+        "--num-eval-sequences",
+        4,
+        "--near",
+        "window=0.1",
+        "--batch-size",
+        4,
+    ]
     options = ["--model", dense_folder, "--calibration", texts, "--evaluation", texts, "--evaluation", replies, *sizes]
     done = search(*options, "--skip", "0.3,0.5", "--output", tmp_path / "out")
     assert done.exit_code == 0, done.output
@@ -223,7 +253,7 @@ def test_what_cannot_be_done_is_one_line(dense_folder: Path, model_folder: Path,
         ([*dense, "--threshold", "0.5,nothing"], "'nothing' is neither a number nor a file"),
         ([*dense, "--threshold", "-1"], "a value is -1.0"),
         ([*dense, "--threshold", "nan"], "a value is nan"),
-        ([*dense, "--window", "2"], "expected 0 to 1"),
+        ([*dense, "--near", "window=2"], "expected 0 to 1"),
         ([*dense, "--threshold", broken], "model: Field required"),
     ):
         done = evaluate(*options)

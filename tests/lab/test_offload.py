@@ -144,8 +144,8 @@ def test_the_command_counts_predicts_and_resumes(
 ) -> None:
     options = ["--model", model_folder, "--evaluation", token_file, "--seq-len", 32, "--num-sequences", 3,
                "--decode-steps", 8, "--pattern", "uniform@1/3", "--pattern", f"mine=F{'S' * (LAYERS - 1)}",
-               "--buffers", "2,1", "--kv-dtype", "bfloat16", "--bandwidth", 0.001, "--step-ms", 6,
-               "--batch", 4, "--memory-gb", 0.001, "--context", 64, "--device", "cpu",
+               "--buffers", "2,1", "--device", "cpu", "--server",
+               "kv_dtype=bfloat16,bandwidth=0.001,step_ms=6,batch=4,memory_gb=0.001,context=64",
                "--output", tmp_path / "out"]  # fmt: skip
     done = offload(*options)
     assert done.exit_code == 0, done.output
@@ -173,9 +173,9 @@ def test_the_command_counts_predicts_and_resumes(
         raise AssertionError("counted before")
 
     monkeypatch.setattr(TransformersEngine, "selections", never)
-    again = offload(*options, "--json")
+    again = offload(*options)
     assert again.exit_code == 0, again.output
-    assert json.loads(again.stdout[again.stdout.index("{") :]) == result
+    assert json.loads((tmp_path / "out" / "offload.json").read_text()) == result
     other = offload(*options, "--decode-steps", 9)
     assert other.exit_code == 2 and "belongs to a search with data" in other.output
 
@@ -183,11 +183,11 @@ def test_the_command_counts_predicts_and_resumes(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--buffers", "1,x"], "--buffers: 'x' is no number from 1 to 1000"),
-        (["--buffers", "0.5"], "--buffers: '0.5' is no number from 1 to 1000"),
-        (["--buffers", "1e6"], "--buffers: '1e6' is no number from 1 to 1000"),
-        (["--buffers", "nan"], "--buffers: 'nan' is no number from 1 to 1000"),
-        (["--kv-dtype", "int4"], "--kv-dtype is int4, expected bfloat16 or fp8_e4m3"),
+        (["--buffers", "1,x"], "'--buffers': 'x' is no number from 1 to 1000"),
+        (["--buffers", "0.5"], "'--buffers': '0.5' is no number from 1 to 1000"),
+        (["--buffers", "1e6"], "'--buffers': '1e6' is no number from 1 to 1000"),
+        (["--buffers", "nan"], "'--buffers': 'nan' is no number from 1 to 1000"),
+        (["--server", "kv_dtype=int4"], "kv_dtype: found 'int4', expected one of bfloat16, fp8_e4m3"),
         (["--decode-steps", "30"], "--decode-steps is 30, expected at most 24"),
         (["--seq-len", "9"], "--decode-steps is 8, expected at most 1"),
         (["--pattern", "FS"], "pattern has 2 letters, model has 6"),
@@ -236,7 +236,7 @@ def test_the_bandwidth_is_of_pieces_from_anywhere(piece: int, moved: int, monkey
 
 # -- dense models
 
-FEW = ["--page-tokens", 4, "--pages", 3, "--recent-pages", 1]
+FEW = "page_tokens=4,pages=3,recent_pages=1"
 
 
 def test_pages_that_decoding_chooses_are_numbered() -> None:
@@ -288,9 +288,9 @@ def test_plans_of_a_dense_model(
     dense_folder: Path, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--model", dense_folder, "--evaluation", token_file, "--seq-len", 32, "--num-sequences", 3,
-               "--decode-steps", 8, "--pattern", "FFFFFF", "--pattern", "mine=DFSSDS", *FEW, "--buffers", "1,2,3",
-               "--steps", "none,refresh:8", "--bandwidth", 0.001, "--step-ms", 6, "--output", tmp_path / "out",
-               "--device", "cpu"]  # fmt: skip
+               "--decode-steps", 8, "--pattern", "FFFFFF", "--pattern", "mine=DFSSDS", "--buffers", "1,2,3",
+               "--selection", f"{FEW},steps=none/refresh:8", "--server", "bandwidth=0.001,step_ms=6",
+               "--output", tmp_path / "out", "--device", "cpu"]  # fmt: skip
     done = offload(*options)
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "out" / "offload.json").read_text())
@@ -313,25 +313,26 @@ def test_plans_of_a_dense_model(
     assert "4|3|1|0|token_max|refresh:8|" in page and "hisparse" not in page.partition("<h2>")[2]
     monkeypatch.setattr(TransformersEngine, "selections", lambda *_: 1 / 0)
     monkeypatch.setattr(TransformersEngine, "evaluate", lambda *_, **__: 1 / 0)
-    again = offload(*options, "--json")
+    again = offload(*options)
     assert again.exit_code == 0, again.output
-    assert json.loads(again.stdout[again.stdout.index("{") :]) == result
+    assert json.loads((tmp_path / "out" / "offload.json").read_text()) == result
 
 
 def test_the_best_plan_within_limits(dense_folder: Path, token_file: Path, tmp_path: Path) -> None:
     """Least KL first; then the smallest buffer that brings no more than allowed."""
     options = ["--model", dense_folder, "--evaluation", token_file, "--seq-len", 32, "--num-sequences", 3,
-               "--decode-steps", 8, "--pattern", "FFFFFF", "--pattern", "DFSSDS", *FEW, "--buffers", "1,2,3",
-               "--steps", "none,refresh:8", "--output", tmp_path / "out", "--device", "cpu"]  # fmt: skip
-    every = offload(*options, "--json")
-    plans = json.loads(every.stdout[every.stdout.index("{") :])["plans"]
+               "--decode-steps", 8, "--pattern", "FFFFFF", "--pattern", "DFSSDS", "--buffers", "1,2,3",
+               "--selection", f"{FEW},steps=none/refresh:8", "--device", "cpu",
+               "--output", tmp_path / "out"]  # fmt: skip
+    assert offload(*options).exit_code == 0
+    plans = json.loads((tmp_path / "out" / "offload.json").read_text())["plans"]
     assert not (tmp_path / "out" / "pattern.yaml").exists()
     pairs = [(plan, buffer) for plan in plans for buffer in plan["buffers"]]
     pairs.sort(key=lambda pair: (pair[0]["kl"]["mean"], pair[1]["device_bytes"]))
     for limit in sorted(buffer["bytes_a_step"] for _, buffer in pairs):
-        done = offload(*options, "--max-transfer", limit / 1e6 * (1 + 1e-12), "--json")
+        done = offload(*options, "--max-transfer", limit / 1e6 * (1 + 1e-12))
         assert done.exit_code == 0, done.output
-        choice = json.loads(done.stdout[done.stdout.index("{") :])["choice"]
+        choice = json.loads((tmp_path / "out" / "offload.json").read_text())["choice"]
         plan, buffer = next(pair for pair in pairs if pair[1]["bytes_a_step"] <= limit)
         assert choice == {"name": plan["name"], "buffer": buffer}
         file = PatternFile.load(tmp_path / "out" / "pattern.yaml")
@@ -353,10 +354,13 @@ def test_the_best_plan_within_limits(dense_folder: Path, token_file: Path, tmp_p
     ("options", "expected"),
     [
         ([], "pattern is of F and S without a selection, the model is dense"),
-        ([*FEW, "--decode-steps", 30], "--decode-steps is 30, expected at most 20: up to 12 tokens"),
-        ([*FEW, "--steps", "ema"], "steps are 'ema', expected none, ema:BETA"),
-        ([*FEW, "--score", "best"], "--score is best, expected token_max or compressed_keys"),
-        ([*FEW, "--endpoint", "http://127.0.0.1:9"], "--endpoint does not run LlamaForCausalLM; expected a DSA model"),
+        (["--selection", FEW, "--decode-steps", 30], "--decode-steps is 30, expected at most 20: up to 12 tokens"),
+        (["--selection", f"{FEW},steps=ema"], "steps are 'ema', expected none, ema:BETA"),
+        (["--selection", f"{FEW},score=best"], "score: found 'best', expected one of token_max, compressed_keys"),
+        (
+            ["--selection", FEW, "--endpoint", "http://127.0.0.1:9"],
+            "--endpoint does not run LlamaForCausalLM; expected",
+        ),
     ],
 )
 def test_bad_plans_of_dense_models(
@@ -371,13 +375,13 @@ def test_bad_plans_of_dense_models(
 def test_the_file_is_that_of_the_chosen_pattern(dense_folder: Path, token_file: Path, tmp_path: Path) -> None:
     """Two patterns that are spelt out are two lines; a name that is taken, or stands for two, is refused."""
     options = ["--model", dense_folder, "--evaluation", token_file, "--seq-len", 32, "--num-sequences", 2,
-               "--decode-steps", 8, *FEW, "--buffers", "1,3", "--device", "cpu",
+               "--decode-steps", 8, "--selection", FEW, "--buffers", "1,3", "--device", "cpu",
                "--output", tmp_path / "out"]  # fmt: skip
     patterns = ("DFSSSS", "DFFFFF", "DFSFSS")
     named = [word for pattern in patterns for word in ("--pattern", pattern)]
-    done = offload(*options, *named, "--max-transfer", 1000, "--json")
+    done = offload(*options, *named, "--max-transfer", 1000)
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout[done.stdout.index("{") :])
+    found = json.loads((tmp_path / "out" / "offload.json").read_text())
     assert [plan["name"] for plan in found["plans"]] == ["baseline", *patterns]
     best = min(found["plans"][1:], key=lambda plan: plan["kl"]["mean"])
     assert found["choice"]["name"] == best["name"] == best["pattern"]

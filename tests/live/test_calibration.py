@@ -164,13 +164,13 @@ def test_misses_are_what_they_are_on_transformers(
                 wanted = [sum(hisparse_misses(rows, size, LENGTH - steps)) for size in sizes]
                 assert counts == pytest.approx(wanted, rel=0.01, abs=3) and counts[-1] == 0 < counts[1] < counts[0]
     options = ["--model", str(demo.MODEL), "--evaluation", "demo:text", "--seq-len", str(LENGTH), "--num-sequences",
-               "2", "--decode-steps", str(steps), "--pattern", PATTERNS[3].letters, "--buffers", "1,2", "--bandwidth",
-               "50", "--step-ms", "5", "--json"]  # fmt: skip
+               "2", "--decode-steps", str(steps), "--pattern", PATTERNS[3].letters, "--buffers", "1,2", "--server",
+               "bandwidth=50,step_ms=5"]  # fmt: skip
     plans = []
     for name, where in (("live", ["--endpoint", server.url]), ("here", ["--device", "cpu"])):
         done = CliRunner().invoke(cli.app, [*options, *where, "--output", str(tmp_path / name)])
         assert done.exit_code == 0, done.output
-        plans.append(json.loads(done.stdout[done.stdout.index("{") :])["plans"])
+        plans.append(json.loads((tmp_path / name / "offload.json").read_text())["plans"])
     for live, here in zip(*plans, strict=True):
         assert live["name"] == here["name"] and live["kl"]["mean"] == pytest.approx(here["kl"]["mean"], rel=0.01)
         for mine, other in zip(live["buffers"], here["buffers"], strict=True):
@@ -306,7 +306,7 @@ def search(folder: Path, *arguments: str, objective: str = "nll") -> list[str]:
         *("--model", str(demo.MODEL), "--calibration", demo.CALIBRATION[1], "--seq-len", str(LENGTH)),
         *("--num-sequences", "1", "--num-eval-sequences", "1", "--retain", "7/8"),
         *("--strategy", "greedy"),
-        *("--output", str(folder), "--no-report", *arguments),
+        *("--output", str(folder), *arguments),
     ]
 
 
@@ -354,7 +354,7 @@ def test_two_servers_and_kills_end_in_the_identical_file(
 def test_a_search_with_a_server_of_its_own(tmp_path: Path) -> None:
     """Unknown options go to the server, which ends with the search."""
     flags = [*FLAGS, "--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK)]
-    process = subprocess.Popen(search(tmp_path / "out", "--report", *flags, objective="kl"), env=environment())
+    process = subprocess.Popen(search(tmp_path / "out", *flags, objective="kl"), env=environment())
     wait_for_evaluations(tmp_path / "out", 1, process)
     log = (tmp_path / "out" / "work" / "server.log").read_text()
     port = int(re.findall(r"running on http://127\.0\.0\.1:(\d+)", log)[0])

@@ -21,7 +21,16 @@ from tests.live.server import running
 PLAIN = (sys.executable, "-m", "sglang.launch_server")
 pytestmark = pytest.mark.sglang
 PATTERN = Pattern("FSSFSSFSFSSSSSSS")
-DATA = ["--evaluation", "demo:text", "--evaluation", "demo:copy", "--num-sequences", "4", "--tasks", "multi_key"]
+DATA = [
+    "--evaluation",
+    "demo:text",
+    "--evaluation",
+    "demo:copy",
+    "--num-sequences",
+    "4",
+    "--tasks",
+    "multi_key:samples=2",
+]
 
 
 def test_two_servers_are_compared_as_transformers_compares_their_patterns(tmp_path: Path) -> None:
@@ -32,11 +41,11 @@ def test_two_servers_are_compared_as_transformers_compares_their_patterns(tmp_pa
         running(demo.MODEL, tmp_path / "log-b", "--sleep-on-idle", "--indexcache-pattern", file, **cores[1]) as shared,
     ):
         urls = ["--endpoint", baseline.url, "--endpoint", f"{shared.url}/v1"]
-        options = [*urls, *DATA, "--samples", "2", "--output", str(tmp_path / "served")]
+        options = [*urls, *DATA, "--output", str(tmp_path / "served")]
         served = CliRunner().invoke(app, options)
     assert served.exit_code == 0, served.output
     named = ["--pattern", f"shared={PATTERN}", "--no-uniform", "--device", "cpu"]
-    plain = CliRunner().invoke(app, [*named, *DATA, "--samples", "2", "--output", str(tmp_path / "plain")])
+    plain = CliRunner().invoke(app, [*named, *DATA, "--output", str(tmp_path / "plain")])
     assert plain.exit_code == 0, plain.output
     on_servers, here = (json.loads((tmp_path / name / "eval.json").read_text()) for name in ("served", "plain"))
     assert on_servers["held_out"]["sha256"] == here["held_out"]["sha256"]

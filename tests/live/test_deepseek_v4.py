@@ -160,7 +160,7 @@ def test_a_search_on_the_live_server(model: Path, server: Server, tmp_path: Path
             *(sys.executable, "-m", "indexcache_search", "--model", str(model), *engine, "--strategy", "greedy"),
             *("--calibration", str(tmp_path / "tokens.jsonl"), "--evaluation", str(tmp_path / "tokens.jsonl")),
             *("--seq-len", str(PAGE), "--num-sequences", "2", "--num-eval-sequences", "1", "--retain", "1/2"),
-            *("--output", str(tmp_path / name), "--no-report"),
+            *("--output", str(tmp_path / name)),
         ]
         result = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=900)
         assert result.returncode == 0, result.stderr[-2000:]

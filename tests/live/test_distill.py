@@ -43,10 +43,8 @@ def distill(kind: str, folder: Path) -> Path:
         "num-sequences": 16,
         "num-eval-sequences": 4,
         "batch-size": 4,
-        "warmup-steps": 3,
-        "steps": 3,
-        "lr": 1e-3,
-        "indexer-lr": 1e-3,
+        "warmup": "steps=3",
+        "sparse": "steps=3,lr=1e-3,indexer_lr=1e-3",
         "dtype": "float32",
     }
     result = CliRunner().invoke(app, [part for name, value in options.items() for part in (f"--{name}", str(value))])

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from indexcache_search.lab.offload import cli
 from scripts.tools.paired_offload import rows
 
-OPTIONS = ["--seq-len", "32", "--num-sequences", "4", "--decode-steps", "8", "--page-tokens", "4", "--pages", "3",
-           "--recent-pages", "1", "--steps", "none,refresh:8", "--pattern", "FFFFFF", "--buffers", "1,2",
+OPTIONS = ["--seq-len", "32", "--num-sequences", "4", "--decode-steps", "8", "--selection",
+           "pages=3,page_tokens=4,recent_pages=1,steps=none/refresh:8", "--pattern", "FFFFFF", "--buffers", "1,2",
            "--device", "cpu"]  # fmt: skip
 
 

@@ -127,8 +127,8 @@ def measure(options: argparse.Namespace) -> None:
             f"indexcache-offload --model {options.output}/model --evaluation {options.output}/tokens.jsonl"
             f"{'' if name == 'F' else f' --pattern {name}={LETTERS[name]}'}"  # without sharing is always counted
             f" --seq-len {options.context + STEPS} --num-sequences {options.batch}"
-            f" --decode-steps {STEPS} --buffers {multiples} --kv-dtype bfloat16 --dtype bfloat16 --device cuda"
-            f" --batch {options.batch} --step-ms {steps['0']} --output {options.output}/{name}"
+            f" --decode-steps {STEPS} --buffers {multiples} --dtype bfloat16 --device cuda --server"
+            f" kv_dtype=bfloat16,batch={options.batch},step_ms={steps['0']} --output {options.output}/{name}"
         )
 
 

@@ -32,10 +32,11 @@ from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.loading import set_quiet
 from indexcache_search.hf.roles import apply_roles
 from indexcache_search.lab.eviction.heads import attach_saved
-from indexcache_search.selection_flags import selections_of
+from indexcache_search.selection_choice import SelectionChoice
 from scripts.tools.paired_table import shown
 from sglang_indexcache import Pattern
-from sglang_indexcache.selection import COMPRESSED_KEYS, Selection
+from sglang_indexcache.selection import COMPRESSED_KEYS
+from sglang_indexcache.steps import Steps
 
 PART = 1024  # tokens of a prompt that are read at once
 EVERYTHING = "everything"
@@ -122,7 +123,8 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 
 def plans(options: argparse.Namespace, layers: int) -> dict[str, Pattern | None]:
     """Return the patterns that answer, by name."""
-    selections: tuple[Selection, ...] = selections_of(pages=options.pages, score=COMPRESSED_KEYS, steps=options.steps)
+    steps = tuple(map(Steps.parse, options.steps.split(",")))
+    selections = SelectionChoice(pages=(options.pages,), score=COMPRESSED_KEYS, steps=steps).selections()
     found: dict[str, Pattern | None] = {EVERYTHING: None}
     return found | {str(item.steps): Pattern(options.roles or "F" * layers, selection=item) for item in selections}
 
@@ -132,7 +134,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", type=Path, nargs="+", required=True)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--pages", default="32")
+    parser.add_argument("--pages", type=int, default=32)
     parser.add_argument("--steps", default="none,ema:0.9,bounded:2,refresh:16,nosa:8")
     parser.add_argument("--roles", help="a letter a layer; all F")
     parser.add_argument("--tokens", type=int, default=512, help="of an answer")

@@ -23,7 +23,7 @@ from indexcache_search.engines.beginnings import Beginnings
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.pages import apply_page_roles
 from indexcache_search.hf.roles import apply_roles
-from indexcache_search.selection_flags import selections_of
+from indexcache_search.selection_choice import SelectionChoice
 from sglang_indexcache import Pattern
 from sglang_indexcache.spec import PatternSpec, split_name
 
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=512)
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
-    [selection] = selections_of(pages=str(options.pages))
+    [selection] = SelectionChoice(pages=(options.pages,)).selections()
     engine = TransformersEngine.load(options.model, options.device, selection=selection)
     model, native = engine.torch_model, engine.model.native
     prompts, expected = (part.to(model.device) for part in read(options.data, options.given, options.steps))

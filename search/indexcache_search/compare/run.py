@@ -24,11 +24,10 @@ from indexcache_search.hf.loading import check_seq_len, describe_model, load_tok
 from indexcache_search.identity import engine_identity, engine_words, today
 from indexcache_search.journal import Journal
 from indexcache_search.line import NAMED, Line, uniform_lines
-from indexcache_search.names import file_names, unique_names
+from indexcache_search.names import file_names, suffix, unique_names
 from indexcache_search.owned.outputs import Outputs, outputs
 from indexcache_search.progress import bar, warn
 from indexcache_search.results import ComparisonResult
-from indexcache_search.selection_flags import suffix
 from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.address import Address
 from sglang_indexcache.pattern import full_layer_count
@@ -59,7 +58,7 @@ class Data:
 
     def reads(self) -> dict[str, Sequence[str]]:
         """What the options name, see `check_apart`."""
-        return {"--evaluation": self.sources, "--haystack": [self.haystack]}
+        return {"--evaluation": self.sources, "--tasks haystack": [self.haystack]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,7 +144,9 @@ def sample(task: str, tokenizer: Any, haystack: Sequence[int], seq_len: int, see
     if room < 0:
         raise DataError(f"{task}: needs {seq_len - room} tokens without any text around, --seq-len is {seq_len}")
     if len(haystack) < room:
-        raise DataError(f"{task}: the haystack has {len(haystack)} tokens, expected at least {room}; see --haystack")
+        raise DataError(
+            f"{task}: the haystack has {len(haystack)} tokens, expected at least {room}; see --tasks haystack"
+        )
     first = rng.randint(0, len(haystack) - room)
     cuts = sorted(rng.randint(0, room) for _ in needles)
     rng.shuffle(needles) if task != "variable_tracking" else None  # assignments keep their order
@@ -162,5 +164,5 @@ def _template(tokenizer: Any) -> tuple[str, str]:
     try:
         before, after = render(tokenizer, [{"role": "user", "content": _PLACE}], asks=True).split(_PLACE)
     except Exception as error:  # templates raise what they like
-        raise DataError(f"--chat: the tokenizer's chat template can't be used: {error}") from None
+        raise DataError(f"--tasks chat=yes: the tokenizer's chat template can't be used: {error}") from None
     return before, after

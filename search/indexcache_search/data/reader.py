@@ -124,11 +124,11 @@ class TokenReader:
             if reading.taken_apart:
                 notes[
                     f"{reading.source}: the chat template writes earlier turns otherwise once others follow: each reply"
-                    " is a text of its own, with what came before it (--turns)"
+                    " is a text of its own, with what came before it (--rows turns)"
                 ] = None
         if self.readings and not any(reading.conversations for reading in self.readings):
-            unused = ["--chat-template"] if self._options.chat_template is not None else []
-            unused += ["--turns"] if self._options.turns != "auto" else []
+            unused = ["--rows chat_template"] if self._options.chat_template is not None else []
+            unused += ["--rows turns"] if self._options.turns != "auto" else []
             notes |= dict.fromkeys(f"{flag} changed no row: none is a conversation" for flag in unused)
         return tuple(notes)
 
@@ -162,7 +162,7 @@ class TokenReader:
         most = self._options.skip_bad_rows
         if len(reading.bad) >= most:
             already = f" ({most} bad rows were skipped before it)" if most else ""
-            raise DataError(f"{line}{already}; --skip-bad-rows N skips up to N such rows")
+            raise DataError(f"{line}{already}; --rows skip_bad=N skips up to N such rows")
         reading.bad.append(line)
 
     def _encode(self, record: Record, reading: Reading) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
@@ -192,8 +192,8 @@ class TokenReader:
         if isinstance(content, Chat) and not getattr(self.tokenizer, "chat_template", None):
             if content.plain is None:
                 raise DataError(
-                    "a conversation, and the tokenizer has no chat template; expected --chat-template FILE with one in"
-                    " Jinja, or rows of text or input_ids (docs/reference/data.md)"
+                    "a conversation, and the tokenizer has no chat template; expected --rows chat_template=FILE with"
+                    " one in Jinja, or rows of text or input_ids (docs/reference/data.md)"
                 )
             content = content.plain
         if isinstance(content, Chat):

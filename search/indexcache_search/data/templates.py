@@ -71,7 +71,7 @@ class ChatTemplate:
                 if self._turns == "all":
                     raise RowError(
                         "the chat template writes earlier turns otherwise once others follow, so replies can't be told"
-                        " from prompts; expected --turns each or last, or input_ids with a loss_mask"
+                        " from prompts; expected --rows turns=each or last, or input_ids with a loss_mask"
                     ) from None
         chosen = found[-1:] if self._turns == "last" else found
         try:
@@ -79,7 +79,7 @@ class ChatTemplate:
         except _RewritesError:
             raise RowError(
                 "the chat template writes a prompt otherwise once its reply follows, so replies can't be told from"
-                " prompts; expected another --chat-template, or input_ids with a loss_mask"
+                " prompts; expected another --rows chat_template, or input_ids with a loss_mask"
             ) from None
 
     def _whole(self, chat: Chat, found: Sequence[int]) -> Rendered:
@@ -145,7 +145,7 @@ def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] = (
     except _OutOfTimeError:
         raise DataError(
             f"the chat template takes more than {RENDER_SECONDS:g} seconds for one conversation, expected one that"
-            " comes to an end (--chat-template)"
+            " comes to an end (--rows chat_template)"
         ) from None
     if len(text) > MOST_CHARACTERS:
         raise DataError(f"the chat template writes more than {MOST_CHARACTERS} characters, expected a conversation")

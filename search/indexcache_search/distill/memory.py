@@ -119,6 +119,6 @@ def check(need: Estimate, there: int, where: Any) -> None:
         raise SearchError(
             f"about {need.total / 1e9:.1f} GB are needed in each process ({need.weights / 1e9:.1f} for weights and"
             f" optimizer, {need.activations / 1e9:.1f} for activations), {where} has {there / 1e9:.1f} free; expected"
-            " more processes, a shorter --seq-len, a smaller --micro-batch-size, --gradient-checkpointing, or"
-            " --no-memory-check to try it"
+            " more processes, a shorter --seq-len, a smaller micro_batch or gradient_checkpointing=yes"
+            " of --engine, or its memory_check=no to try it"
         )

@@ -37,8 +37,8 @@ def check_model(
         raise SearchError(f"{model}: attention_dropout is {config.attention_dropout}, expected 0")
     if config.model_type == "deepseek_v32" and runtime.keep_shared is False:
         raise SearchError(
-            "--shared-indexers drop: transformers runs every indexer of a deepseek_v32 model, whatever its config.json"
-            " says, and would make up the missing ones; expected keep"
+            "--write shared_indexers=drop: transformers runs every indexer of a deepseek_v32 model, whatever its"
+            " config.json says, and would make up the missing ones; expected keep"
         )
 
 

@@ -131,8 +131,8 @@ def session(
             TrainingProgress(heard, done, steps, names) as progress,
             checkpoints.named(),
             memory_error_in_one_line(
-                f"--seq-len {data.seq_len} and --micro-batch-size {settings.micro_batch_size}",
-                "--gradient-checkpointing, or a run with more processes, shorter sequences or a smaller micro batch",
+                f"--seq-len {data.seq_len} and --engine micro_batch={settings.micro_batch_size}",
+                "gradient_checkpointing=yes, or a run with more processes, shorter sequences or a smaller micro batch",
             ),
         ):
             yield Session(

@@ -62,7 +62,7 @@ class TrainingSettings:
         """
         if self.batch_size % (self.micro_batch_size * processes):
             raise SearchError(
-                f"--batch-size is {self.batch_size}, expected a multiple of --micro-batch-size x processes ="
+                f"--batch-size is {self.batch_size}, expected a multiple of micro_batch x processes ="
                 f" {self.micro_batch_size} x {processes}"
             )
 
@@ -103,7 +103,7 @@ class Settings(TrainingSettings):
     def check(self, processes: int) -> None:
         """See `TrainingSettings.check`; there must be a step."""
         if self.steps < 1:
-            raise SearchError("--warmup-steps and --steps are both 0, expected at least one step")
+            raise SearchError("--warmup and --sparse have both steps=0, expected at least one step")
         super().check(processes)
 
     def rate(self, step: int) -> float:

@@ -129,7 +129,7 @@ class TransformersEngine:
         if resolved == "kernels" and not family_of(description.architecture).transformers.on_kernels:
             if attention == "kernels":
                 raise SearchError(
-                    f"--attention kernels does not run {description.architecture}; expected auto or naive"
+                    f"--engine attention=kernels does not run {description.architecture}; expected auto or naive"
                 )
             resolved = "naive"
         loaded, files = load_model(model, description, DTYPES[dtype])
@@ -176,7 +176,7 @@ class TransformersEngine:
         scores: list[tuple[float, int, int, int]] = []
         with memory_error_in_one_line(
             f"--seq-len {data.seq_len} and --batch-size {self.batch_size}",
-            "shorter sequences, a smaller batch, a smaller --prefix-cache-gb or a larger device",
+            "shorter sequences, a smaller batch, a smaller --engine prefix_cache_gb or a larger device",
         ):
             for start in range(0, len(rows), self.batch_size):
                 batch = rows[start : start + self.batch_size]

@@ -46,11 +46,13 @@ def resolve_attention(attention: str, device: torch.device) -> str:
         SearchError: if it is neither, or kernels are asked for where they don't run.
     """
     if attention not in ATTENTIONS:
-        raise SearchError(f"--attention is {attention}, expected one of {', '.join(ATTENTIONS)}")
+        raise SearchError(f"--engine has attention={attention}, expected one of {', '.join(ATTENTIONS)}")
     if attention == "naive" or (attention == "auto" and device.type != "cuda"):
         return "naive"
     if device.type != "cuda":
-        raise SearchError(f"--attention kernels needs a CUDA device, found {device.type}; expected auto or naive")
+        raise SearchError(
+            f"--engine attention=kernels needs a CUDA device, found {device.type}; expected auto or naive"
+        )
     missing = "the package triton" if find_spec("triton") is None else ""
     if not missing:
         from indexcache_kernels.transformers import check_transformers
@@ -60,7 +62,7 @@ def resolve_attention(attention: str, device: torch.device) -> str:
         except KernelInputError as error:
             missing = f"another version: {error}"
     if missing and attention == "kernels":
-        raise SearchError(f"--attention kernels needs {missing}; expected it, auto or naive")
+        raise SearchError(f"--engine attention=kernels needs {missing}; expected it, auto or naive")
     return "naive" if missing else "kernels"
 
 
@@ -96,7 +98,7 @@ def on_kernels(model: Any) -> Iterator[None]:
         with use_kernels(model):
             yield
     except KernelInputError as error:
-        raise SearchError(f"the kernels can't run this model: {error}; expected --attention naive") from None
+        raise SearchError(f"the kernels can't run this model: {error}; expected --engine attention=naive") from None
 
 
 def checkpoint_gradients(model: Any) -> None:

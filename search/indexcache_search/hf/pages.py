@@ -155,10 +155,10 @@ def apply_page_roles(
     pattern.check_fits(model.config.num_hidden_layers)
     check_layers(model)
     if starts is not None and _in_blocks:
-        raise SearchError("padding on the left is not known to attention in blocks, expected --attention naive")
+        raise SearchError("padding on the left is not known to attention in blocks, expected --engine attention=naive")
     trained = _importance_of(model) if pattern.selection and pattern.selection.steps.importance else None
     if trained is not None and _in_blocks:
-        raise SearchError("trained heads are not known to attention in blocks, expected --attention naive")
+        raise SearchError("trained heads are not known to attention in blocks, expected --engine attention=naive")
     state = _State(pattern, prompt, starts, observe, watch, carried, bool(_in_blocks), trained)
     with attending(model, "indexcache_pages", _attention, eager_mask, _running, state):
         yield

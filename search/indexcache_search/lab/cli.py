@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import typer
 
+from indexcache_search.command import Version
 from indexcache_search.lab.edge import cli as edge
 from indexcache_search.lab.eviction import cli as eviction
 from indexcache_search.lab.key_delta import cli as key_delta
 
-app = typer.Typer(
-    help="Experiments on dense models. Each may change or leave; so may indexcache-offload.",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = typer.Typer(name="indexcache-lab", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+def lab(version: Version = False) -> None:
+    """Experiments on dense models. Each may change or leave; so may indexcache-offload."""
+
+
 app.add_typer(key_delta.app, name="key-delta")
 app.add_typer(eviction.app)
 app.add_typer(edge.app)

@@ -117,14 +117,12 @@ class Strategy(ABC):
     Attributes:
         name: what it is called on the command line and in pattern files.
         summary: what it evaluates, for `--help`.
-        races: compares patterns on growing shares of the sequences, where that is not turned off.
-        takes_blocks: knows `Goal.blocks`.
+        settings: of `Settings`, which it reads; with race it compares patterns on growing shares of the sequences.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    races: ClassVar[bool] = True
-    takes_blocks: ClassVar[bool] = False
+    settings: ClassVar[tuple[str, ...]] = ("race", "swaps")
 
     def check(self, goal: Goal) -> None:
         """Check that `goal` can be reached, before anything expensive.

@@ -40,7 +40,7 @@ class Exhaustive(DirectStrategy):
 
     name = "exhaustive"
     summary = "all patterns with as many F layers; says first what that costs"
-    races = False
+    settings = ("swaps",)
 
     def check(self, goal: Goal) -> None:
         super().check(goal)

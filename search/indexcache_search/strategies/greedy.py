@@ -66,14 +66,13 @@ def check_reachable(start: Pattern, stop: int, blocks: int = 1) -> None:
         SearchError: if it can't.
     """
     if not 1 <= blocks <= len(start):
-        raise SearchError(f"--blocks is {blocks}, expected 1 to {len(start)}, the number of layers")
+        raise SearchError(f"--strategy has blocks={blocks}, expected 1 to {len(start)}, the number of layers")
     if stop > len(start.full_layers):
         raise too_many(stop, start)
     fixed = len(fixed_layers(start, blocks))
     if stop < fixed:
         raise SearchError(
-            f"{stop} {start.full_role} layers were asked for, but --blocks {blocks} keeps {fixed};"
-            " expected fewer blocks"
+            f"{stop} {start.full_role} layers were asked for, but blocks={blocks} keeps {fixed}; expected fewer blocks"
         )
 
 
@@ -96,8 +95,7 @@ class Greedy(Strategy):
 
     name = "greedy"
     summary = "every flip in every step, the paper's Algorithm 1; a trajectory that serves any retention"
-    races = False
-    takes_blocks = True
+    settings = ("blocks", "swaps")
 
     def check(self, goal: Goal) -> None:
         for full_layers in goal.full_layers.values():

@@ -131,6 +131,7 @@ class Lazy(Strategy):
     """Algorithm 1 with few flips a step, and a look at swaps of each pattern that is asked for."""
 
     name = "lazy"
+    settings = ("flips", "race", "swaps")
     summary = "every flip once, then a few each step, then swaps; a trajectory that serves any retention"
 
     def find(self, problem: Problem) -> Outcome:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from indexcache_search import bounded
+from indexcache_search import options
+from indexcache_search.bounded import TOKENS, Bounds
+from indexcache_search.command import Config, Version, application, number, option
 from indexcache_search.errors import SearchError
 from indexcache_search.terminal import errors_in_one_line, messages, results
 from sglang_indexcache import process
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-
-@app.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 def edge(
-    model: Annotated[str, typer.Option(help="Folder or hub id of a dense model.")],
-    contexts: Annotated[str, typer.Option(help="Tokens in the cache.")] = "8192,16384",
-    share: Annotated[str, typer.Option(help="Shares of the blocks of 64 tokens that are attended to.")] = "0.25,0.125",
-    every: Annotated[
-        int,
-        typer.Option(help="One layer in so many chooses; the next ones reuse that.", callback=bounded.within(1, 1000)),
-    ] = 1,
-    threads: Annotated[int, typer.Option(help="Threads of PyTorch.", callback=bounded.within(1, 4096))] = 2,
+    model: options.DenseModel,
+    contexts: Annotated[str, option("Tokens in the cache.")] = "8192,16384",
+    share: Annotated[
+        str,
+        option("Shares of the blocks of 64 tokens that are attended to."),
+    ] = "0.25,0.125",
+    every: Annotated[int, number("One layer in so many chooses; the next ones reuse that.", Bounds(1, 1000))] = 1,
+    threads: Annotated[int, number("Threads of PyTorch.", Bounds(1, 4096))] = 2,
+    config: Config = None,
+    version: Version = False,
 ) -> None:
     """Time decode steps over chosen blocks of the cache on this CPU, beside attention to everything.
 
@@ -35,8 +34,8 @@ def edge(
             lengths, shares = [int(word) for word in contexts.split(",")], [float(word) for word in share.split(",")]
         except ValueError:
             raise SearchError("--contexts and --share are numbers with commas between them") from None
-        if not all(0 < length <= bounded.TOKENS for length in lengths):
-            raise SearchError(f"--contexts is {contexts[:60]}, expected 1 to {bounded.TOKENS}")
+        if not all(0 < length <= TOKENS.most for length in lengths):
+            raise SearchError(f"--contexts is {contexts[:60]}, expected 1 to {TOKENS.most}")
         import torch
 
         from indexcache_search.lab.edge import steps
@@ -56,3 +55,6 @@ def edge(
         out = results()
         for table in fitted(f"Milliseconds of a decode step, {threads} threads", lines, 1, out.width):
             out.print(table)
+
+
+app = application({"edge": edge})

@@ -36,10 +36,10 @@ from indexcache_search.lab.offload.advice import CacheBytes, KvDtype, Machine, c
 from indexcache_search.lab.offload.bandwidth import gather_bandwidth
 from indexcache_search.lab.offload.counting import count_misses
 from indexcache_search.lab.offload.result import Buffer, Choice, Limits, OffloadResult, PlanTraffic
-from indexcache_search.names import file_names, unique_names
+from indexcache_search.lab.offload.server import Server
+from indexcache_search.names import file_names, suffix, unique_names
 from indexcache_search.owned.outputs import Outputs, outputs
 from indexcache_search.progress import warn
-from indexcache_search.selection_flags import suffix
 from sglang_indexcache import ModelLayers, Pattern, PatternFile
 from sglang_indexcache.address import Address
 from sglang_indexcache.families import family_of
@@ -65,7 +65,7 @@ class Asked:
         sequences: how many.
         steps: last tokens of each that count as decoded.
         buffers: sizes, in units of what a query selects.
-        kv_dtype: of the cache that is served.
+        kv_dtype: of the cache that is server.
         endpoints: servers in calibration mode that run a DSA model; without any it runs here.
         limits: what the plan that is written may cost; `None` writes none.
     """
@@ -83,19 +83,8 @@ class Asked:
     limits: Limits | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """What is known of the machine that serves; see `advice.Machine`. `context` None means the sequences' length."""
-
-    bandwidth_gbs: float | None
-    step_ms: float | None
-    batch: int
-    memory_gb: float | None
-    context: int | None
-
-
 def run(
-    model: str, asked: Asked, served: Served, runtime: Runtime, output: Path, restart: bool, console: Console
+    model: str, asked: Asked, server: Server, runtime: Runtime, output: Path, restart: bool, console: Console
 ) -> OffloadResult:
     """Count what decoding would bring from host memory; write offload.json, offload.html and maybe pattern.yaml.
 
@@ -107,13 +96,13 @@ def run(
     reads = {"--model": [model], "--pattern": file_names(asked.patterns), "--evaluation": asked.sources}
     names = [*page.FILES, "pattern.yaml"]
     with outputs("indexcache-offload", output, output / "work", names, reads) as out:
-        found, file = _run(model, asked, served, runtime, out, restart, console)
+        found, file = _run(model, asked, server, runtime, out, restart, console)
         out.replace({**page.texts(found), **({} if file is None else {"pattern.yaml": file.dumps()})}, console)
     return found
 
 
 def _run(
-    model: str, asked: Asked, served: Served, runtime: Runtime, out: Outputs, restart: bool, console: Console
+    model: str, asked: Asked, server: Server, runtime: Runtime, out: Outputs, restart: bool, console: Console
 ) -> tuple[OffloadResult, PatternFile | None]:
     """What was counted, and the file of what was chosen."""
     given = asked.selections[0] if asked.selections else None
@@ -147,15 +136,14 @@ def _run(
         warn(console, note)
     data = _decoded(data, asked.steps, description.dense)
     engine = _engine(model, description, asked, runtime, fewest, console)
-    bandwidth, known_from = _bandwidth(
-        served, engine, _bytes(config, asked.kv_dtype, description.native.selection).piece
-    )
+    piece = _bytes(config, asked.kv_dtype, description.native.selection).piece
+    bandwidth, known_from = _bandwidth(server, engine, piece)
     machine = Machine(
         bandwidth=None if bandwidth is None else bandwidth * 1e9,
-        step_ms=served.step_ms,
-        batch=served.batch,
-        memory=None if served.memory_gb is None else served.memory_gb * 1e9,
-        context=served.context or seq_len,
+        step_ms=server.step_ms,
+        batch=server.batch,
+        memory=None if server.memory_gb is None else server.memory_gb * 1e9,
+        context=server.context or seq_len,
     )
     identity = {**engine_identity(engine), "data": data.sha256}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -255,10 +243,10 @@ def _bytes(config: Any, kv_dtype: KvDtype, selection: Selection | None) -> Cache
     return CacheBytes.of_dense(config, kv_dtype, selection)
 
 
-def _bandwidth(served: Served, engine: _Engine, piece: int) -> tuple[float | None, str | None]:
+def _bandwidth(server: Server, engine: _Engine, piece: int) -> tuple[float | None, str | None]:
     """GB/s, and how that is known."""
-    if served.bandwidth_gbs is not None:
-        return served.bandwidth_gbs, "given"
+    if server.bandwidth is not None:
+        return server.bandwidth, "given"
     if isinstance(engine, SglangEngine):
         return None, None
     device = engine.torch_model.device
