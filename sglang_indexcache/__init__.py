@@ -9,15 +9,20 @@ if TYPE_CHECKING:
     from typing import Any
 
     from sglang_indexcache.errors import IndexCacheError
-    from sglang_indexcache.model import ModelLayers
+    from sglang_indexcache.files.pattern_file import PatternFile
+    from sglang_indexcache.model.layers import ModelLayers
     from sglang_indexcache.pattern import Pattern
-    from sglang_indexcache.pattern_file import PatternFile
 
 __all__ = ["IndexCacheError", "ModelLayers", "Pattern", "PatternFile", "__version__"]
 
 __version__ = "0.2.0"
 
-_HOMES = {"IndexCacheError": "errors", "Pattern": "pattern", "PatternFile": "pattern_file", "ModelLayers": "model"}
+_HOMES = {
+    "IndexCacheError": "errors",
+    "Pattern": "pattern",
+    "PatternFile": "files.pattern_file",
+    "ModelLayers": "model.layers",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sglang_indexcache import __version__, process
-from sglang_indexcache.address import Address
-from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.command_line import exit_codes
-from sglang_indexcache.environment import Environment
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.overrides import FLAG, parse_overrides
+from sglang_indexcache.files.spec import GRAMMAR, PatternSpec
+from sglang_indexcache.http.address import Address
+from sglang_indexcache.http.servers import differences
+from sglang_indexcache.model.checkpoint import Checkpoint
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.probes import SglangError, SglangSource
+from sglang_indexcache.pattern.reuse import NO_MEMORY
+from sglang_indexcache.pattern.selection import Selection
 from sglang_indexcache.process import exit_line
-from sglang_indexcache.selection import Selection
-from sglang_indexcache.servers import differences
-from sglang_indexcache.spec import GRAMMAR, PatternSpec
-from sglang_indexcache.steps import NO_MEMORY
+from sglang_indexcache.sglang.environment import Environment
+from sglang_indexcache.sglang.overrides import FLAG, parse_overrides
+from sglang_indexcache.sglang.probes import SglangError, SglangSource
 
 DESCRIPTION = f"""\
 Check a pattern file, without starting a server.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 
-from sglang_indexcache.redaction import redacted
+from sglang_indexcache.http.redaction import redacted
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories that a terminal acts on, or does not show
 _WHITE = {"\n", "\r", "\t"}

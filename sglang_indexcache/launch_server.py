@@ -28,7 +28,8 @@ from typing import NoReturn
 
 from sglang_indexcache import __version__, process
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.refusal import (
+from sglang_indexcache.files.spec import PatternSpec
+from sglang_indexcache.sglang.refusal import (
     ADMIN_KEY_VARIABLE,
     ALLOW_MISMATCH_VARIABLE,
     CALIBRATE_VARIABLE,
@@ -36,7 +37,6 @@ from sglang_indexcache.refusal import (
     refuse,
     refuse_unforeseen,
 )
-from sglang_indexcache.spec import PatternSpec
 
 PATTERN_FLAG = "--indexcache-pattern"
 ALLOW_FLAG = "--indexcache-allow-config-mismatch"

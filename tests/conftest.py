@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.transformers import TransformersEngine
 from sglang_indexcache.families import describe
-from sglang_indexcache.selection import Selection
+from sglang_indexcache.pattern.selection import Selection
 
 settings.register_profile("indexcache", deadline=None)  # no test asserts a time
 settings.load_profile("indexcache")

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_indexcache.probes import Feature, Need, SglangError
+from sglang_indexcache.sglang.probes import Feature, Need, SglangError
 
 
 class HookType(Enum):

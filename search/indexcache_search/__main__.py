@@ -9,17 +9,17 @@ from sglang_indexcache import process
 
 def main() -> None:
     """Run indexcache-search."""
-    _run("indexcache-search", "indexcache_search.cli")
+    _run("indexcache-search", "indexcache_search.cli.search")
 
 
 def evaluate() -> None:
     """Run indexcache-eval."""
-    _run("indexcache-eval", "indexcache_search.eval_cli")
+    _run("indexcache-eval", "indexcache_search.cli.evaluate")
 
 
 def distill() -> None:
     """Run indexcache-distill."""
-    _run("indexcache-distill", "indexcache_search.distill_cli", "distill")
+    _run("indexcache-distill", "indexcache_search.cli.distill", "distill")
 
 
 def offload() -> None:

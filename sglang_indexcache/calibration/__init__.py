@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from sglang_indexcache import probes
 from sglang_indexcache.calibration.control import Controller
 from sglang_indexcache.calibration.divergence import Divergence, limit_gb
 from sglang_indexcache.calibration.lm_head import around_logits
@@ -19,8 +18,9 @@ from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration
 from sglang_indexcache.calibration.route import with_route
 from sglang_indexcache.calibration.selections import Selections
-from sglang_indexcache.hooks import Hooks, bound_to, installed_source
 from sglang_indexcache.serving import engines
+from sglang_indexcache.sglang import probes
+from sglang_indexcache.sglang.hooks import Hooks, bound_to, installed_source
 
 _controllers: dict[Calibration, Controller] = {}
 

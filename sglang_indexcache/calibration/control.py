@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from sglang_indexcache import protocol
+from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.divergence import Divergence
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
@@ -17,9 +17,9 @@ from sglang_indexcache.calibration.selections import Selections, sizes_of
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.refusal import refuse
 from sglang_indexcache.serving.proof import current_roles
 from sglang_indexcache.serving.ranks import data_parallel_rank
+from sglang_indexcache.sglang.refusal import refuse
 
 METHOD = "indexcache"
 _UNMEASURED = "with pipeline stages, nor by an SGLang without the places for it (indexcache-check --environment)"

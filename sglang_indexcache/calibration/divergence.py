@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.calibration.passes import Part, parts
 from sglang_indexcache.calibration.preflight import CalibrationError
-from sglang_indexcache.protocol import KEEP, KL, Range
+from sglang_indexcache.calibration.protocol import KEEP, KL, Range
 
 if TYPE_CHECKING:
     from torch import Tensor

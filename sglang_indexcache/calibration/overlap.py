@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.calibration.passes import parts
 from sglang_indexcache.calibration.preflight import CalibrationError
-from sglang_indexcache.protocol import OVERLAP
+from sglang_indexcache.calibration.protocol import OVERLAP
 
 if TYPE_CHECKING:
     from torch import Tensor

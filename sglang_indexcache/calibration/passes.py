@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_indexcache.protocol import Measured
+from sglang_indexcache.calibration.protocol import Measured
 
 
 @dataclass(frozen=True)

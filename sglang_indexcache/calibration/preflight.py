@@ -5,16 +5,16 @@ from __future__ import annotations
 import ipaddress
 from typing import Any
 
-from sglang_indexcache import probes
-from sglang_indexcache.checkpoint import Checkpoint, weights_digest
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.model_files import ModelFiles, weight_files
-from sglang_indexcache.model_name import ModelName, at_revision
+from sglang_indexcache.model.checkpoint import Checkpoint, weights_digest
+from sglang_indexcache.model.files import ModelFiles, weight_files
+from sglang_indexcache.model.name import ModelName, at_revision
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.probes import Feature, SglangSource
 from sglang_indexcache.serving.preflight import FOREIGN_CACHES, flag, refused_flags
 from sglang_indexcache.serving.proof import Proven
+from sglang_indexcache.sglang import probes
+from sglang_indexcache.sglang.probes import Feature, SglangSource
 
 _WANTED = {
     "disable_radix_cache": "without it, later chunks of a prompt read KV of an earlier pattern",

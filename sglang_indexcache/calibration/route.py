@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sglang_indexcache import protocol
+from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.control import METHOD
 
 

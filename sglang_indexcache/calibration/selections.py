@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.calibration.passes import parts
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
-from sglang_indexcache.protocol import MISSES
+from sglang_indexcache.calibration.protocol import MISSES
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,7 +15,7 @@ from sglang_indexcache.families.dense_gqa import DENSE_GQA
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.hy_v4 import HY_V4
 from sglang_indexcache.families.refused import REFUSED
-from sglang_indexcache.model import ModelLayers
+from sglang_indexcache.model.layers import ModelLayers
 
 FAMILIES: tuple[Family, ...] = (DSA, HY_V4, DEEPSEEK_V4, DENSE_GQA)
 

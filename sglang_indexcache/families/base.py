@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sglang_indexcache.config_keys import ConfigKeys, check_unknown
 from sglang_indexcache.errors import ModelConfigError, PatternError
-from sglang_indexcache.indexers import IndexerSetting
-from sglang_indexcache.model import ModelLayers
-from sglang_indexcache.overrides import FLAG
+from sglang_indexcache.model.config_keys import ConfigKeys, check_unknown
+from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.probes import LOAD_MODEL, Feature, Need, SglangSource
-from sglang_indexcache.selection import Selection
+from sglang_indexcache.pattern.indexer_setting import IndexerSetting
+from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.sglang.overrides import FLAG
+from sglang_indexcache.sglang.probes import LOAD_MODEL, Feature, Need, SglangSource
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -32,10 +32,17 @@ from collections.abc import Callable
 from threading import RLock
 from typing import Any
 
-from sglang_indexcache import probes
-from sglang_indexcache.asked import KEY
-from sglang_indexcache.hooks import Hooks, bound_arguments, bound_to, give_pattern, installed_source, refusing_around
 from sglang_indexcache.serving import engines, identity, metrics, proof, ready, updates
+from sglang_indexcache.sglang import probes
+from sglang_indexcache.sglang.hooks import (
+    Hooks,
+    bound_arguments,
+    bound_to,
+    give_pattern,
+    installed_source,
+    refusing_around,
+)
+from sglang_indexcache.sglang.requested import KEY
 
 logger = logging.getLogger(__name__)
 

@@ -6,15 +6,15 @@ from contextvars import ContextVar
 from threading import RLock
 from typing import Any, Protocol
 
-from sglang_indexcache import probes
-from sglang_indexcache.asked import ATTRIBUTE, asked_of
 from sglang_indexcache.errors import ProofError
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.hooks import installed_source
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.preflight import Preflight
 from sglang_indexcache.serving.proof import Proven
 from sglang_indexcache.serving.request import Request
+from sglang_indexcache.sglang import probes
+from sglang_indexcache.sglang.hooks import installed_source
+from sglang_indexcache.sglang.requested import ATTRIBUTE, asked_of
 
 
 class Plan(Protocol):

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from sglang_indexcache.hooks import refusing
 from sglang_indexcache.pattern import SHARED, Pattern
 from sglang_indexcache.serving.engines import Plan
 from sglang_indexcache.serving.proof import current_roles
+from sglang_indexcache.sglang.hooks import refusing
 
 
 def report(plan: Plan, scheduler: Any) -> None:

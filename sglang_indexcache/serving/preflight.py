@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sglang_indexcache import probes
-from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import IndexCacheError, ProofError
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.model_name import at_revision
+from sglang_indexcache.model.checkpoint import Checkpoint
+from sglang_indexcache.model.name import at_revision
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.probes import SglangSource
 from sglang_indexcache.serving.proof import Proven
 from sglang_indexcache.serving.request import Request
+from sglang_indexcache.sglang import probes
+from sglang_indexcache.sglang.probes import SglangSource
 
 FOREIGN_CACHES = ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
 

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from sglang_indexcache.errors import IndexCacheError, ProofError, one_line
 from sglang_indexcache.families.base import Family, SglangAdapter
-from sglang_indexcache.indexers import IndexerSetting
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
-from sglang_indexcache.probes import LOAD_MODEL, Need
+from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 from sglang_indexcache.serving.ranks import RankReport, all_agree, first_problem, meet_all_ranks, read_back
+from sglang_indexcache.sglang.probes import LOAD_MODEL, Need
 
 logger = logging.getLogger(__name__)
 

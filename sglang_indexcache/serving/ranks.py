@@ -8,10 +8,10 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from sglang_indexcache.errors import ProofError
-from sglang_indexcache.indexers import IndexerSetting
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.refusal import PATTERN_VARIABLE, refuse
-from sglang_indexcache.selection import Selection
+from sglang_indexcache.pattern.indexer_setting import IndexerSetting
+from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE, refuse
 
 Told = TypeVar("Told")
 MEET_VARIABLE = "SGLANG_INDEXCACHE_MEET_SECONDS"

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from sglang_indexcache.asked import KEY, asked_of
 from sglang_indexcache.errors import ProofError
-from sglang_indexcache.files import read_json_object, write_atomically
-from sglang_indexcache.hooks import refusing
+from sglang_indexcache.files.atomic import read_json_object, write_atomically
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.refusal import PATTERN_VARIABLE
 from sglang_indexcache.serving.engines import Plan
 from sglang_indexcache.serving.ranks import data_parallel_rank
+from sglang_indexcache.sglang.hooks import refusing
+from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE
+from sglang_indexcache.sglang.requested import KEY, asked_of
 
 _PROOFS = "proofs"  # among what is carried: the folder
 _LIMIT = 1 << 20

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from sglang_indexcache.asked import KEY
 from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.files.pattern_file import PatternFile
+from sglang_indexcache.files.spec import PatternSpec
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.pattern_file import PatternFile
-from sglang_indexcache.refusal import PATTERN_VARIABLE
-from sglang_indexcache.spec import PatternSpec
+from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE
+from sglang_indexcache.sglang.requested import KEY
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.refusal import refuse
 from sglang_indexcache.serving import engines
 from sglang_indexcache.serving.preflight import Preflight
 from sglang_indexcache.serving.proof import Proof, indexer_tensors, look_at, mark_unloaded
 from sglang_indexcache.serving.ranks import all_agree, first_problem, read_back
+from sglang_indexcache.sglang.refusal import refuse
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from indexcache_kernels import KernelInputError, block_attention, block_scores, compress_keys
 from indexcache_search.hf.choosing import compressed_scores
-from sglang_indexcache.selection import Selection
+from sglang_indexcache.pattern.selection import Selection
 from tests.kernels.interpreter import DEVICE, poisoned
 
 __all__ = ["poisoned"]  # a fixture of every test here

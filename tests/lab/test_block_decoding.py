@@ -17,7 +17,7 @@ from indexcache_search.lab.edge import decoding as block_decoding
 from indexcache_search.lab.edge.decoding import Blocks
 from indexcache_search.lab.edge.decoding import apply_block_decoding as applied
 from tests.conftest import LAYERS, VOCAB
-from tests.test_pages import KINDS, dense_model
+from tests.search.test_pages import KINDS, dense_model
 
 PROMPT, LENGTH = 50, 75
 

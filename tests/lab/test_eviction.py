@@ -22,12 +22,12 @@ from indexcache_search.lab.cli import app
 from indexcache_search.lab.eviction.heads import FILE, EvictionHeads, attach, attach_saved
 from indexcache_search.lab.eviction.task import EvictionTask
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.checkpoint import weights_digest
 from sglang_indexcache.errors import PatternError
-from sglang_indexcache.selection import Selection
-from sglang_indexcache.steps import Steps
+from sglang_indexcache.model.checkpoint import weights_digest
+from sglang_indexcache.pattern.reuse import Steps
+from sglang_indexcache.pattern.selection import Selection
 from tests.conftest import LAYERS, VOCAB, random_tokens
-from tests.test_pages import dense_model, logits
+from tests.search.test_pages import dense_model, logits
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

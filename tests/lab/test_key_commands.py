@@ -19,7 +19,7 @@ from indexcache_search.lab.key_delta.runs import KeyRuns, pairs_of
 from indexcache_search.lab.key_delta.search import STEP, Curves, allocate
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
-from sglang_indexcache.selection import Selection
+from sglang_indexcache.pattern.selection import Selection
 from tests.conftest import LAYERS, PAGES, VOCAB
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from indexcache_kernels.key_delta import kept_keys
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import SearchError
-from indexcache_search.journal import Journal
+from indexcache_search.evaluation.journal import Journal
 from indexcache_search.lab.key_delta import attention as keys
 from indexcache_search.lab.key_delta.attention import KeyDeltaCache, apply_key_plan, chosen_blocks, rounded
 from indexcache_search.lab.key_delta.engine import KeyEngine
@@ -20,7 +20,7 @@ from indexcache_search.lab.key_delta.plan import KeyMethod, KeyPlan
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.families import describe
 from tests.conftest import LAYERS, tiny_dense_config, tiny_model
-from tests.test_pages import KINDS, dense_model
+from tests.search.test_pages import KINDS, dense_model
 
 LENGTH, PROMPT, VOCAB = 70, 40, 96
 NOTHING: dict[KeyMethod, float] = {"key_delta": 0.0, "key_bits": 16.0, "sink_window": 70.0, "key_blocks": 1.0}

@@ -15,16 +15,16 @@ from typer.testing import CliRunner
 
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
+from indexcache_search.evaluation.identity import today
+from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.pages import apply_page_roles
-from indexcache_search.identity import today
-from indexcache_search.journal import Journal
 from indexcache_search.lab.offload import bandwidth, cli
 from indexcache_search.lab.offload.advice import PAGE, CacheBytes, Machine, choosing, hisparse_config, stall_ms
 from indexcache_search.lab.offload.counting import count_misses
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.pattern.reuse import Steps
 from sglang_indexcache.residency import page_misses
-from sglang_indexcache.steps import Steps
 from tests.conftest import (
     LAYERS,
     PAGES,

@@ -16,10 +16,10 @@ from indexcache_search.lab.offload import decoder as offloaded
 from indexcache_search.lab.offload.decoder import OffloadedDecoder, generate
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
+from sglang_indexcache.pattern.reuse import Steps
+from sglang_indexcache.pattern.selection import Selection
 from sglang_indexcache.residency import Residency
-from sglang_indexcache.selection import Selection
-from sglang_indexcache.steps import Steps
-from tests.test_pages import dense_model
+from tests.search.test_pages import dense_model
 
 PLAN = Selection(page_tokens=16, pages=5, recent_pages=2, sink_pages=1, score="compressed_keys", buffer_pages=7)
 LENGTHS, STEPS = (97, 128, 150), 40

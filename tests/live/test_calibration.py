@@ -30,13 +30,13 @@ from indexcache_search.engines.calibration_server import CalibrationServer, Serv
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
+from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.hf.loading import describe_model, load_tokenizer
 from indexcache_search.lab.offload import cli
-from indexcache_search.objectives import Objective
 from indexcache_search.strategies.greedy import greedy
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.refusal import ADMIN_KEY_VARIABLE
 from sglang_indexcache.residency import hisparse_misses
+from sglang_indexcache.sglang.refusal import ADMIN_KEY_VARIABLE
 from tests.live.server import FLAGS, Server, command, ended, environment, running
 
 pytestmark = pytest.mark.sglang
@@ -383,7 +383,7 @@ def test_a_search_with_a_server_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_command_line_that_calibration_refuses() -> None:
-    """Any launcher, one line; each flag is in tests/test_calibration_flags.py."""
+    """Any launcher, one line; each flag is in tests/core/test_calibration_flags.py."""
     arguments = command(demo.MODEL, "--skip-tokenizer-init", "--disable-radix-cache", launcher=PLAIN)
     code, lines = ended(arguments, SGLANG_INDEXCACHE_CALIBRATE="1")
     assert code == 2 and len(lines) == 1 and "calibration needs --enable-fp32-lm-head" in lines[0]

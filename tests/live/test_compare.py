@@ -13,7 +13,7 @@ pytest.importorskip("sglang")
 from typer.testing import CliRunner
 
 from indexcache_search import demo
-from indexcache_search.eval_cli import app
+from indexcache_search.cli.evaluate import app
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from tests.live.server import running

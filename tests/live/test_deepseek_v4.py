@@ -24,9 +24,10 @@ from indexcache_search.engines.transformers import TransformersEngine
 from scripts.tools import random_models
 from scripts.tools.pattern_files import write_pattern
 from scripts.tools.random_models import LAYERS, TOPK, VOCAB
-from sglang_indexcache import Pattern, PatternFile, probes
+from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.check import main as check_main
-from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.model.checkpoint import Checkpoint
+from sglang_indexcache.sglang import probes
 from tests.live.ending import launch, load
 from tests.live.reference import TOLERANCE, load_reference
 from tests.live.server import Server, command, ended, environment, running

@@ -30,7 +30,7 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dense_gqa import DENSE_GQA
-from sglang_indexcache.selection import Selection
+from sglang_indexcache.pattern.selection import Selection
 from tests.live.ending import launch, load
 from tests.live.reference import TOLERANCE
 from tests.live.server import Server, command, ended, running

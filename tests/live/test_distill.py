@@ -13,7 +13,7 @@ pytest.importorskip("sglang")
 from typer.testing import CliRunner
 
 from dsa_cpu_platform import recorder
-from indexcache_search.distill_cli import app
+from indexcache_search.cli.distill import app
 from scripts.tools import random_models
 from scripts.tools.inprocess import generate
 from sglang_indexcache import Pattern

@@ -118,8 +118,8 @@ MAIN = [
     ("sglang_indexcache.serving.preflight:Preflight.check", "KeyError", "KeyError: 'BEFORE'"),
     ("sglang_indexcache.serving.preflight:Preflight.schedule", "OSError", "OSError: [Errno 5] bad disk"),
     ("sglang_indexcache.serving.ready:launch", "KeyError", "KeyError: 'BEFORE'"),
-    ("sglang_indexcache.hooks:Hooks.apply", "KeyError", "KeyError: 'BEFORE'"),
-    ("sglang_indexcache.checkpoint:Checkpoint.read", "AttributeError", "AttributeError: gone"),
+    ("sglang_indexcache.sglang.hooks:Hooks.apply", "KeyError", "KeyError: 'BEFORE'"),
+    ("sglang_indexcache.model.checkpoint:Checkpoint.read", "AttributeError", "AttributeError: gone"),
 ]
 LOADING = [
     ("sglang_indexcache.serving.proof:prepare", "AttributeError", "AttributeError: gone"),

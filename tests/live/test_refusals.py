@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from indexcache_search.engines.own_server import free_port
 from scripts.tools import random_models
 from scripts.tools.pattern_files import pattern_file, write_pattern
-from sglang_indexcache import Pattern, probes
+from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa import DSA, needs
 from sglang_indexcache.families.dsa.spellings import indexer_types
+from sglang_indexcache.sglang import probes
 from tests.live.ending import launch, load
 from tests.live.server import LAUNCHER, command, ended, environment
 

@@ -32,7 +32,7 @@ from indexcache_search.lab.offload.decoder import OffloadedDecoder, PassedOn
 from scripts.bench.shapes import SHAPES, config_of
 from scripts.bench.timing import graph_ms, timed
 from sglang_indexcache import Pattern
-from sglang_indexcache.selection import Selection
+from sglang_indexcache.pattern.selection import Selection
 
 PAGE = 16  # of full attention's cache
 SPARE = 8 << 30  # bytes of the device that caches don't take

@@ -19,10 +19,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search import demo, estimates
+from indexcache_search import demo
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.evaluation import estimates
 from indexcache_search.hf.loading import set_quiet
 from scripts.bench.search.sets import demo_sets
 from scripts.bench.search.simulated import Structure

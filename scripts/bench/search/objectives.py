@@ -21,17 +21,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search import demo, estimates
+from indexcache_search import demo
 from indexcache_search.data.tokens import TokenSet, growing_shares
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.transformers import TransformersEngine
-from indexcache_search.evaluator import Evaluator
+from indexcache_search.evaluation import estimates
+from indexcache_search.evaluation.evaluator import Evaluator
+from indexcache_search.evaluation.identity import identity, today
+from indexcache_search.evaluation.journal import Journal
+from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.hf.loading import set_quiet
-from indexcache_search.identity import identity, today
-from indexcache_search.journal import Journal
-from indexcache_search.objectives import Objective
-from indexcache_search.search import Search
-from indexcache_search.settings import Settings
+from indexcache_search.search.search import Search
+from indexcache_search.search.settings import Settings
 from scripts.bench.search.sets import demo_sets
 from sglang_indexcache import Pattern
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
-from indexcache_search.objectives import Objective
+from indexcache_search.evaluation.objectives import Objective
 from sglang_indexcache import ModelLayers, Pattern
 
 

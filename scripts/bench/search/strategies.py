@@ -34,20 +34,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search import demo, estimates
+from indexcache_search import demo
 from indexcache_search.data.packing import build_token_sets
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.stored import load_set, save_set
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine, Losses
 from indexcache_search.engines.transformers import TransformersEngine
-from indexcache_search.evaluator import Cost, Evaluator
+from indexcache_search.evaluation import estimates
+from indexcache_search.evaluation.evaluator import Cost, Evaluator
+from indexcache_search.evaluation.identity import identity, today
+from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
-from indexcache_search.identity import identity, today
-from indexcache_search.journal import Journal
-from indexcache_search.matrices import Matrices
-from indexcache_search.search import Search
-from indexcache_search.settings import Settings
+from indexcache_search.search.matrices import Matrices
+from indexcache_search.search.search import Search
+from indexcache_search.search.settings import Settings
 from scripts.bench.search.simulated import SimulatedEngine, Structure
 from scripts.bench.timing import timed
 from sglang_indexcache import Pattern

@@ -28,11 +28,11 @@ from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.own_server import own_server
 from indexcache_search.engines.sglang import SglangEngine
-from indexcache_search.objectives import Objective
+from indexcache_search.evaluation.objectives import Objective
 from scripts.bench.timing import timed
 from sglang_indexcache import ModelLayers, Pattern
+from sglang_indexcache.calibration.protocol import KL, Measured
 from sglang_indexcache.families import describe
-from sglang_indexcache.protocol import KL, Measured
 
 CLOCK_FILE = "BENCH_FORWARD_CLOCK"
 ENTRY_POINTS = "[sglang.srt.plugins]\nbench_forward_clock = scripts.bench.serving.calibration:register_clock\n"
@@ -193,7 +193,7 @@ def register_clock() -> None:
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_indexcache import probes
+    from sglang_indexcache.sglang import probes
 
     open_passes: list[tuple[Any, Any]] = []
 

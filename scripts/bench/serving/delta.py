@@ -34,7 +34,7 @@ from scripts.bench.timing import host_ms, median_ms
 from scripts.tools.inprocess import new_batch
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.selection import DEFAULT, Selection
+from sglang_indexcache.pattern.selection import DEFAULT, Selection
 
 CHECKED = (700, 300, 127, 128, 129, 5, 1)  # prompt lengths around FEW's 128 tokens
 STEPS = 12

@@ -9,9 +9,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, TypeAdapter
 
 from indexcache_search.errors import SearchError
-from sglang_indexcache.address import Address
-from sglang_indexcache.fields import Count
-from sglang_indexcache.http_client import StatusError, ask
+from sglang_indexcache.files.fields import Count
+from sglang_indexcache.http.address import Address
+from sglang_indexcache.http.client import StatusError, ask
 
 REQUEST_SECONDS = 3600.0
 ROUNDING = 1e-3  # nats by which a logprob may be above 0

@@ -9,14 +9,14 @@ import numpy as np
 
 from indexcache_search.compare.endpoints import Endpoint
 from indexcache_search.compare.held_out import HeldOut
-from indexcache_search.comparison import Row
 from indexcache_search.engines.base import Engine, Losses
-from indexcache_search.estimates import Estimate
-from indexcache_search.evaluator import Evaluator
-from indexcache_search.journal import Journal
-from indexcache_search.line import NAMED, Line
-from indexcache_search.plans import order
-from sglang_indexcache.address import Address
+from indexcache_search.evaluation.estimates import Estimate
+from indexcache_search.evaluation.evaluator import Evaluator
+from indexcache_search.evaluation.journal import Journal
+from indexcache_search.evaluation.plan import order
+from indexcache_search.results.variant import NAMED, Line
+from indexcache_search.search.comparison import Row
+from sglang_indexcache.http.address import Address
 
 TOGETHER = 24  # sequences that all patterns run before the next ones: the states of one pattern's run are kept
 Done = Callable[[int], None]

@@ -12,14 +12,16 @@ import jinja2
 import numpy as np
 from rich.table import Table
 
-from indexcache_search import estimates, metrics, tables
 from indexcache_search.compare.held_out import HeldOut
 from indexcache_search.compare.measure import Compared
-from indexcache_search.estimates import Estimate
-from indexcache_search.line import BASELINE, BEST, MEAN, NAMED, PHASE
-from indexcache_search.report.figures import changes_figure
-from indexcache_search.results import ComparisonResult, Measured, Row
-from indexcache_search.results import HeldOut as HeldOutResult
+from indexcache_search.evaluation import estimates
+from indexcache_search.evaluation.estimates import Estimate
+from indexcache_search.results import tables
+from indexcache_search.results.held_out import ComparisonResult, Measured, Row
+from indexcache_search.results.held_out import HeldOut as HeldOutResult
+from indexcache_search.results.variant import BASELINE, BEST, MEAN, NAMED, PHASE
+from indexcache_search.search import metrics
+from indexcache_search.search.report.figures import changes_figure
 
 SCHEMA = "indexcache-eval/v1"
 ERRORS = 2.0  # standard errors that make a change a finding

@@ -20,19 +20,19 @@ from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
+from indexcache_search.evaluation.identity import engine_identity, engine_words, today
+from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
-from indexcache_search.identity import engine_identity, engine_words, today
-from indexcache_search.journal import Journal
-from indexcache_search.line import NAMED, Line, uniform_lines
-from indexcache_search.names import file_names, suffix, unique_names
 from indexcache_search.owned.outputs import Outputs, outputs
-from indexcache_search.progress import bar, warn
-from indexcache_search.results import ComparisonResult
+from indexcache_search.results.held_out import ComparisonResult
+from indexcache_search.results.names import file_names, suffix, unique_names
+from indexcache_search.results.variant import NAMED, Line, uniform_lines
+from indexcache_search.search.progress import bar, warn
 from sglang_indexcache import ModelLayers, Pattern
-from sglang_indexcache.address import Address
+from sglang_indexcache.files.spec import PatternSpec, split_name
+from sglang_indexcache.http.address import Address
 from sglang_indexcache.pattern import full_layer_count
-from sglang_indexcache.selection import DEFAULT, Selection
-from sglang_indexcache.spec import PatternSpec, split_name
+from sglang_indexcache.pattern.selection import DEFAULT, Selection
 
 Spec = tuple[str | None, PatternSpec]
 """A pattern as it is named on a command line, with the name before it, if it has one."""
@@ -313,7 +313,7 @@ def calibrated_on(specs: Sequence[Spec]) -> list[Sketch]:
 
 def show(comparison: ComparisonResult, output: Path, out: Console) -> None:
     """Print the tables, what is worse, and where the files are."""
-    from indexcache_search import tables
+    from indexcache_search.results import tables
 
     for table in tables.terminal_tables(comparison.held_out, out.width):
         out.print(table)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from indexcache_search import demo
 from indexcache_search.errors import DataError
-from sglang_indexcache.files import reason
+from sglang_indexcache.files.atomic import reason
 
 
 def content_digest(source: str) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from indexcache_search.errors import DataError
 from sglang_indexcache.errors import one_line
-from sglang_indexcache.files import reason
+from sglang_indexcache.files.atomic import reason
 
 KINDS = {
     ".jsonl": "json",

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict
 
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import JournalError
-from sglang_indexcache.files import read_regular, write_atomically
-from sglang_indexcache.naming import naming
+from sglang_indexcache.files.atomic import read_regular, write_atomically
+from sglang_indexcache.files.naming import naming
 
 _MAX_BYTES = 16 << 20
 _ARRAYS = ("tokens", "scored", "source_of")

@@ -15,7 +15,7 @@ from indexcache_search.data.chats import Chat, Message
 from indexcache_search.data.options import Turns
 from indexcache_search.errors import DataError, RowError
 from sglang_indexcache.errors import one_line
-from sglang_indexcache.files import read_regular
+from sglang_indexcache.files.atomic import read_regular
 
 RENDER_SECONDS = 1.0  # of computing; a conversation takes milliseconds
 MOST_CHARACTERS = 1 << 26

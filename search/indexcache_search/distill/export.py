@@ -20,10 +20,10 @@ from indexcache_search.owned.mark import MARK
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe, family_of_modules
 from sglang_indexcache.families.dsa.spellings import to_sglang
-from sglang_indexcache.files import write_atomically
-from sglang_indexcache.model_name import ModelName
-from sglang_indexcache.naming import naming
-from sglang_indexcache.pattern_file import ModelSection, PatternFile
+from sglang_indexcache.files.atomic import write_atomically
+from sglang_indexcache.files.naming import naming
+from sglang_indexcache.files.pattern_file import ModelSection, PatternFile
+from sglang_indexcache.model.name import ModelName
 
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pt)(\.index\.json)?$")

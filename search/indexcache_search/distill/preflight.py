@@ -14,9 +14,9 @@ from indexcache_search.hf.loading import check_seq_len
 from indexcache_search.training.processes import Processes
 from indexcache_search.training.sets import Data
 from sglang_indexcache import ModelLayers
-from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.families import family_of
 from sglang_indexcache.families.dsa.checkpoint import DsaCheckpoint
+from sglang_indexcache.model.checkpoint import Checkpoint
 
 
 def check_model(

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from rich.console import Console
 
-from indexcache_search.progress import bar
+from indexcache_search.search.progress import bar
 from indexcache_search.training.loop import Watch
 
 STAGES = {"warmup": "dense warm-up", "sparse": "sparse training"}

@@ -7,10 +7,10 @@ from typing import Any
 
 from rich.table import Table
 
-from indexcache_search import estimates
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.settings import TrainingSettings
 from indexcache_search.engines.base import Losses
+from indexcache_search.evaluation import estimates
 from sglang_indexcache import ModelLayers
 
 

@@ -27,7 +27,7 @@ from indexcache_search.training.sets import Data
 from indexcache_search.training.settings import Folders
 from indexcache_search.training.work import Work
 from sglang_indexcache import ModelLayers, Pattern
-from sglang_indexcache.model_files import ModelFiles
+from sglang_indexcache.model.files import ModelFiles
 
 STAGES: tuple[Stage, ...] = ("warmup", "sparse")
 

@@ -17,10 +17,10 @@ from indexcache_search.distill.export import trained_pattern_file
 from indexcache_search.distill.progress import STAGES, TrainingProgress
 from indexcache_search.distill.result import collect
 from indexcache_search.distill.settings import Runtime, TrainingSettings
+from indexcache_search.evaluation.identity import today
 from indexcache_search.hf.device import memory_error_in_one_line
 from indexcache_search.hf.loading import model_folder
-from indexcache_search.identity import today
-from indexcache_search.progress import warn
+from indexcache_search.search.progress import warn
 from indexcache_search.training.checkpoints import Checkpoints
 from indexcache_search.training.log import TrainingLog
 from indexcache_search.training.loop import Loop
@@ -29,7 +29,7 @@ from indexcache_search.training.sets import Data, training_sets
 from indexcache_search.training.settings import Folders
 from indexcache_search.training.work import Work, check_folders, work_folder
 from sglang_indexcache import ModelLayers, __version__
-from sglang_indexcache.model_files import ModelFiles, tokenizer_files, weight_files
+from sglang_indexcache.model.files import ModelFiles, tokenizer_files, weight_files
 
 
 @dataclass(frozen=True, kw_only=True)

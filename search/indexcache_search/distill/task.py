@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from indexcache_kernels.backends import Backend
 from indexcache_kernels.patching import replaced
-from indexcache_search import estimates
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.model import Distillation, set_trainable, sharding_units
 from indexcache_search.distill.result import losses_of
 from indexcache_search.distill.settings import Settings, Stage
 from indexcache_search.errors import NonFiniteLossError
+from indexcache_search.evaluation import estimates
 from indexcache_search.training.optimizer import adamw, clip, take_step
 from indexcache_search.training.order import Order
 from indexcache_search.training.processes import Processes

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
 from sglang_indexcache import Pattern
-from sglang_indexcache.fields import Count, Finite
-from sglang_indexcache.redaction import redacted
+from sglang_indexcache.files.fields import Count, Finite
+from sglang_indexcache.http.redaction import redacted
 
 ROUNDING = 1e-3  # nats by which a sum that can't be negative may be
 _MOST_RANKS = 1 << 16

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.objectives import Objective
-from indexcache_search.plans import Plan
+from indexcache_search.evaluation.objectives import Objective
+from indexcache_search.evaluation.plan import Plan
 from sglang_indexcache import ModelLayers
 
 
@@ -97,7 +97,7 @@ class Engine(Evaluates, Protocol):
         name: engine and version: `transformers 5.23.0`.
         settings: what else a result depends on (torch, dtype, device, batch size); part of a search's identity.
         model: the model's layers, locked layers and digest.
-        weights_sha256: digest of its files, see `sglang_indexcache.model_files.weight_files`.
+        weights_sha256: digest of its files, see `sglang_indexcache.model.files.weight_files`.
     """
 
     name: str

@@ -11,11 +11,12 @@ from pydantic import TypeAdapter
 
 from indexcache_search.engines.answers import GENERATED, RANKS, Rank, divergence, token_logprobs
 from indexcache_search.errors import SearchError
-from sglang_indexcache import Pattern, protocol
-from sglang_indexcache.address import Address
-from sglang_indexcache.http_client import NoAnswerError, ServerError, StatusError, ask
-from sglang_indexcache.protocol import Range
-from sglang_indexcache.redaction import KEY_VARIABLE
+from sglang_indexcache import Pattern
+from sglang_indexcache.calibration import protocol
+from sglang_indexcache.calibration.protocol import Range
+from sglang_indexcache.http.address import Address
+from sglang_indexcache.http.client import NoAnswerError, ServerError, StatusError, ask
+from sglang_indexcache.http.redaction import KEY_VARIABLE
 
 STATUS_SECONDS = 30.0
 CONTROL_SECONDS = 300.0  # a switch is quick; a baseline is announced in megabytes

@@ -20,9 +20,9 @@ from typing import IO
 
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
 from indexcache_search.errors import SearchError
-from sglang_indexcache.model_name import ModelName
-from sglang_indexcache.redaction import KEY_VARIABLE, keep_secret, redacted
-from sglang_indexcache.refusal import ADMIN_KEY_VARIABLE
+from sglang_indexcache.http.redaction import KEY_VARIABLE, keep_secret, redacted
+from sglang_indexcache.model.name import ModelName
+from sglang_indexcache.sglang.refusal import ADMIN_KEY_VARIABLE
 
 START_SECONDS = 3600  # hundreds of gigabytes from a slow disk
 _PORTS = range(10000, 30000)

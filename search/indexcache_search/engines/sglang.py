@@ -18,9 +18,9 @@ from indexcache_search.engines.answers import Rank
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
 from indexcache_search.errors import SearchError
-from indexcache_search.objectives import Objective
+from indexcache_search.evaluation.objectives import Objective
 from sglang_indexcache import ModelLayers, Pattern
-from sglang_indexcache.protocol import KEEP, KL, MISSES, OVERLAP, Measured, Range
+from sglang_indexcache.calibration.protocol import KEEP, KL, MISSES, OVERLAP, Measured, Range
 
 LONGEST_PAUSE = 30.0
 _Result = TypeVar("_Result")

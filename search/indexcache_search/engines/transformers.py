@@ -15,7 +15,6 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from indexcache_search import objectives
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines import measurements
 from indexcache_search.engines.base import Evaluation
@@ -23,6 +22,9 @@ from indexcache_search.engines.beginnings import Beginnings
 from indexcache_search.engines.page_signals import page_signals
 from indexcache_search.engines.prefix import PrefixCache, run_from_cache
 from indexcache_search.errors import SearchError
+from indexcache_search.evaluation import objectives
+from indexcache_search.evaluation.objectives import Objective
+from indexcache_search.evaluation.plan import Plan, order
 from indexcache_search.hf.cache_argument import cache_argument
 from indexcache_search.hf.device import (
     DTYPES,
@@ -34,13 +36,11 @@ from indexcache_search.hf.device import (
 )
 from indexcache_search.hf.loading import describe_model, load_model
 from indexcache_search.hf.roles import apply_roles
-from indexcache_search.objectives import Objective
-from indexcache_search.plans import Plan, order
 from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.families import family_of
-from sglang_indexcache.model_files import ModelFiles
+from sglang_indexcache.model.files import ModelFiles
 from sglang_indexcache.pattern import SHARED
-from sglang_indexcache.selection import Selection
+from sglang_indexcache.pattern.selection import Selection
 
 
 class TransformersEngine:

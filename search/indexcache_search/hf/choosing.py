@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sglang_indexcache.selection import CHUNK, STRIDE, Selection
-from sglang_indexcache.steps import NO_MEMORY
+from sglang_indexcache.pattern.reuse import NO_MEMORY
+from sglang_indexcache.pattern.selection import CHUNK, STRIDE, Selection
 
 
 def token_max_scores(weights: Tensor, selection: Selection, starts: Tensor | None = None) -> Tensor:

@@ -16,13 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.weights import SINGLE, read_weights, whole_numbers
-from sglang_indexcache import ModelLayers, checkpoint
+from sglang_indexcache import ModelLayers
 from sglang_indexcache.errors import IndexCacheError, ModelConfigError, one_line
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.model_files import CONFIG, INDEX, ModelFiles, weight_map
-from sglang_indexcache.model_name import ModelName
-from sglang_indexcache.selection import Selection
+from sglang_indexcache.model import checkpoint
+from sglang_indexcache.model.files import CONFIG, INDEX, ModelFiles, weight_map
+from sglang_indexcache.model.name import ModelName
+from sglang_indexcache.pattern.selection import Selection
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 

@@ -31,7 +31,7 @@ from indexcache_search.hf.choosing import (
 )
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
-from sglang_indexcache.selection import COMPRESSED_KEYS, Selection
+from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, Selection
 
 ROWS = 256  # queries of a block
 

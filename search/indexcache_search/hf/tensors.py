@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sglang_indexcache.errors import FileError
-from sglang_indexcache.file_digest import CHUNK, Digest, Stamp, check_same, opened
+from sglang_indexcache.files.digest import CHUNK, Digest, Stamp, check_same, opened
 
 _MAX_HEADER_BYTES = 100 << 20
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.tensors import TensorFile, read_tensors
-from sglang_indexcache.file_digest import Digest, file_digest, side_by_side
-from sglang_indexcache.model_files import INDEX, ModelFiles, tensor_files, weight_files, weight_map
+from sglang_indexcache.files.digest import Digest, file_digest, side_by_side
+from sglang_indexcache.model.files import INDEX, ModelFiles, tensor_files, weight_files, weight_map
 
 SINGLE = "model.safetensors"
 _ADAPTER = "adapter_config.json"

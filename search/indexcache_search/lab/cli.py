@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from indexcache_search.command import Version
+from indexcache_search.cli.command import Version
 from indexcache_search.lab.edge import cli as edge
 from indexcache_search.lab.eviction import cli as eviction
 from indexcache_search.lab.key_delta import cli as key_delta

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Self
 
 from indexcache_search.errors import FolderError
+from indexcache_search.evaluation.records import may_be_sealed
 from indexcache_search.owned.lock import locked
 from indexcache_search.owned.mark import MARK, Mark, digest_of
-from indexcache_search.records import may_be_sealed
-from sglang_indexcache.files import write_atomically
+from sglang_indexcache.files.atomic import write_atomically
 
 
 class OwnFolder:

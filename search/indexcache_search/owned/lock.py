@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from indexcache_search.errors import FolderError
-from sglang_indexcache.files import reason
+from sglang_indexcache.files.atomic import reason
 
 LOCK = ".indexcache-lock"
 _MAX_BYTES = 4096

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from indexcache_search.errors import FolderError
 from sglang_indexcache import __version__
 from sglang_indexcache.errors import FileError
-from sglang_indexcache.files import read_regular, reason, write_atomically
+from sglang_indexcache.files.atomic import read_regular, reason, write_atomically
 
 MARK = "indexcache-run.json"
 Holds = Literal["files", "model", "work", "events"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from indexcache_search.journal import FILE_NAME
+from indexcache_search.evaluation.journal import FILE_NAME
 from indexcache_search.owned.folder import OwnFolder
 from indexcache_search.owned.overlap import check_apart
 from indexcache_search.owned.tree import check_subfolder

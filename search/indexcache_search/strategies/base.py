@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from indexcache_search.judge import Judge
+    from indexcache_search.evaluation.judge import Judge
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sglang_indexcache import Pattern
-from sglang_indexcache.indexers import IndexerSetting
+from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 
 if TYPE_CHECKING:
-    from indexcache_search.judge import Judge
+    from indexcache_search.evaluation.judge import Judge
 
 UNITS = 512  # of an `F` layer's price, in the knapsack
 

@@ -19,7 +19,7 @@ from indexcache_search.strategies.prices import cost
 from sglang_indexcache import Pattern
 
 if TYPE_CHECKING:
-    from indexcache_search.judge import Judge
+    from indexcache_search.evaluation.judge import Judge
 
 DENSER = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)  # times as many `F` layers as can be paid in full
 LOOKS = 4  # at what a pattern costs more than its blocks do, at most

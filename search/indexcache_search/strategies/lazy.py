@@ -15,7 +15,7 @@ from indexcache_search.strategies.swaps import last_check, swap_line
 from sglang_indexcache import Pattern
 
 if TYPE_CHECKING:
-    from indexcache_search.judge import Judge
+    from indexcache_search.evaluation.judge import Judge
 
 LAYERS_A_SWAP = 3  # the last check tries one swap for so many layers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from sglang_indexcache import Pattern
-from sglang_indexcache.indexers import EXACT_ROWS
+from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS
 
 PRICE_CONTEXT = 131072
 

@@ -13,7 +13,7 @@ from indexcache_search.strategies.base import Goal, Outcome, Problem, Strategy
 from sglang_indexcache import Pattern
 
 if TYPE_CHECKING:
-    from indexcache_search.judge import Judge
+    from indexcache_search.evaluation.judge import Judge
 
 GAIN = 0.5  # standard errors of a difference by which the last check wants a swap to cost less
 

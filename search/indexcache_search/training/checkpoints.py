@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from indexcache_search.errors import JournalError, NonFiniteLossError
 from indexcache_search.training.processes import Processes
 from sglang_indexcache.errors import FileError
-from sglang_indexcache.files import read_regular, write_atomically
-from sglang_indexcache.naming import naming
+from sglang_indexcache.files.atomic import read_regular, write_atomically
+from sglang_indexcache.files.naming import naming
 
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
 _MANIFEST = "checkpoint.json"

@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from indexcache_search.errors import JournalError
-from indexcache_search.records import Sealer, append, complete, damaged, opened
-from sglang_indexcache.files import write_atomically
+from indexcache_search.evaluation.records import Sealer, append, complete, damaged, opened
+from sglang_indexcache.files.atomic import write_atomically
 
 
 class TrainingLog:

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from indexcache_search.errors import JournalError
+from indexcache_search.evaluation.records import check_identity
 from indexcache_search.owned import tree
 from indexcache_search.owned.folder import OwnFolder
 from indexcache_search.owned.overlap import check_apart
-from indexcache_search.records import check_identity
 from indexcache_search.training.log import TrainingLog
 from indexcache_search.training.processes import Processes
 from indexcache_search.training.sets import Data
 from indexcache_search.training.settings import Folders
 from sglang_indexcache.errors import FileError
-from sglang_indexcache.files import read_json_object, write_atomically
+from sglang_indexcache.files.atomic import read_json_object, write_atomically
 
 RESULTS = ("metrics.json", "curves.svg", "pattern.yaml")
 LOG = "log.jsonl"

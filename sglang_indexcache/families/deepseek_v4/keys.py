@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_indexcache.config_keys import ConfigKeys
+from sglang_indexcache.model.config_keys import ConfigKeys
 
 DEFAULT_HASH_LAYERS = 3
 DEFAULT_COMPRESS_THETA = 160000

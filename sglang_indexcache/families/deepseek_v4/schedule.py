@@ -12,8 +12,8 @@ from sglang_indexcache.families.deepseek_v4.keys import (
     DEFAULT_ROTARY_SHARE,
     KEYS,
 )
-from sglang_indexcache.model import layer_count
-from sglang_indexcache.rope import DEFAULT_THETA, rope_parameters
+from sglang_indexcache.model.layers import layer_count
+from sglang_indexcache.model.rope import DEFAULT_THETA, rope_parameters
 
 CHOOSING_RATIO = 4  # tokens an entry, in the layers that have an indexer
 _RATIOS = {"sliding_attention": 0, "compressed_sparse_attention": CHOOSING_RATIO, "heavily_compressed_attention": 128}

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 from sglang_indexcache.errors import ProofError, SpellingError
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.deepseek_v4.schedule import CHOOSING_RATIO
-from sglang_indexcache.overrides import FLAG
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
-from sglang_indexcache.probes import Feature, Need
+from sglang_indexcache.sglang.overrides import FLAG
+from sglang_indexcache.sglang.probes import Feature, Need
 
 _SCHEDULE_KEYS = ("compress_ratios", "compress_rates", "layer_types", "num_hidden_layers", "index_topk")
 _SHARING_KEYS = ("index_topk_pattern", "index_topk_freq", "indexer_types")

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from sglang_indexcache.errors import ProofError
-from sglang_indexcache.probes import Feature, Need, SglangSource
+from sglang_indexcache.sglang.probes import Feature, Need, SglangSource
 
 _STOCK = "indexcache_stock"  # of a subclass: the class that it was made of
 

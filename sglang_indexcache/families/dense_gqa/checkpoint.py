@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from sglang_indexcache.config_keys import ConfigKeys, identity, rope_facts
 from sglang_indexcache.errors import ModelConfigError
 from sglang_indexcache.families.base import CheckpointReader
 from sglang_indexcache.families.dense_gqa.keys import KEYS
 from sglang_indexcache.families.dense_gqa.windows import check_layers
-from sglang_indexcache.model import ModelLayers, layer_count, positive
+from sglang_indexcache.model.config_keys import ConfigKeys, identity, rope_facts
+from sglang_indexcache.model.layers import ModelLayers, layer_count, positive
+from sglang_indexcache.model.rope import rope_parameters
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.rope import rope_parameters
-from sglang_indexcache.selection import DEFAULT, Selection
+from sglang_indexcache.pattern.selection import DEFAULT, Selection
 
 _QUERIES = re.compile(r"^(?:(?!mtp|nextn|draft)\w+\.)*layers\.(\d+)\.self_attn\.(?:q_proj|qkv_proj)\.\w*weight")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from indexcache_kernels import PageBudget
 from sglang_indexcache.errors import ProofError
 from sglang_indexcache.families.dense_gqa.sglang import CAPTURED, LayerRole
-from sglang_indexcache.selection import Selection
+from sglang_indexcache.pattern.selection import Selection
 
 
 def role_of(layer: Any) -> LayerRole:

@@ -21,7 +21,7 @@ from indexcache_kernels import page_scores, select_pages
 from indexcache_kernels.patching import replaced
 from sglang_indexcache.families.dense_gqa.decoding import budget_of, kept_tokens, note_captured, role_of
 from sglang_indexcache.pattern import SHARED
-from sglang_indexcache.selection import Selection
+from sglang_indexcache.pattern.selection import Selection
 
 
 @dataclass

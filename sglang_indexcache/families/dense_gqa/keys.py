@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_indexcache.config_keys import ConfigKeys
+from sglang_indexcache.model.config_keys import ConfigKeys
 
 WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 

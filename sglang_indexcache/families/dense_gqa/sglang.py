@@ -17,11 +17,11 @@ from sglang_indexcache.errors import ProofError, SpellingError
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.dense_gqa.backends import BACKENDS, make_backend_class
 from sglang_indexcache.families.dense_gqa.keys import WINDOW_KEYS
-from sglang_indexcache.overrides import FLAG
 from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern
-from sglang_indexcache.probes import LOAD_BACKENDS, LOAD_GRAPHS, Feature, Need
-from sglang_indexcache.selection import TOKEN_MAX, Selection
-from sglang_indexcache.steps import NO_MEMORY
+from sglang_indexcache.pattern.reuse import NO_MEMORY
+from sglang_indexcache.pattern.selection import TOKEN_MAX, Selection
+from sglang_indexcache.sglang.overrides import FLAG
+from sglang_indexcache.sglang.probes import LOAD_BACKENDS, LOAD_GRAPHS, Feature, Need
 
 LAYER = Need("srt.layers.radix_attention", "RadixAttention.__init__", ("layer_id", "sliding_window_size"))
 _NEEDS = (LOAD_BACKENDS, LOAD_GRAPHS, LAYER)

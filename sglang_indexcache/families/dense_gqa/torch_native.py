@@ -13,7 +13,7 @@ from indexcache_kernels import page_scores, select_pages
 from indexcache_kernels.patching import replaced
 from sglang_indexcache.families.dense_gqa.decoding import budget_of, role_of
 from sglang_indexcache.pattern import SHARED
-from sglang_indexcache.selection import Selection
+from sglang_indexcache.pattern.selection import Selection
 
 _CHOSEN = "_indexcache_chosen"  # on a forward batch: table and lengths
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from sglang_indexcache.families.dsa.index_space import in_index_space
 from sglang_indexcache.families.dsa.needs import PREFILL
-from sglang_indexcache.hooks import refusing_around
-from sglang_indexcache.indexers import EXACT_ROWS
+from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS
+from sglang_indexcache.sglang.hooks import refusing_around
 
 _PLANS = "_indexcache_blocks"
 

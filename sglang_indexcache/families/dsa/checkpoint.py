@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from sglang_indexcache.config_keys import ConfigKeys, identity, rope_facts
 from sglang_indexcache.errors import ModelConfigError, SpellingError
 from sglang_indexcache.families.base import CheckpointReader
 from sglang_indexcache.families.dsa.keys import KEYS
 from sglang_indexcache.families.dsa.schedule import check_layer_types, expert_layers
 from sglang_indexcache.families.dsa.spellings import PATTERN_KEY, Rule, read_spelling
-from sglang_indexcache.model import ModelLayers, layer_count, positive
+from sglang_indexcache.model.config_keys import ConfigKeys, identity, rope_facts
+from sglang_indexcache.model.layers import ModelLayers, layer_count, positive
+from sglang_indexcache.model.rope import rope_parameters
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.rope import rope_parameters
 
 _INDEXER_WEIGHT = re.compile(r"^(?:(?!mtp|nextn|draft)\w+\.)*layers\.(\d+)\.(?:self_attn|attn|attention)\.indexer\.")
 

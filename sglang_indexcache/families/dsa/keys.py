@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_indexcache.config_keys import ConfigKeys
 from sglang_indexcache.families.dsa.spellings import FREQ_KEY, OFFSET_KEY, PATTERN_KEY, TYPES_KEY
+from sglang_indexcache.model.config_keys import ConfigKeys
 
 ALIASES = {"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}
 ONLY = {"index_kpool": 1, "index_kpool_compress": False, "mla_nope": False, "use_mla_nope": False}

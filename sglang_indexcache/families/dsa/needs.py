@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_indexcache.probes import SAMPLING, Feature, Need
+from sglang_indexcache.sglang.probes import SAMPLING, Feature, Need
 
 PREFILL = "_get_topk_ragged"  # selects for the queries of prompts
 DECODING = "_get_topk_paged"  # for those of decoded tokens

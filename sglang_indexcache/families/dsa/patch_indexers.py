@@ -10,8 +10,8 @@ import torch
 from sglang_indexcache.errors import ProofError
 from sglang_indexcache.families.dsa.blocks import BlockSelection
 from sglang_indexcache.families.dsa.needs import DECODING, PREFILL
-from sglang_indexcache.indexers import IndexerSetting
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 
 
 def install(modules: Iterable[tuple[int, Any]], pattern: Pattern) -> None:

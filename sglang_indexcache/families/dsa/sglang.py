@@ -24,11 +24,11 @@ from sglang_indexcache.families.dsa.spellings import (
     read_spelling,
     to_sglang,
 )
-from sglang_indexcache.indexers import IndexerSetting
-from sglang_indexcache.model_name import ModelName
-from sglang_indexcache.overrides import FLAG
+from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
-from sglang_indexcache.probes import Feature, Need, SglangError, SglangSource
+from sglang_indexcache.pattern.indexer_setting import IndexerSetting
+from sglang_indexcache.sglang.overrides import FLAG
+from sglang_indexcache.sglang.probes import Feature, Need, SglangError, SglangSource
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,7 +19,7 @@ from sglang_indexcache.families.dsa.spellings import TYPES_KEY, freq_pattern
 from sglang_indexcache.families.dsa.transformers import DsaTransformers
 from sglang_indexcache.families.hy_v4.keys import KEYS
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.probes import Feature, Need
+from sglang_indexcache.sglang.probes import Feature, Need
 
 MODEL = Need("srt.models.hunyuan_v4", "HYV4Attention")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sglang_indexcache.config_keys import ConfigKeys
 from sglang_indexcache.families.dsa.keys import ALIASES, DEEPSEEK, ONLY, READ_ELSEWHERE
+from sglang_indexcache.model.config_keys import ConfigKeys
 
 _DENSE_LAYERS = "first_k_dense_replace"  # which is one, whatever stands there
 _HY_V4 = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from indexcache_search import options
-from indexcache_search.bounded import TOKENS, Bounds
-from indexcache_search.command import Config, Version, application, number, option
+from indexcache_search.cli import options
+from indexcache_search.cli.bounded import TOKENS, Bounds
+from indexcache_search.cli.command import Config, Version, application, number, option
+from indexcache_search.console import errors_in_one_line, messages, results
 from indexcache_search.errors import SearchError
-from indexcache_search.terminal import errors_in_one_line, messages, results
 from sglang_indexcache import process
 
 
@@ -40,7 +40,7 @@ def edge(
 
         from indexcache_search.lab.edge import steps
         from indexcache_search.lab.edge.decoding import Blocks
-        from indexcache_search.tables import fitted
+        from indexcache_search.results.tables import fitted
 
         process.let_work_end()
         torch.set_num_threads(threads)

@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from indexcache_search import distill_cli, options
-from indexcache_search.bounded import BATCH, RATE, STEPS_OR_NONE, TOKENS, TRAINING_SEQUENCES
-from indexcache_search.command import Config, Version, application, number, option, settings
+from indexcache_search.cli import distill, options
+from indexcache_search.cli.bounded import BATCH, RATE, STEPS_OR_NONE, TOKENS, TRAINING_SEQUENCES
+from indexcache_search.cli.command import Config, Version, application, number, option, settings
+from indexcache_search.cli.selection_choice import NOSAS, PagesChoice, SelectionChoice, selection_of
+from indexcache_search.console import errors_in_one_line, messages, results, serving
 from indexcache_search.errors import SearchError
-from indexcache_search.selection_choice import NOSAS, PagesChoice, SelectionChoice, selection_of
-from indexcache_search.terminal import errors_in_one_line, messages, results, serving
 from sglang_indexcache import process
+from sglang_indexcache.files.spec import GRAMMAR, PatternSpec
 from sglang_indexcache.pattern import FULL
-from sglang_indexcache.spec import GRAMMAR, PatternSpec
-from sglang_indexcache.steps import Steps
+from sglang_indexcache.pattern.reuse import Steps
 
 COMMAND = "indexcache-lab eviction"
 
@@ -76,12 +76,12 @@ def eviction(
     ramp_steps: Annotated[int, number("Steps of the ramp at the beginning.", STEPS_OR_NONE)] = 50,
     batch_size: Annotated[int, number("Sequences of a step.", BATCH)] = 8,
     engine: Annotated[
-        distill_cli.TrainingEngineChoice | None,
-        settings(distill_cli.TrainingEngineChoice, f"Keys: {distill_cli.ENGINE_KEYS}."),
+        distill.TrainingEngineChoice | None,
+        settings(distill.TrainingEngineChoice, f"Keys: {distill.ENGINE_KEYS}."),
     ] = None,
-    device: distill_cli.Device = "auto",
-    dtype: distill_cli.Dtype = "auto",
-    every: distill_cli.Every = None,
+    device: distill.Device = "auto",
+    dtype: distill.Dtype = "auto",
+    every: distill.Every = None,
     output: Annotated[Path | None, option("Folder for the results. Default: indexcache-distilled-NAME.")] = None,
     restart: options.Restart = False,
     config: Config = None,
@@ -93,7 +93,7 @@ def eviction(
     """
     console = messages()
     with errors_in_one_line(console, COMMAND):
-        head, beside, runs = heads or HeadsChoice(), body or BodyChoice(), engine or distill_cli.TrainingEngineChoice()
+        head, beside, runs = heads or HeadsChoice(), body or BodyChoice(), engine or distill.TrainingEngineChoice()
         plain = selection_of(SelectionChoice(**vars(selection or PagesChoice()), score=NOSAS.score))
         assert plain is not None
         nosa = Steps(policy="nosa", query_pages=head.query_pages, importance="heads")
@@ -140,7 +140,7 @@ def eviction(
             gradient_checkpointing=runs.gradient_checkpointing,
             check_memory=False,
             keep_shared=None,
-            intervals=Intervals(**vars(every or distill_cli.EveryChoice())),
+            intervals=Intervals(**vars(every or distill.EveryChoice())),
             tensorboard=False,
         )
         folder = output or Path(f"indexcache-distilled-{Path(model).name}")

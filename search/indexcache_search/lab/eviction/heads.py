@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
-from sglang_indexcache.naming import naming
+from sglang_indexcache.files.naming import naming
 
 FILE = Path("eviction_heads") / "heads.safetensors"  # apart from the model's own, which engines load by their ending
 BiasUse = Literal["always", "training"]

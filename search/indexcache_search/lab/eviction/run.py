@@ -33,9 +33,9 @@ from indexcache_search.training.processes import Processes, joined
 from indexcache_search.training.sets import Data
 from indexcache_search.training.settings import Folders
 from sglang_indexcache import ModelLayers, Pattern
-from sglang_indexcache.model_files import ModelFiles
-from sglang_indexcache.naming import naming
-from sglang_indexcache.steps import NO_MEMORY
+from sglang_indexcache.files.naming import naming
+from sglang_indexcache.model.files import ModelFiles
+from sglang_indexcache.pattern.reuse import NO_MEMORY
 
 
 def run(

@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from indexcache_search import estimates, objectives
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.result import losses_of
 from indexcache_search.errors import NonFiniteLossError
+from indexcache_search.evaluation import estimates, objectives
+from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.hf.device import LOGIT_ROWS
 from indexcache_search.hf.roles import apply_roles
 from indexcache_search.lab.eviction.heads import EvictionHeads
 from indexcache_search.lab.eviction.settings import EvictionSettings
-from indexcache_search.objectives import Objective
 from indexcache_search.training.optimizer import adamw, clip, take_step
 from indexcache_search.training.order import Order
 from indexcache_search.training.processes import Processes

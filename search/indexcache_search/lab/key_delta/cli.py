@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from indexcache_search import options
-from indexcache_search.bounded import MILLION, TOKENS, Bounds
-from indexcache_search.command import Config, Version, application, number, option, settings
+from indexcache_search.cli import options
+from indexcache_search.cli.bounded import MILLION, TOKENS, Bounds
+from indexcache_search.cli.command import Config, Version, application, number, option, settings
+from indexcache_search.cli.selection_choice import selections_of
+from indexcache_search.console import errors_in_one_line, messages, results
 from indexcache_search.lab.key_delta.plan import LONG
-from indexcache_search.selection_choice import selections_of
-from indexcache_search.terminal import errors_in_one_line, messages, results
 from sglang_indexcache import process
 
 
@@ -69,7 +69,7 @@ def search(
         options.check_runs_here(device, dtype)
         from indexcache_search.compare.run import Runtime
         from indexcache_search.lab.key_delta.run import KeySettings, run, shares_of, show, show_data
-        from indexcache_search.run import Data, Files
+        from indexcache_search.search.run import Data, Files
 
         what = KeySettings(shares=shares_of(skip), near=_given(near), seed=seed)
         data = Data(

@@ -19,18 +19,18 @@ from indexcache_search.compare.run import Candidates, Spec
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
-from indexcache_search.estimates import Estimate
+from indexcache_search.evaluation.estimates import Estimate
+from indexcache_search.evaluation.journal import Journal
+from indexcache_search.evaluation.plan import Plan
 from indexcache_search.hf.loading import describe_model
-from indexcache_search.journal import Journal
 from indexcache_search.lab.key_delta.costs import Costs, main_stage
 from indexcache_search.lab.key_delta.engine import KeyEngine
 from indexcache_search.lab.key_delta.file import KeyFile
 from indexcache_search.lab.key_delta.plan import BLOCK, LONG, METHODS, SINKS, STAGES, KeyMethod, KeyPlan, Stage
-from indexcache_search.line import BASELINE, NAMED, Line
-from indexcache_search.plans import Plan
-from indexcache_search.report.drawing import blank, svg
-from indexcache_search.results import ComparisonResult
-from indexcache_search.results import HeldOut as HeldOutResult
+from indexcache_search.results.held_out import ComparisonResult
+from indexcache_search.results.held_out import HeldOut as HeldOutResult
+from indexcache_search.results.variant import BASELINE, NAMED, Line
+from indexcache_search.search.report.drawing import blank, svg
 from sglang_indexcache import ModelLayers
 
 BITS = (8, 4)

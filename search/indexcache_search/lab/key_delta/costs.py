@@ -6,17 +6,17 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from indexcache_search import estimates
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
-from indexcache_search.estimates import Estimate
-from indexcache_search.evaluator import Evaluator
-from indexcache_search.journal import Journal
+from indexcache_search.evaluation import estimates
+from indexcache_search.evaluation.estimates import Estimate
+from indexcache_search.evaluation.evaluator import Evaluator
+from indexcache_search.evaluation.journal import Journal
+from indexcache_search.evaluation.objectives import Objective
+from indexcache_search.evaluation.plan import Plan
 from indexcache_search.lab.key_delta.engine import KeyEngine
 from indexcache_search.lab.key_delta.plan import Stage
 from indexcache_search.lab.key_delta.runs import KeyRuns, in_stage, read_tokens
-from indexcache_search.objectives import Objective
-from indexcache_search.plans import Plan
 
 
 class Costs:

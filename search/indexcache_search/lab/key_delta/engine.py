@@ -11,10 +11,10 @@ from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
+from indexcache_search.evaluation.objectives import Objective
+from indexcache_search.evaluation.plan import Plan, order
 from indexcache_search.lab.key_delta.plan import METHODS, KeyPlan
 from indexcache_search.lab.key_delta.runs import KeyRuns
-from indexcache_search.objectives import Objective
-from indexcache_search.plans import Plan, order
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
 

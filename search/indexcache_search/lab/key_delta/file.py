@@ -13,9 +13,9 @@ from indexcache_search.errors import SearchError
 from indexcache_search.lab.key_delta.plan import KeyPlan
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.errors import PatternFileError
-from sglang_indexcache.fields import Finite
-from sglang_indexcache.files import read_json_object
-from sglang_indexcache.pattern_file import ModelSection
+from sglang_indexcache.files.atomic import read_json_object
+from sglang_indexcache.files.fields import Finite
+from sglang_indexcache.files.pattern_file import ModelSection
 
 LIMIT = 1 << 20
 

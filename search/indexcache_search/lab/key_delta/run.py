@@ -10,35 +10,36 @@ from typing import Any
 
 from rich.console import Console
 
-from indexcache_search import estimates, tables
 from indexcache_search.compare import result
 from indexcache_search.compare.held_out import HeldOut
 from indexcache_search.compare.run import Runtime
+from indexcache_search.console import command
 from indexcache_search.data import dry_run
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import SearchError
-from indexcache_search.estimates import Estimate
-from indexcache_search.evaluator import Evaluator
+from indexcache_search.evaluation import estimates
+from indexcache_search.evaluation.estimates import Estimate
+from indexcache_search.evaluation.evaluator import Evaluator
+from indexcache_search.evaluation.identity import engine_words, identity, today
+from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import set_quiet
-from indexcache_search.identity import engine_words, identity, today
-from indexcache_search.journal import Journal
 from indexcache_search.lab.key_delta.compare import BITS, compare, dense_model, figures
 from indexcache_search.lab.key_delta.costs import Costs, main_stage
 from indexcache_search.lab.key_delta.engine import KeyEngine
 from indexcache_search.lab.key_delta.file import KeyFile
 from indexcache_search.lab.key_delta.plan import LONG, KeyPlan
 from indexcache_search.lab.key_delta.search import KeyListeners, KeySearch, Thresholds
-from indexcache_search.line import NAMED, Line
 from indexcache_search.owned.outputs import outputs
-from indexcache_search.progress import bar, warn
-from indexcache_search.results import ComparisonResult
-from indexcache_search.run import Data, Files, token_sets
-from indexcache_search.terminal import command
+from indexcache_search.results import tables
+from indexcache_search.results.held_out import ComparisonResult
+from indexcache_search.results.variant import NAMED, Line
+from indexcache_search.search.progress import bar, warn
+from indexcache_search.search.run import Data, Files, token_sets
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.command_line import error_context
-from sglang_indexcache.pattern_file import ModelSection
+from sglang_indexcache.files.pattern_file import ModelSection
 
 COMMAND = "indexcache-lab key-delta search"
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from indexcache_kernels.patching import replaced
 from indexcache_search.data.tokens import TokenSet
+from indexcache_search.evaluation.plan import Plan
 from indexcache_search.lab.key_delta.attention import Watcher, apply_key_plan
 from indexcache_search.lab.key_delta.plan import KeyPlan, Stage
-from indexcache_search.plans import Plan
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
-from sglang_indexcache.selection import CHUNK, COMPRESSED_KEYS, STRIDE
+from sglang_indexcache.pattern.selection import CHUNK, COMPRESSED_KEYS, STRIDE
 
 
 class KeyRuns:

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from scipy.interpolate import PchipInterpolator
 
 from indexcache_kernels.key_delta import kept_keys, multiply_adds
-from indexcache_search import estimates
 from indexcache_search.errors import SearchError
-from indexcache_search.evaluator import Evaluator
-from indexcache_search.judge import Judge
+from indexcache_search.evaluation import estimates
+from indexcache_search.evaluation.evaluator import Evaluator
+from indexcache_search.evaluation.judge import Judge
 from indexcache_search.lab.key_delta.attention import exact_from
 from indexcache_search.lab.key_delta.costs import Costs
 from indexcache_search.lab.key_delta.plan import KeyPlan

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
-from sglang_indexcache.selection import COMPRESSED_KEYS, STRIDE, Selection
+from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, STRIDE, Selection
 
 PAGE = 64  # slots that HiSparse keeps beside a buffer, for the newest token
 QUANTISED = 128  # values that share a scale of 4 bytes

@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from indexcache_search import demo, options
-from indexcache_search.bounded import MILLION, TWO_TOKENS, Bounds
-from indexcache_search.command import Config, Version, application, number, option, running, settings
+from indexcache_search import demo
+from indexcache_search.cli import options
+from indexcache_search.cli.bounded import MILLION, TWO_TOKENS, Bounds
+from indexcache_search.cli.command import Config, Version, application, number, option, running, settings
+from indexcache_search.cli.needs import Need
+from indexcache_search.cli.selection_choice import selections_of
+from indexcache_search.console import results, serving
 from indexcache_search.errors import SearchError
 from indexcache_search.lab.offload.server import Server
-from indexcache_search.needs import Need
-from indexcache_search.selection_choice import selections_of
-from indexcache_search.terminal import results, serving
 from sglang_indexcache import process
-from sglang_indexcache.address import Address
 from sglang_indexcache.command_line import exit_codes
+from sglang_indexcache.http.address import Address
 
 if TYPE_CHECKING:
     from rich.console import Console

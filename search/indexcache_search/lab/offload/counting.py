@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
-from indexcache_search.journal import Journal
+from indexcache_search.evaluation.journal import Journal
 from indexcache_search.lab.offload.advice import choosing
 from sglang_indexcache import Pattern
+from sglang_indexcache.pattern.selection import Selection
 from sglang_indexcache.residency import hisparse_misses, page_misses
-from sglang_indexcache.selection import Selection
 
 
 def count_misses(

@@ -21,7 +21,7 @@ from indexcache_search.hf.cache_argument import cache_argument
 from indexcache_search.hf.pages import check_layers
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, SHARED
-from sglang_indexcache.selection import CHUNK, COMPRESSED_KEYS, STRIDE
+from sglang_indexcache.pattern.selection import CHUNK, COMPRESSED_KEYS, STRIDE
 
 READ_AT_ONCE = 4096  # tokens of a prompt
 POLICIES = ("none", "ema")

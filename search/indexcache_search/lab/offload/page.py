@@ -10,7 +10,7 @@ import jinja2
 from markupsafe import Markup
 
 from indexcache_search.lab.offload.result import COLUMNS, OffloadResult, PlanTraffic, cells, heading, sentence
-from indexcache_search.report.drawing import GREY, blank, plain, svg
+from indexcache_search.search.report.drawing import GREY, blank, plain, svg
 
 FILES = ("offload.json", "offload.html")
 

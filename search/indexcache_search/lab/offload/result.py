@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from rich.table import Table
 
-from indexcache_search.estimates import Estimate
-from indexcache_search.tables import fitted
+from indexcache_search.evaluation.estimates import Estimate
+from indexcache_search.results.tables import fitted
 
 SCHEMA = "indexcache-offload/v2"
 

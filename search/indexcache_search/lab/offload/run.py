@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import sglang_indexcache
-from indexcache_search import estimates
 from indexcache_search.compare.run import Runtime
 from indexcache_search.data.options import RowOptions
 from indexcache_search.data.packing import held_out_set
@@ -25,11 +24,12 @@ from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
-from indexcache_search.estimates import Estimate
-from indexcache_search.evaluator import Evaluator
+from indexcache_search.evaluation import estimates
+from indexcache_search.evaluation.estimates import Estimate
+from indexcache_search.evaluation.evaluator import Evaluator
+from indexcache_search.evaluation.identity import engine_identity, engine_words, today
+from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
-from indexcache_search.identity import engine_identity, engine_words, today
-from indexcache_search.journal import Journal
 from indexcache_search.lab.eviction.heads import attach_saved
 from indexcache_search.lab.offload import page, result
 from indexcache_search.lab.offload.advice import CacheBytes, KvDtype, Machine, choosing, hisparse_config, stall_ms
@@ -37,16 +37,16 @@ from indexcache_search.lab.offload.bandwidth import gather_bandwidth
 from indexcache_search.lab.offload.counting import count_misses
 from indexcache_search.lab.offload.result import Buffer, Choice, Limits, OffloadResult, PlanTraffic
 from indexcache_search.lab.offload.server import Server
-from indexcache_search.names import file_names, suffix, unique_names
 from indexcache_search.owned.outputs import Outputs, outputs
-from indexcache_search.progress import warn
+from indexcache_search.results.names import file_names, suffix, unique_names
+from indexcache_search.search.progress import warn
 from sglang_indexcache import ModelLayers, Pattern, PatternFile
-from sglang_indexcache.address import Address
 from sglang_indexcache.families import family_of
+from sglang_indexcache.files.pattern_file import ModelSection
+from sglang_indexcache.files.spec import PatternSpec, split_name
+from sglang_indexcache.http.address import Address
 from sglang_indexcache.pattern import DENSE, FULL
-from sglang_indexcache.pattern_file import ModelSection
-from sglang_indexcache.selection import DEFAULT, Selection
-from sglang_indexcache.spec import PatternSpec, split_name
+from sglang_indexcache.pattern.selection import DEFAULT, Selection
 
 FAMILIES = ("dsa", "dense_gqa")
 

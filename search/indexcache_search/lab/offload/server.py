@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from indexcache_search.bounded import TOKENS, Bounds
+from indexcache_search.cli.bounded import TOKENS, Bounds
 from indexcache_search.lab.offload.advice import KvDtype
 
 

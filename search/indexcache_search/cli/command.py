@@ -1,0 +1,120 @@
+"""What all command lines are made of: options in groups, `--config`, `--version`, one line for what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+from rich.console import Console
+from typer import Typer
+from typer.core import TyperCommand
+
+import sglang_indexcache
+from indexcache_search.cli.bounded import Bounds
+from indexcache_search.cli.config import SETTINGS, read_config
+from indexcache_search.cli.groups import group
+from indexcache_search.cli.needs import Needs, refuse_unread
+from indexcache_search.console import errors_in_one_line, messages
+
+GROUPS = {
+    "Model": ("model", "pattern", "selection"),
+    "Data": (
+        *("calibration", "training", "evaluation", "rows", "dry_run", "seq_len", "num_sequences"),
+        *("num_eval_sequences", "tasks", "reply", "decode_steps", "seed"),
+    ),
+    "Engine": ("engine", "endpoint", "device", "dtype", "batch_size", "prefix_cache_gb", "threads"),
+    "Output": ("every", "write", "tensorboard", "output", "work_dir", "restart", "config", "version", "help"),
+}
+"""Groups of `--help` with their options; what is in none of them is what a command is about."""
+
+
+class Command(TyperCommand):
+    """A command whose help has its options in groups, and that knows which of them has a setting."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        own = str(self.name).rpartition("-")[2].capitalize()
+        known = {name: title for title, names in GROUPS.items() for name in names}
+        records: dict[str, list[Any]] = {title: [] for title in ("Model", "Data", own, "Engine", "Output")}
+        for item in self.get_params(ctx):
+            records[known.get(item.name, own)].append(item.get_help_record(ctx))
+        for title, lines in records.items():
+            if lines:
+                with formatter.section(title):
+                    formatter.write_dl(lines)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with errors_in_one_line(messages(), ctx.command_path):
+            try:
+                return super().parse_args(ctx, args)
+            except Exception as error:  # where typer's class for it is depends on its version
+                name = getattr(error, "option_name", "")
+                hint = hint_for(self.callback, name)
+                if hint:
+                    vars(error).update(message=f"No such option: {name}; {hint}", possibilities=None)
+                raise
+
+
+def hint_for(function: Any, flag: str) -> str:
+    """Say which option of a command's function has a setting of this name, if one has."""
+    setting = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+    for name, hint in get_type_hints(function).items():
+        for kind in filter(is_dataclass, get_args(hint)):
+            if setting in {field.name for field in fields(kind)}:
+                return f"expected --{name.replace('_', '-')} {setting}=VALUE"
+    return ""
+
+
+def application(functions: Mapping[str, Callable[..., None]], epilog: str = "", help: str = "", **more: Any) -> Typer:
+    """Make an application of one or several commands, whose output is plain text, and whose errors are ours to show.
+
+    Args:
+        functions: by the command's name; each parameter is an option.
+        epilog: what follows the options in `--help`.
+        help: what several commands have in common.
+        more: settings of the commands' contexts.
+    """
+    app = Typer(help=help, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    context = {"help_option_names": ["-h", "--help"], "max_content_width": 110, **more}
+    for name, function in functions.items():
+        app.command(name, cls=Command, epilog=epilog, context_settings=context)(function)
+    return app
+
+
+@contextmanager
+def running(context: typer.Context, needs: Needs, quiet: bool = False) -> Iterator[Console]:
+    """Refuse options that nothing would read, and end in one line and an exit code, whatever happens."""
+    console = messages(quiet)
+    with errors_in_one_line(console, context.command_path):
+        refuse_unread(context, needs)
+        yield console
+
+
+def option(help: str, *names: str, **more: Any) -> Any:
+    """Make an option; its name is spelt out where its metavar is the same word, which typer 0.27 takes for it."""
+    return typer.Option(*names, help=help, **more)
+
+
+def number(help: str, bounds: Bounds) -> Any:
+    """Make an option for numbers within bounds."""
+    return option(help, callback=bounds.check)
+
+
+def settings(kind: type, help: str, first: str = "") -> Any:
+    """Make an option for the fields of the frozen dataclass `kind`, see `groups`; `first` may stand alone."""
+    return option(help, parser=group(kind), metavar=f"{first}:{SETTINGS}" if first else SETTINGS)
+
+
+def _show_version(context: typer.Context, value: bool) -> None:
+    if value:
+        typer.echo(f"{context.info_name} {sglang_indexcache.__version__}")
+        raise typer.Exit
+
+
+Config = Annotated[
+    Path | None, option("YAML file with options by name; flags win over it.", callback=read_config, is_eager=True)
+]
+Version = Annotated[bool, option("Print the version.", "--version", callback=_show_version, is_eager=True)]

@@ -1,0 +1,90 @@
+"""`--config run.yaml`: what flags take, from a file that can be kept beside the results; flags win over it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from indexcache_search.errors import SearchError
+from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.files import strict_yaml
+from sglang_indexcache.files.atomic import read_regular
+
+SETTINGS, LIST = "KEY=VALUE,...", ",..."  # in metavars of options that take a mapping, or a list as one word
+SERVER = "server"  # in `context.meta`: flags of a server, which are no options of ours
+
+
+def read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Let a file's values stand for options that are not given; the callback of `--config`.
+
+    Raises:
+        typer.BadParameter: with file, key and what is wrong.
+    """
+    if path is None:
+        return None
+    try:
+        content = strict_yaml.load(read_regular(path, strict_yaml.MAX_BYTES))
+    except IndexCacheError as error:
+        raise typer.BadParameter(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
+    if not isinstance(content, dict):
+        raise typer.BadParameter(f"{path}: expected a mapping of option names")
+    options = {option.name: option for option in context.command.params if not option.is_eager}
+    found = context.default_map = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        try:
+            if name in found:
+                raise typer.BadParameter("is given twice")
+            if name in options:
+                found[name] = _given(options[name], value)
+                options[name].process_value(context, found[name])
+            elif context.ignore_unknown_options:
+                context.meta.setdefault(SERVER, []).extend(_server_flag(name, value))
+            else:
+                raise typer.BadParameter(f"no such option of {context.info_name}")
+        except typer.BadParameter as error:
+            raise typer.BadParameter(f"{path}: {key}: {error.message}") from None
+    return path
+
+
+def server_flags(context: typer.Context, taken: bool, hint_for: Callable[[str], str]) -> tuple[str, ...]:
+    """Return what is no option of ours, of the file and of the command line.
+
+    Raises:
+        SearchError: if there is something, and nobody takes it.
+    """
+    of_file = context.meta.get(SERVER, [])
+    for where, words in ((f"{context.params['config']}: ", of_file), ("", context.args)):
+        if words and not taken:
+            flag = words[0].partition("=")[0]
+            raise SearchError(f"{where}no such option: {flag}; {hint_for(flag) or f'see {context.info_name} --help'}")
+    return (*of_file, *context.args)
+
+
+def _given(option: Any, value: Any) -> Any:
+    """`value` as the words of a command line, but for switches and mappings."""
+    metavar = option.metavar or ""
+    if option.is_flag:
+        return value if isinstance(value, bool) else _refuse(value, "true or false")
+    if isinstance(value, dict) and metavar.endswith(SETTINGS):
+        return value
+    if option.multiple:
+        return [_word(item) for item in (value if isinstance(value, list) else [value])]
+    return ",".join(map(_word, value)) if isinstance(value, list) and LIST in metavar else _word(value)
+
+
+def _server_flag(name: str, value: Any) -> list[str]:
+    words = value if isinstance(value, list) else [] if value is True else [value]
+    return [f"--{name.replace('_', '-')}", *map(_word, words)]
+
+
+def _word(value: Any) -> str:
+    return _refuse(value, "a text or a number") if isinstance(value, bool | list | dict | None) else str(value)
+
+
+def _refuse(value: Any, expected: str) -> Any:
+    raise typer.BadParameter(f"found {json.dumps(value, ensure_ascii=False)[:60]}, expected {expected}")

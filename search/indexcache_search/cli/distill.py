@@ -1,0 +1,277 @@
+"""The command line: indexcache-distill."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from indexcache_search import demo
+from indexcache_search.cli import options
+from indexcache_search.cli.bounded import BATCH, MILLION, RATE, STEPS, STEPS_OR_NONE, TRAINING_SEQUENCES
+from indexcache_search.cli.command import Config, Version, application, number, option, running, settings
+from indexcache_search.cli.needs import Need
+from indexcache_search.console import results, serving
+from indexcache_search.distill.settings import Loss, Schedule, Settings
+from indexcache_search.errors import SearchError
+from sglang_indexcache import process
+from sglang_indexcache.command_line import exit_codes
+from sglang_indexcache.files.spec import GRAMMAR, PatternSpec
+
+DEMO: dict[str, Any] = {"warmup_steps": 20, "sparse_steps": 40, "indexer_lr": 1e-3, "lr": 2e-4, "batch_size": 4}
+"""Settings of the demo; those of a full run are DeepSeek-V3.2's and the paper's."""
+
+EPILOG = f"""
+Examples:
+
+\b
+  indexcache-distill
+      The demo: 60 small steps on the demo model, uniform 1/4. Two to three minutes on two cores.
+
+\b
+  indexcache-distill --model ./my-dsa-model --pattern uniform@1/4 --training sft.jsonl --seq-len 32768
+      One GPU. Data as for indexcache-search (docs/reference/data.md); --dry-run says what is read of them, and ends.
+
+\b
+  torchrun --nproc-per-node 8 -m indexcache_search.distill --model ./my-dsa-model --pattern deploy/glm5.yaml@1/4 ...
+      Eight GPUs: weights, gradients and optimizer are sharded with FSDP2.
+
+\b
+  python -m sglang_indexcache.launch_server --model-path OUTPUT/model --indexcache-pattern OUTPUT/pattern.yaml
+      Serve what came out.
+
+Run the same command again to go on after a kill, a crash or Ctrl-C: the losses are the same as without it.
+
+\b
+{exit_codes("the run failed (a loss was not finite)")}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupChoice:
+    """A stage of the training: how long, and how fast."""
+
+    steps: Annotated[int, STEPS_OR_NONE] | None = None
+    lr: Annotated[float, RATE] | None = None
+
+    def __post_init__(self) -> None:
+        for key, value in vars(self).items():
+            if self.steps == 0 and key != "steps" and value is not None:
+                raise SearchError(f"{key} needs steps above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseChoice(WarmupChoice):
+    """The stage in which everything trains."""
+
+    indexer_lr: Annotated[float, RATE] | None = None
+    weight_decay: Annotated[float, MILLION] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerChoice:
+    """How learning rates change, and how far gradients go."""
+
+    schedule: Schedule = "cosine"
+    ramp_steps: Annotated[int, STEPS_OR_NONE] = 50
+    max_norm: Annotated[float, MILLION] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingEngineChoice:
+    """How a model is trained, whatever comes out; see `distill.settings.Runtime`."""
+
+    gradient_checkpointing: bool = True
+    micro_batch: Annotated[int, BATCH] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillEngineChoice(TrainingEngineChoice):
+    """How a DSA model is trained."""
+
+    attention: Literal["auto", "naive", "kernels"] = "auto"
+    memory_check: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryChoice:
+    """Steps between what a run does now and then; see `Intervals`."""
+
+    evaluate: Annotated[int, STEPS] = 100
+    checkpoint: Annotated[int, STEPS] = 100
+    show: Annotated[int, STEPS] = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteChoice:
+    """What is written beside model, pattern and metrics."""
+
+    shared_indexers: Literal["auto", "drop", "keep"] = "auto"
+    tensorboard: bool = False
+
+
+ENGINE_KEYS = (
+    "gradient_checkpointing (no: keep what layers computed for the gradients), micro_batch (sequences of a forward of"
+    " one process; 1)"
+)
+Device = Annotated[Literal["auto", "cpu"], option("CUDA_VISIBLE_DEVICES chooses a GPU.")]
+Dtype = Annotated[Literal["auto", "float32", "bfloat16"], option("Of computations; what trains is float32 anyway.")]
+Every = Annotated[
+    EveryChoice | None,
+    settings(EveryChoice, "Steps between evaluations (evaluate; 100), checkpoints (100) and lines shown (show; 10)."),
+]
+NEEDS = {"write": (Need("a run without --dry-run", lambda given: not given["dry_run"]),)}
+
+
+def distill(
+    context: typer.Context,
+    model: options.Model = None,
+    pattern: Annotated[
+        str, option(f"What the model is trained for: {GRAMMAR}.", "--pattern", metavar="PATTERN")
+    ] = "uniform@1/4",
+    training: options.Training = None,
+    evaluation: options.HeldOutOrSame = None,
+    rows: options.Rows = None,
+    dry_run: options.DryRun = False,
+    seq_len: options.SeqLen = None,
+    num_sequences: Annotated[
+        int | None,
+        number("Training sequences, used again when all were seen. Default: 16384.", TRAINING_SEQUENCES),
+    ] = None,
+    num_eval_sequences: options.NumEvalSequences = None,
+    seed: options.Seed = 0,
+    loss: Annotated[
+        Loss,
+        option(
+            "multi: each indexer learns from all layers it serves (Eq. 1). own: from its own layer only, the ablation.",
+        ),
+    ] = "multi",
+    warmup: Annotated[
+        WarmupChoice | None,
+        settings(
+            WarmupChoice,
+            "Dense steps, in which only indexers train. Keys: steps (1000; 0: none), lr (peak learning rate; 1e-3).",
+        ),
+    ] = None,
+    sparse: Annotated[
+        SparseChoice | None,
+        settings(
+            SparseChoice,
+            "Sparse steps, in which everything trains. Keys: steps (4000; 0: none), lr (peak learning rate of the body;"
+            " 7.3e-6), indexer_lr (of the indexers; 7.3e-6), weight_decay (of the body's matrices; 0.1).",
+        ),
+    ] = None,
+    optimizer: Annotated[
+        OptimizerChoice | None,
+        settings(
+            OptimizerChoice,
+            "Keys: schedule (cosine: to a tenth; wsd: stays, and falls to 0 over the last fifth; constant), ramp_steps"
+            " (of the ramp that a stage begins with; 50), max_norm (to which gradients are clipped; 1).",
+        ),
+    ] = None,
+    batch_size: Annotated[int | None, number("Sequences of a step. Default: 16.", BATCH)] = None,
+    engine: Annotated[
+        DistillEngineChoice | None,
+        settings(
+            DistillEngineChoice,
+            f"Keys: {options.ATTENTION}, {ENGINE_KEYS}, memory_check (no: load without an estimate of the memory).",
+        ),
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    every: Every = None,
+    write: Annotated[
+        WriteChoice | None,
+        settings(
+            WriteChoice,
+            "Keys: shared_indexers (of S layers: keep, drop, or auto: drop, but for deepseek_v32), tensorboard (yes:"
+            " event files in OUTPUT/tensorboard).",
+        ),
+    ] = None,
+    output: Annotated[Path | None, option("Folder of the results. Default: indexcache-distilled-NAME.")] = None,
+    restart: options.Restart = False,
+    config: Config = None,
+    version: Version = False,
+) -> None:
+    """Train a DSA model for a pattern, so that each remaining indexer serves all the layers that reuse it.
+
+    Training-aware IndexCache (paper, Section 3.2). Writes model/, pattern.yaml, log.jsonl, curves.svg and
+    metrics.json. Without options it trains the demo model.
+    """
+    first, second, how = warmup or WarmupChoice(), sparse or SparseChoice(), optimizer or OptimizerChoice()
+    runs, beside = engine or DistillEngineChoice(), write or WriteChoice()
+    main, is_demo = os.environ.get("RANK", "0") == "0", model is None
+    with running(context, NEEDS, quiet=not main) as console:
+        for package in ("psutil", "torch", "transformers"):
+            if find_spec(package) is None:
+                raise SearchError(f"{package} is not installed; expected: pip install 'sglang-indexcache[distill]'")
+        if is_demo and training is None:
+            training, evaluation = list(demo.CALIBRATION), evaluation or list(demo.EVALUATION)
+        if not training:
+            raise SearchError("--training is missing, expected a file, folder or hub id with text")
+        name, spec, row_options = model or str(demo.MODEL), PatternSpec.read(pattern), options.row_options(rows)
+        from indexcache_search.distill.result import terminal_table
+        from indexcache_search.distill.run import run
+        from indexcache_search.distill.settings import Runtime
+        from indexcache_search.hf.loading import describe_model
+        from indexcache_search.training.sets import Data, show_data
+        from indexcache_search.training.settings import Folders, Intervals
+
+        description = describe_model(name)
+        chosen = spec.pattern(description)
+        chosen.check_plain("is not trained for yet")
+        data = Data(
+            training=tuple(training),
+            evaluation=tuple(evaluation or training),
+            seq_len=seq_len or (512 if is_demo else 4 * description.first_sparse_position),
+            num_sequences=num_sequences or (64 if is_demo else 16384),
+            num_eval_sequences=num_eval_sequences or (24 if is_demo else 32),
+            rows=row_options,
+        )
+        if dry_run:
+            if main:
+                show_data(name, description, data, seed)
+            return
+        runtime = Runtime(
+            device=device,
+            dtype=dtype,
+            attention=runs.attention,
+            gradient_checkpointing=runs.gradient_checkpointing,
+            check_memory=runs.memory_check,
+            keep_shared={"auto": None, "drop": False, "keep": True}[beside.shared_indexers],
+            intervals=Intervals(**vars(every or EveryChoice())),
+            tensorboard=beside.tensorboard,
+        )
+        given = {
+            "warmup_steps": first.steps,
+            "warmup_lr": first.lr,
+            "sparse_steps": second.steps,
+            "lr": second.lr,
+            "indexer_lr": second.indexer_lr,
+            "weight_decay": second.weight_decay,
+            "batch_size": batch_size,
+        }
+        what = Settings(
+            pattern=chosen,
+            loss=loss,
+            micro_batch_size=runs.micro_batch,
+            seed=seed,
+            **vars(how),
+            **(DEMO if is_demo else {}) | {key: value for key, value in given.items() if value is not None},
+        )
+        folder = output or Path(f"indexcache-distilled-{'demo' if is_demo else Path(name).name}")
+        process.let_work_end()
+        result, written = run(name, data, what, runtime, Folders(folder, restart), console)
+        if not result:
+            return  # another process speaks
+        out = results()
+        out.print(terminal_table(result))
+        out.print(f"Wrote {', '.join(map(str, written))}", soft_wrap=True)
+        out.print(f"Next: {serving(folder / 'pattern.yaml', folder / 'model')}", soft_wrap=True)
+
+
+app = application({"indexcache-distill": distill}, EPILOG)

@@ -1,0 +1,179 @@
+"""The command line: indexcache-eval."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from indexcache_search import demo
+from indexcache_search.cli import options
+from indexcache_search.cli.bounded import SEQUENCES, Bounds
+from indexcache_search.cli.command import Config, Version, application, number, option, running, settings
+from indexcache_search.cli.needs import Need
+from indexcache_search.cli.selection_choice import selections_of
+from indexcache_search.compare.tasks import TASKS
+from indexcache_search.console import results
+from indexcache_search.errors import SearchError
+from sglang_indexcache import process
+from sglang_indexcache.command_line import exit_codes
+from sglang_indexcache.files.pattern_file import split_retention
+from sglang_indexcache.files.spec import spells_letters, split_name
+from sglang_indexcache.http.address import Address
+
+EPILOG = f"""
+Examples:
+
+\b
+  indexcache-eval
+      The demo: patterns that indexcache-search found for it, beside uniform ones, on held-out text and recall tasks.
+
+\b
+  indexcache-eval --pattern indexcache-demo/pattern.yaml
+      The demo with what you found.
+
+\b
+  indexcache-eval --model ./my-dsa-model --pattern deploy/mine.yaml@1/4 --pattern published=FFSFSSS... \\
+        --evaluation held_out.jsonl --tasks multi_key,variable_tracking --seq-len 8192 --device cuda --dtype bfloat16
+      Two patterns of a model that one GPU holds, on your text and on generated tasks.
+
+\b
+  indexcache-eval --model zai-org/GLM-5 --endpoint http://baseline:30000 --endpoint http://shared:30000 \\
+        --evaluation held_out.jsonl --tasks multi_key,multi_value,multi_query:chat=yes --seq-len 32768
+      Is what is served as good as the baseline server, the first one? --model is read for its tokenizer only.
+
+\b
+{exit_codes("a pattern or server is worse than --max-increase allows, or a loss was not finite")}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksChoice:
+    """Tasks that are generated; see `compare.tasks`."""
+
+    names: tuple[str, ...]
+    samples: Annotated[int, Bounds(2, 10_000)] = 16
+    haystack: str = "demo:text"
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            if name not in TASKS:
+                raise SearchError(f"there is no {name}, expected {', '.join(TASKS)}")
+            if self.names.count(name) > 1:
+                raise SearchError(f"{name} stands there twice, expected each task once")
+
+
+def _is_open(text: str) -> bool:
+    """Whether `text` names a file, and none of the retentions in it."""
+    name = split_name(text)[1]
+    return split_retention(name)[1] is None and not spells_letters(name)
+
+
+def _compares_open_files(given: Any) -> bool:
+    return any(map(_is_open, given["pattern"] or (demo.PATTERNS if given["model"] is None else ())))
+
+
+def _reads_sources(given: Any) -> bool:
+    return bool(given["evaluation"]) or (given["model"] is None and not given["tasks"])
+
+
+HERE = Need("patterns of a model that runs here, without --endpoint", lambda given: not given["endpoint"])
+NEEDS = {
+    **dict.fromkeys(("pattern", "selection", "uniform", "restart", "engine", "device", "dtype", "batch_size"), (HERE,)),
+    "retain": (HERE, Need("a --pattern file without @ and a retention", _compares_open_files)),
+    "num_sequences": (Need("--evaluation", _reads_sources),),
+    "max_increase": (Need("a run without --dry-run", lambda given: not given["dry_run"]),),
+}
+
+
+def evaluate(
+    context: typer.Context,
+    model: options.Model = None,
+    pattern: options.Patterns = None,
+    selection: options.Selections = None,
+    retain: options.Retain = "1/2,1/4,1/8",
+    evaluation: options.HeldOut = None,
+    rows: options.Rows = None,
+    dry_run: options.DryRun = False,
+    tasks: Annotated[
+        TasksChoice | None,
+        settings(
+            TasksChoice,
+            f"Generated tasks: {', '.join(TASKS)}. Keys: samples (of each; 16), haystack (source of the text around"
+            " needles; demo:text), chat (yes: ask through the chat template).",
+            "NAME,...",
+        ),
+    ] = None,
+    reply: options.Reply = None,
+    seq_len: options.SeqLen = None,
+    num_sequences: Annotated[
+        int | None,
+        number(f"Sequences, of all sources together. Default: 144, for the demo {demo.SEQUENCES}.", SEQUENCES),
+    ] = None,
+    uniform: Annotated[bool, option("Compare with uniform patterns at all phases.")] = True,
+    max_increase: Annotated[
+        float | None,
+        number("Exit with 1 if a loss rises by more, and two of its standard errors.", Bounds(-1e6, 1e6)),
+    ] = None,
+    endpoint: Annotated[
+        list[str] | None,
+        option("OpenAI-compatible server to compare; repeatable, the first is the baseline.", metavar="URL"),
+    ] = None,
+    engine: options.Engine = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "float32",
+    batch_size: options.BatchSize = 1,
+    output: Annotated[Path, option("Folder for eval.json and eval.html.")] = Path("indexcache-eval"),
+    restart: options.Restart = False,
+    config: Config = None,
+    version: Version = False,
+) -> None:
+    """Compare patterns, or servers, on data that nobody searched on; without options those of the demo.
+
+    Differences are paired: everything sees the same sequences.
+    """
+    chosen, is_demo = engine or options.EngineChoice(), model is None
+    with running(context, NEEDS) as console:
+        options.check_runs_here(device, dtype)
+        addresses, row_options = tuple(map(Address.of, endpoint or ())), options.row_options(rows)
+        from indexcache_search.compare.result import rises
+        from indexcache_search.compare.run import Candidates, Data, Runtime, run, show
+
+        candidates = Candidates(
+            patterns=tuple(pattern or (demo.PATTERNS if is_demo and not endpoint else ())),
+            retentions=options.retentions(retain),
+            uniform=uniform,
+            endpoints=addresses,
+            selections=selections_of(selection),
+        )
+        generated = {} if tasks is None else {**vars(tasks)}
+        data = Data(
+            sources=tuple(evaluation or (demo.EVALUATION if is_demo and not tasks else ())),
+            tasks=generated.pop("names", ()),
+            seq_len=seq_len or (512 if is_demo else None),
+            sequences=num_sequences or (demo.SEQUENCES if is_demo else 144),
+            reply=reply,
+            rows=row_options,
+            only_shown=dry_run,
+            **generated,
+        )
+        runtime = Runtime(
+            device=device,
+            dtype=dtype,
+            batch_size=batch_size,
+            prefix_cache_gb=chosen.prefix_cache_gb,
+            attention=chosen.attention,
+        )
+        process.let_work_end()
+        result = run(model or str(demo.MODEL), candidates, data, runtime, output, restart, console)
+        if result is None:
+            return
+        show(result, output, results())
+        if max_increase is not None and rises(result.held_out.rows) > max_increase:
+            raise typer.Exit(1)
+
+
+app = application({"indexcache-eval": evaluate}, EPILOG)

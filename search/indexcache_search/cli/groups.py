@@ -1,0 +1,94 @@
+"""Small groups of settings as one option: `NAME:KEY=VALUE,...`, or a mapping in a configuration file."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from indexcache_search.cli.bounded import Bounds
+from sglang_indexcache.errors import IndexCacheError
+
+Group = TypeVar("Group")
+
+
+def group(kind: type[Group]) -> Callable[[Any], Group]:
+    """Make the parser of an option whose settings are the fields of the frozen dataclass `kind`.
+
+    The first of them may stand without its key, before a colon. A tuple's values have `/` between them, there commas.
+    """
+    return lambda value: value if isinstance(value, kind) else _build(kind, value)
+
+
+def _build(kind: Any, value: Any) -> Any:
+    hints, known = get_type_hints(kind, include_extras=True), {field.name: field for field in fields(kind)}
+    if isinstance(value, Mapping):
+        found = {str(key).replace("-", "_"): item for key, item in value.items()}
+    else:
+        found = _settings(str(value), next(iter(known)))
+    for key in found:
+        if key not in known:
+            raise typer.BadParameter(f"found {key[:60]!r}, expected {', '.join(known)}")
+    missing = [key for key, field in known.items() if field.default is MISSING and key not in found]
+    if missing:
+        raise typer.BadParameter(f"{missing[0]} is missing")
+    try:
+        return kind(**{key: _checked(key, hints[key], item) for key, item in found.items()})
+    except IndexCacheError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _settings(text: str, first: str) -> dict[str, str]:
+    """The texts that are given, by key."""
+    before, equals, _ = text.partition("=")
+    alone, colon, _ = before.rpartition(":") if equals else (before, "", "")
+    found = {first: alone.replace(",", "/")} if alone or not equals else {}
+    for word in text[len(alone + colon) :].split(",") if equals else ():
+        key, equals, value = (part.strip() for part in word.partition("="))
+        key = key.replace("-", "_")
+        if not equals:
+            raise typer.BadParameter(f"found {word[:60]!r}, expected KEY=VALUE")
+        if key in found:
+            raise typer.BadParameter(f"{key} is given twice")
+        found[key] = value
+    return found
+
+
+def _checked(key: str, hint: Any, value: Any) -> Any:
+    try:
+        return _convert(hint, value)
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"{key}: {error.message}") from None
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    """Read `value`, of a command line or a configuration file, as `hint` says."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return next(item for item in inner if isinstance(item, Bounds)).check(_convert(inner[0], value))
+    if origin in (Union, types.UnionType):
+        return _convert(next(item for item in inner if item is not type(None)), value)
+    if origin is tuple:
+        values = value if isinstance(value, list) else str(value).split("/")
+        return tuple(_convert(inner[0], item.strip() if isinstance(item, str) else item) for item in values)
+    if hint is bool:
+        found = value if isinstance(value, bool) else {"yes": True, "no": False}.get(str(value))
+        return _refuse(value, "yes or no") if found is None else found
+    if isinstance(value, list | Mapping | bool) or value is None or value == "":
+        _refuse(value, "one value")
+    if hint in (int, float):
+        try:
+            return hint(str(value))
+        except ValueError:
+            _refuse(value, "a whole number" if hint is int else "a number")
+    if origin is Literal and value not in inner:
+        _refuse(value, f"one of {', '.join(inner)}")
+    return Path(str(value)) if hint is Path else hint.parse(str(value)) if hasattr(hint, "parse") else str(value)
+
+
+def _refuse(value: Any, expected: str) -> Any:
+    raise typer.BadParameter(f"found {str(value)[:60]!r}, expected {expected}")

@@ -1,0 +1,158 @@
+"""Options that several commands share, each defined once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from indexcache_search.cli.bounded import BATCH, MILLION, SEED, SEQUENCES, TOKENS, TWO_TOKENS, Bounds
+from indexcache_search.cli.command import number, option, settings
+from indexcache_search.cli.selection_choice import MOST, SelectionChoice
+from indexcache_search.data.options import RowOptions, Turns
+from indexcache_search.data.templates import read_template
+from indexcache_search.errors import SearchError
+from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.files.spec import GRAMMAR
+from sglang_indexcache.pattern import parse_retention
+from sglang_indexcache.pattern.reuse import GRAMMAR as STEPS_GRAMMAR
+
+SPARSE = "index_topk (DeepSeek-V4: 4 times that; dense models: pages x page_tokens)"  # tokens that each query selects
+DTYPES = ("float32", "bfloat16", "float16")
+ATTENTION = "attention (naive: PyTorch's, dense; kernels: this project's, CUDA only; auto: kernels on a CUDA device)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsChoice:
+    """How rows of sources are understood; see `RowOptions`."""
+
+    turns: Turns = "auto"
+    chat_template: Path | None = None
+    skip_bad: Annotated[int, Bounds(0, 1_000_000_000)] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineChoice:
+    """What runs a model, and how; see `TransformersEngine.load`."""
+
+    name: Literal["transformers"] = "transformers"
+    attention: Literal["auto", "naive", "kernels"] = "auto"
+    prefix_cache_gb: Annotated[float, MILLION] = 1.0
+
+
+def retentions(text: str) -> tuple[Fraction, ...]:
+    """Read shares of layers, with commas between them, each once.
+
+    Raises:
+        PatternError: if one is no share.
+    """
+    return tuple(dict.fromkeys(parse_retention(word.strip()) for word in text.split(",")))
+
+
+def shares(help: str) -> Any:
+    """Make an option for shares of layers."""
+
+    def check(value: str | None) -> str | None:
+        try:
+            retentions(value or "1")
+        except IndexCacheError as error:
+            raise typer.BadParameter(str(error)) from None
+        return value
+
+    return option(help, metavar="SHARE,...", callback=check)
+
+
+def sources(what: str, default: str = "") -> Any:
+    """Make an option for sources of text."""
+    return option(f"{what}: file, folder or hub id; repeatable.{default}", metavar="SOURCE")
+
+
+def selection_option(more: str) -> Any:
+    """Make `--selection`; `more` says what it stands for, and whether there may be several."""
+    words = (
+        f"Dense models: what layers attend to{more}. Keys: pages (64), page_tokens (16; with compressed_keys 64),"
+        " recent_pages (the newest; one in 8, or 4), sink_pages (the first; 0, or 1), score (token_max or"
+        f" compressed_keys), steps, what a choice remembers ({STEPS_GRAMMAR})."
+    )
+    return settings(SelectionChoice, words)
+
+
+def row_options(rows: RowsChoice | None) -> RowOptions:
+    """Read what `--rows` names.
+
+    Raises:
+        IndexCacheError: if the template can't be read.
+    """
+    rows = rows or RowsChoice()
+    text = None if rows.chat_template is None else read_template(rows.chat_template)
+    return RowOptions(chat_template=text, turns=rows.turns, skip_bad_rows=rows.skip_bad)
+
+
+def check_runs_here(device: str, dtype: str | None) -> None:
+    """Refuse words that name no device or number format of PyTorch, before it takes its seconds to load.
+
+    Raises:
+        SearchError: with what was found and what is expected.
+    """
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", device):
+        raise SearchError(f"--device is {device}, expected auto, cpu, cuda or cuda:N")
+    if dtype is not None and dtype not in DTYPES:
+        raise SearchError(f"--dtype is {dtype}, expected one of {', '.join(DTYPES)}")
+
+
+Model = Annotated[str | None, option("Folder or hub id of a model. Default: the demo model.")]
+DenseModel = Annotated[str, option("Folder or hub id of a dense model.")]
+Patterns = Annotated[
+    list[str] | None,
+    option(f"{GRAMMAR}; repeatable. NAME= before it names it in tables.", "--pattern", metavar="PATTERN"),
+]
+Selections = Annotated[
+    SelectionChoice | None,
+    selection_option(f", in the place of the file's; with pages=16/64 or steps=none/ema:0.9 each, up to {MOST}"),
+]
+Retain = Annotated[str, shares("Retentions of pattern files that are named without one.")]
+Calibration = Annotated[list[str] | None, sources("Calibration text")]
+Training = Annotated[list[str] | None, sources("Training text")]
+HeldOut = Annotated[list[str] | None, sources("Held-out text")]
+HeldOutOrSame = Annotated[list[str] | None, sources("Held-out text", " Default: set aside from the other sources.")]
+Rows = Annotated[
+    RowsChoice | None,
+    settings(
+        RowsChoice,
+        "How rows are read. Keys: turns of a conversation (all: one text; each: a text for each reply; last: up to the"
+        " last; auto: all, or each where the template writes earlier turns otherwise once others follow), chat_template"
+        " (a file; the tokenizer's Jinja template), skip_bad (rows of a source that may be skipped; 0).",
+    ),
+]
+DryRun = Annotated[bool, option("Show what is read of the data, and end before anything loads.", "--dry-run")]
+SeqLen = Annotated[int | None, number(f"Tokens of a sequence, above {SPARSE}. Default: 4 times that.", TOKENS)]
+Length = Annotated[int, number("Tokens of a sequence.", TOKENS)]
+NumSequences = Annotated[int, number("Sequences, of all sources together.", SEQUENCES)]
+NumEvalSequences = Annotated[int | None, number("Held-out sequences. Default: 32.", SEQUENCES)]
+Reply = Annotated[
+    int | None,
+    number(
+        "Count the last tokens of each sequence alone, so many; before them is a prompt. Needed where layers select for"
+        " several prompt queries at a time (--queries, patterns with +6q16). Fewer tokens take more sequences.",
+        TWO_TOKENS,
+    ),
+]
+Seed = Annotated[int, number("Order of the documents.", SEED)]
+Engine = Annotated[
+    EngineChoice | None,
+    settings(
+        EngineChoice,
+        f"What runs the model. Keys: {ATTENTION}, prefix_cache_gb (host memory for layer outputs; 1; of dense models as"
+        " much again for keys of prompts).",
+        "transformers",
+    ),
+]
+Device = Annotated[str, option("auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[str, option("float32, bfloat16 or float16.")]
+BatchSize = Annotated[int, number("Sequences of a forward.", BATCH)]
+WorkDir = Annotated[Path | None, option("Folder of the journal. Default: OUTPUT/work.")]
+Restart = Annotated[bool, option("Discard what an earlier run kept, and start afresh.", "--restart")]

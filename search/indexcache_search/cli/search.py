@@ -1,0 +1,273 @@
+"""The command line: indexcache-search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from indexcache_search import demo
+from indexcache_search.cli import options
+from indexcache_search.cli.bounded import MILLION, SEQUENCES, Bounds
+from indexcache_search.cli.command import Config, Version, application, hint_for, number, option, running, settings
+from indexcache_search.cli.config import server_flags
+from indexcache_search.cli.needs import Need
+from indexcache_search.cli.selection_choice import SelectionChoice, selection_of
+from indexcache_search.console import results
+from indexcache_search.errors import SearchError
+from indexcache_search.evaluation.objectives import Objective
+from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
+from indexcache_search.strategies.prices import PRICE_CONTEXT
+from sglang_indexcache import process
+from sglang_indexcache.command_line import exit_codes
+from sglang_indexcache.http.address import Address
+from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS, QUERIES
+
+EPILOG = f"""
+Strategies, and what they evaluate (docs/reference/strategies.md):
+
+\b
+{chr(10).join(f"  {item.name:<12}{item.summary}" for item in STRATEGIES.values())}
+
+Their settings: flips (of lazy: evaluated in a step at least; 1; more is surer and dearer), race (no: all sequences at
+once, where a strategy looks at a part of them first), swaps (a local search after the strategy tries so many a round;
+0), blocks (of greedy: so many blocks of layers in turn; 1).
+
+Examples:
+
+\b
+  indexcache-search
+      The demo: a small DSA model and its data, both in the package.
+
+\b
+  indexcache-search --engine sglang --model zai-org/GLM-5-FP8 --tp 8 --calibration sft.jsonl --seq-len 32768
+      Your model, in SGLang on your GPUs (docs/calibrate.md), and your text: rows of text, conversations, prompts with
+      answers or token ids (docs/reference/data.md); --dry-run says what is read, and ends. Without --engine sglang a
+      model must fit one GPU, or the CPU.
+
+\b
+  indexcache-search --calibration long.parquet --calibration owner/dataset:subset --evaluation held_out.jsonl ...
+      Several sources count equally, and so do the sequences of each. Without --evaluation, held-out text is set aside
+      from the calibration sources.
+
+\b
+  indexcache-search ... --strategy greedy:blocks=4 --objective nll
+      The paper's Algorithm 1, in four blocks. Strategies share their evaluations in the same --work-dir.
+
+\b
+  indexcache-search --model Qwen/Qwen3-8B --calibration traces.jsonl --retain 1/6 --selection pages=64 --seq-len 8192
+      A dense model: which layers attend to everything, and which to 64 pages that those chose (docs/dense-models.md).
+
+\b
+  indexcache-search ... --queries 4,16 --reply 1024 --retain 1/8 --decode-retain 1/4
+      An eighth of the indexers' cost in prompts, where layers may select for 4 or 16 queries at a time, and a quarter
+      of it while decoding (docs/blocks.md).
+
+\b
+  indexcache-search --config glm5.yaml --seed 1
+      Options of a file, such as `retain: 1/4` or `strategy: {{name: lazy, flips: 2}}`; flags win over it.
+
+Run the same command again to go on after a kill, a crash or Ctrl-C.
+
+\b
+{exit_codes("the run failed (a loss was not finite)")}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyChoice:
+    """A strategy, and what it is told; see `Settings`, whose defaults stand for what is not given.
+
+    Raises:
+        SearchError: if there is no such strategy, or it does not read a setting.
+    """
+
+    name: str = DEFAULT_STRATEGY
+    flips: Annotated[int, Bounds(1, 10_000)] | None = None
+    race: bool | None = None
+    swaps: Annotated[int, Bounds(0, 100_000)] | None = None
+    blocks: Annotated[int, Bounds(1, 10_000)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in STRATEGIES:
+            raise SearchError(f"found {self.name!r}, expected one of {', '.join(STRATEGIES)}")
+        known = STRATEGIES[self.name].settings
+        for key in self.given().keys() - known:
+            raise SearchError(f"{self.name} has no setting {key}, expected {', '.join(known)}")
+
+    def given(self) -> dict[str, Any]:
+        """Return the settings that were given."""
+        return {key: value for key, value in vars(self).items() if key != "name" and value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueriesChoice:
+    """For how many prompt queries layers may select at a time, and the tokens of a prompt at which that is priced."""
+
+    sizes: tuple[Annotated[int, Bounds(2, 64)], ...]
+    context: Annotated[int, Bounds(EXACT_ROWS + 1, 1 << 24)] = PRICE_CONTEXT
+
+    def __post_init__(self) -> None:
+        for size in set(self.sizes) - set(QUERIES):
+            raise SearchError(f"found {size}, expected {', '.join(map(str, QUERIES))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchEngineChoice:
+    """What evaluates patterns; `None` stands for defaults of transformers."""
+
+    name: Literal["transformers", "sglang"] = "transformers"
+    attention: Literal["auto", "naive", "kernels"] | None = None
+    prefix_cache_gb: Annotated[float, MILLION] | None = None
+
+    def __post_init__(self) -> None:
+        for key, value in list(vars(self).items())[1:]:
+            if self.name == "sglang" and value is not None:
+                raise SearchError(f"{key} needs transformers")
+
+
+def _in_sglang(given: Any) -> bool:
+    return given["engine"] is not None and given["engine"].name == "sglang"
+
+
+OWN = Need("a server of the search's own, without --endpoint", lambda given: not given["endpoint"])
+REPLY = Need("--reply, the tokens behind a prompt that count", lambda given: given["reply"] is not None)
+NEEDS = {
+    "queries": (Need("--engine transformers", lambda given: not _in_sglang(given)), REPLY),
+    "decode_retain": (Need("--queries", lambda given: given["queries"] is not None),),
+    "endpoint": (Need("--engine sglang", _in_sglang),),
+    **dict.fromkeys(("device", "dtype"), (OWN,)),
+}
+
+
+def search(
+    context: typer.Context,
+    model: options.Model = None,
+    selection: Annotated[SelectionChoice | None, options.selection_option("")] = None,
+    calibration: options.Calibration = None,
+    evaluation: options.HeldOutOrSame = None,
+    rows: options.Rows = None,
+    dry_run: options.DryRun = False,
+    seq_len: options.SeqLen = None,
+    num_sequences: options.NumSequences = 32,
+    num_eval_sequences: Annotated[
+        int | None, number(f"Held-out sequences. Default: 32, for the demo {demo.SEQUENCES}.", SEQUENCES)
+    ] = None,
+    reply: options.Reply = None,
+    seed: options.Seed = 0,
+    retain: Annotated[
+        str, options.shares("Layers that stay F, or D; with --queries: what indexers cost in prompts.")
+    ] = "1/2,1/4,1/8",
+    decode_retain: Annotated[
+        str | None, options.shares("With --queries: layers that are F at most, for the cost of decoding.")
+    ] = None,
+    queries: Annotated[
+        QueriesChoice | None,
+        settings(
+            QueriesChoice,
+            "Let F layers select for 2, 4, 8, 16 or 64 neighbouring prompt queries at a time, such as 4,16. Keys:"
+            f" context (tokens of the prompts for which that is priced; {PRICE_CONTEXT}).",
+            "SIZE,...",
+        ),
+    ] = None,
+    strategy: Annotated[
+        StrategyChoice | None,
+        settings(StrategyChoice, f"How to look for patterns, see below. Default: {DEFAULT_STRATEGY}.", "NAME"),
+    ] = None,
+    objective: Annotated[
+        Objective, option("kl: divergence from the model's own pattern. nll: loss on the text, the paper's.")
+    ] = "kl",
+    engine: Annotated[
+        SearchEngineChoice | None,
+        settings(
+            SearchEngineChoice,
+            "transformers, or sglang, whose server gets options that are unknown here (--tp 8). Keys of transformers:"
+            f" {options.ATTENTION}, prefix_cache_gb (host memory for layer outputs that patterns share; 2, for the demo"
+            " 1.7; 0: none). Default: transformers.",
+            "NAME",
+        ),
+    ] = None,
+    endpoint: Annotated[
+        list[str] | None,
+        option("sglang: a server in calibration mode instead of one's own; repeatable.", metavar="URL"),
+    ] = None,
+    device: options.Device = "auto",
+    dtype: Annotated[
+        str | None, option("float32, bfloat16 or float16. Default: float32; with sglang, the model's own.")
+    ] = None,
+    batch_size: options.BatchSize = 1,
+    output: Annotated[Path | None, option("Folder of the results. Default: indexcache-NAME.")] = None,
+    work_dir: options.WorkDir = None,
+    restart: options.Restart = False,
+    config: Config = None,
+    version: Version = False,
+) -> None:
+    """Find which layers of a model can share what they attend to, and write a pattern file.
+
+    Writes pattern.yaml, metrics.json and report.html. Without options it searches the demo model.
+    """
+    how, chosen, is_demo = strategy or StrategyChoice(), engine or SearchEngineChoice(), model is None
+    with running(context, NEEDS) as console:
+        flags = server_flags(context, chosen.name == "sglang" and not endpoint, partial(hint_for, search))
+        if chosen.name == "transformers":
+            options.check_runs_here(device, dtype)
+        if is_demo and calibration is None:
+            calibration, evaluation = list(demo.CALIBRATION), evaluation or list(demo.EVALUATION)
+        if not calibration:
+            raise SearchError("--calibration is missing, expected a file, folder or hub id with text like your traffic")
+        selects, row_options = selection_of(selection), options.row_options(rows)
+        addresses = tuple(map(Address.of, endpoint or ()))
+        from indexcache_search.search.settings import Settings
+
+        what = Settings(
+            retain=options.retentions(retain),
+            strategy=how.name,
+            **how.given(),
+            objective=objective,
+            seed=seed,
+            queries=() if queries is None else queries.sizes,
+            price_context=PRICE_CONTEXT if queries is None else queries.context,
+            decode_retain=None if decode_retain is None else options.retentions(decode_retain)[0],
+        )
+        what.chosen_strategy()
+        from indexcache_search.search.run import Data, Files, Runtime, run, show, show_data
+
+        data = Data(
+            calibration=tuple(calibration),
+            evaluation=tuple(evaluation or calibration),
+            seq_len=seq_len or (512 if is_demo else None),
+            num_sequences=num_sequences,
+            num_eval_sequences=num_eval_sequences or (demo.SEQUENCES if is_demo else 32),
+            reply=reply,
+            rows=row_options,
+        )
+        runtime = Runtime(
+            engine=chosen.name,
+            device=device,
+            dtype=dtype,
+            batch_size=batch_size,
+            prefix_cache_gb=(1.7 if is_demo else 2.0) if chosen.prefix_cache_gb is None else chosen.prefix_cache_gb,
+            attention=chosen.attention or "auto",
+            endpoints=addresses,
+            server_arguments=flags,
+            selection=selects,
+        )
+        if dry_run:
+            show_data(str(model or demo.MODEL), data, runtime, what)
+            return
+        folder = output or Path(f"indexcache-{_short_name(model)}")
+        files = Files(folder=folder, work_dir=work_dir or folder / "work", restart=restart)
+        process.let_work_end()
+        show(run(str(model or demo.MODEL), data, runtime, what, files, console), model, files, results())
+
+
+def _short_name(model: str | None) -> str:
+    if model is None:
+        return "demo"
+    return Path(model).resolve().name if Path(model).is_dir() else model.rpartition("/")[2]
+
+
+app = application({"indexcache-search": search}, EPILOG, allow_extra_args=True, ignore_unknown_options=True)

@@ -1,0 +1,92 @@
+"""What a dense model's layers select, and in which variants, as `--selection` says it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Annotated
+
+from indexcache_search.cli.bounded import TOKENS, Bounds
+from indexcache_search.errors import SearchError
+from sglang_indexcache.pattern.reuse import NO_MEMORY, Steps
+from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, DEFAULT, Score, Selection
+
+MOST = 64  # selections of one comparison, each of which is evaluated
+NOSAS = Selection(page_tokens=64, pages=64, recent_pages=16, sink_pages=1, score=COMPRESSED_KEYS)
+"""The paper's sizes (arXiv 2510.13602): blocks of 64, one sink, a window of 16."""
+_DEFAULTS = {DEFAULT.score: DEFAULT, NOSAS.score: NOSAS}
+_PAGES = Bounds(0, TOKENS.most, TOKENS.reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagesChoice:
+    """How many pages a layer attends to, or several such numbers; defaults go with the score.
+
+    Attributes:
+        pages: pages that a layer attends to.
+        page_tokens: tokens of a page.
+        recent_pages: the newest pages, always among them; by default a share of `pages`.
+        sink_pages: the first pages, likewise.
+    """
+
+    pages: tuple[Annotated[int, _PAGES], ...] = ()
+    page_tokens: Annotated[int, _PAGES] | None = None
+    recent_pages: Annotated[int, _PAGES] | None = None
+    sink_pages: Annotated[int, _PAGES] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionChoice(PagesChoice):
+    """One selection, or one for each of several numbers of pages and policies.
+
+    Attributes:
+        score: what pages are chosen by.
+        steps: what a choice remembers of the steps before it.
+
+    Raises:
+        SearchError: if there are too many.
+        PatternError: if sizes don't go together.
+    """
+
+    score: Score = DEFAULT.score
+    steps: tuple[Steps, ...] = (NO_MEMORY,)
+
+    def __post_init__(self) -> None:
+        number = max(1, len(self.pages)) * len(self.steps)
+        if number > MOST:
+            raise SearchError(f"pages and steps name {number} selections, expected at most {MOST}")
+        self.selections()
+
+    def selections(self) -> tuple[Selection, ...]:
+        """List the selections, each once."""
+        default = _DEFAULTS[self.score]
+        share = default.pages // default.recent_pages
+        found = [
+            Selection(
+                page_tokens=default.page_tokens if self.page_tokens is None else self.page_tokens,
+                pages=pages,
+                recent_pages=max(1, pages // share) if self.recent_pages is None else self.recent_pages,
+                sink_pages=default.sink_pages if self.sink_pages is None else self.sink_pages,
+                score=self.score,
+                steps=steps,
+            )
+            for pages, steps in itertools.product(self.pages or (default.pages,), self.steps)
+        ]
+        return tuple(dict.fromkeys(found))
+
+
+def selections_of(choice: SelectionChoice | None) -> tuple[Selection, ...]:
+    """List the selections of an option; none where it is not given."""
+    return () if choice is None else choice.selections()
+
+
+def selection_of(choice: SelectionChoice | None) -> Selection | None:
+    """Return the one selection of an option, if it is given.
+
+    Raises:
+        SearchError: if there are several.
+    """
+    found = selections_of(choice)
+    if len(found) > 1:
+        raise SearchError(f"--selection names {len(found)} selections, expected one")
+    return found[0] if found else None

@@ -1,0 +1,1 @@
+"""Evaluate patterns on tokens, remember each result on disk, and judge which is best."""

@@ -1,0 +1,209 @@
+"""The journal: every evaluation on disk the moment it is done, so that a killed search loses at most one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from indexcache_search.engines.base import Evaluation
+from indexcache_search.errors import JournalError
+from indexcache_search.evaluation.plan import Plan
+from indexcache_search.evaluation.records import Sealer, append, check_identity, complete, damaged, opened
+from sglang_indexcache import Pattern
+from sglang_indexcache.errors import PatternError
+from sglang_indexcache.files.fields import Count, Finite
+
+FILE_NAME = "journal.jsonl"
+
+_Key = tuple[str, Plan, int]  # set, pattern, repeat
+
+
+class Journal:
+    """An append-only JSON-lines file that belongs to one search; use it in a `with` block.
+
+    Its first line says what results depend on; a later run with another model, data or objective is refused. Results
+    do not depend on the strategy, so strategies share them. A line that was cut off by a kill is dropped; every line
+    has a checksum, and what does not check is refused.
+
+    Args:
+        folder: the work directory; created. Who shares it with other processes holds it (`owned.outputs`).
+        identity: what results depend on.
+        facts: remembered from the first run, for instance the date; not compared.
+        restart: discard what is there.
+        parse: reads back the keys of plans; raises `PatternError` for anything else.
+
+    Raises:
+        JournalError: if the folder holds another search, or is damaged.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        restart: bool = False,
+        parse: Callable[[str], Plan] = Pattern.from_key,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / FILE_NAME
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.fdopen(os.open(self.path, flags, 0o666), "a+b")
+        try:
+            if restart:
+                self._file.truncate(0)
+            self._sealer = Sealer()
+            self.facts: Mapping[str, Any] = dict(facts)
+            self._evaluations: dict[_Key, Evaluation] = {}
+            self._matrices: dict[str, list[list[float]]] = {}
+            self._read(json.loads(json.dumps(identity)), parse)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read(self, identity: Mapping[str, Any], parse: Callable[[str], Plan]) -> None:
+        self._file.seek(0)
+        content = self._file.read()
+        whole = complete(content)
+        if len(whole) < len(content):
+            self._file.truncate(len(whole))
+        if not whole:
+            self._append({"identity": identity, "facts": self.facts})
+            return
+        for record in _records(whole, self.path, self._sealer, parse):
+            if isinstance(record, _Header):
+                check_identity(self.path, "search", "--work-dir", record.identity, identity)
+                self.facts = record.facts
+            elif isinstance(record, _Matrix):
+                self._matrices[record.matrix] = record.values
+            else:
+                self._add(*record)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def evaluation(self, part: str, pattern: Plan, repeat: int = 0) -> Evaluation | None:
+        """What is recorded of `pattern` on the set named `part`: all sequences it was evaluated on, if any."""
+        return self._evaluations.get((part, pattern, repeat))
+
+    def add_evaluation(self, part: str, evaluation: Evaluation, repeat: int = 0) -> None:
+        """Record an evaluation; it is on disk when this returns."""
+        self._append(
+            {
+                "set": part,
+                "pattern": evaluation.pattern.key,
+                "repeat": repeat,
+                "rows": evaluation.rows,
+                "losses": evaluation.losses,
+                "correct": evaluation.correct,
+                "tokens": evaluation.tokens,
+                "layer_tokens": evaluation.layer_tokens,
+                "seconds": round(evaluation.seconds, 3),
+            }
+        )
+        self._add((part, evaluation.pattern, repeat), evaluation)
+
+    def _add(self, key: _Key, evaluation: Evaluation) -> None:
+        earlier = self._evaluations.get(key)
+        self._evaluations[key] = evaluation if earlier is None else earlier + evaluation
+
+    def matrix(self, name: str) -> list[list[float]] | None:
+        """A recorded measurement."""
+        return self._matrices.get(name)
+
+    def add_matrix(self, name: str, values: list[list[float]]) -> None:
+        """Record a measurement."""
+        self._append({"matrix": name, "values": values})
+        self._matrices[name] = values
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        append(self._file, self._sealer, record)
+
+
+def recorded(path: Path) -> list[tuple[str, Evaluation]]:
+    """Every evaluation in a journal's file with the set it is on, whichever search it belongs to.
+
+    Raises:
+        JournalError: if the file is damaged.
+    """
+    records = _records(complete(path.read_bytes()), path, Sealer(), Pattern.from_key)
+    return [(record[0][0], record[1]) for record in records if isinstance(record, tuple)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Header(_Record):
+    identity: dict[str, Any]
+    facts: dict[str, str]
+
+
+class _Matrix(_Record):
+    matrix: str
+    values: list[list[Finite]]
+
+
+class _Line(_Record):
+    set: str
+    pattern: str
+    repeat: Count
+    rows: list[Count]
+    losses: list[Finite]
+    correct: list[Count]
+    tokens: list[Count]
+    layer_tokens: list[Count]
+    seconds: Finite
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        columns = (self.losses, self.correct, self.tokens, self.layer_tokens)
+        if not self.rows or {len(column) for column in columns} != {len(self.rows)}:
+            raise ValueError("columns differ in length")
+        if len(set(self.rows)) < len(self.rows) or 0 in self.tokens:
+            raise ValueError("a sequence stands there twice, or without tokens")
+        return self
+
+    def parse(self, parse: Callable[[str], Plan]) -> tuple[_Key, Evaluation]:
+        evaluation = Evaluation(
+            pattern=parse(self.pattern),
+            rows=tuple(self.rows),
+            losses=tuple(self.losses),
+            correct=tuple(self.correct),
+            tokens=tuple(self.tokens),
+            layer_tokens=tuple(self.layer_tokens),
+            seconds=self.seconds,
+        )
+        return (self.set, evaluation.pattern, self.repeat), evaluation
+
+
+def _records(
+    content: bytes, path: Path, sealer: Sealer, parse: Callable[[str], Plan]
+) -> Iterator[_Header | _Matrix | tuple[_Key, Evaluation]]:
+    """What stands in a journal, line by line.
+
+    Raises:
+        JournalError: if a line is damaged, or its pattern is none of this version.
+    """
+    for number, record in opened(content, str(path), sealer):
+        try:
+            if number == 1:
+                yield _Header.model_validate(record)
+            elif "matrix" in record:
+                yield _Matrix.model_validate(record)
+            else:
+                yield _Line.model_validate(record).parse(parse)
+        except PatternError as error:  # of a version with other patterns
+            raise JournalError(f"{path}: line {number}: {error}; --restart discards the file") from None
+        except ValidationError:
+            raise damaged(path, number) from None

@@ -1,0 +1,138 @@
+"""Which of several patterns is best: on all sequences, or by racing them over growing shares of the set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Self, TypeVar
+
+import numpy as np
+from scipy.stats import norm, t
+
+from indexcache_search.data.tokens import growing_shares
+from indexcache_search.evaluation import estimates
+from indexcache_search.evaluation.estimates import Estimate
+from indexcache_search.evaluation.evaluator import Evaluator
+from indexcache_search.evaluation.plan import Plan
+
+P = TypeVar("P", bound=Plan)
+
+FIRST_SHARE = 8  # the first share holds 1/8 of the sequences
+CONFIDENCE = 2.0  # standard errors of a paired difference that count as real
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best of several patterns.
+
+    Attributes:
+        best: its place among them.
+        loss: its loss on all sequences.
+        increases: each pattern's loss minus the reference's, on the sequences it was evaluated on.
+    """
+
+    best: int
+    loss: float
+    increases: list[float]
+
+
+class Judge:
+    """Compares patterns for a strategy.
+
+    Racing: all patterns run on a small share of the sequences. Those that are worse than the leader by more than a
+    paired confidence bound drop out, and of the others the better half go on to a share twice as large, until one is
+    left. What is chosen has always run on all sequences.
+
+    Args:
+        evaluator: evaluates patterns on the calibration set.
+        shares: growing sets of sequences, the last of all; by default that one alone, which is no race.
+    """
+
+    def __init__(self, evaluator: Evaluator, shares: Sequence[Sequence[int]] | None = None) -> None:
+        self._evaluator, self._data = evaluator, evaluator.data
+        self.shares = shares or [range(self._data.num_sequences)]
+
+    @classmethod
+    def racing(cls, evaluator: Evaluator) -> Self:
+        """A judge whose first share holds 1/8 of the sequences."""
+        return cls(evaluator, growing_shares(evaluator.data, math.ceil(evaluator.data.num_sequences / FIRST_SHARE)))
+
+    @property
+    def half(self) -> Sequence[int]:
+        """The last share but one, about half of the sequences; all where there is no other."""
+        return self.shares[max(0, len(self.shares) - 2)]
+
+    def losses(self, patterns: Sequence[Plan]) -> list[float]:
+        """Mean losses on all sequences."""
+        return [estimates.loss(item, self._data).mean for item in self._evaluator.evaluations(patterns)]
+
+    def choose(self, patterns: Sequence[Plan], reference: Plan) -> Choice:
+        """The best of different `patterns`; ties go to the first. `reference` is what increases are over."""
+        alive = list(range(len(patterns)))
+        increases = [math.inf] * len(patterns)
+        for number, rows in enumerate(self.shares):
+            base = self._evaluator.evaluations([reference], rows)[0]
+            evaluations = dict(
+                zip(alive, self._evaluator.evaluations([patterns[at] for at in alive], rows), strict=True)
+            )
+            for at in alive:
+                increases[at] = estimates.increase(evaluations[at], base, self._data).mean
+            alive.sort(key=lambda at: (increases[at], at))
+            if number + 1 < len(self.shares):
+                leader = patterns[alive[0]]
+                half = alive[: math.ceil(len(alive) / 2)]
+                alive = [at for at in half if not self.clearly_worse(patterns[at], leader, rows)]
+        best = alive[0]
+        return Choice(best, estimates.loss(evaluations[best], self._data).mean, increases)
+
+    def scout(self, patterns: Sequence[Plan], reference: Plan, rows: Sequence[int] | None = None) -> list[Estimate]:
+        """Increases of `patterns` over `reference` on some rows alone, by default the first share."""
+        rows = self.shares[0] if rows is None else rows
+        base = self._evaluator.evaluations([reference], rows)[0]
+        evaluations = self._evaluator.evaluations(patterns, rows)
+        return [estimates.increase(item, base, self._data) for item in evaluations]
+
+    def ranked(self, patterns: Sequence[P], reference: Plan, rows: Sequence[int] | None = None) -> dict[P, float]:
+        """What `scout` says of different `patterns`, the lowest increase first; ties stay in order."""
+        increases = [item.mean for item in self.scout(patterns, reference, rows)]
+        return dict(sorted(zip(patterns, increases, strict=True), key=itemgetter(1)))
+
+    def telling(self, pattern: Plan, reference: Plan) -> list[int]:
+        """The rows that tell most about patterns near `pattern`, which runs on all sequences.
+
+        The first share, where something may be lost, and as many others on which `pattern` costs most over `reference`,
+        where something is to be gained.
+        """
+        rows, data = self.shares[-1], self._data
+        first, second = self._evaluator.evaluations([pattern, reference], rows)
+        sequences = np.bincount(data.source_of[rows])  # each source counts the same, and each sequence of it
+        excess = {
+            row: (mine - other) / max(tokens, 1) / sequences[data.source_of[row]]
+            for row, mine, other, tokens in zip(rows, first.losses, second.losses, first.tokens, strict=True)
+        }
+        others = sorted(set(rows) - set(self.shares[0]), key=lambda row: (-excess[row], row))
+        return sorted([*self.shares[0], *others[: len(self.shares[0])]])
+
+    def difference(self, pattern: Plan, other: Plan, rows: Sequence[int] | None = None) -> Estimate:
+        """How much `pattern` costs more than `other`, both run on `rows`, by default on all sequences; paired."""
+        first, second = (self._evaluator.evaluations([item], rows)[0] for item in (pattern, other))
+        return estimates.increase(first, second, self._data)
+
+    def noise(self, pattern: Plan, reference: Plan) -> float:
+        """Standard error of the difference between two patterns that ran on all sequences; 0 where it is not known."""
+        return self.difference(pattern, reference).stderr or 0.0
+
+    def clearly_worse(self, pattern: Plan, leader: Plan, rows: Sequence[int]) -> bool:
+        """Whether `pattern` costs more than `leader` on some rows, by more than a paired confidence bound."""
+        difference = self.difference(pattern, leader, rows)
+        if difference.stderr is None:
+            return False
+        sources = len(set(self._data.source_of[list(rows)].tolist()))
+        return difference.mean > student(CONFIDENCE, len(rows) - sources) * difference.stderr
+
+
+def student(z: float, degrees: int) -> float:
+    """The quantile of Student's t where the normal distribution has `z`; infinite without a degree of freedom."""
+    return float(t.ppf(norm.cdf(z), degrees)) if degrees > 0 else math.inf

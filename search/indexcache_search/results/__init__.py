@@ -1,0 +1,1 @@
+"""What was measured: variants beside each other, and tables of them."""

@@ -1,0 +1,69 @@
+"""Names of what somebody asked for: each stands for one pattern."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from indexcache_search.errors import SearchError
+from sglang_indexcache.files.pattern_file import split_retention
+from sglang_indexcache.files.spec import PatternSpec, split_name
+from sglang_indexcache.pattern.selection import Selection
+
+_TAKEN = re.compile(r"baseline|uniform( \(paper's phase\)|, (mean of \d+ phases|best phase).*| phase \d+.*)")
+
+
+def unique_names(asked: Sequence[tuple[str | None, PatternSpec, str]]) -> list[str]:
+    """A name for each pattern: the one that was given, else its label where no other has it, else what was written.
+
+    Args:
+        asked: given names, patterns, and what is shown behind the name.
+
+    Raises:
+        SearchError: if a given name is one of ours, or two can't be told apart.
+    """
+    for given, _, _ in asked:
+        if given is not None and _TAKEN.fullmatch(given):
+            raise SearchError(f"--pattern: the name {given} is taken, expected another before the =")
+    named = [(given or spec.label, more) for given, spec, more in asked]
+    count = Counter(named)
+    names = [
+        name if given is not None or (count[name, more] == 1 and not _TAKEN.fullmatch(name)) else _written(spec)
+        for (given, spec, more), (name, _) in zip(asked, named, strict=True)
+    ]
+    count = Counter((name, more) for name, (_, _, more) in zip(names, asked, strict=True))
+    twice = next((key for key, number in count.items() if number > 1), None)
+    if twice is not None:
+        raise SearchError(f"--pattern: {''.join(twice).strip()} stands there twice, expected each pattern once, or"
+                          " another NAME= before it")  # fmt: skip
+    return names
+
+
+def file_names(patterns: Iterable[str]) -> list[str]:
+    """The files among patterns as they are written on a command line."""
+    return [str(split_retention(split_name(text)[1])[0]) for text in patterns]
+
+
+def _written(spec: PatternSpec) -> str:
+    return spec.text if spec.file is None else str(split_retention(spec.text)[0])
+
+
+def suffix(selection: Selection | None, among: Iterable[Selection | None]) -> str:
+    """Name the fields in which `selection` differs from the others, for behind a variant's name."""
+    others = {item for item in among if item is not None}
+    if selection is None:
+        return ""
+    words = {
+        "pages": f"{selection.pages} pages",
+        "page_tokens": f"of {selection.page_tokens} tokens",
+        "score": selection.score,
+        "steps": str(selection.steps),
+        "recent_pages": f"{selection.recent_pages} recent",
+        "sink_pages": f"{selection.sink_pages} sinks",
+        "buffer_pages": f"buffer {selection.buffer_pages}",
+    }
+    differ = [name for name in words if len({getattr(item, name) for item in others}) > 1]
+    if "pages" in differ and "recent_pages" in differ:  # which follows it, where nobody says otherwise
+        differ.remove("recent_pages")
+    return "".join(f", {words[name]}" for name in differ)

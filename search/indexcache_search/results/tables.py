@@ -1,0 +1,133 @@
+"""The held-out comparison as a table for terminals and for Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
+
+from indexcache_search.evaluation.estimates import Estimate
+from indexcache_search.results.held_out import HeldOut, Row
+from indexcache_search.results.variant import BASELINE, PHASE
+from sglang_indexcache.pattern import FULL
+
+
+def extras(held_out: HeldOut) -> list[str]:
+    """Columns with what a study measures of its plans; none where patterns alone are compared."""
+    return list(dict.fromkeys(title for row in held_out.rows for title in row.extra or ()))
+
+
+def shown_rows(held_out: HeldOut) -> list[Row]:
+    """Rows for people: single phases other than the paper's are summed up by their mean and best."""
+    shown = [row for row in held_out.rows if not _is_other_phase(row)]
+    order = {retention: index for index, retention in enumerate(dict.fromkeys(row.retention for row in shown))}
+    return sorted(shown, key=lambda row: (order[row.retention], row.increase.mean))
+
+
+def _is_other_phase(row: Row) -> bool:
+    return bool(row.kind == PHASE and row.phase != 0)
+
+
+def columns(held_out: HeldOut) -> list[str]:
+    """Column titles; sources with a loss mask show accuracy, which says more of answers, others the loss's increase."""
+    if more := extras(held_out):
+        return ["plan", *more, "loss", "increase", "KL", *map(_short, held_out.sources)]
+    letter = next((row.pattern[0] for row in held_out.rows if row.pattern), FULL)
+    return ["pattern", "kept", letter, "loss", "increase", *(_short(source) for source in held_out.sources)]
+
+
+def cells(row: Row, held_out: HeldOut) -> list[str]:
+    """One row's texts, in the order of `columns`."""
+    name = "uniform (paper's phase)" if row.kind == PHASE else str(row.name)
+    full = "" if row.full_layers is None else str(row.full_layers)
+    kept = [row.retention or "", full]
+    if row.extra is not None:
+        kept = [_with_error(row.extra[title], ".3f") if title in row.extra else "" for title in extras(held_out)]
+    values = [name, *kept, f"{row.loss.mean:.4f}"]
+    values.append("" if row.kind == BASELINE else _with_error(row.increase, "+.4f"))
+    if row.extra is not None:
+        values.append("" if row.kind == BASELINE or row.kl is None else _with_error(row.kl, ".4f"))
+    for source in held_out.sources:
+        measured = row.by_source[source]
+        if source in held_out.answer_sources:
+            values.append(_with_error(measured.accuracy, ".3f"))
+        elif row.kind == BASELINE:
+            values.append(f"{measured.loss.mean:.4f}")
+        else:
+            values.append(_with_error(measured.increase, "+.4f"))
+    return values
+
+
+def label(row: Row) -> str:
+    """A row's name, with what it keeps unless that is everything."""
+    return f"{row.name} {row.retention}" if row.retention not in (None, "1") else str(row.name)
+
+
+def terminal_tables(held_out: HeldOut, width: int) -> list[Table]:
+    """The comparison for a terminal of `width` columns; sources have standard errors where one table holds it all."""
+    shown = shown_rows(held_out)
+    lines = [columns(held_out), *(cells(row, held_out) for row in shown)]
+    title = "Held-out comparison: loss, its increase over the baseline; sources with a loss mask: accuracy"
+    groups = [row.retention for row in shown]
+    name = 1 if extras(held_out) else 2
+    tables = fitted(title, lines, name, width, groups)
+    if len(tables) == 1:
+        return tables
+    first = len(lines[0]) - len(held_out.sources)
+    sources = [[*line[:name], *(text.partition(" ±")[0] for text in line[first:])] for line in lines]
+    by_source = "By source: increase of the loss; with a loss mask: accuracy. A wider terminal has ± as well."
+    lines = [line[:first] for line in lines]
+    return [*fitted(title, lines, name, width, groups), *fitted(by_source, sources, name, width, groups)]
+
+
+def fitted(
+    title: str, lines: Sequence[Sequence[str]], name: int, width: int, groups: Sequence[object] = ()
+) -> list[Table]:
+    """A table for a terminal, or several below each other where one is too wide; what is in them is no markup.
+
+    Args:
+        title: of the first.
+        lines: titles of the columns, then the rows.
+        name: how many of the first columns each table begins with.
+        width: of the terminal.
+        groups: by row, what it belongs to; lines are drawn between groups.
+    """
+    parts: list[list[int]] = []
+    for column in range(name, len(lines[0])):
+        if not parts or _width(lines, [*parts[-1], column]) > width:
+            parts.append([*range(name)])
+        parts[-1].append(column)
+    return [_table(title if number == 0 else "", lines, part, groups) for number, part in enumerate(parts)]
+
+
+def _width(lines: Sequence[Sequence[str]], part: Sequence[int]) -> int:
+    """What a table of some columns takes, borders included."""
+    return 1 + sum(3 + max(cell_len(line[column]) for line in lines) for column in part)
+
+
+def _table(title: str, lines: Sequence[Sequence[str]], part: Sequence[int], groups: Sequence[object]) -> Table:
+    table = Table(title=Text(title) if title else None)
+    for column in part:
+        table.add_column(Text(lines[0][column]), justify="left" if column == 0 else "right", overflow="fold")
+    for number, line in enumerate(lines[1:]):
+        if number and groups and groups[number] != groups[number - 1]:
+            table.add_section()
+        table.add_row(*(Text(line[column]) for column in part))
+    return table
+
+
+def _short(source: str) -> str:
+    return source.removeprefix("demo:").rsplit("/", 1)[-1]
+
+
+def _with_error(estimate: Estimate, form: str) -> str:
+    digits = form.strip("+")
+    return format(estimate.mean, form) + ("" if estimate.stderr is None else f" ±{format(estimate.stderr, digits)}")
+
+
+def retentions(held_out: HeldOut) -> Sequence[str]:
+    """Retentions compared, the baseline's left out."""
+    rows = [row for row in held_out.rows if row.kind != BASELINE]
+    return list(dict.fromkeys(row.retention for row in rows if row.retention is not None))

@@ -1,0 +1,1 @@
+"""Search a model for patterns: settings, the run, its files and report."""

@@ -1,0 +1,68 @@
+"""What was found beside the paper's baselines, on held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexcache_search.engines.base import Losses
+from indexcache_search.evaluation.evaluator import Evaluator
+from indexcache_search.results.variant import NAMED, Line, uniform_lines
+from indexcache_search.strategies import measured_strategies
+from indexcache_search.strategies.uniform import Uniform
+from sglang_indexcache import Pattern
+from sglang_indexcache.pattern import full_layer_count
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the held-out comparison, and what was measured."""
+
+    line: Line
+    evaluation: Losses
+
+
+def comparison_lines(
+    strategy: str,
+    patterns: Mapping[Fraction, Pattern],
+    native: Pattern,
+    measured: Mapping[str, NDArray[np.float64] | None],
+    plain: Mapping[Fraction, Pattern],
+) -> list[Line]:
+    """The baseline, what was found, and what the papers would take, each as far as it is known.
+
+    Without uniform where a retention is not 1/n or a locked layer would be `F`. `indexcache-eval` compares with uniform
+    at every phase.
+
+    Args:
+        strategy: name of what found `patterns`; its own baseline is not listed twice.
+        patterns: by retention.
+        native: the checkpoint's own.
+        measured: `similarity`, or of dense models `shift` and `recall`; see `Matrices`.
+        plain: the best found for as much without blocks of queries, where `patterns` may have them.
+    """
+    lines, others = [Line.baseline(native)], []
+    for retention, pattern in patterns.items():
+        lines.append(Line(NAMED, strategy, retention, pattern))
+        if retention in plain:
+            lines.append(Line(NAMED, f"{strategy}, F and S", retention, plain[retention]))
+        count = full_layer_count(len(native), retention)
+        baselines = {Uniform.name: [line for line in uniform_lines(native, retention) if line.phase == 0]}
+        for rule in measured_strategies(native.dense):
+            matrix = measured.get(rule.name)
+            if matrix is not None:
+                taken = rule.pattern(matrix, count, native)
+                baselines[rule.name] = [Line(NAMED, rule.name, retention, taken)]
+        others += [line for name, items in baselines.items() if name != strategy for line in items]
+    return [*lines, *others]
+
+
+def compare(lines: Sequence[Line], evaluator: Evaluator) -> Iterator[Row]:
+    """Evaluate one line after the other."""
+    for line in lines:
+        assert line.pattern is not None
+        yield Row(line, evaluator.evaluations([line.pattern])[0])

@@ -1,0 +1,76 @@
+"""The pattern file of what a search has found."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import sglang_indexcache
+from indexcache_search.data.sketch import Sketch
+from indexcache_search.data.tokens import TokenSet
+from indexcache_search.engines.base import Engine
+from indexcache_search.search.search import Found
+from indexcache_search.search.settings import Settings
+from sglang_indexcache import Pattern, PatternFile
+from sglang_indexcache.files.pattern_file import CalibrationSection, ModelSection, SearchSection, TrajectoryStep
+
+
+class FileWriter:
+    """Makes the files of one search, also while it goes on.
+
+    Args:
+        engine: the one that evaluates.
+        calibration: the set that chooses.
+        settings: what the search is asked to do.
+        created: the date of its first run.
+    """
+
+    def __init__(self, engine: Engine, calibration: TokenSet, settings: Settings, created: str) -> None:
+        self._engine, self._calibration, self._settings, self._created = engine, calibration, settings, created
+
+    @cached_property
+    def _sketch(self) -> str:
+        """What tells later comparisons that a text was calibrated on."""
+        return Sketch.of(self._calibration.tokens).encode()
+
+    def file(self, found: Found, default: Pattern) -> PatternFile:
+        """The file of `found`, which serves `default` where nothing else is asked for."""
+        data, settings = self._calibration, self._settings
+        walked = {self._engine.model.native, *(step.pattern for step in found.steps)}
+        others = {key: pattern for key, pattern in found.patterns.items() if not found.steps or pattern not in walked}
+        return PatternFile(
+            schema="indexcache/v1",
+            model=ModelSection.of(self._engine.model),
+            selection=default.selection,
+            pattern=default.letters,
+            retention=default.retention,
+            patterns={str(retention): pattern.letters for retention, pattern in others.items()},
+            trajectory=tuple(
+                TrajectoryStep(layer=step.layer, pattern_loss=step.loss, stderr=found.increases[step.pattern].stderr)
+                for step in found.steps
+            ),
+            search=SearchSection(
+                strategy=settings.strategy,
+                objective=settings.objective,
+                baseline_loss=found.baseline_loss,
+                loss=found.losses[default],
+                evaluations=found.cost.evaluations - 2,  # the baseline's own two
+                evaluated_sequences=found.cost.sequences,
+                seed=settings.seed,
+                blocks=settings.blocks,
+                noise_floor=found.noise_floor,
+            ),
+            calibration=CalibrationSection(
+                sources=data.sources,
+                sha256=data.sha256,
+                sequences=data.num_sequences,
+                seq_len=data.seq_len,
+                scored_tokens=data.scored_tokens,
+                sketch=self._sketch,
+            ),
+            versions={
+                "sglang_indexcache": sglang_indexcache.__version__,
+                "engine": self._engine.name,
+                "torch": self._engine.settings["torch"],
+            },
+            created=self._created,
+        )

@@ -1,0 +1,296 @@
+"""A whole run: from a model's name and data sources to the files a person wanted."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from indexcache_search import demo
+from indexcache_search.console import command, serving
+from indexcache_search.data import dry_run
+from indexcache_search.data.options import AS_THEY_ARE, RowOptions
+from indexcache_search.data.packing import build_token_sets
+from indexcache_search.data.reader import TokenReader
+from indexcache_search.data.tokens import TokenSet
+from indexcache_search.engines.base import Engine
+from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.own_server import own_server
+from indexcache_search.engines.sglang import SglangEngine
+from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.errors import SearchError
+from indexcache_search.evaluation.evaluator import Evaluator
+from indexcache_search.evaluation.identity import identity, today
+from indexcache_search.evaluation.journal import Journal
+from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
+from indexcache_search.owned.outputs import PARTIAL, SERVER_LOG, Outputs, outputs
+from indexcache_search.results import tables
+from indexcache_search.results.held_out import SearchResult
+from indexcache_search.results.variant import NAMED
+from indexcache_search.search import metrics
+from indexcache_search.search.comparison import compare, comparison_lines
+from indexcache_search.search.matrices import Matrices
+from indexcache_search.search.pattern_writer import FileWriter
+from indexcache_search.search.progress import SearchProgress, warn
+from indexcache_search.search.search import Found, Listeners, Search
+from indexcache_search.search.settings import Settings
+from indexcache_search.strategies import measured_strategies
+from indexcache_search.strategies.base import Step
+from sglang_indexcache import ModelLayers
+from sglang_indexcache.command_line import error_context
+from sglang_indexcache.families import family_of
+from sglang_indexcache.http.address import Address
+from sglang_indexcache.http.redaction import redacted
+from sglang_indexcache.pattern.selection import Selection
+
+WRITTEN = ("pattern.yaml", "metrics.json", "report.html")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Sources and sizes of the calibration and the held-out set; `seq_len` None means 4 x `first_sparse_position`.
+
+    `reply`, see `TokenSet.ending_in_replies`; `None` if all tokens count that sources let count. `rows` says how rows
+    are understood.
+    """
+
+    calibration: tuple[str, ...]
+    evaluation: tuple[str, ...]
+    seq_len: int | None
+    num_sequences: int
+    num_eval_sequences: int
+    reply: int | None = None
+    rows: RowOptions = AS_THEY_ARE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """How the engine runs, see `TransformersEngine.load` and `SglangEngine`.
+
+    Attributes:
+        engine: `transformers` or `sglang`.
+        endpoints: SGLang servers in calibration mode; without any, one is started.
+        server_arguments: SGLang's own flags for that one.
+        selection: of dense models, what patterns select; by default the paper's.
+    """
+
+    engine: str
+    device: str
+    dtype: str | None
+    batch_size: int
+    prefix_cache_gb: float
+    attention: str
+    endpoints: tuple[Address, ...] = ()
+    server_arguments: tuple[str, ...] = ()
+    selection: Selection | None = None
+
+    @property
+    def server_flags(self) -> tuple[str, ...]:
+        """What one's own server is started with, `device` and `dtype` included."""
+        device = () if self.device == "auto" else ("--device", self.device)
+        dtype = () if self.dtype is None else ("--dtype", self.dtype)
+        return (*device, *dtype, *self.server_arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """Where results and journal go; `restart` discards the journal first."""
+
+    folder: Path
+    work_dir: Path
+    restart: bool
+
+
+def run(model: str, data: Data, runtime: Runtime, settings: Settings, files: Files, console: Console) -> SearchResult:
+    """Search `model`, write pattern.yaml, metrics.json and report.html, and return what they show.
+
+    Raises:
+        IndexCacheError: if something asked for can't be done.
+        NonFiniteLossError: if a loss is NaN or infinite.
+    """
+    reads = {"--model": [model], "--calibration": data.calibration, "--evaluation": data.evaluation}
+    with ExitStack() as stack:
+        out = stack.enter_context(outputs("indexcache-search", files.folder, files.work_dir, WRITTEN, reads))
+        with console.status(Text(f"Loading {redacted(model)}")):
+            with error_context("reading the data"):
+                reader, calibration, held_out = _load_data(model, data, settings, runtime)
+            with error_context("loading the model"):
+                engine = _load_engine(model, runtime, out, stack, console)
+        for note in reader.notes:
+            warn(console, note)
+        belongs_to = identity(engine, calibration, held_out, settings.objective)
+        journal = stack.enter_context(Journal(out.journal(), belongs_to, today(), files.restart))
+        result = _search(engine, calibration, held_out, settings, journal, out, console)
+        from indexcache_search.search.report import render  # matplotlib takes a second to import
+
+        pages = {
+            "pattern.yaml": result.pattern_file.dumps(),
+            "metrics.json": json.dumps(result.as_json(), indent=1) + "\n",
+            "report.html": render(result),
+        }
+        out.replace(pages, console)
+    return result
+
+
+def show_data(model: str, data: Data, runtime: Runtime, settings: Settings) -> None:
+    """Read the data as `run` does, print what was read, and do nothing else.
+
+    Raises:
+        IndexCacheError: as `run`.
+    """
+    with error_context("reading the data"):
+        reader, calibration, held_out = _load_data(model, data, settings, runtime)
+    dry_run.show(reader, {"evaluation": held_out, "calibration": calibration})
+
+
+def _load_data(model: str, data: Data, settings: Settings, runtime: Runtime) -> tuple[TokenReader, TokenSet, TokenSet]:
+    """Read the data before the weights: mistakes in the first are common, and the second takes long."""
+    set_quiet()
+    description = describe_model(model, runtime.selection)
+    if runtime.engine == "sglang" and not family_of(description.architecture).sglang.calibrated:
+        raise SearchError(f"--engine sglang does not search {description.architecture}; expected transformers")
+    settings.goal(description)  # raises what can't be had
+    return token_sets(model, description, data, data.seq_len or 4 * description.first_sparse_position, settings.seed)
+
+
+def token_sets(
+    model: str, description: ModelLayers, data: Data, seq_len: int, seed: int
+) -> tuple[TokenReader, TokenSet, TokenSet]:
+    """Read the calibration and the held-out set of sequences of `seq_len` tokens; the reader has notes about both.
+
+    Raises:
+        IndexCacheError: if a source can't be read or holds too little, or the model takes no such sequences.
+    """
+    config = read_config(model)
+    check_seq_len(seq_len, config)
+    replies = description.dense
+    reader = TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len, replies, data.rows)
+    sets = build_token_sets(
+        reader,
+        description,
+        data.calibration,
+        data.evaluation,
+        seq_len=seq_len,
+        num_calibration=data.num_sequences,
+        num_evaluation=data.num_eval_sequences,
+        seed=seed,
+    )
+    if data.reply is None:
+        return reader, *sets
+    calibration, held_out = (item.ending_in_replies(data.reply) for item in sets)
+    return reader, calibration, held_out
+
+
+def _load_engine(model: str, runtime: Runtime, out: Outputs, stack: ExitStack, console: Console) -> Engine:
+    """Load weights here, or find or start servers that have; `stack` ends what was started."""
+    if runtime.engine == "transformers":
+        return TransformersEngine.load(
+            model,
+            runtime.device,
+            runtime.dtype or "float32",
+            runtime.batch_size,
+            runtime.prefix_cache_gb,
+            runtime.attention,
+            runtime.selection,
+        )
+    servers = [CalibrationServer(url) for url in runtime.endpoints]
+    if not servers:
+        log = out.work.growing(SERVER_LOG)
+        servers = [stack.enter_context(own_server(model, runtime.server_flags, log))]
+    return SglangEngine(servers, describe_model(model), runtime.batch_size, notice=lambda line: warn(console, line))
+
+
+def _search(
+    engine: Engine,
+    calibration: TokenSet,
+    held_out: TokenSet,
+    settings: Settings,
+    journal: Journal,
+    out: Outputs,
+    console: Console,
+) -> SearchResult:
+    """Run the phases of a search under a progress bar; write down the patterns that are found on the way."""
+    writer = FileWriter(engine, calibration, settings, journal.facts["created"])
+    matrices = Matrices(engine, calibration, journal)
+    seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        began = time.monotonic()
+        with error_context(name):
+            yield
+        seconds[name] = time.monotonic() - began
+
+    with SearchProgress(console) as progress:
+        chooses = Evaluator(engine, calibration, settings.objective, journal, "calibration", progress.evaluated)
+        judges = Evaluator(engine, held_out, "nll", journal, "held-out", progress.evaluated)
+
+        def on_step(step: Step, found: Found) -> None:
+            out.work.write(PARTIAL, writer.file(found, step.pattern).dumps())
+            progress.committed(step, len(found.steps), len(engine.model.native.full_layers) - search.goal.fewest)
+
+        def on_pattern(retention: Fraction, found: Found) -> None:
+            out.work.write(PARTIAL, writer.file(found, next(iter(found.patterns.values()))).dumps())
+            share = sum(map(float, found.patterns)) / sum(map(float, settings.retain))
+            progress.found(retention, found.patterns[retention], share)
+
+        listeners = Listeners(on_step, on_pattern, progress.notice)
+        search = Search(engine, chooses, settings, matrices.measured, listeners)
+        with timed("search"):
+            progress.begin(f"{settings.strategy} search", search.planned_sequences(), calibration)
+            found = search.find()
+        with timed("overlap and similarity"):
+            progress.wait("what layers have in common")
+            rules = measured_strategies(engine.model.dense)
+            measured = {name: matrices.measured(name) for name in ("overlap", *(rule.name for rule in rules))}
+            lines = comparison_lines(settings.strategy, found.patterns, engine.model.native, measured, found.plain)
+        for look_alike in found.look_alikes:
+            progress.warn(str(look_alike))
+        with timed("held-out comparison"):
+            distinct = len({line.pattern for line in lines})
+            progress.begin("held-out comparison", distinct * held_out.num_sequences, held_out)
+            rows = []
+            for row in compare(lines, judges):
+                rows.append(row)
+                progress.compared(row, rows[0])
+    with error_context("looking whether the model is still the same"):
+        engine.check_unchanged()
+    file = writer.file(found, found.patterns[settings.retain[0]])
+    table = metrics.held_out(rows, held_out, engine.model.first_sparse_position)
+    return metrics.collect(found, file, engine, search.algorithm_1(), table, measured, seconds)
+
+
+def show(result: SearchResult, model: str | None, files: Files, out: Console) -> None:
+    """Print the comparison, the patterns found, where the files are, and what to do next.
+
+    Args:
+        result: what was found.
+        model: folder or hub id; `None` for the demo.
+        files: where it is.
+        out: for results.
+    """
+    held_out, search, cost = result.held_out, result.pattern_file.search, result.cost
+    assert search is not None
+    for table in tables.terminal_tables(held_out, out.width):
+        out.print(table)
+    for row in held_out.rows:
+        if row.kind == NAMED and row.name == search.strategy:
+            out.print(f"{row.retention:>4}  {row.pattern}", soft_wrap=True)
+    out.print(
+        f"Cost: {cost.evaluations} patterns, {cost.sequences} runs of a sequence,"
+        f" {cost.share_of_algorithm_1:.1%} of the layer-tokens of Algorithm 1",
+        soft_wrap=True,
+    )
+    out.print(f"Wrote {', '.join(str(files.folder / name) for name in WRITTEN)}", soft_wrap=True)
+    path = files.folder / "pattern.yaml"
+    check = command("indexcache-check", path, "--model", model or demo.MODEL)
+    out.print(f"Next: {command('indexcache-eval', '--pattern', path) if model is None else check}", soft_wrap=True)
+    if model is not None:
+        out.print(f"      {serving(path, model)}", soft_wrap=True)

@@ -1,0 +1,112 @@
+"""What a search is asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from indexcache_search.errors import SearchError
+from indexcache_search.evaluation.objectives import Objective
+from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES, WITH_PRICES
+from indexcache_search.strategies.base import Goal, Strategy
+from indexcache_search.strategies.prices import PRICE_CONTEXT, prices_at
+from indexcache_search.strategies.swaps import Swapping
+from sglang_indexcache import ModelLayers
+from sglang_indexcache.pattern import full_layer_count
+from sglang_indexcache.pattern.indexer_setting import QUERIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a search is asked to do.
+
+    Attributes:
+        retain: retentions wanted; the first is the pattern file's default.
+        strategy: a name among `STRATEGIES`.
+        blocks: parts that block-wise greedy divides the layers into; 1 is Algorithm 1.
+        flips: how many flips a lazy step evaluates at least.
+        race: compare patterns on growing shares of the sequences, where the strategy does that at all.
+        swaps: swaps that local search tries a round; 0 for no local search.
+        objective: what is minimised.
+        queries: for how many prompt queries at a time an `F` layer may select; see `strategies.budget_search`.
+        price_context: prompt tokens at which these are priced.
+        decode_retain: share of layers that are `F` at most in such patterns; `None` for all.
+        seed: decides the order of the calibration data.
+    """
+
+    retain: tuple[Fraction, ...]
+    strategy: str = DEFAULT_STRATEGY
+    blocks: int = 1
+    flips: int = 1
+    race: bool = True
+    swaps: int = 0
+    objective: Objective = "kl"
+    seed: int = 0
+    queries: tuple[int, ...] = ()
+    price_context: int = PRICE_CONTEXT
+    decode_retain: Fraction | None = None
+
+    @property
+    def races(self) -> bool:
+        """Whether patterns are compared on growing shares of the sequences."""
+        return self.race and "race" in STRATEGIES[self.strategy].settings
+
+    def chosen_strategy(self) -> Strategy:
+        """The strategy, and local search behind it if that is asked for.
+
+        Raises:
+            SearchError: if there is no such strategy.
+        """
+        strategy = STRATEGIES.get(self.strategy)
+        if strategy is None:
+            raise SearchError(f"--strategy is {self.strategy}, expected one of {', '.join(STRATEGIES)}")
+        if self.queries:
+            if self.strategy not in WITH_PRICES or self.swaps:
+                raise SearchError(f"--queries needs --strategy {' or '.join(WITH_PRICES)}, without swaps")
+            return WITH_PRICES[self.strategy]
+        return Swapping(strategy, self.swaps) if self.swaps else strategy
+
+    def goal(self, model: ModelLayers) -> Goal:
+        """What the strategy is asked for on `model`; checked, before anything expensive.
+
+        Raises:
+            SearchError: if a retention can't be reached, or a search would not end.
+        """
+        full_layers = {retention: full_layer_count(model.num_layers, retention) for retention in self.retain}
+        goal = Goal(
+            native=model.native,
+            full_layers=full_layers,
+            blocks=self.blocks,
+            flips=self.flips,
+            prices=self._prices(model),
+            most_full=self._most_full(model, full_layers),
+        )
+        self.chosen_strategy().check(goal)
+        return goal
+
+    def _prices(self, model: ModelLayers) -> dict[int, float]:
+        """See `Goal.prices`."""
+        if not self.queries:
+            return {}
+        if model.dense:
+            raise SearchError("--queries is about indexers, the model is dense")
+        for queries in self.queries:
+            if queries not in QUERIES or queries > model.index_topk:
+                most = max(item for item in QUERIES if item <= max(2, model.index_topk))
+                raise SearchError(f"--queries has {queries}, expected {', '.join(map(str, QUERIES))}, at most {most}")
+        return prices_at(self.price_context, self.queries)
+
+    def _most_full(self, model: ModelLayers, full_layers: Mapping[Fraction, int]) -> int | None:
+        """See `Goal.most_full`."""
+        if self.decode_retain is None:
+            return None
+        if not self.queries:
+            raise SearchError("--decode-retain is about patterns with --queries, without which --retain says it")
+        most = full_layer_count(model.num_layers, self.decode_retain)
+        for retention, count in full_layers.items():
+            if count > most:
+                raise SearchError(
+                    f"--decode-retain is {self.decode_retain}, expected no less than --retain {retention}"
+                )
+        return most

@@ -1,0 +1,154 @@
+"""How command lines and variables name a pattern: `FILE`, `FILE@1/4`, `uniform@1/4`, or its letters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from sglang_indexcache.errors import PatternError
+from sglang_indexcache.files.pattern_file import PatternFile, split_retention
+from sglang_indexcache.files.quotes import unquoted
+from sglang_indexcache.model.layers import ModelLayers
+from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern, parse_retention, uniform_pattern
+from sglang_indexcache.pattern.indexer_setting import CANDIDATES
+from sglang_indexcache.pattern.selection import Selection
+
+GRAMMAR = "FILE, FILE@1/4, uniform@1/4 or letters"
+_UNIFORM = "uniform@"
+_LETTERS = frozenset((DENSE, FULL, SHARED, CANDIDATES))  # C is refused as a letter, not missed as a file
+_IN_INDEXERS = frozenset("0123456789qc+")
+
+
+@dataclass(frozen=True)
+class PatternSpec:
+    """A pattern as somebody named it; `uniform@1/4` and a whole file mean something only with a model.
+
+    Attributes:
+        text: as it was written.
+        file: the pattern file, the retention asked for as its default.
+        retention: what was asked for, of a file or of uniform.
+        letters: the pattern, where it was spelt out.
+    """
+
+    text: str
+    file: PatternFile | None = None
+    retention: Fraction | None = None
+    letters: Pattern | None = None
+
+    @classmethod
+    def read(cls, text: str, selection: Selection | None = None, fallback: Selection | None = None) -> PatternSpec:
+        """Take `text` apart, and read the file if it names one; a file whose name is all letters is `./FFSS`.
+
+        Args:
+            text: what somebody wrote.
+            selection: goes with letters.
+            fallback: where there is none, goes with letters that have a `D` among them.
+
+        Raises:
+            IndexCacheError: one line.
+        """
+        _check_spelling(text)
+        if spells_letters(text):
+            if DENSE in text:
+                selection = selection or fallback
+                if selection is None:
+                    raise PatternError(f"{text} has a D, which needs a selection; expected a pattern file")
+            return cls(text, letters=Pattern.parse(text, selection))
+        if text.startswith(_UNIFORM):
+            return cls(text, retention=parse_retention(text.removeprefix(_UNIFORM)))
+        _, retention = split_retention(text)
+        return cls(text, PatternFile.load(text), None if retention is None else parse_retention(retention))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether it is `uniform@1/4`."""
+        return self.file is None and self.letters is None
+
+    @property
+    def label(self) -> str:
+        """A name for people: the strategy that found it, or that of the file."""
+        if self.file is None:
+            return "uniform" if self.letters is None else "letters"
+        return self.file.search.strategy if self.file.search else Path(split_retention(self.text)[0]).stem
+
+    def pattern(self, model: ModelLayers) -> Pattern:
+        """The pattern for `model`; of a whole file its default.
+
+        Raises:
+            IndexCacheError: if the file was made for another model, or the pattern does not fit this one.
+        """
+        if self.file is not None:
+            self.file.check_model(model)
+        pattern = self.unchecked(model.native)
+        pattern.check_kind(model.native)
+        pattern.check_fits(model.num_layers, model.locked)
+        return pattern
+
+    def unchecked(self, native: Pattern, locked: Collection[int] | None = None) -> Pattern:
+        """The pattern for a checkpoint whose own pattern is `native`, whether it fits or not.
+
+        Args:
+            native: the checkpoint's own.
+            locked: layers that uniform can't keep `F`; `None` for those that `native` shares.
+
+        Raises:
+            PatternError: if there is no such uniform pattern.
+        """
+        if self.is_uniform:
+            assert self.retention is not None
+            return uniform_pattern(native, self.retention, locked=locked)
+        return self.known()
+
+    def by_retention(self, model: ModelLayers, retentions: Sequence[Fraction]) -> list[tuple[Fraction, Pattern]]:
+        """The pattern for `model`; of a file without a retention those at `retentions`.
+
+        Raises:
+            IndexCacheError: as `pattern`, or if the file has none for a retention.
+        """
+        pattern = self.pattern(model)
+        if self.file is not None and self.retention is None:
+            return [(retention, self.file.pattern_at(retention)) for retention in retentions]
+        return [(self.retention or Fraction(len(pattern.full_layers), len(pattern)), pattern)]
+
+    def known(self) -> Pattern:
+        """The pattern where no model is at hand.
+
+        Raises:
+            PatternError: of `uniform@1/4`, which depends on the model's layers.
+        """
+        if self.letters is not None:
+            return self.letters
+        if self.file is None:
+            raise PatternError(f"{self.text} depends on the model's layers, expected a pattern file or letters here")
+        return self.file.as_pattern()
+
+
+def split_name(text: str) -> tuple[str | None, str]:
+    """`NAME=` before a pattern, and the rest; a path may hold a `=` as well, behind a `/`."""
+    name, mark, rest = text.partition("=")
+    return (name, rest) if mark and name and "/" not in name else (None, text)
+
+
+def spells_letters(text: str) -> bool:
+    """Whether `text` is a pattern's letters, and no file's name."""
+    letters, _, indexers = text.partition("+")
+    return bool(letters) and not set(letters) - _LETTERS and not set(indexers) - _IN_INDEXERS
+
+
+def _check_spelling(text: str) -> None:
+    """Refuse what nobody means as a file's name: quotes or white space around it, letters that are not capitals.
+
+    Raises:
+        PatternError: saying what is meant, unless there is such a file.
+    """
+    if os.path.exists(split_retention(text)[0]):  # noqa: PTH110 (Path.exists raises for names that are too long)
+        return
+    if unquoted(text) != text:
+        raise PatternError(f"pattern is {text!r}, quotes or white space and all; expected {unquoted(text)}")
+    letters = text.partition("+")[0]
+    meant = letters.upper() + text[len(letters) :].lower()
+    if meant != text and spells_letters(meant):
+        raise PatternError(f"{text}: letters of patterns are capitals, and there is no such file; expected {meant}")

@@ -1,0 +1,1 @@
+"""Servers over HTTP: addresses with secrets, bounded answers, identities."""

@@ -1,0 +1,151 @@
+"""One way to ask a server over HTTP: an answer is bounded in size and time, and has the form that was expected.
+
+Redirects are not followed: the key would go to whoever is named there. Works wherever it is called, in a running event
+loop, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import httpcore
+from pydantic import TypeAdapter, ValidationError
+
+from sglang_indexcache.errors import IndexCacheError, one_line
+from sglang_indexcache.http.address import Address
+from sglang_indexcache.http.connection import Budget, TooLargeError, TooSlowError, connections
+from sglang_indexcache.http.redaction import KEY_VARIABLE, keep_secret
+
+SECONDS = 30.0
+MAX_BYTES = 4 << 20
+_DETAIL_BYTES = 64 << 10  # of an error's text, of which a line is shown
+
+Answer = TypeVar("Answer")
+
+
+class ServerError(IndexCacheError):
+    """A server that does not answer, or not as it should."""
+
+
+class NoAnswerError(ServerError):
+    """Nothing came, or not all of it, or not in time."""
+
+
+class StatusError(ServerError):
+    """The server answers with an error.
+
+    Attributes:
+        code: HTTP status code.
+        detail: what it says about it, one line.
+    """
+
+    def __init__(self, message: str, code: int, detail: str) -> None:
+        super().__init__(message)
+        self.code, self.detail = code, detail
+
+
+def ask(
+    url: str | Address,
+    path: str,
+    form: TypeAdapter[Answer],
+    body: Any = None,
+    *,
+    seconds: float = SECONDS,
+    max_bytes: int = MAX_BYTES,
+    key: str | None = None,
+) -> Answer:
+    """What `url` answers on `path`; a `body` makes it a POST with JSON.
+
+    Args:
+        url: such as `http://host:30000`; a user in it is sent in the place of a key.
+        path: such as `/server_info`.
+        form: what the answer is validated against, strictly: no text for a number.
+        body: anything that JSON can hold.
+        seconds: for everything, from the connection to the last byte.
+        max_bytes: size that the answer may have.
+        key: sent as a bearer token; by default what `SGLANG_API_KEY` holds.
+
+    Raises:
+        AddressError: if `url` is none.
+        NoAnswerError: if nothing comes in time, or more than `max_bytes`, or something that is not HTTP.
+        StatusError: if the code is not 200.
+        ServerError: if the key can't be sent, or the answer has another form.
+    """
+    address = Address.of(url)
+    place = f"{address}: {path}"
+    method, content = ("GET", None) if body is None else ("POST", json.dumps(body, allow_nan=False).encode())
+    headers = [("Accept", "application/json"), ("Content-Type", "application/json"), *_authorization(address, key)]
+    budget = Budget(seconds, max_bytes)
+    try:
+        with (
+            connections(address, budget) as pool,
+            pool.stream(method, address.target(path), headers=headers, content=content) as response,
+        ):
+            code, kind, answer = response.status, _content_type(response.headers), response.read()
+    except (TooLargeError, TooSlowError) as error:
+        raise NoAnswerError(f"{place} {error}") from None
+    except httpcore.TimeoutException:
+        raise NoAnswerError(f"{place} {budget.late()}") from None
+    except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.ProxyError, OSError) as error:
+        raise NoAnswerError(f"{place} can't be read: {one_line(error, 200) or type(error).__name__}") from None
+    if code != HTTPStatus.OK:
+        detail = one_line(answer[:_DETAIL_BYTES].decode(errors="replace"), 300)
+        raise StatusError(f"{place} answers {code}{_hint(code, address)}", code, detail)
+    if kind not in ("", "application/json") and not kind.endswith("+json"):
+        raise ServerError(f"{place} answers in another form: found {one_line(kind, 60)}, expected JSON")
+    try:
+        json.loads(answer.decode(), object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+        return form.validate_json(answer, strict=True)
+    except ValidationError as error:
+        raise ServerError(f"{place} answers in another form: {_first(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise ServerError(f"{place} answers in another form: Invalid JSON: {one_line(error, 100)}") from None
+
+
+def _authorization(address: Address, key: str | None) -> list[tuple[str, str]]:
+    """The header that says who asks.
+
+    Raises:
+        ServerError: if the key can't stand in one.
+    """
+    if address.authorization is not None:
+        return [("Authorization", address.authorization)]
+    key = key or os.environ.get(KEY_VARIABLE)
+    if not key:
+        return []
+    keep_secret(key)
+    if not (key.isascii() and key.isprintable()) or key != key.strip():
+        raise ServerError(f"{address}: the key holds what no header may, expected ASCII letters in {KEY_VARIABLE}")
+    return [("Authorization", f"Bearer {key}")]
+
+
+def _content_type(headers: Sequence[tuple[bytes, bytes]]) -> str:
+    """`text/html`; nothing if the server does not say."""
+    said = next((value for name, value in headers if name.lower() == b"content-type"), b"")
+    return said.partition(b";")[0].strip().lower().decode("ascii", errors="replace")
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> None:
+    """Which of two values for one key counts is anybody's guess."""
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise ValueError("a key stands there twice")
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _hint(code: int, address: Address) -> str:
+    if code in (401, 403):
+        return f"; expected the key in {KEY_VARIABLE}" if address.authorization is None else "; it refuses the user"
+    return "; expected the server itself, redirects are not followed" if 300 <= code < 400 else ""
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return one_line(f"{where}: {first['msg']}" if where else first["msg"], 160)

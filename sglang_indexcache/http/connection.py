@@ -1,0 +1,144 @@
+"""Connections whose answers are bounded: in seconds, in bytes, and in how slowly they may come."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import httpcore
+
+from sglang_indexcache.http.address import Address
+
+BEGUN_SECONDS = 8.0  # an answer that has begun is whole by then
+BYTES_A_SECOND = 64 << 10  # or goes on at least as fast
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class TooLargeError(Exception):
+    """An answer of more bytes than it may have."""
+
+
+class TooSlowError(Exception):
+    """An answer that does not end in time."""
+
+
+class Budget:
+    """What one answer may take.
+
+    Args:
+        seconds: for everything, from the connection to the last byte.
+        max_bytes: of everything that is received.
+    """
+
+    def __init__(self, seconds: float, max_bytes: int) -> None:
+        self._seconds, self._max_bytes = seconds, max_bytes
+        self._end, self._received = time.monotonic() + seconds, 0
+        self._begun: float | None = None
+
+    def left(self) -> float:
+        """Seconds until the next bytes have to be there.
+
+        Raises:
+            TooSlowError: if they should have been.
+        """
+        end = self._end
+        if self._begun is not None:
+            end = min(end, self._begun + BEGUN_SECONDS + self._received / BYTES_A_SECOND)
+        left = end - time.monotonic()
+        if left <= 0:
+            raise self.late()
+        return left
+
+    def late(self) -> TooSlowError:
+        """What is wrong when time is up."""
+        if self._begun is not None and time.monotonic() < self._end:
+            return TooSlowError(f"gave {self._received} bytes in {BEGUN_SECONDS:g} s and more, and no whole answer")
+        return TooSlowError(f"gave no whole answer within {self._seconds:g} s")
+
+    def receive(self, count: int) -> None:
+        """Count bytes that came.
+
+        Raises:
+            TooLargeError: if there are too many.
+        """
+        self._begun = time.monotonic() if self._begun is None else self._begun
+        self._received += count
+        if self._received > self._max_bytes:
+            raise TooLargeError(f"answers with more than {self._max_bytes} bytes")
+
+    def begin_anew(self) -> None:
+        """What came so far was a proxy's answer."""
+        self._begun = None
+
+
+class _Stream(httpcore.NetworkStream):
+    """A stream that keeps to a budget, whatever timeouts it is given."""
+
+    def __init__(self, inner: httpcore.NetworkStream, budget: Budget) -> None:
+        self._inner, self._budget = inner, budget
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        content = self._inner.read(max_bytes, self._budget.left())
+        if content:
+            self._budget.receive(len(content))
+        return content
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._inner.write(buffer, self._budget.left())
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.NetworkStream:
+        self._budget.begin_anew()
+        return _Stream(self._inner.start_tls(ssl_context, server_hostname, self._budget.left()), self._budget)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._inner.get_extra_info(info)
+
+
+class _Backend(httpcore.NetworkBackend):
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.NetworkStream:
+        inner = httpcore.SyncBackend().connect_tcp(host, port, self._budget.left(), local_address, socket_options)
+        return _Stream(inner, self._budget)
+
+
+def connections(address: Address, budget: Budget) -> httpcore.ConnectionPool:
+    """How `address` is reached: directly, or through the proxy that the environment names.
+
+    Raises:
+        AddressError: if the proxy's URL is none.
+    """
+    parts = urlsplit(address.label)
+    host, given = parts.hostname or "", getproxies()
+    proxy = given.get(parts.scheme) or given.get("all")
+    certificates = _certificates() if parts.scheme == "https" else None  # they take 30 ms to load
+    if not proxy or host in _LOOPBACK or proxy_bypass(host):
+        return httpcore.ConnectionPool(certificates, network_backend=_Backend(budget))
+    through = Address.of(proxy if "://" in proxy else f"http://{proxy}")
+    headers = [] if through.authorization is None else [("Proxy-Authorization", through.authorization)]
+    return httpcore.HTTPProxy(
+        through.label, proxy_headers=headers, ssl_context=certificates, network_backend=_Backend(budget)
+    )
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    return ssl.create_default_context()

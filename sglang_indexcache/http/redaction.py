@@ -1,0 +1,48 @@
+"""Taking passwords, keys and tokens out of every text that leaves this process: errors, logs, tracebacks.
+
+Imports nothing of the project but the names of variables, since every error passes through here.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+from urllib.parse import quote, unquote
+
+from sglang_indexcache.sglang.refusal import ADMIN_KEY_VARIABLE
+
+KEY_VARIABLE = "SGLANG_API_KEY"
+HIDDEN = "***"
+_VARIABLES = (KEY_VARIABLE, ADMIN_KEY_VARIABLE, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+_SHORTEST = 4  # characters; a shorter secret would be found in everything
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/+)(\S*)")
+_QUERY = re.compile(r"(?<=\S)\?[^\s?=&]+=\S*")
+_HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
+_known: set[str] = set()
+
+
+def keep_secret(*secrets: str) -> None:
+    """Take `secrets` out of all texts from now on, however they are encoded there."""
+    _known.update(form for secret in secrets for form in _forms(secret))
+
+
+def redacted(text: str) -> str:
+    """`text` without what `keep_secret` was told, tokens of the environment, and user info and queries of URLs."""
+    secrets = _known.union(*(_forms(os.environ.get(name, "")) for name in _VARIABLES))
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    text = _URL.sub(lambda found: found.group(1) + _plain(found.group(2)), text)
+    return _HUB_TOKEN.sub(HIDDEN, _QUERY.sub("", text))
+
+
+def _plain(rest: str) -> str:
+    """What stands behind `scheme://`, without user info, query and fragment; a password may hold any of `@/?#`."""
+    return re.split(r"[?#]", rest.rpartition("@")[2], maxsplit=1)[0]
+
+
+def _forms(secret: str) -> set[str]:
+    """How a server, a log or an exception may write `secret`."""
+    forms = {secret, unquote(secret), quote(secret, safe=""), json.dumps(secret)[1:-1], html.escape(secret)}
+    return {form for form in forms if len(form) >= _SHORTEST}

@@ -1,0 +1,59 @@
+"""What running servers say they serve, from `/server_info`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from sglang_indexcache.errors import one_line
+from sglang_indexcache.http.address import Address
+from sglang_indexcache.http.client import ask
+from sglang_indexcache.pattern import Pattern
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(frozen=True)  # SGLang adds to what it says with every version
+
+
+class _Served(_Answer):
+    """What a scheduler has proven, and whether it still holds."""
+
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    proven: bool = True
+    since: str = "its weights were updated"
+    reason: str = "no reason is given"
+
+
+class _State(_Answer):
+    """Of one data-parallel rank; without the plugin it says nothing of a pattern."""
+
+    indexcache: _Served | None = None
+
+
+class _ServerInfo(_Answer):
+    internal_states: Annotated[list[_State], Field(min_length=1)]
+
+
+_FORM = TypeAdapter(_ServerInfo)
+
+
+def differences(server: str | Address, pattern: Pattern) -> list[str]:
+    """One line for each data-parallel rank at `server` that does not serve `pattern`, proven.
+
+    Raises:
+        ServerError: if the server can't be asked, or no rank answers; a key is taken from `SGLANG_API_KEY`.
+    """
+    lines, address = [], Address.of(server)
+    states = ask(address, "/server_info", _FORM).internal_states
+    for rank, state in enumerate(states):
+        where, served = f"{address} DP rank {rank}" if len(states) > 1 else str(address), state.indexcache
+        if served is None:
+            lines.append(f"{where} serves without a pattern file, expected fingerprint {pattern.fingerprint[:16]}")
+        elif served.fingerprint != pattern.fingerprint:
+            lines.append(
+                f"{where} serves fingerprint {served.fingerprint[:16]}, the pattern file has {pattern.fingerprint[:16]}"
+            )
+        elif not served.proven:
+            lines.append(one_line(f"{where} is not proven to serve it since {served.since}: {served.reason}", 400))
+    return lines

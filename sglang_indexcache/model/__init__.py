@@ -1,0 +1,1 @@
+"""A model before it is loaded: its files, its config.json, its layers."""

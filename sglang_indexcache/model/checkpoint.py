@@ -1,0 +1,204 @@
+"""A checkpoint on disk or in the hub's cache: its config.json, which layers have indexer weights, and digests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache.errors import FileError, IndexCacheError, ModelConfigError
+from sglang_indexcache.families import describe, family_of
+from sglang_indexcache.families.base import Family
+from sglang_indexcache.files.atomic import read_json_object, reason
+from sglang_indexcache.files.pattern_file import PatternFile
+from sglang_indexcache.files.pointers import check_no_pointers
+from sglang_indexcache.model.files import CONFIG, INDEX, ModelFiles, tokenizer_files, weight_files
+from sglang_indexcache.model.layers import ModelLayers
+from sglang_indexcache.model.name import ModelName
+from sglang_indexcache.pattern import Pattern
+
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 100 << 20
+_NO_MODELS = (".gguf", "adapter_config.json")  # which hold the weights of one in another form, or a part of them
+
+
+class HubFileError(ModelConfigError):
+    """A file that the hub does not have, or that can't be reached."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What can be known of a model without loading it.
+
+    Attributes:
+        model: layers, native sharing, digest.
+        indexer_layers: model layers with indexer weights, NextN/MTP layers left out; `None` if no weights are at hand.
+    """
+
+    model: ModelLayers
+    indexer_layers: frozenset[int] | None
+
+    @property
+    def locked(self) -> tuple[int, ...]:
+        """Letters that can't be `F`: shared by config.json, or without indexer weights."""
+        letters = set(self.model.locked)
+        if self.indexer_layers is not None:
+            letters |= {letter for letter, layer in enumerate(self.model.layers) if layer not in self.indexer_layers}
+        return tuple(sorted(letters))
+
+    @property
+    def family(self) -> Family:
+        return family_of(self.model.architecture)
+
+    @classmethod
+    def read(cls, model: str) -> Checkpoint:
+        """Read a folder, or a hub id through the hub's client.
+
+        Raises:
+            ModelConfigError: if it is not there, or not a DSA model.
+        """
+        config, name = read_config(model)
+        folder = ModelName.parse(model).folder
+        if folder is not None:
+            names = _tensor_names(folder)
+        else:
+            try:
+                names = _index_names(_from_hub(model, INDEX))
+            except HubFileError:
+                names = None
+        description = describe(config, name)
+        if names is None:
+            return cls(description, None)
+        with_indexer = family_of(description.architecture).checkpoint.indexer_layers(names)
+        return cls(description, with_indexer.intersection(description.layers))
+
+    def misfits(
+        self, pattern: Pattern, file: PatternFile | None = None, allow_config_mismatch: bool = False
+    ) -> list[IndexCacheError]:
+        """Everything that speaks against running `pattern` on this checkpoint; empty if it fits.
+
+        What its letters are about comes first, then its length and locked layers, then, unless a mismatch is allowed,
+        what the file that it stands in says of the model it was made for.
+        """
+        checks: list[Callable[[], None]] = [
+            lambda: pattern.check_kind(self.model.native),
+            lambda: pattern.check_fits(self.model.num_layers, self.locked),
+        ]
+        if file is not None and not allow_config_mismatch:
+            checks.append(lambda: file.check_model(self.model))
+        errors = []
+        for check in checks:
+            try:
+                check()
+            except IndexCacheError as error:
+                errors.append(error)
+        return errors
+
+
+def read_config(model: str) -> tuple[dict[str, Any], str]:
+    """config.json of a folder or hub id, and the model's name.
+
+    Raises:
+        ModelConfigError: if it is not there, or not a JSON object of reasonable size.
+    """
+    named = ModelName.parse(model)
+    if named.folder is None:
+        return _read_json(_from_hub(model, "config.json"), _MAX_CONFIG_BYTES), named.name
+    check_no_pointers(named.folder)
+    if not (named.folder / "config.json").exists():
+        other = next((path.name for path in sorted(named.folder.glob("*")) if path.name.endswith(_NO_MODELS)), None)
+        if other is not None:
+            raise ModelConfigError(f"{named.folder}: has {other} and no config.json; expected a whole checkpoint")
+    return _read_json(named.folder / "config.json", _MAX_CONFIG_BYTES), named.name
+
+
+def weights_digest(model: str) -> str:
+    """sha256 of config.json and all weights of a folder, see `model_files`; of a hub id that of its commit.
+
+    Raises:
+        ModelConfigError: if a file can't be read.
+    """
+    return _digest(model, weight_files)
+
+
+def tokenizer_digest(model: str) -> str:
+    """sha256 of all files of a folder's tokenizer; of a hub id that of its commit.
+
+    Raises:
+        ModelConfigError: if a file can't be read.
+    """
+    return _digest(model, tokenizer_files)
+
+
+def _digest(model: str, listed: Callable[[Path], list[str]]) -> str:
+    folder = Path(model)
+    if folder.is_dir():
+        return ModelFiles.read(folder, listed).sha256
+    commit = _from_hub(model, CONFIG).parent.name
+    return hashlib.sha256(f"{ModelName.parse(model).repository}@{commit}".encode()).hexdigest()
+
+
+def _read_json(path: Path, limit: int) -> dict[str, Any]:
+    try:
+        return read_json_object(path, limit)
+    except FileError as error:
+        raise ModelConfigError(str(error)) from None
+
+
+def _from_hub(model: str, name: str) -> Path:
+    named = ModelName.parse(model)
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        raise ModelConfigError(
+            f"{model}: no such folder, and huggingface_hub is not installed; expected: pip install huggingface_hub"
+        ) from None
+    try:
+        return Path(hf_hub_download(named.repository, name, revision=named.revision))
+    except Exception as error:  # the client has many, and a proxy more
+        reason = " ".join(str(error).split())[:160]
+        raise HubFileError(f"{model}: no such folder, and {name} can't be had from the hub: {reason}") from None
+
+
+def _tensor_names(folder: Path) -> set[str] | None:
+    """Names of all tensors in the folder's safetensors files, read from index or headers; `None` without any."""
+    if (folder / INDEX).is_file():
+        return _index_names(folder / INDEX)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return None
+    return {name for path in files for name in _header_names(path)}
+
+
+def _index_names(path: Path) -> set[str]:
+    names = _read_json(path, _MAX_HEADER_BYTES).get("weight_map")
+    if not isinstance(names, dict):
+        raise ModelConfigError(f"{path}: weight_map is missing")
+    return set(names)
+
+
+def _header_names(path: Path) -> Iterable[str]:
+    """The tensors of one safetensors file, by its header: eight bytes of length, then JSON."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if not 2 <= size <= _MAX_HEADER_BYTES:
+                raise ValueError
+            content = json.loads(file.read(size))
+            data_bytes = path.stat().st_size - 8 - size
+            for name, tensor in content.items():
+                if (
+                    name != "__metadata__"
+                    and not 0 <= tensor["data_offsets"][0] <= tensor["data_offsets"][1] <= data_bytes
+                ):
+                    raise ModelConfigError(f"{path}: is cut off: {name} is not all there")
+            return set(content) - {"__metadata__"}
+    except OSError as error:
+        raise ModelConfigError(f"{path}: {reason(error)}") from None
+    except ModelConfigError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        raise ModelConfigError(f"{path}: not a safetensors file") from None

@@ -1,0 +1,169 @@
+"""The files that make a model what it is, and their digest: all bytes, so that no two models are taken for one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from sglang_indexcache.errors import FileError, ModelConfigError
+from sglang_indexcache.files.atomic import read_json_object, reason
+from sglang_indexcache.files.digest import Digest, Stamp, file_digest, side_by_side
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+_HEADS = "_heads"  # ending of folders beside the weights, with what was trained for a model
+_MAX_INDEX_BYTES = 100 << 20
+_PICKLES = (".bin", ".pt", ".pth")
+_TOKENIZER_BEGINNINGS = (
+    "tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template", "spiece", "sentencepiece"
+)  # fmt: skip
+_TOKENIZER_ENDINGS = (".model", ".tiktoken", ".jinja")
+_TEMPLATES = "additional_chat_templates"
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Files of a model's folder as they were when they were read.
+
+    Attributes:
+        folder: where they are.
+        listed: which files count, by names relative to the folder.
+        digests: of each of them.
+    """
+
+    folder: Path
+    listed: Callable[[Path], list[str]]
+    digests: Mapping[str, Digest]
+
+    @classmethod
+    def read(cls, folder: Path, listed: Callable[[Path], list[str]]) -> Self:
+        """Digest the files that `listed` names.
+
+        Raises:
+            ModelConfigError: if one is not there, can't be read, or changes meanwhile.
+        """
+        names = listed(folder)
+        try:
+            digests = side_by_side(file_digest, (folder / name for name in names))
+        except FileError as error:
+            raise ModelConfigError(str(error)) from None
+        return cls(folder, listed, dict(zip(names, digests, strict=True)))
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the names of all files and of all bytes in them, in hex."""
+        lines = (f"{name} {digest.sha256}\n" for name, digest in sorted(self.digests.items()))
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def check_loaded(self, found: ModelFiles) -> None:
+        """Check that what was loaded is what these were.
+
+        Raises:
+            ModelConfigError: naming the first file that is not.
+        """
+        for name in sorted({*self.digests, *found.digests}):
+            known, loaded = self.digests.get(name), found.digests.get(name)
+            if known is None or loaded is None or known.sha256 != loaded.sha256:
+                raise _changed(self.folder / name)
+
+    def check(self) -> None:
+        """Check that the files are still those that were read; one that was only touched is read again.
+
+        Raises:
+            ModelConfigError: naming the first one that is not.
+        """
+        names = self.listed(self.folder)
+        for name in sorted({*names, *self.digests}):
+            known, path = self.digests.get(name), self.folder / name
+            if known is None or name not in names:
+                raise _changed(path)
+            try:
+                if Stamp.of(path.stat()) == known.stamp or file_digest(path).sha256 == known.sha256:
+                    continue
+            except (OSError, FileError):
+                pass
+            raise _changed(path)
+
+
+def _changed(path: Path) -> ModelConfigError:
+    return ModelConfigError(
+        f"{path}: changed since the model was read; expected the same files until results are written: put it back and"
+        " run again"
+    )
+
+
+def weight_files(folder: Path) -> list[str]:
+    """config.json and all files with weights: those of the index, else all safetensors, else pickles.
+
+    Heads that were trained for the model are among them.
+
+    Raises:
+        ModelConfigError: if the folder or its index can't be read, or the index names a file that is not there.
+    """
+    index = [INDEX] if (folder / INDEX).is_file() else []
+    config = _named(folder, lambda name: name == CONFIG)
+    heads = [f"{beside.name}/{name}" for beside in folder.glob(f"*{_HEADS}/") for name in _safetensors(beside)]
+    return sorted([*config, *index, *tensor_files(folder), *heads])
+
+
+def tensor_files(folder: Path) -> list[str]:
+    """The files of `weight_files` with the weights themselves, that engines may load.
+
+    Raises:
+        ModelConfigError: as `weight_files`.
+    """
+    if (folder / INDEX).is_file():
+        names = sorted(set(weight_map(folder / INDEX).values()))
+        for name in names:
+            if not (folder / name).is_file():
+                raise ModelConfigError(f"{folder / INDEX}: names {name!r}, and there is no such file beside it")
+        return names
+    return _safetensors(folder) or _named(folder, lambda name: name.endswith(_PICKLES))
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """The file beside `index` that each tensor stands in.
+
+    Raises:
+        ModelConfigError: if it can't be read, or names something else than files beside it.
+    """
+    try:
+        names = read_json_object(index, _MAX_INDEX_BYTES).get("weight_map")
+    except FileError as error:
+        raise ModelConfigError(str(error)) from None
+    if not isinstance(names, dict):
+        raise ModelConfigError(f"{index}: weight_map is missing")
+    for name in dict.fromkeys(names.values()):
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelConfigError(f"{index}: names {name!r}, and there is no such file beside it")
+    return names
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """The files of a tokenizer, chat templates included.
+
+    Raises:
+        ModelConfigError: if the folder can't be read.
+    """
+    templates = folder / _TEMPLATES
+    return sorted(
+        [
+            *_named(folder, lambda name: name.startswith(_TOKENIZER_BEGINNINGS) or name.endswith(_TOKENIZER_ENDINGS)),
+            *(f"{_TEMPLATES}/{name}" for name in (_named(templates, bool) if templates.is_dir() else [])),
+        ]
+    )
+
+
+def _safetensors(folder: Path) -> list[str]:
+    return _named(folder, lambda name: name.endswith(".safetensors"))
+
+
+def _named(folder: Path, wanted: Callable[[str], bool]) -> list[str]:
+    try:
+        found = (path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file())
+        return sorted(path.name for path in found if wanted(path.name))
+    except OSError as error:
+        raise ModelConfigError(f"{folder}: {reason(error)}") from None

@@ -1,0 +1,147 @@
+"""What layers of a dense model attend to when they don't attend to everything: a few pages of the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+
+from pydantic import ConfigDict, Field, TypeAdapter
+
+from sglang_indexcache.errors import PatternError
+from sglang_indexcache.pattern.reuse import NO_MEMORY, Steps
+
+MOST_PAGE_TOKENS, MOST_PAGES = 1024, 65536
+Score = Literal["token_max", "compressed_keys"]
+SCORES: tuple[Score, ...] = get_args(Score)
+TOKEN_MAX: Literal["token_max"] = "token_max"  # noqa: S105 (a rule, no secret)
+COMPRESSED_KEYS: Literal["compressed_keys"] = "compressed_keys"
+CHUNK, STRIDE = 32, 16  # tokens of a compressed key, and from one to the next
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """How many pages a layer chooses, for itself and those that share its choice, and by what.
+
+    Pages are counted from position 0 of a request. One with no more than `pages` attends to all of its own. All heads
+    have one choice.
+
+    Attributes:
+        page_tokens: tokens of a page, a power of two.
+        pages: pages that are chosen.
+        recent_pages: the newest are always among them; at least one, which holds the newest token.
+        sink_pages: and so are the first.
+        score: what a page is chosen by. `token_max` (DELTA, arXiv 2510.09883): the sum over its tokens of the largest
+            share that a head of the choosing layer gives each. `compressed_keys` (InfLLM-V2 and NOSA, arXiv
+            2510.13602): the query's shares of means of 32 keys, 16 tokens apart, summed over the heads of a key head;
+            of those that touch the page the largest, summed over key heads.
+        steps: what a choice remembers of the steps before it.
+        buffer_pages: pages of a layer and request that stay on the device while the cache is in host memory; what was
+            not used for longest goes. `None`: all of the cache is on the device.
+
+    Raises:
+        PatternError: if the sizes don't go together.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    page_tokens: Annotated[
+        int, Field(strict=True, ge=1, le=MOST_PAGE_TOKENS, description="tokens of a page, a power of two")
+    ]
+    pages: Annotated[int, Field(strict=True, ge=2, le=MOST_PAGES, description="pages that an S layer attends to")]
+    recent_pages: Annotated[int, Field(strict=True, ge=1, description="the newest pages, always among them")]
+    sink_pages: Annotated[int, Field(strict=True, ge=0, description="the first pages, likewise")]
+    score: Annotated[Score, Field(description="what pages are chosen by")]
+    steps: Annotated[Steps, Field(description="what a choice remembers")] = NO_MEMORY
+    buffer_pages: Annotated[
+        int | None, Field(strict=True, ge=2, le=MOST_PAGES, description="pages that stay on the device")
+    ] = None
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("page_tokens", 1, MOST_PAGE_TOKENS),
+            ("pages", 2, MOST_PAGES),
+            ("recent_pages", 1, MOST_PAGES),
+            ("sink_pages", 0, MOST_PAGES),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise PatternError(f"{name} is {value!r}, expected {least} to {most}")
+        if self.page_tokens & (self.page_tokens - 1):
+            raise PatternError(f"page_tokens is {self.page_tokens}, expected a power of two")
+        if self.recent_pages + self.sink_pages >= self.pages:
+            raise PatternError(
+                f"pages is {self.pages}, expected more than recent_pages ({self.recent_pages}) and sink_pages"
+                f" ({self.sink_pages}) together"
+            )
+        if self.score not in SCORES:
+            raise PatternError(f"score is {self.score!r}, expected {' or '.join(SCORES)}")
+        if self.score == COMPRESSED_KEYS and self.page_tokens % STRIDE:
+            raise PatternError(f"page_tokens is {self.page_tokens}, expected a multiple of {STRIDE} for {self.score}")
+        self._check_steps()
+
+    def _check_steps(self) -> None:
+        if not isinstance(self.steps, Steps):
+            raise PatternError(f"steps is {self.steps!r}, expected a policy")
+        open_pages = self.pages - self.recent_pages - self.sink_pages
+        for name in ("swaps", "query_pages"):
+            value = getattr(self.steps, name)
+            if value is not None and value > open_pages:
+                raise PatternError(f"steps: {name} is {value}, expected at most {open_pages}, those chosen by score")
+        if self.steps.policy == "nosa" and (self.page_tokens < CHUNK or self.recent_pages < 2):
+            raise PatternError(
+                f"steps: nosa with page_tokens {self.page_tokens} and recent_pages {self.recent_pages}, expected at"
+                f" least {CHUNK} and 2: importance is of whole pages"
+            )
+        if self.buffer_pages is None:
+            return
+        if type(self.buffer_pages) is not int or not self.pages <= self.buffer_pages <= MOST_PAGES:
+            raise PatternError(f"buffer_pages is {self.buffer_pages!r}, expected {self.pages} (pages) to {MOST_PAGES}")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are attended to at most."""
+        return self.pages * self.page_tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, as a pattern file has it: defaults are left out."""
+        content: dict[str, Any] = TypeAdapter(Selection).dump_python(self, exclude_defaults=True)
+        return content
+
+    def __str__(self) -> str:
+        """All of it in one word, as in `Pattern.key`."""
+        words: list[object] = [self.page_tokens, self.pages, self.recent_pages, self.sink_pages, self.score]
+        if self.steps != NO_MEMORY or self.buffer_pages is not None:
+            words += [self.steps, "" if self.buffer_pages is None else self.buffer_pages]
+        return "|".join(map(str, words))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read back what `str` gives.
+
+        Raises:
+            PatternError: if it is something else.
+        """
+        words = text.split("|")
+        if len(words) not in (5, 7) or not all(map(_is_number, [*words[:4], *filter(None, words[6:])])):
+            raise PatternError(f"selection is {text[:60]!r}, expected four numbers, a score, steps and a buffer")
+        tokens, pages, recent, sinks = map(int, words[:4])
+        selection = cls(
+            page_tokens=tokens,
+            pages=pages,
+            recent_pages=recent,
+            sink_pages=sinks,
+            score=words[4],  # type: ignore[arg-type]
+            steps=Steps.parse(words[5]) if len(words) > 5 else NO_MEMORY,
+            buffer_pages=int(words[6]) if words[6:] and words[6] else None,
+        )
+        if str(selection) != text:
+            raise PatternError(f"selection is {text[:60]!r}, expected {selection}")
+        return selection
+
+
+def _is_number(word: str) -> bool:
+    return word.isascii() and word.isdecimal() and len(word) < 9
+
+
+DEFAULT = Selection(page_tokens=16, pages=64, recent_pages=8, sink_pages=0, score=TOKEN_MAX)
+"""The paper's."""

@@ -1,0 +1,78 @@
+"""What this plugin can do with an SGLang: the feature table of `indexcache-check --environment`."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+from sglang_indexcache.families import FAMILIES
+from sglang_indexcache.sglang.probes import FEATURES, REQUIRED, Feature, SglangSource
+
+
+@dataclass(frozen=True)
+class Row:
+    """A feature and whether it is enabled.
+
+    Attributes:
+        required: a server is refused without it.
+        refused: why it is not enabled, `None` if it is.
+        otherwise: what happens then.
+    """
+
+    name: str
+    does: str
+    required: bool
+    refused: str | None
+    otherwise: str
+
+
+def family_features() -> tuple[Feature, ...]:
+    """List what the families need beside `FEATURES`, each once."""
+    features = (
+        item
+        for served in (family.sglang for family in FAMILIES)
+        for item in (
+            *(served.serving, served.pipeline, served.rule, served.blocks, served.selection_capture),
+            *served.variants,
+        )
+    )
+    return tuple(dict.fromkeys(item for item in features if item is not None))
+
+
+@dataclass(frozen=True)
+class Environment:
+    """All features, for one SGLang."""
+
+    sglang: str
+    path: str
+    features: tuple[Row, ...]
+
+    @classmethod
+    def of(cls, source: SglangSource) -> Environment:
+        rows = tuple(
+            Row(feature.name, feature.does, feature in REQUIRED, source.refusal(feature), feature.otherwise)
+            for feature in (*FEATURES, *family_features())
+        )
+        return cls(source.version, str(source.root), rows)
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether all that is required is there, and some family of models can be served."""
+        families = {family.sglang.serving.name for family in FAMILIES}
+        required = all(row.refused is None for row in self.features if row.required)
+        return required and any(row.refused is None for row in self.features if row.name in families)
+
+    def as_text(self) -> str:
+        lines = [f"SGLang {self.sglang} in {self.path}", ""]
+        width = max(len(row.name) for row in self.features) + 2
+        margin = " " * (9 + width)
+        for row in self.features:
+            state = "enabled" if row.refused is None else "refused"
+            lines.append(f"{state:<9}{row.name:<{width}}{row.does}")
+            if row.refused is not None:
+                lines += textwrap.wrap(
+                    row.refused, 100, initial_indent=margin, subsequent_indent=margin, break_long_words=False
+                )
+                lines.append(f"{margin}then: {row.otherwise}")
+        lines += ["", "patterns can be served" if self.can_serve else "patterns can't be served with this SGLang"]
+        return "\n".join(lines)

@@ -1,0 +1,155 @@
+"""Hooks on SGLang that are all in, or end the process."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterable
+from pkgutil import resolve_name
+from typing import Any
+
+from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.families.base import Family
+from sglang_indexcache.model.name import at_revision
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.sglang.overrides import parse_overrides
+from sglang_indexcache.sglang.probes import MODEL_CONFIG, Feature, Need, SglangError, SglangSource
+from sglang_indexcache.sglang.refusal import refuse, refuse_unforeseen
+
+
+def refusing(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """`hook`, ending the process on any error: SGLang would log some of them and serve on."""
+
+    @functools.wraps(hook)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(*args, **kwargs)
+        except IndexCacheError as error:
+            refuse(str(error))
+        except Exception as error:
+            refuse_unforeseen(f"hook {hook.__module__}.{hook.__qualname__}", error)
+
+    return guarded
+
+
+def refusing_around(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """As `refusing`, for a hook that calls what it is around; what fails in there is SGLang's, and passes."""
+
+    @functools.wraps(hook)
+    def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        theirs: list[Exception] = []
+
+        @functools.wraps(original)
+        def watched(*inner: Any, **named: Any) -> Any:
+            try:
+                return original(*inner, **named)
+            except Exception as error:
+                theirs.append(error)
+                raise
+
+        try:
+            return hook(watched, *args, **kwargs)
+        except Exception as error:
+            if any(error is other for other in theirs):
+                raise
+            if isinstance(error, IndexCacheError):
+                refuse(str(error))
+            refuse_unforeseen(f"hook {hook.__module__}.{hook.__qualname__}", error)
+
+    return guarded
+
+
+def bound_arguments(need: Need, args: Any, kwargs: Any) -> inspect.BoundArguments:
+    """The arguments of a hooked call by name; a hook's wrapper has its target's signature."""
+    target = resolve_name(f"sglang.{need.module}:{need.name}")
+    return bound_to(getattr(target, "__func__", target), args, kwargs)  # with a classmethod's class
+
+
+def bound_to(original: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundArguments:
+    """The arguments of a call of `original` by name."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound
+
+
+def give_pattern(args: Any, kwargs: Any, plan_for: Callable[[str], tuple[Family, Pattern]]) -> tuple[Any, Any] | None:
+    """Arguments of `ModelConfig.__init__` with a pattern in their overrides; `None` for a draft model's.
+
+    A NextN layer always runs its own indexer.
+
+    Args:
+        args: positional arguments of the hooked call.
+        kwargs: its keyword arguments.
+        plan_for: gives the family and the pattern of the model at a path.
+
+    Raises:
+        IndexCacheError: if `plan_for` refuses, or the overrides say something else.
+    """
+    bound = bound_arguments(MODEL_CONFIG, args, kwargs)
+    if bound.arguments["is_draft_model"]:
+        return None
+    family, pattern = plan_for(at_revision(bound.arguments["model_path"], bound.arguments.get("revision")))
+    merged = family.sglang.to_overrides(parse_overrides(bound.arguments["model_override_args"]), pattern)
+    bound.arguments["model_override_args"] = json.dumps(merged)
+    return bound.args, bound.kwargs
+
+
+def installed_source(features: Iterable[Feature]) -> SglangSource:
+    """The installed SGLang, with all that `features` need.
+
+    Raises:
+        SglangError: if it is not there, or lacks something.
+    """
+    source = SglangSource.installed()
+    if source is None:
+        raise SglangError("SGLang is not installed")
+    source.require(*features)
+    return source
+
+
+class Hooks:
+    """Hooks of ours, applied by SGLang's registry all at once.
+
+    The registry applies what was registered for a place once in a process, which may be long ago, and only logs what it
+    could not apply. So each place is handed to it here, whatever other plugins did there.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
+
+    def before(self, need: Need, function: Callable[..., Any]) -> None:
+        """Run `function` before `need`; it may return other arguments."""
+        self._wanted.setdefault(need.target, []).append(("BEFORE", refusing(function)))
+
+    def after(self, need: Need, function: Callable[..., Any]) -> None:
+        """Run `function` after `need`, with its result first."""
+        self._wanted.setdefault(need.target, []).append(("AFTER", refusing(function)))
+
+    def around(self, need: Need, function: Callable[..., Any]) -> None:
+        """Run `function` in the place of `need`, which it gets first."""
+        self._wanted.setdefault(need.target, []).append(("AROUND", refusing_around(function)))
+
+    def apply(self, *registered: Need) -> None:
+        """Apply all of them.
+
+        Args:
+            registered: places whose hooks SGLang's registry should have applied before.
+
+        Raises:
+            SglangError: naming the place where that could not be done.
+        """
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        missing = {need.target for need in registered} - HookRegistry._patched
+        if missing:
+            raise _not_applied(min(missing))
+        for target, hooks in sorted(self._wanted.items()):
+            try:
+                HookRegistry._apply_target(target, [(HookType[kind], hook, None) for kind, hook in hooks])
+            except (ImportError, AttributeError):
+                raise _not_applied(target) from None
+
+
+def _not_applied(target: str) -> SglangError:
+    return SglangError(f"SGLang did not apply the hook on {target}, so the pattern would not be proven")

@@ -1,0 +1,110 @@
+"""What an engine is asked for: decided when it is launched, and carried with its server arguments.
+
+A process may launch several engines, and its environment may change between them. So the environment is looked at once
+for each engine; all processes of the engine find on the server arguments, which SGLang hands them, what was decided.
+This module imports nothing that could be missing: it is asked for engines that nothing is asked of, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+from uuid import uuid4
+
+from sglang_indexcache.sglang.refusal import (
+    ALLOW_MISMATCH_VARIABLE,
+    CALIBRATE_VARIABLE,
+    PATTERN_VARIABLE,
+    refuse,
+)
+
+KEY = "indexcache"  # in SGLang's model overrides, in /server_info and in what a scheduler says when it is ready
+ATTRIBUTE = "_indexcache"  # SGLang seals and shows the fields of its server arguments; others are pickled along
+_OFF = ("", "0")  # of variables that switch something on
+_REQUESTED = ("calibrate", "spec", "own", "allow")
+_MEMOS = ("_model_config", "model_config")  # what SGLang made of server arguments, with the pattern in it
+
+
+def environment_asks() -> bool:
+    """Whether the environment asks for anything now."""
+    return bool(os.environ.get(PATTERN_VARIABLE)) or os.environ.get(CALIBRATE_VARIABLE, "") not in _OFF
+
+
+def is_decided(server_args: Any) -> bool:
+    """Whether it is decided what the engine with these server arguments is asked for."""
+    return getattr(server_args, ATTRIBUTE, None) is not None
+
+
+def asked_of(server_args: Any) -> dict[str, Any]:
+    """What the engine with these server arguments is asked for; empty for nothing.
+
+    Ends the process if that contradicts itself.
+    """
+    asked: dict[str, Any] | None = getattr(server_args, ATTRIBUTE, None)
+    if asked is None:
+        asked = _decide(server_args)
+        setattr(server_args, ATTRIBUTE, asked)
+    return asked
+
+
+def ask_again(server_args: Any) -> dict[str, Any]:
+    """The same where an engine is launched: server arguments of an earlier one may be used again."""
+    before: dict[str, Any] | None = getattr(server_args, ATTRIBUTE, None)
+    asked = _decide(server_args)
+    same = before is not None and all(before.get(name) == asked.get(name) for name in _REQUESTED)
+    if before is None or not same or "launched" in before:
+        setattr(server_args, ATTRIBUTE, asked)
+        if before is not None and not same:
+            for memo in _MEMOS:
+                getattr(server_args, "__dict__", {}).pop(memo, None)
+    else:
+        asked = before
+    if asked:
+        asked["launched"] = True
+    return asked
+
+
+def refuse_unasked(launched: Any) -> None:
+    """End the process if a scheduler of an engine that is asked for nothing says that it has a pattern.
+
+    Args:
+        launched: what `Engine._launch_subprocesses` returned.
+    """
+    for item in launched if isinstance(launched, tuple) else ():
+        for info in getattr(item, "scheduler_infos", None) or ():
+            if KEY in info:
+                refuse(f"a scheduler runs {info[KEY].get('pattern')}, but its engine was not asked for a pattern")
+
+
+def _decide(server_args: Any) -> dict[str, Any]:
+    spec, calibrate = os.environ.get(PATTERN_VARIABLE) or None, _is_on(CALIBRATE_VARIABLE)
+    own = _own_section(server_args)
+    if spec and calibrate:
+        refuse(f"{PATTERN_VARIABLE} and {CALIBRATE_VARIABLE} are set, expected one of them")
+    if calibrate and own is not None:
+        refuse(f"{CALIBRATE_VARIABLE} is set and the model overrides have an {KEY} section, expected one of them")
+    if not calibrate and spec is None and own is None:
+        return {}
+    allow = _is_on(ALLOW_MISMATCH_VARIABLE)
+    return {"engine": uuid4().hex, "calibrate": calibrate, "spec": spec, "own": own, "allow": allow}
+
+
+def _is_on(variable: str) -> bool:
+    """Whether a variable is `1`; ends the process if it is anything but that, `0` or empty."""
+    value = os.environ.get(variable, "")
+    if value not in (*_OFF, "1"):
+        refuse(f"{variable} is {value!r}, expected 1 or 0")
+    return value == "1"
+
+
+def _own_section(server_args: Any) -> Any:
+    """What the engine's own model overrides ask for; `None` for nothing."""
+    text = getattr(server_args, "json_model_override_args", None)
+    if not isinstance(text, str) or f'"{KEY}"' not in text:
+        return None
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None  # SGLang says so
+    return content.get(KEY) if isinstance(content, dict) else None

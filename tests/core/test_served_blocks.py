@@ -1,0 +1,211 @@
+"""What SGLang's indexers would select in blocks of prompt queries, without SGLang: against the definition."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from indexcache_search.hf.indexers import block_selection
+from sglang_indexcache import Pattern
+from sglang_indexcache.errors import PatternError, ProofError
+from sglang_indexcache.families.dsa import DSA, blocks, patch_indexers
+from sglang_indexcache.families.dsa.index_space import in_index_space, positions_of
+from sglang_indexcache.families.dsa.needs import BLOCKS, DECODING, PREFILL
+from sglang_indexcache.families.hy_v4 import HY_V4
+from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS, IndexerSetting
+from sglang_indexcache.serving.preflight import refused_flags
+from sglang_indexcache.serving.proof import other_indexers
+from sglang_indexcache.serving.ranks import RankReport, read_back
+from tests.served import (
+    DIM,
+    HEADS,
+    PAGED,
+    RAGGED,
+    TOPK,
+    UNFUSED,
+    Metadata,
+    SglangIndexer,
+    sglang_modules,
+)
+
+__all__ = ["sglang_modules"]
+pytestmark = pytest.mark.usefixtures("sglang_modules")
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_blocks_are_whole_before_the_end_and_have_a_choice(seed: int) -> None:
+    rng = random.Random(seed)
+    queries, topk = rng.choice([2, 4, 8, 16, 64]), rng.choice([16, 64, 100])
+    prefixes = [rng.choice([0, rng.randrange(500), 64 * rng.randrange(8)]) for _ in range(rng.randrange(1, 4))]
+    lengths = [rng.choice([1, rng.randrange(1, 700)]) for _ in prefixes]
+    expected = []
+    row = 0
+    for request, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
+        for begin in range(0, prefix + length, queries):
+            last = begin + queries - 1
+            exact = prefix + length - EXACT_ROWS
+            if begin >= prefix and last < exact and last >= topk:
+                expected.append((row + begin - prefix, begin, request))
+        row += length
+    found = blocks.blocks_of(prefixes, lengths, queries, topk)
+    assert list(zip(found.rows, found.begins, found.requests, strict=True)) == expected
+
+
+@pytest.mark.parametrize("kind", [PAGED, RAGGED, UNFUSED])
+def test_positions_come_back_from_every_index_space(kind: str) -> None:
+    """Of rows of three requests, with places that are empty; what no row sees is refused."""
+    torch.manual_seed(1)
+    prefixes, lengths = [0, 70, 128], [200, 300, 1]
+    metadata = Metadata(prefixes, lengths, kind)
+    rows = torch.tensor([3, 199, 200, 321, 499, 500])
+    requests = metadata.requests[rows].long()
+    positions = torch.full((len(rows), TOPK), -1, dtype=torch.int32)
+    for row, length in zip(positions, metadata.lengths[rows].tolist(), strict=True):
+        chosen = torch.randperm(length)[:TOPK]
+        row[: len(chosen)] = chosen.int()
+    selected = in_index_space(metadata, positions, rows, requests)
+    assert kind == UNFUSED or not torch.equal(selected, positions)
+    assert torch.equal(positions_of(metadata, selected, rows, requests), positions)
+    for wrong in (999_999, int(in_index_space(metadata, metadata.lengths[rows[:1], None], rows[:1], requests[:1]))):
+        other = selected.clone()
+        other[0, 0] = wrong  # nobody's, and the token behind the query
+        with pytest.raises(ProofError, match="a query selects what is no token before it"):
+            positions_of(metadata, other, rows, requests)
+
+
+@pytest.mark.parametrize("kind", [PAGED, RAGGED, UNFUSED])
+@pytest.mark.parametrize("chunk", [None, 37])
+@pytest.mark.parametrize("given", [True, False])
+def test_selections_are_the_definitions(kind: str, chunk: int | None, given: bool) -> None:
+    """Of three requests, two with a prefix, in every index space; with padding rows, and a graph's buffer."""
+    torch.manual_seed(0)
+    queries, prefixes, lengths = 4, [0, 70, 128], [200, 300, 1]
+    totals = [prefix + length for prefix, length in zip(prefixes, lengths, strict=True)]
+    keys, metadata = torch.randn(sum(totals), DIM), Metadata(prefixes, lengths, kind)
+    indexer = SglangIndexer(keys)
+    indexer.chunk = chunk
+    q, w = torch.randn(sum(lengths) + 3, HEADS, DIM), torch.rand(sum(lengths) + 3, HEADS, 1)
+    batch = SimpleNamespace(extend_prefix_lens_cpu=prefixes, extend_seq_lens_cpu=lengths)
+    buffer = torch.full((len(q), TOPK), -1, dtype=torch.int32) if given else None
+    found = blocks.BlockSelection(indexer, queries)(False, batch, 0, q, w, metadata, buffer)
+    assert buffer is None or found is buffer
+    assert (found[sum(lengths) :] == -1).all()
+
+    plan = blocks.blocks_of(prefixes, lengths, queries, TOPK)
+    assert set(plan.requests) == {0, 1}
+    exact = indexer._get_topk_ragged(False, batch, 0, q[: sum(lengths)], w[: sum(lengths)], metadata)
+    row = 0
+    for number, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
+        own, base = slice(row, row + length), sum(totals[:number])
+        prompt = torch.zeros(1, totals[number], dtype=torch.bool)
+        for begin, request in zip(plan.begins, plan.requests, strict=True):
+            if request == number:
+                prompt[0, begin : begin + queries] = True
+        padded_q, padded_w = torch.zeros(1, totals[number], HEADS, DIM), torch.zeros(1, totals[number], HEADS)
+        padded_q[0, prefix:], padded_w[0, prefix:] = q[own], w[own, :, 0]
+        wanted = block_selection(padded_q, keys[None, base : base + totals[number]], padded_w, queries, TOPK, prompt)
+        for at in range(length):
+            if not prompt[0, prefix + at]:
+                assert found[row + at].tolist() == exact[row + at].tolist()
+                continue
+            positions = wanted[0, prefix + at]
+            if kind == RAGGED:
+                positions = positions + base
+            elif kind == PAGED:
+                positions = metadata.attn_metadata.page_table_1[number, positions]
+            assert set(found[row + at].tolist()) == set(positions.tolist())
+        row += length
+
+
+def test_short_prompts_are_sglangs_alone() -> None:
+    keys, lengths = torch.randn(150, DIM), [150]
+    metadata, batch = (
+        Metadata([0], lengths, PAGED),
+        SimpleNamespace(extend_prefix_lens_cpu=[0], extend_seq_lens_cpu=lengths),
+    )
+    q, w = torch.randn(150, HEADS, DIM), torch.rand(150, HEADS, 1)
+    indexer = SglangIndexer(keys)
+    found = blocks.BlockSelection(indexer, 64)(False, batch, 0, q, w, metadata)
+    assert torch.equal(found, indexer._get_topk_ragged(False, batch, 0, q, w, metadata))
+
+
+def test_errors_of_ours_end_the_process_and_sglangs_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    keys, batch = torch.randn(300, DIM), SimpleNamespace(extend_prefix_lens_cpu=[0], extend_seq_lens_cpu=[300])
+    q, w = torch.randn(300, HEADS, DIM), torch.rand(300, HEADS, 1)
+    indexer = SglangIndexer(keys)
+    with pytest.raises(SystemExit) as end:
+        blocks.BlockSelection(indexer, 4)(False, batch, 0, q, w, Metadata([0], [300], "OTHER"))
+    assert end.value.code == 2 and "selections as OTHER, expected PAGED or RAGGED" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        blocks.BlockSelection(indexer, 4)(False, SimpleNamespace(), 0, q, w, Metadata([0], [300], PAGED))
+    with pytest.raises(SystemExit):  # an argument that nobody knows
+        blocks.BlockSelection(indexer, 4)(False, batch, 0, q, w, Metadata([0], [300], PAGED), other=1)
+    with pytest.raises(RuntimeError):  # shapes that SGLang's method does not take
+        blocks.BlockSelection(indexer, 4)(False, batch, 0, q, w[:, :3], Metadata([0], [300], PAGED))
+
+
+def test_what_is_proven() -> None:
+    pattern = Pattern.parse("FSFF+2q4+3q16")
+    both = pattern.indexers
+    assert other_indexers(pattern, {0, 1, 2, 3}, both) is None
+    assert other_indexers(pattern, {0, 1}, ()) is None  # a pipeline stage without them
+    assert other_indexers(pattern, {2, 3}, both[:1]) == (
+        "the indexer of letter 3 would run as one that scores everything, the pattern says 3q16"
+    )
+    assert other_indexers(Pattern("FSFF"), {2, 3}, both[:1]) == (
+        "the indexer of letter 2 would run as 2q4, the pattern says that it scores everything"
+    )
+    stages = [RankReport("", (0, 1), None, "FS--"), RankReport("", (2, 3), None, "--FF", both)]
+    assert read_back(stages, None) == pattern
+    assert read_back([RankReport("", (0, 1, 2, 3), None, "FSFF", both)] * 2, None) == pattern
+
+
+def indexer() -> SglangIndexer:
+    return SglangIndexer(torch.zeros(1, DIM))
+
+
+def modules(*indexers: Any) -> list[tuple[int, Any]]:
+    return list(enumerate(SimpleNamespace(indexer=item) for item in indexers))
+
+
+def test_modules_are_read_back() -> None:
+    """What is not there, and what somebody else put there, is seen."""
+    plain, in_blocks = indexer(), indexer()
+    patch_indexers.install(modules(plain, None, in_blocks), Pattern.parse("FSFF+2q4+3q4"))  # layer 3 is elsewhere
+    assert list(patch_indexers.installed(modules(plain, None, in_blocks))) == [IndexerSetting(layer=2, queries=4)]
+    for method in (PREFILL, DECODING):
+        other = indexer()
+        setattr(other, method, print)
+        with pytest.raises(ProofError, match="letter 0 selects by builtin_function_or_method, expected SGLang's own"):
+            list(patch_indexers.installed(modules(other)))
+    in_blocks._get_topk_paged = print  # type: ignore[assignment]
+    with pytest.raises(ProofError, match="letter 0 selects by BlockSelection, builtin_function_or_method, expected"):
+        list(patch_indexers.installed(modules(in_blocks)))
+
+
+def test_indexers_of_other_kinds_are_refused() -> None:
+    local, other = indexer(), type("Other", (SglangIndexer,), {PREFILL: lambda self: None})(torch.zeros(1, DIM))
+    local.num_local_tokens = 4
+    for refused, text, line in (
+        (local, "F+0q4", "always selects the first or last tokens"),
+        (other, "F+0q4", "Other selects in a way of its own"),
+        (None, "F+0q4", "letter 0 should select in blocks, but the loaded model has no indexer there"),
+        (indexer(), "F+0q64", "letter 0 selects for 64 queries at a time, expected at most index_topk"),
+    ):
+        with pytest.raises(ProofError, match=line):
+            patch_indexers.install(modules(refused), Pattern.parse(text))
+
+
+def test_what_servers_refuse() -> None:
+    assert DSA.sglang.to_overrides({}, Pattern.parse("FSFF+2q4"))["index_topk_pattern"] == "FSFF"
+    assert DSA.sglang.needed(Pattern.parse("FSFF+2q4+3q4")) == (BLOCKS,) and not DSA.sglang.needed(Pattern("FSFF"))
+    with pytest.raises(PatternError, match="2q4 is not served on hy_v4"):
+        HY_V4.sglang.to_overrides({}, Pattern.parse("FSFF+2q4"))
+    for name in DSA.sglang.refused_with_blocks:
+        given: Any = 2 if name.endswith("size") else True
+        [(flag, reason)] = refused_flags(DSA.sglang.refused_with_blocks, SimpleNamespace(**{name: given}))
+        assert flag.startswith("--") and "never tried" in reason

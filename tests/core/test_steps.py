@@ -1,0 +1,328 @@
+"""Choices that remember the steps before: against a plain walk, step by step, and the bounds that policies promise."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import DynamicCache
+
+from indexcache_search.hf.choosing import Chooser, compressed_scores, importance, token_max_scores, value_norm
+from indexcache_search.hf.pages import apply_page_roles, attention_in_blocks
+from scripts.tools.pattern_files import pattern_file
+from sglang_indexcache import Pattern, PatternFile
+from sglang_indexcache.errors import PatternError, PatternFileError, SpellingError
+from sglang_indexcache.families import family_of
+from sglang_indexcache.pattern.reuse import NO_MEMORY, Steps
+from sglang_indexcache.pattern.selection import Selection
+from tests.conftest import tiny_dense_config
+from tests.search.test_pages import KINDS, dense_model, logits
+
+LENGTH, PROMPT = 200, 90
+FEW = Selection(page_tokens=4, pages=7, recent_pages=2, sink_pages=1, score="token_max")
+KEYS = Selection(page_tokens=32, pages=4, recent_pages=2, sink_pages=0, score="compressed_keys")
+POLICIES = ("none", "ema:0.9", "bounded:1", "bounded:2", "refresh:5", "nosa:1")
+
+
+def tokens(rows: int = 2) -> Tensor:
+    return torch.randint(3, 96, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def prompt_rows(rows: int = 2) -> Tensor:
+    return (torch.arange(LENGTH) < PROMPT).expand(rows, LENGTH)
+
+
+class Walk:
+    """One sequence, step after step, in plain words."""
+
+    def __init__(self, selection: Selection, importance: NDArray[np.float32]) -> None:
+        self.selection, self.importance = selection, importance
+        self.steps, self.average, self.chosen, self.best = 0, np.zeros(0), set[int](), set[int]()
+
+    def step(self, scores: NDArray[np.float32], position: int, prompt: bool) -> set[int]:
+        selection = self.selection
+        live = position // selection.page_tokens + 1
+        if prompt or live <= selection.pages:
+            self.steps = 0
+            return set(range(live))
+        open_ = list(range(selection.sink_pages, live - selection.recent_pages))
+        always = set(range(live)) - set(open_)
+        wanted = selection.pages - len(always)
+
+        def top(values: NDArray[np.float32], among: list[int], count: int) -> set[int]:
+            return set(sorted(among, key=lambda page: (-float(values[page]), page))[:count])
+
+        policy, fresh = selection.steps, self.steps == 0
+        own = top(scores, open_, wanted)
+        if policy.policy == "ema":
+            before = np.zeros(live, np.float32)
+            before[: len(self.average)] = self.average if not fresh else 0
+            beta = policy.beta or 0.0
+            self.average = scores[:live] if fresh else (beta * before + (1 - beta) * scores[:live]).astype(np.float32)
+            best = top(self.average, open_, wanted)
+        elif policy.policy == "nosa":
+            asked = top(scores, open_, policy.query_pages or 0)
+            best = asked | top(self.importance, [page for page in open_ if page not in asked], wanted - len(asked))
+        elif policy.policy == "refresh":
+            best = own if fresh or self.steps % (policy.every or 1) == 0 else self.best & set(open_)
+        elif policy.policy == "bounded" and not fresh:
+            best = top(scores, [page for page in open_ if page in self.chosen], wanted)
+            for _ in range(policy.swaps or 0):
+                worst = min(best, key=lambda page: (float(scores[page]), page))
+                outside = [page for page in open_ if page not in best]
+                if not outside:
+                    break
+                first = min(outside, key=lambda page: (-float(scores[page]), page))
+                if scores[first] <= scores[worst]:
+                    break
+                best = best - {worst} | {first}
+        else:
+            best = own
+        self.best, self.chosen, self.steps = best, best | always, self.steps + 1
+        return self.chosen
+
+
+@pytest.mark.parametrize("steps", POLICIES)
+@pytest.mark.parametrize("turns", ["none", "prompt", "two prompts", "padding"])
+def test_choices_are_those_of_a_plain_walk(steps: str, turns: str) -> None:
+    """Two sequences of scores that drift, at once and in parts; a prompt ends what is remembered."""
+    selection = replace(FEW, page_tokens=32, steps=Steps.parse(steps))
+    rng, length, padding = np.random.default_rng(0), 700, 37 if turns == "padding" else 0
+    pages = -(-length // 32)
+    noise = rng.random((2, length, pages), np.float32)
+    scores = np.float32(0.9) * rng.random((2, 1, pages), np.float32) + np.float32(0.3) * noise
+    settled, position = rng.random((2, pages), np.float32), np.arange(length)
+    prompt = {"prompt": position < 400, "two prompts": (position < 300) | (position // 50 == 9)}.get(turns)
+    given = None if prompt is None else torch.from_numpy(np.stack([prompt, np.zeros(length, bool)]))
+    starts = torch.tensor([0, padding]) if padding else None
+    found, parted = Chooser(selection, starts), Chooser(selection, starts)
+    whole = found.choose(torch.from_numpy(scores), 0, given, torch.from_numpy(settled))
+    parts = []
+    for first, end in ((0, 290), (290, 291), (291, 480), (480, length)):
+        live = -(-end // 32)
+        part = None if given is None else given[:, first:end]
+        chosen = parted.choose(
+            torch.from_numpy(scores[:, first:end, :live]), first, part, torch.from_numpy(settled[:, :live])
+        )
+        parts.append(torch.nn.functional.pad(chosen, (0, pages - live)))
+    for row in range(2):
+        walk = Walk(selection, settled[row])
+        for at in range(padding * row, length):
+            own = at - padding * row
+            expected = walk.step(scores[row, at], own, prompt is not None and row == 0 and bool(prompt[at]))
+            seen = set(whole[row, at].nonzero()[:, 0].tolist())
+            assert {page for page in seen if page <= own // 32} == expected, (row, at)
+            assert torch.equal(whole[row, at, : own // 32 + 1], torch.cat(parts, 1)[row, at, : own // 32 + 1])
+
+
+def test_what_policies_promise() -> None:
+    """Theorem 2 of NOSA, and the bound of `bounded`; both are reached, so that neither is empty."""
+    rng, moved = np.random.default_rng(1), {"nosa": 0, "bounded": 0}
+    for _ in range(200):
+        pages, number = int(rng.integers(20, 60)), int(rng.integers(1, 8))
+        wanted = int(rng.integers(number, 12))
+        selection = Selection(page_tokens=32, pages=wanted + 3, recent_pages=2, sink_pages=1, score="compressed_keys")
+        scores = torch.from_numpy(rng.random((1, 30, pages), np.float32))
+        settled = torch.from_numpy(rng.random((1, pages), np.float32))
+        for policy in moved:
+            steps = Steps.parse(f"{policy}:{number}")
+            chooser = Chooser(replace(selection, steps=steps))
+            kept = chooser.choose(scores, pages * 32 - 31, None, settled)[0]  # all in the last page
+            assert bool((kept.sum(1) == wanted + 3).all())
+            new = (kept[1:] & ~kept[:-1]).sum(1)
+            assert int(new.max()) <= number, policy
+            moved[policy] += int((new == number).sum())
+    assert min(moved.values()) > 1000
+
+
+@pytest.mark.parametrize("page_tokens", [16, 32, 64])
+def test_scores_of_compressed_keys_are_the_definition(page_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    selection = replace(KEYS, page_tokens=page_tokens)
+    query, key = torch.randn(2, 4, 30, 8, generator=generator), torch.randn(2, 2, LENGTH, 8, generator=generator)
+    found = compressed_scores(query, key, 0.5, selection)
+    pages = -(-LENGTH // page_tokens)
+    assert found.shape == (2, 30, pages)
+    for row in range(2):
+        for at in range(30):
+            position, expected = LENGTH - 30 + at, torch.zeros(pages)
+            begins = [begin for begin in range(0, position - 30, 16) if begin + 31 <= position]
+            for group in range(2):
+                means = torch.stack([key[row, group, begin : begin + 32].mean(0) for begin in begins])
+                shares = torch.zeros(len(begins))
+                for head in (2 * group, 2 * group + 1):
+                    shares += (means @ query[row, head, at] * 0.5).softmax(0)
+                for page in range(pages):
+                    touching = [
+                        float(share)
+                        for begin, share in zip(begins, shares, strict=True)
+                        if begin < (page + 1) * page_tokens and begin + 32 > page * page_tokens
+                    ]
+                    expected[page] += max(touching, default=0.0)
+            torch.testing.assert_close(found[row, at], expected, rtol=1e-5, atol=1e-6)
+    short = compressed_scores(query[:, :, :5], key[:, :, :20], 0.5, selection)
+    assert short.shape[:2] == (2, 5) and not short.any()
+    starts = torch.tensor([0, 21])
+    padded = compressed_scores(query, key, 0.5, selection, starts)
+    alone = compressed_scores(query[1:], key[1:, :, 21:], 0.5, selection)
+    assert torch.equal(padded[1:, :, : alone.shape[2]], alone) and torch.equal(padded[:1], found[:1])
+
+
+def test_importance_is_of_whole_pages() -> None:
+    value = torch.randn(1, 2, 150, 8, generator=torch.Generator().manual_seed(4))
+    norm = value.transpose(1, 2).flatten(2).norm(dim=-1)[0]
+    found = importance(value_norm(value), replace(KEYS, page_tokens=64))[0]
+    expected = [max(float(norm[page * 64 + at : page * 64 + at + 32].mean()) for at in (0, 16, 32)) for page in (0, 1)]
+    torch.testing.assert_close(found, torch.tensor([*expected, 0.0]))
+    padded = importance(value_norm(value), replace(KEYS, page_tokens=64), torch.tensor([22]))
+    assert torch.equal(padded, importance(value_norm(value[:, :, 22:]), replace(KEYS, page_tokens=64)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("score", ["token_max", "compressed_keys"])
+def test_all_pages_are_attention_to_everything(kind: str, score: str) -> None:
+    model, all_pages = dense_model(kind), replace(KEYS, pages=LENGTH, score=score)  # type: ignore[arg-type]
+    untouched = logits(model, input_ids=tokens())
+    for roles in ("FFFFFF", "FSSDFS"):
+        with apply_page_roles(model, Pattern(roles, all_pages)):
+            assert torch.equal(logits(model, input_ids=tokens()), untouched)
+        with (
+            attention_in_blocks(),
+            apply_page_roles(model, Pattern(roles, all_pages)),
+        ):  # 1.8e-4 from float64, as without
+            torch.testing.assert_close(logits(model, input_ids=tokens()), untouched, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("steps", POLICIES)
+@pytest.mark.parametrize("score", ["token_max", "compressed_keys"])
+@pytest.mark.parametrize("step", [LENGTH - PROMPT, 1, 7])
+def test_one_pass_is_decoding_step_by_step(steps: str, score: str, step: int) -> None:
+    """Behind a prompt that was read densely; in blocks, too."""
+    wanted = 5 if steps == "bounded:2" else 4
+    selection = replace(KEYS, pages=wanted, score=score, steps=Steps.parse(steps))  # type: ignore[arg-type]
+    model, ids, pattern = dense_model(), tokens(), Pattern("DSFSFF", selection)
+    whole: dict[int, Tensor] = {}
+    with apply_page_roles(model, pattern, prompt=prompt_rows(), observe=whole.__setitem__):
+        expected = logits(model, input_ids=ids)
+    assert (logits(model, input_ids=ids) - expected)[:, PROMPT:].abs().max() > 0.1
+    for around in (nullcontext(), attention_in_blocks()):
+        cache, found = DynamicCache(config=model.config), []
+        parts: dict[int, list[Tensor]] = {layer: [] for layer in range(6)}
+
+        def observe(layer: int, kept: Tensor, parts: dict[int, list[Tensor]] = parts) -> None:
+            parts[layer] += kept.unbind(1)
+
+        with torch.inference_mode():
+            model(input_ids=ids[:, :PROMPT], past_key_values=cache)
+        with around, torch.inference_mode(), apply_page_roles(model, pattern, observe=observe):
+            for start in range(PROMPT, LENGTH, step):
+                found.append(model(input_ids=ids[:, start : start + step], past_key_values=cache).logits)
+        torch.testing.assert_close(torch.cat(found, 1), expected[:, PROMPT:], rtol=1e-3, atol=1e-3)
+        for layer, kept in parts.items():
+            for at, row in enumerate(kept):
+                live = (PROMPT + at) // 32 + 1
+                assert torch.equal(row[:, :live], whole[layer][:, PROMPT + at, :live]), (layer, at)
+
+
+def test_padding_moves_pages_and_memory() -> None:
+    for steps, score in (("ema:0.5", "token_max"), ("nosa:1", "compressed_keys"), ("bounded:1", "compressed_keys")):
+        selection = replace(KEYS, score=score, steps=Steps.parse(steps))  # type: ignore[arg-type]
+        model, ids, left = dense_model(), tokens(1), 9
+        with apply_page_roles(model, Pattern("FSFSFS", selection)):
+            expected = logits(model, input_ids=ids[:, : LENGTH - left])[0]
+        batch, mask = torch.zeros(2, LENGTH, dtype=torch.long), torch.ones(2, LENGTH, dtype=torch.long)
+        batch[0], batch[1, left:], mask[1, :left] = ids[0], ids[0, : LENGTH - left], 0
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        with apply_page_roles(model, Pattern("FSFSFS", selection), starts=torch.tensor([0, left])):
+            found = logits(model, input_ids=batch, attention_mask=mask, position_ids=positions)
+        torch.testing.assert_close(found[1, left:], expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[0, : LENGTH - left], expected, rtol=1e-4, atol=1e-4)
+
+
+# -- the plan
+
+PLAN = replace(KEYS, page_tokens=64, pages=32, recent_pages=8, sink_pages=1, steps=Steps.parse("ema:0.9"))
+
+
+def test_plans_say_all_of_it_in_one_word() -> None:
+    plan = replace(PLAN, buffer_pages=48)
+    assert str(plan) == "64|32|8|1|compressed_keys|ema:0.9|48" and Selection.parse(str(plan)) == plan
+    assert str(replace(plan, steps=NO_MEMORY)) == "64|32|8|1|compressed_keys|none|48"
+    assert str(PLAN) == "64|32|8|1|compressed_keys|ema:0.9|" and Selection.parse(str(PLAN)) == PLAN
+    prints = {Pattern("DFSSS", selection).fingerprint for selection in (plan, PLAN, replace(PLAN, steps=NO_MEMORY))}
+    assert len(prints) == 3
+    for policy in POLICIES:
+        assert str(Steps.parse(policy)) == policy
+
+
+WRONG = ("", "ema", "ema:", "ema:1", "ema:0.90", "ema:nan", "ema:x", "none:1", "bounded:0", "bounded:1.0", "refresh:1")
+
+
+@pytest.mark.parametrize("text", [*WRONG, "nosa:-1", "bounded:65537", "best:1", "bounded: 1"])
+def test_steps_that_are_none(text: str) -> None:
+    with pytest.raises(PatternError, match="steps"):
+        Steps.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": Steps.parse("bounded:24")}, "swaps is 24, expected at most 23, those chosen by score"),
+        ({"steps": Steps.parse("nosa:24")}, "query_pages is 24, expected at most 23"),
+        ({"steps": Steps.parse("nosa:8"), "recent_pages": 1}, "nosa with page_tokens 64 and recent_pages 1"),
+        ({"steps": "ema:0.9"}, "steps is 'ema:0.9', expected a policy"),
+        ({"page_tokens": 8}, "page_tokens is 8, expected a multiple of 16 for compressed_keys"),
+        ({"buffer_pages": 31}, r"buffer_pages is 31, expected 32 \(pages\) to 65536"),
+        ({"buffer_pages": 40.0}, r"buffer_pages is 40.0, expected 32 \(pages\) to 65536"),
+    ],
+)
+def test_selections_that_do_not_go_together(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PatternError, match=message):
+        replace(PLAN, **changes)
+
+
+def test_files_say_what_is_not_the_default() -> None:
+    file = pattern_file(Pattern("DSSDSS", replace(PLAN, buffer_pages=64)), tiny_dense_config())
+    text = file.dumps()
+    line = (
+        "selection: {page_tokens: 64, pages: 32, recent_pages: 8, sink_pages: 1, score: compressed_keys, "
+        "steps: {policy: ema, beta: 0.9}, buffer_pages: 64}\n"
+    )
+    assert line in text
+    assert PatternFile.loads(text) == file and file.as_pattern().selection == replace(PLAN, buffer_pages=64)
+    explicit = text.replace("steps: {policy: ema, beta: 0.9}", "steps: {policy: none}")
+    assert PatternFile.loads(explicit).as_pattern().selection == replace(PLAN, steps=NO_MEMORY, buffer_pages=64)
+    for before, after, message in (
+        ("beta: 0.9", "swaps: 2", "selection.steps: steps: beta of policy ema is None, expected a number"),
+        ("beta: 0.9", "beta: 0.9, swaps: 2", "selection.steps: steps: swaps of policy ema is 2, expected none"),
+        ("beta: 0.9", "beta: 1", "selection.steps"),
+        ("beta: 0.9", "gamma: 0.9", "selection.steps.gamma: unknown key"),
+        ("policy: ema", "policy: best", "selection.steps.policy: found 'best'"),
+        ("buffer_pages: 64", "buffer_pages: 8", r"selection: buffer_pages is 8, expected 32 \(pages\)"),
+    ):
+        assert before in text
+        with pytest.raises(PatternFileError, match=message):
+            PatternFile.loads(text.replace(before, after))
+
+
+def test_servers_take_none_of_it_yet() -> None:
+    served = family_of("LlamaForCausalLM").sglang
+    plain = Selection(page_tokens=64, pages=32, recent_pages=8, sink_pages=1, score="token_max")
+    assert served.to_overrides({}, Pattern("DSS", plain)) == {}
+    for selection in (PLAN, replace(plain, steps=Steps.parse("refresh:4")), replace(plain, buffer_pages=64)):
+        with pytest.raises(SpellingError, match="is not served yet; expected score token_max without steps"):
+            served.to_overrides({}, Pattern("DSS", selection))
+
+
+def test_scores_by_tokens_do_not_see_what_lies_behind() -> None:
+    """In one pass pages behind a query have score 0; an average must not see them either."""
+    weights = torch.ones(1, 1, LENGTH, LENGTH).tril() / torch.arange(1, LENGTH + 1)[:, None]
+    chooser = Chooser(replace(FEW, steps=Steps.parse("ema:0.5")))
+    kept = chooser.choose(token_max_scores(weights, FEW), 0)
+    assert int(kept[0, -1].sum()) == FEW.pages

@@ -1,0 +1,33 @@
+"""Variables that switch something on say 1 or 0: what is asked for in another way is not passed over."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_indexcache.sglang.refusal import ALLOW_MISMATCH_VARIABLE, CALIBRATE_VARIABLE, PATTERN_VARIABLE
+from sglang_indexcache.sglang.requested import asked_of, environment_asks
+
+
+@pytest.mark.parametrize("value", ["true", '"1"', "yes", " 1"])
+@pytest.mark.parametrize("variable", [CALIBRATE_VARIABLE, ALLOW_MISMATCH_VARIABLE])
+def test_other_values_end_the_process(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if variable == ALLOW_MISMATCH_VARIABLE:
+        monkeypatch.setenv(PATTERN_VARIABLE, "p.yaml")
+    monkeypatch.setenv(variable, value)
+    assert environment_asks()
+    with pytest.raises(SystemExit) as caught:
+        asked_of(SimpleNamespace())
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"indexcache: {variable} is {value!r}, expected 1 or 0\n"
+
+
+def test_one_and_nothing_are_meant_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("", "0"):
+        monkeypatch.setenv(CALIBRATE_VARIABLE, value)
+        assert not environment_asks() and asked_of(SimpleNamespace()) == {}
+    monkeypatch.setenv(CALIBRATE_VARIABLE, "1")
+    assert environment_asks() and asked_of(SimpleNamespace())["calibrate"]

@@ -1,0 +1,153 @@
+"""What README and docs say is there: paths, links, flags, words, pictures, and the form of each kind of page."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from indexcache_search.evaluation.objectives import Objective
+from indexcache_search.strategies import STRATEGIES
+from scripts.tools import pictures, site
+from sglang_indexcache import __version__
+from sglang_indexcache.pattern import DENSE, FULL, SHARED
+from sglang_indexcache.pattern.reuse import POLICIES
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("kernels/**/*.md")]
+HOW_TO = [
+    path for path in (*DOCS.glob("*.md"), DOCS / "deploy" / "README.md") if path.stem not in ("index", "explanation")
+]
+EVIDENCE = [*DOCS.glob("evidence/*.md"), *DOCS.glob("lab/[!R]*.md")]
+COMMANDS = ("indexcache-search", "indexcache-eval", "indexcache-distill", "indexcache-offload")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_paths_in_code_and_pages_exist() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    files = [ROOT / name for name in tracked if name.endswith((".py", ".md", ".toml", ".yml", ".yaml", ".sh", ".html"))]
+    missing = [
+        f"{name_of(path)}: {found[0]}"
+        for path in files
+        if path.is_file()
+        for found in re.finditer(r"(?<![\w/])(?<!vLLM )docs/[\w./-]+\.(md|yaml|svg)\b", path.read_text())
+        if not (ROOT / found[0]).is_file()
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("path", [page for page in PAGES if page.stem != "candidates"], ids=name_of)
+def test_scripts_that_pages_run_exist(path: Path) -> None:
+    for name in re.findall(r"\bscripts\.[a-z_0-9.]*[a-z_0-9]\b(?!/)", path.read_text()):
+        assert (ROOT / f"{name.replace('.', '/')}.py").is_file() or name == "scripts.run", name
+    for name in re.findall(r"\bscripts/[\w/]+\.(?:py|sh)\b", path.read_text()):
+        assert (ROOT / name).is_file(), name
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in LINK.findall(FENCE.sub("", path.read_text())):
+        if re.match(r"\w+:", target):
+            continue
+        place, _, anchor = target.partition("#")
+        page = (path.parent / place).resolve() if place else path
+        assert page.exists(), target
+        assert not anchor or anchor in anchors(page), target
+
+
+def test_readme_is_one_screen_that_begins_with_a_command() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("    "))
+    assert len(lines) <= 70 and first < 10
+
+
+def test_the_example_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    [example] = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(ROOT)
+    exec(example, {})
+    printed = capsys.readouterr().out.splitlines()
+    comment = re.search(r"# (FSS.*)", example)
+    assert comment is not None and printed[0] == comment[1] and len(example.splitlines()) <= 11
+
+
+@pytest.mark.parametrize("path", HOW_TO, ids=name_of)
+def test_a_how_to_is_short_and_has_one_result(path: Path) -> None:
+    text = path.read_text()
+    assert 50 <= len(text.splitlines()) <= 100
+    [result] = re.findall(r"^\*\*Result\*\*: (.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    assert re.search(r"\]\((\.\./)?(evidence|upstream)/", result)
+
+
+@pytest.mark.parametrize("path", EVIDENCE, ids=name_of)
+def test_figures_say_where_they_are_from(path: Path) -> None:
+    for section in re.split(r"^#+ ", FENCE.sub("", path.read_text()), flags=re.MULTILINE):
+        if re.search(r"^\|.*[ +]\d+\.\d", section, re.MULTILINE) and "Read in the code" not in path.read_text():
+            heading = section.partition("\n")[0]
+            for item in ("Command", "Device", "Date", "Seeds"):
+                assert f"- **{item}**: " in section, f"{heading}: {item}"
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_pictures_are_current(name: str) -> None:
+    drawn = pictures.PICTURES[name]()
+    assert (pictures.FOLDER / f"{name}.svg").read_text() == drawn, "run python -m scripts.tools.pictures"
+
+
+def test_the_kernels_example_runs() -> None:
+    command = [sys.executable, ROOT / "examples" / "use_kernels.py"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)  # test_package runs the other one
+    assert float(result.stdout.split()[-1]) < 1e-3
+
+
+def test_the_version_has_notes_and_is_cited() -> None:
+    assert f"\n## [{__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_every_command_has_its_help_on_the_site() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    shown = re.findall(r"<!-- help: ([\w-]+)", (DOCS / "reference" / "commands.md").read_text())
+    assert set(shown) == set(scripts)
+
+
+@cache
+def flags(command: str) -> set[str]:
+    return set(re.findall(r"--[\w-]+", site.help_of(command)))
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *HOW_TO], ids=name_of)
+def test_commands_in_how_tos_have_their_flags(path: Path) -> None:
+    for line in path.read_text().replace("\\\n", " ").splitlines():
+        if not line.startswith("    ") or not (found := re.search(rf"\b({'|'.join(COMMANDS)})(\s.*)?$", line)):
+            continue
+        given = {word for word in shlex.split(found[2] or "", comments=True) if word.startswith("--")}
+        if "--engine sglang" not in line:  # what the search does not know goes to its server
+            assert given <= flags(found[1]), line
+
+
+def test_the_glossary_has_the_words_of_the_code() -> None:
+    glossary = (DOCS / "reference" / "glossary.md").read_text()
+    for word in (f"| {FULL}, full", f"| {SHARED}, shared", f"| {DENSE}, dense", *(f"`{name}`" for name in POLICIES)):
+        assert word in glossary
+    assert all(f"`{name}`" in glossary for name in get_args(Objective))
+    strategies = (DOCS / "reference" / "strategies.md").read_text()
+    assert all(f"`{name}`" in strategies for name in STRATEGIES)

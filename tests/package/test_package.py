@@ -1,0 +1,181 @@
+"""What ships: the demo's files, the wheel, and a base install that needs neither torch nor sglang."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from indexcache_search import demo
+from indexcache_search.hf.loading import describe_model
+from sglang_indexcache import PatternFile
+
+HAS_SGLANG = find_spec("sglang") is not None
+ROOT = Path(__file__).parents[2]
+
+
+def test_pattern_tools_import_neither_torch_nor_sglang() -> None:
+    imports = "import sys, sglang_indexcache.families, sglang_indexcache.files.pattern_file"
+    code = f"{imports}; print([m for m in sys.modules if m in {{banned}}])"
+    banned = {"torch", "sglang", "transformers", "numpy", "datasets"}
+    command = [sys.executable, "-c", code.format(banned=banned)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {missing}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+"""  # what a base install does not bring
+NOT_BASE = {"datasets", "huggingface_hub", "indexcache_kernels", "jinja2", "matplotlib", "numpy", "psutil", "pyarrow"}
+NOT_BASE |= {"rich", "safetensors", "scipy", "sglang", "tokenizers", "torch", "transformers", "triton", "typer"}
+
+
+def without(missing: set[str], code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` where packages are not installed."""
+    command = [sys.executable, "-c", WITHOUT.format(missing=missing) + code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_what_a_base_install_imports_is_there() -> None:
+    code = """
+import importlib, pkgutil, sglang_indexcache
+for item in pkgutil.walk_packages(sglang_indexcache.__path__, "sglang_indexcache."):
+    try:
+        importlib.import_module(item.name)
+    except ModuleNotFoundError as error:
+        print(item.name, error.name)
+"""
+    result = without(NOT_BASE, code)
+    assert result.returncode == 0, result.stderr
+    servers = (
+        "sglang_indexcache.families.dense_gqa.",
+        "sglang_indexcache.families.dsa.",
+        "sglang_indexcache.residency",
+    )
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert all(name.startswith(servers) and package in ("torch", "numpy") for name, package in lines), result.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("main", "indexcache-search: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
+        ("evaluate", "indexcache-eval: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
+        ("distill", "indexcache-distill: rich is not installed; expected: pip install 'sglang-indexcache[distill]'"),
+        ("lab", "indexcache-lab: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
+        ("offload", "indexcache-offload: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
+    ],
+)
+def test_a_base_install_says_what_a_command_needs(command: str, line: str) -> None:
+    result = without({"rich"}, f"import indexcache_search.__main__ as m; m.{command}()")
+    assert (result.returncode, result.stderr) == (2, line + "\n")
+
+
+def test_a_base_install_says_what_the_server_and_its_check_need() -> None:
+    launch = "from sglang_indexcache.launch_server import main; main(sys.argv[1:])"
+    result = without(NOT_BASE - {"sglang"}, launch, "--indexcache-pattern", "FS")
+    assert "Traceback" not in result.stderr and result.returncode != 0
+    assert "SGLang is not installed; expected: pip install 'sglang-indexcache[sglang]'" in result.stderr or HAS_SGLANG
+    check = "from sglang_indexcache.check import main; sys.exit(main(sys.argv[1:]))"
+    result = without(NOT_BASE, check, "FS", "--model", "owner/name")
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+    assert "huggingface_hub is not installed; expected: pip install huggingface_hub" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "extras"),
+    [("search/indexcache_search", ["search"]), ("kernels/indexcache_kernels", ["search", "kernels"])],
+)
+def test_an_extra_asks_for_all_that_is_imported(package: str, extras: list[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *(item for extra in extras for item in project["optional-dependencies"][extra])]
+    known = {re.split(r"[^\w-]", item)[0].replace("-", "_") for item in asked} | {"yaml"}
+    known |= {"sglang_indexcache", "indexcache_search", "indexcache_kernels", "sgl_kernel", *sys.stdlib_module_names}
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [item.name for item in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert {name.partition(".")[0] for name in names} <= known, path
+    assert "sglang-indexcache[kernels]" in project["optional-dependencies"]["sglang"]  # families import them
+
+
+def test_help_is_quick_and_teaches_by_example() -> None:
+    code = "import sys; from indexcache_search.cli.search import app; app(['--help'], standalone_mode=False);"
+    code += "print('torch' in sys.modules, 'datasets' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip().endswith("False False")
+    for text in (
+        "Examples:",
+        "indexcache-search --engine sglang --model zai-org/GLM-5-FP8",
+        "Exit codes",
+        "--retain",
+        "--work-dir",
+    ):
+        assert text in result.stdout
+
+
+def test_the_demo_fits_into_git() -> None:
+    files = [path for path in demo.FOLDER.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert sum(path.stat().st_size for path in files) < 16_000_000
+    model = describe_model(str(demo.MODEL))
+    assert (model.num_layers, model.index_topk, model.locked) == (16, 64, ())
+    for source in (*demo.CALIBRATION, *demo.EVALUATION):
+        assert demo.data_file(source.removeprefix("demo:")).is_file()
+
+
+def test_the_wheel_runs_the_demo_outside_the_checkout(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True, timeout=600)
+    [wheel] = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if name.startswith(("tests/", "scripts/", "search/", "kernels/", "build/"))]
+    for name in (
+        "sglang_indexcache/py.typed",
+        "indexcache_kernels/py.typed",
+        "sglang_indexcache/pattern_file.schema.json",
+        "indexcache_search/demo/patterns/lazy.yaml",
+        "indexcache_kernels/indexer_topk/triton.py",
+        "indexcache_search/lab/offload/page.html",
+    ):
+        assert name in names
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True, timeout=600)
+    quick = ["out", "--retain", "15/16", "--num-sequences", "2", "--num-eval-sequences", "6"]
+    command = [sys.executable, "-P", ROOT / "examples" / "search_demo.py", *quick]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    where = [sys.executable, "-c", "import indexcache_search; print(indexcache_search.__file__)"]
+    found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert found.stdout.startswith(str(site))
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800)
+    assert result.returncode == 0, result.stderr
+    assert "15 of 16 layers run their indexer" in result.stdout
+    assert PatternFile.load(tmp_path / "out" / "pattern.yaml").model.num_layers == 16
+    assert (tmp_path / "out" / "report.html").stat().st_size > 50_000
+
+
+def test_what_docs_import_is_there() -> None:
+    lines = []
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("kernels/**/*.md")):
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            lines += [
+                (page.name, line) for line in block.splitlines() if re.match(r"(from|import) \w*indexcache", line)
+            ]
+    assert len(lines) >= 3
+    for name, line in lines:
+        try:
+            exec(line, {})
+        except ImportError as error:
+            pytest.fail(f"{name}: {line}: {error}")

@@ -1,0 +1,305 @@
+"""indexcache-eval: tasks, servers, tables, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import threading
+from collections.abc import Iterator
+from fractions import Fraction
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from indexcache_search import demo
+from indexcache_search.cli.evaluate import app
+from indexcache_search.compare import measure, tasks
+from indexcache_search.compare.result import rises
+from indexcache_search.compare.run import named_lines
+from indexcache_search.errors import DataError
+from indexcache_search.evaluation.estimates import Estimate
+from indexcache_search.hf.loading import describe_model, load_tokenizer
+from indexcache_search.results.held_out import Measured, Row
+from indexcache_search.results.variant import Kind
+from scripts.tools.pattern_files import write_pattern
+from sglang_indexcache import Pattern
+from sglang_indexcache.files.spec import PatternSpec
+
+
+def run(*options: str) -> Any:
+    return CliRunner().invoke(app, list(options))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(str(demo.MODEL))
+
+
+# -- tasks
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_a_sample_fills_its_context_and_holds_what_it_asks_for(task: str, tokenizer: Any) -> None:
+    haystack = tokenizer.encode("All is quiet on the northern shore. " * 400, add_special_tokens=False)
+    sample = tasks.sample(task, tokenizer, haystack, 1500, 3, chat=False)
+    assert len(sample.tokens) == len(sample.mask) == 1500
+    first = int(np.flatnonzero(sample.mask)[0])
+    assert sample.mask[first:].all() and not sample.mask[:first].any()
+    prompt, answer = (tokenizer.decode(part) for part in (sample.tokens[:first], sample.tokens[first:]))
+    assert "quiet on the northern shore" in prompt and "Question:" in prompt
+    assert all(one in prompt and one in answer for one in sample.answers)
+    again = tasks.sample(task, tokenizer, haystack, 1500, 3, chat=False)
+    other = tasks.sample(task, tokenizer, haystack, 1500, 4, chat=False)
+    assert (again.tokens == sample.tokens).all() and other.answers != sample.answers
+
+
+def test_the_answers_of_tasks_are_right() -> None:
+    puzzle = tasks.variable_tracking(random.Random(1))
+    values: dict[str, str] = {}
+    for line in puzzle.needles:
+        _, name, _, *value = line.split()
+        values[name] = values[value[-1]] if value[0] == "VAR" else value[0]
+    asked = puzzle.question.split()[-1].strip("?")
+    assert sorted(name for name, value in values.items() if value == asked) == sorted(puzzle.answers)
+    puzzle = tasks.common_words(random.Random(1))
+    words = [needle.strip() for needle in puzzle.needles]
+    assert set(sorted(set(words), key=words.count)[-3:]) == set(puzzle.answers)
+    assert {words.count(answer) for answer in puzzle.answers} == {12}
+
+
+def test_tasks_without_room_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"multi_key: needs .* --seq-len is 128"):
+        tasks.sample("multi_key", tokenizer, [1] * 4000, 128, 0, chat=False)
+    with pytest.raises(DataError, match="haystack has 10 tokens"):
+        tasks.sample("multi_key", tokenizer, [1] * 10, 1500, 0, chat=False)
+    with pytest.raises(DataError, match="--tasks chat"):
+        tasks.sample("multi_key", tokenizer, [1] * 4000, 1500, 0, chat=True)
+
+
+# -- patterns
+
+
+def options(model: Path, data: Path, folder: Path) -> list[str]:
+    fixed = ["--model", model, "--evaluation", data, "--seq-len", "32", "--num-sequences", "6", "--output", folder]
+    return [*map(str, fixed), "--device", "cpu"]
+
+
+def test_patterns_are_compared_and_found_worse(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    file = write_pattern(Pattern("FSSFSS"), model_folder, tmp_path / "deploy.yaml")
+    more = ["--pattern", f"{file}@1/3", "--pattern", "same=FFFFFF"]
+    result = run(*options(model_folder, token_file, tmp_path / "out"), *more)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "out" / "eval.json").read_text())
+    rows = {(row["name"], row["retention"]): row for row in found["held_out"]["rows"]}
+    assert {name for name, kept in rows if kept == "1/3"} >= {"deploy", "uniform phase 0", "uniform phase 2"}
+    assert rows["deploy", "1/3"]["kl"]["mean"] > 0.0 == rows["baseline", "1"]["kl"]["mean"]
+    same = rows["same", "1"]["by_source"][str(token_file)]
+    assert same["increase"] == {"mean": 0.0, "stderr": 0.0} == same["accuracy_change"]
+    assert "same: no worse on anything, by more than 2 standard errors" in found["findings"]
+    assert (tmp_path / "out" / "eval.html").read_text().count("<svg") == 1
+    rises = rows["deploy", "1/3"]["increase"]
+    lower = rises["mean"] - 2 * rises["stderr"]
+    for allowed, code in ((lower - 1e-6, 1), (max(lower, 0.0) + 1e-6, 0)):
+        again = run(*options(model_folder, token_file, tmp_path / "out"), *more, "--max-increase", str(allowed))
+        assert again.exit_code == code, again.output
+
+
+def test_sequences_that_run_in_parts_give_the_same(
+    model_folder: Path, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = []
+    for together in (24, 4):
+        monkeypatch.setattr(measure, "TOGETHER", together)
+        folder = tmp_path / str(together)
+        result = run(*options(model_folder, token_file, folder), "--pattern", "a=FSSFSS", "--pattern", "uniform@1/2")
+        assert result.exit_code == 0, result.output
+        contents.append((folder / "eval.json").read_text())
+    assert contents[0] == contents[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "expected either --pattern or --endpoint"),
+        (["--pattern", "a=FFF"], "pattern has 3 letters, model has 6 DSA layers"),
+        (["--pattern", "nowhere.yaml"], "nowhere.yaml"),
+        (["--endpoint", "http://localhost:1"], "--endpoint: found one"),
+        (["--pattern", "a=FSFSFS", "--tasks", "niah"], "'--tasks': there is no niah"),
+        (["--pattern", "a=FSFSFS", "--seq-len", "300"], "made for 256 tokens"),
+        (["--endpoint", "http://localhost:1", "--endpoint", "http://localhost:1"], "http://localhost:1: /v1/models"),
+    ],
+)
+def test_mistakes_get_one_line(
+    model_folder: Path, token_file: Path, tmp_path: Path, more: list[str], message: str
+) -> None:
+    given = options(model_folder, token_file, tmp_path / "out")
+    result = run(*(given[:-2] if "--endpoint" in more else given), *more)  # servers have a device of their own
+    assert result.exit_code == 2, result.output
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("indexcache-eval: ") and message in lines[0]
+
+
+def test_a_file_for_another_model_is_refused(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    file = write_pattern(Pattern.uniform(16, 2), demo.MODEL, tmp_path / "demo.yaml")
+    result = run(*options(model_folder, token_file, tmp_path / "out"), "--pattern", file)
+    assert result.exit_code == 2 and "model.num_layers: file has 16" in result.stderr
+
+
+def test_names_are_no_markup_and_long_tables_are_several(
+    model_folder: Path, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a folder, a pattern and a source; on 60 columns."""
+    monkeypatch.setenv("COLUMNS", "60")
+    folder, source = tmp_path / "x[/b] :x:", tmp_path / "[bold]s[/b].jsonl"
+    source.parent.mkdir()
+    source.write_bytes(token_file.read_bytes())
+    file = write_pattern(Pattern("FSSFSS"), model_folder, tmp_path / "[red] a.yaml")
+    more = ["--pattern", f"{file}@1/3", "--pattern", "b=FSSFSS"]
+    result = run(*options(model_folder, source, folder), *more)
+    assert result.exit_code == 0, result.output
+    assert f"Wrote {folder / 'eval.json'}" in result.stdout
+    lines = result.stdout.splitlines()
+    assert sum("[red] a" in line for line in lines) >= 2
+    assert max(len(line) for line in lines if line.startswith(("│", "┃"))) <= 60 and "increase" in result.stdout
+
+
+# -- servers
+
+
+class Stub:
+    """An OpenAI-compatible server: token t has logprob -t / 100 / `factor`; it answers every question with `says`."""
+
+    def __init__(self, factor: float, says: str, logprobs: bool = True) -> None:
+        stub = self
+        self.asked: list[dict[str, Any]] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.reply({"data": [{"id": "stub"}]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                stub.asked.append(body)
+                choice: dict[str, Any] = {"text": says}
+                if body.get("echo") and logprobs:
+                    values = [None, *(-token / 100 / factor for token in body["prompt"][1:]), -1.0]
+                    tops = [None, *({"x": value or 0.0} for value in values[1:])]
+                    choice["logprobs"] = {"token_logprobs": values, "top_logprobs": tops}
+                self.reply({"choices": [choice]})
+
+            def reply(self, content: Any) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps(content).encode())
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def stubs() -> Iterator[list[Stub]]:
+    started: list[Stub] = []
+    yield started
+    for stub in started:
+        stub.http.shutdown()
+        stub.http.server_close()
+
+
+def test_servers_are_compared(stubs: list[Stub], tmp_path: Path) -> None:
+    stubs += [Stub(1.0, "whatever"), Stub(0.5, "whatever")]
+    urls = [option for stub in stubs for option in ("--endpoint", stub.url)]
+    data = ["--evaluation", "demo:copy", "--num-sequences", "3", "--tasks", "multi_value:samples=2"]
+    result = run(*urls, *data, "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "eval.json").read_text())
+    first, second = found["held_out"]["rows"]
+    assert second["name"] == stubs[1].url and second["kind"] == "named"
+    assert (
+        [row["pattern"] for row in (first, second)] == [None, None] == [row["full_layers"] for row in (first, second)]
+    )
+    for source in ("demo:copy", "multi_value-style"):
+        loss = first["by_source"][source]["loss"]["mean"]
+        assert second["by_source"][source]["loss"]["mean"] == pytest.approx(2 * loss) and math.isfinite(loss)
+        assert first["by_source"][source]["accuracy"]["mean"] == 1.0
+    assert first["by_source"]["multi_value-style"]["generated"]["mean"] == 0.0
+    assert "generated" not in first["by_source"]["demo:copy"]
+    questions = [body for body in stubs[1].asked if not body.get("echo")]
+    assert len(questions) == 2 and all(body["temperature"] == 0 for body in questions)
+    assert all(len(body["prompt"]) < 512 <= len(body["prompt"]) + body["max_tokens"] for body in questions)
+
+
+def test_a_server_that_says_the_right_thing_scores(stubs: list[Stub], tmp_path: Path, tokenizer: Any) -> None:
+    tasks = ["--tasks", "multi_key:samples=2,haystack=demo:text"]
+    data = ["--evaluation", "demo:copy", "--num-sequences", "1", *tasks]
+    stubs += [Stub(1.0, "nothing")]
+    urls = ["--endpoint", stubs[0].url]
+    assert run(*urls, *urls, *data, "--output", str(tmp_path)).exit_code == 0
+    prompts = [tokenizer.decode(body["prompt"]) for body in stubs[0].asked if not body.get("echo")]
+    keys = [prompt.split("What is the code of ")[1].split("?")[0] for prompt in prompts]
+    values = [
+        prompt.split(f"the code of {key} is ")[1].split(".")[0] for prompt, key in zip(prompts, keys, strict=True)
+    ]
+    stubs += [Stub(1.0, f"It is {values[0]}.")]
+    urls = ["--endpoint", stubs[0].url, "--endpoint", stubs[1].url]
+    result = run(*urls, *data, "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    row = json.loads((tmp_path / "eval.json").read_text())["held_out"]["rows"][1]["by_source"]["multi_key-style"]
+    assert row["generated"]["mean"] == 0.5 == row["generated_change"]["mean"]
+
+
+def test_a_server_without_logprobs_is_refused(stubs: list[Stub], tmp_path: Path) -> None:
+    stubs += [Stub(1.0, "", logprobs=False)]
+    urls = ["--endpoint", stubs[0].url] * 2
+    result = run(*urls, "--evaluation", "demo:copy", "--num-sequences", "1", "--output", str(tmp_path))
+    assert result.exit_code == 2 and "gives no logprobs of a prompt" in result.stderr
+
+
+def test_the_shipped_patterns_are_for_the_demo_model() -> None:
+    model = describe_model(str(demo.MODEL))
+    kept = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 8)]
+    lines = named_lines([(None, PatternSpec.read(path)) for path in demo.PATTERNS], kept, (), model)
+    names = [(line.name, str(line.retention)) for line in lines]
+    assert names == [(name, share) for name in ("lazy", "similarity") for share in ("1/2", "1/4", "1/8")]
+
+
+# -- the gate
+
+
+def lines_of(kind: Kind, name: str, mean: float) -> Row:
+    rise = Estimate(mean, 0.1)
+    measured = {"loss": rise, "increase": rise}
+    source = Measured(**measured, accuracy=rise)
+    about = {"kind": kind, "name": name, "retention": None, "phase": None, "full_layers": None, "pattern": None}
+    return Row(**about, **measured, by_source={"a": source})
+
+
+@pytest.mark.parametrize("name", ["lazy", "uniform", "uniform4", "baseline-prod", "uniform phase 0", "baseline"])
+def test_the_gate_looks_at_what_a_line_is_and_not_at_its_name(name: str) -> None:
+    rows = [
+        lines_of("baseline", "baseline", 9.0),
+        lines_of("phase", "uniform phase 1", 9.0),
+        lines_of("named", name, 3.0),
+    ]
+    assert rises(rows) == pytest.approx(2.8)
+    assert rises(rows[:2]) == math.inf  # nothing was compared
+    assert rises([*rows, lines_of("named", "x", math.nan)]) == math.inf
+
+
+def test_a_uniform_pattern_passes_no_gate_by_its_name(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    for spec in ("uniform4=FSSSSS", "baseline-prod=FSSSSS"):
+        more = ["--pattern", spec, "--no-uniform", "--max-increase", "-100"]
+        assert run(*options(model_folder, token_file, tmp_path / "out"), *more).exit_code == 1
+    for bad in ("nan", "inf", "-inf"):
+        result = run(
+            *options(model_folder, token_file, tmp_path / "out"), "--pattern", "a=FSSSSS", "--max-increase", bad
+        )
+        assert result.exit_code == 2 and "--max-increase" in result.stderr

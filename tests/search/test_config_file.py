@@ -1,0 +1,128 @@
+"""`--config run.yaml`: it stands for flags, flags win, and nothing in it is ignored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import sglang_indexcache
+from indexcache_search.cli.bounded import SEED
+from indexcache_search.cli.command import Config, Version, application, number, option, running, settings
+from indexcache_search.cli.config import server_flags
+from indexcache_search.cli.needs import Need
+
+NEEDS = {"deep": (Need("--model", lambda given: bool(given["model"])),)}
+found: list[dict[str, Any]] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    pages: int = 4
+
+
+def application_of(**more: Any) -> typer.Typer:
+    def run(
+        context: typer.Context,
+        model: str | None = None,
+        source: list[str] | None = None,
+        seed: Annotated[int, number("Order.", SEED)] = 0,
+        shares: Annotated[str, option("Shares.", metavar="SHARE,...")] = "1/2",
+        sizes: Annotated[Sizes | None, settings(Sizes, "Sizes.")] = None,
+        deep: Annotated[bool, option("Depth.", "--deep/--no-deep")] = True,
+        config: Config = None,
+        version: Version = False,
+    ) -> None:
+        with running(context, NEEDS):
+            flags = server_flags(context, bool(more) and model == "served", lambda _: "")
+            found.append(
+                {"model": model, "source": source, "seed": seed, "shares": shares, "sizes": sizes, "deep": deep}
+                | ({"flags": flags} if flags else {})
+            )
+
+    return application({"run": run}, **more)
+
+
+def run(path: Path, text: str, *words: str, app: typer.Typer | None = None) -> Any:
+    (path / "run.yaml").write_text(text)
+    found.clear()
+    return CliRunner().invoke(app or application_of(), ["--config", str(path / "run.yaml"), *words])
+
+
+FILE = """\
+model: m
+source:
+  - a
+  - b
+seed: 7
+shares: [1/2, 1/4]
+sizes: {pages: 8}
+deep: false
+"""
+
+
+def test_a_file_stands_for_flags_which_win(tmp_path: Path) -> None:
+    flags = [*("--model", "m", "--source", "a", "--source", "b", "--seed", "7"), "--no-deep"]
+    assert run(tmp_path, "{}", *flags, "--shares", "1/2,1/4", "--sizes", "pages=8").exit_code == 0
+    [given] = found
+    assert run(tmp_path, FILE).exit_code == 0 and found == [given]
+    assert run(tmp_path, FILE, "--seed", "0", "--source", "c", "--deep", "--sizes", "pages=2").exit_code == 0
+    assert found == [given | {"seed": 0, "source": ["c"], "deep": True, "sizes": Sizes(pages=2)}]
+    assert run(tmp_path, "source: a\nsizes: pages=8").exit_code == 0
+    assert found[0]["source"] == ["a"] and found[0]["sizes"] == Sizes(pages=8)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("sed: 1", "run.yaml: sed: no such option of"),
+        ("config: run.yaml", "run.yaml: config: no such option of"),
+        ("tp: 8", "run.yaml: tp: no such option of"),
+        ("seed: 1\nSeed: 2", "run.yaml: Seed: no such option of"),
+        ("seed: many", "run.yaml: seed: "),
+        ("seed: true", "run.yaml: seed: found true, expected a text or a number"),
+        ("seed: -1", "run.yaml: seed: found -1, expected 0 to 9223372036854775807"),
+        ("seed: [1, 2]", "run.yaml: seed: found [1, 2], expected a text or a number"),
+        ("seed:", "run.yaml: seed: found null, expected a text or a number"),
+        ("model: {a: 1}", 'run.yaml: model: found {"a": 1}, expected a text or a number'),
+        ("deep: 1", "run.yaml: deep: found 1, expected true or false"),
+        ("sizes: {page: 8}", "run.yaml: sizes: found 'page', expected pages"),
+        ("sizes: {pages: x}", "run.yaml: sizes: pages: found 'x', expected a whole number"),
+        ("deep: false", "run.yaml: deep needs --model"),
+        ("- seed", "run.yaml: expected a mapping of option names"),
+        ("seed: 1\nseed: 2", "run.yaml: line 2: key 'seed' stands there twice"),
+        ("seed: &x 1", "run.yaml: line 1: anchors and aliases are not allowed"),
+    ],
+    ids=lambda value: value.replace("\n", " "),
+)
+def test_what_is_not_read_is_refused_with_file_and_key(text: str, line: str, tmp_path: Path) -> None:
+    done = run(tmp_path, text)
+    shown = " ".join(done.output.split())
+    assert done.exit_code == 2 and line in shown.replace(f"{tmp_path}/", "") and not found, done.output
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    done = CliRunner().invoke(application_of(), ["--config", str(tmp_path / "none.yaml")])
+    assert done.exit_code == 2 and "none.yaml: No such file" in done.output and not found
+
+
+def test_flags_of_a_server_come_from_both(tmp_path: Path) -> None:
+    app = application_of(allow_extra_args=True, ignore_unknown_options=True)
+    assert run(tmp_path, "model: served\ntp: 8\ndisable_overlap: true", "--page-size", "64", app=app).exit_code == 0
+    assert found[0]["flags"] == ("--tp", "8", "--disable-overlap", "--page-size", "64")
+    done = run(tmp_path, "tp: 8", app=app)
+    assert done.exit_code == 2 and "run.yaml: no such option: --tp" in done.output
+
+
+def test_help_has_groups_and_the_version_is_told() -> None:
+    text = CliRunner().invoke(application_of(), ["--help"]).output
+    assert (
+        text.index("Model:") < text.index("--model") < text.index("Data:") < text.index("--seed") < text.index("Run:")
+    )
+    assert "[default: 0]" in text
+    done = CliRunner().invoke(application_of(), ["--version"])
+    assert done.exit_code == 0 and done.output.split()[-1] == sglang_indexcache.__version__

@@ -1,0 +1,45 @@
+"""Tokenizers that people have, and that refuse text: one line, before anything is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from indexcache_search.errors import SearchError
+from indexcache_search.hf.loading import load_tokenizer
+from tests.conftest import tiny_config
+from tests.search.test_fuzz import one_line_or
+
+VOCABULARY = {"a": 0, "b": 1}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.WordLevel(VOCABULARY, unk_token="[UNK]"),
+        models.WordPiece(VOCABULARY, unk_token="[UNK]"),
+        models.Unigram([("a", -1.0), ("b", -2.0)], unk_id=None),
+    ],
+    ids=["WordLevel", "WordPiece", "Unigram"],
+)
+def test_a_tokenizer_without_its_unknown_token_is_refused(model: models.Model, tmp_path: Path) -> None:
+    save(model, tmp_path)
+    assert one_line_or(lambda: load_tokenizer(str(tmp_path))) is None
+    with pytest.raises(SearchError, match="its tokenizer refuses words that it does not know, expected an unk_token"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_with_one_is_taken(tmp_path: Path) -> None:
+    save(models.WordLevel({**VOCABULARY, "[UNK]": 2}, unk_token="[UNK]"), tmp_path)
+    assert load_tokenizer(str(tmp_path)).encode("a c b", add_special_tokens=False) == [0, 2, 1]
+
+
+def save(model: models.Model, folder: Path) -> None:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(tiny_config()))
