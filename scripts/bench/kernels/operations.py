@@ -91,9 +91,10 @@ def topk_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
         operations = length * (length + 1) * heads * INDEX_DIM  # a multiplication and an addition for each pair
         least = size(*given.values()) + 4 * length * TOPK
         calls: dict[str, Callable[[], Tensor]] = {"indexer_topk": lambda given=given: indexer_topk(**given, topk=TOPK)}
-        if dtype == torch.float8_e4m3fn and installed("deep_gemm", "sgl_kernel"):
-            calls["DeepGEMM + fast_topk"] = lambda given=given: deep_gemm_topk(**given, rows=length)
-            calls["DeepGEMM + fast_topk, 8K rows"] = lambda given=given: deep_gemm_topk(**given, rows=CHUNK)
+        if dtype == torch.float8_e4m3fn:
+            if installed("deep_gemm", "sgl_kernel"):
+                calls["DeepGEMM + fast_topk"] = lambda given=given: deep_gemm_topk(**given, rows=length)
+                calls["DeepGEMM + fast_topk, 8K rows"] = lambda given=given: deep_gemm_topk(**given, rows=CHUNK)
         elif plain:
             calls["PyTorch"] = lambda given=given: torch_topk(**given)
         for name, call in calls.items():
