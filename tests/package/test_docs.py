@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.strategies import STRATEGIES
 from scripts.tools import pictures, site
 from sglang_indexcache import __version__
+from sglang_indexcache.launch_server import split_arguments
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
 from sglang_indexcache.pattern.reuse import POLICIES
 
@@ -28,6 +30,18 @@ HOW_TO = [
 ]
 EVIDENCE = [*DOCS.glob("evidence/*.md"), *DOCS.glob("lab/[!R]*.md")]
 COMMANDS = ("indexcache-search", "indexcache-eval", "indexcache-distill", "indexcache-offload")
+OF_THE_LAUNCHER = {"--indexcache-pattern", "--indexcache-calibrate", "--indexcache-allow-config-mismatch"}
+OF_OTHERS = {
+    f"--{name}"
+    for name in (
+        "admin-api-key api-key attention-backend attn-cp-size chunked-prefill-size config dcp-size disable-radix-cache"
+        " dllm-algorithm dp dsa-decode-backend dsa-prefill-backend dsa-topk-backend enable-dp-attention"
+        " enable-dp-lm-head enable-flexkv enable-hisparse enable-lmcache enable-metrics enable-mixed-chunk enable-pdmux"
+        " enable-prefill-cp enable-return-indexer-topk enable-torch-compile enable-two-batch-overlap"
+        " enable-unified-cache-external-linker enable-unified-memory from-literal hisparse-config host max-running-requests"
+        " max-total-tokens mem-fraction-static page-size pp-size revision speculative-algorithm tp use-ray"
+    ).split()
+}
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -118,6 +132,19 @@ def test_the_kernels_example_runs() -> None:
     assert float(result.stdout.split()[-1]) < 1e-3
 
 
+def test_the_manifests_start_the_launcher_with_a_pattern_of_their_own() -> None:
+    kustomization = yaml.safe_load((DOCS / "deploy" / "kustomization.yaml").read_text())
+    [generated] = kustomization["configMapGenerator"]
+    parts = {part["kind"]: part for part in yaml.safe_load_all((DOCS / "deploy" / "server.yaml").read_text())}
+    [container] = parts["Deployment"]["spec"]["template"]["spec"]["containers"]
+    pattern = split_arguments(container["args"]).pattern
+    mounts = {item["name"]: item["mountPath"] for item in container["volumeMounts"]}
+    volumes = {item["name"]: item for item in parts["Deployment"]["spec"]["template"]["spec"]["volumes"]}
+    assert pattern == f"{mounts['pattern']}/{generated['files'][0]}@1/4" and mounts.keys() == volumes.keys()
+    assert volumes["pattern"]["configMap"]["name"] == generated["name"]
+    assert parts["Service"]["spec"]["ports"][0]["targetPort"] == container["ports"][0]["name"]
+
+
 def test_the_version_has_notes_and_is_cited() -> None:
     assert f"\n## [{__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
@@ -132,6 +159,13 @@ def test_every_command_has_its_help_on_the_site() -> None:
 @cache
 def flags(command: str) -> set[str]:
     return set(re.findall(r"--[\w-]+", site.help_of(command)))
+
+
+@pytest.mark.parametrize("path", [*HOW_TO, *DOCS.glob("reference/*.md")], ids=name_of)
+def test_flags_in_pages_exist(path: Path) -> None:
+    shown = re.findall(r"<!-- help: (.*) -->", (DOCS / "reference" / "commands.md").read_text())
+    known = set.union(OF_OTHERS, OF_THE_LAUNCHER, *map(flags, shown))
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", path.read_text())) <= known
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", *HOW_TO], ids=name_of)
