@@ -39,7 +39,7 @@ OF_OTHERS = {
         " enable-dp-lm-head enable-flexkv enable-hisparse enable-lmcache enable-metrics enable-mixed-chunk enable-pdmux"
         " enable-prefill-cp enable-return-indexer-topk enable-torch-compile enable-two-batch-overlap"
         " enable-unified-cache-external-linker enable-unified-memory from-literal hisparse-config host"
-        " max-running-requests max-total-tokens mem-fraction-static page-size pp-size"
+        " max-running-requests max-total-tokens mem-fraction-static nproc-per-node page-size pp-size"
         " revision speculative-algorithm tp use-ray"
     ).split()
 }
