@@ -1,4 +1,4 @@
-"""Entry points of the command lines; nothing is imported before `process.run` answers Ctrl-C."""
+"""Entry points of the command lines. Nothing is imported before `process.run` handles Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, all else on stderr; and how they end."""
+"""Output of the commands: results on stdout, messages on stderr, an error as one line and an exit code."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from rich.console import Console
 from indexcache_search.errors import NonFiniteLossError
 from sglang_indexcache.process import exit_line
 
-WIDE = 200  # columns of something that is no terminal
+WIDE = 200  # columns where stdout is not a terminal
 
 
 def messages(quiet: bool = False) -> Console:
-    """For people, while a command runs; nothing in a text is markup, since names of files and strategies are in it."""
+    """Return the console for messages to people; it prints texts as they are, without markup."""
     return Console(stderr=True, highlight=False, markup=False, emoji=False, quiet=quiet)
 
 
 def results() -> Console:
-    """For results; as wide as the terminal, or as `COLUMNS` says."""
+    """Return the console for results, as wide as the terminal or as `COLUMNS` says."""
     wide = None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal() else WIDE
     return Console(highlight=False, markup=False, emoji=False, width=wide)
 
 
 def command(*words: object) -> str:
-    """A command line that can be copied."""
+    """Format a command line that can be copied."""
     return shlex.join(map(str, words))
 
 
 def serving(pattern: object, model: object) -> str:
-    """The command that serves `pattern`, a file, on `model`, a folder or hub id."""
+    """Return the command that serves `pattern`, a file, on `model`, a folder or hub id."""
     launch = ("python", "-m", "sglang_indexcache.launch_server")
     return command(*launch, "--indexcache-pattern", pattern, "--model-path", model)
 
 
 @contextmanager
 def errors_in_one_line(console: Console, command: str) -> Iterator[None]:
-    """End in one line and an exit code, whatever happens."""
+    """Print any error as one line, and exit with its code."""
     try:
         yield
     except typer.Exit:

@@ -8,11 +8,11 @@ class DataError(IndexCacheError):
 
 
 class RowError(DataError):
-    """One row that can't be used, where others may be; the reader says which it is."""
+    """One row that can't be used; the reader adds which one."""
 
 
 class SearchError(IndexCacheError):
-    """A search that can't be run as asked."""
+    """A search that can't be run as requested."""
 
 
 class JournalError(IndexCacheError):
@@ -20,8 +20,8 @@ class JournalError(IndexCacheError):
 
 
 class FolderError(IndexCacheError):
-    """A folder to write to that holds what is not ours, or that another process writes to."""
+    """An output folder that holds foreign files, or that another process writes to."""
 
 
 class NonFiniteLossError(Exception):
-    """An evaluation gave NaN or infinity: the run stops, since every comparison after it would be meaningless."""
+    """A loss that is NaN or infinite. It stops the run, since every later comparison would be meaningless."""

@@ -12,12 +12,12 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class Bounds:
-    """Numbers that an option takes, both ends included; NaN and infinity are never among them.
+    """Bounds of an option's numbers, both ends included; NaN and infinity are outside.
 
     Attributes:
-        least: the smallest.
-        most: the largest.
-        reason: why there is nothing beyond, for whoever asked for more.
+        least: the smallest number.
+        most: the largest number.
+        reason: why larger numbers are refused; shown to the user.
     """
 
     least: float
@@ -25,10 +25,10 @@ class Bounds:
     reason: str = ""
 
     def check(self, value: Number | None) -> Number | None:
-        """Refuse a number beyond the bounds; an option's callback.
+        """Refuse a number outside the bounds; the option's callback.
 
         Raises:
-            typer.BadParameter: with what was found and what is expected.
+            typer.BadParameter: naming the number found and the bounds.
         """
         if value is None or self.least <= value <= self.most:
             return value
@@ -45,7 +45,7 @@ STEPS = Bounds(1, 100_000_000, "no training runs for more")
 STEPS_OR_NONE = Bounds(0, STEPS.most, STEPS.reason)
 RATE = Bounds(0, 1e3)
 MILLION = Bounds(0, 1e6)
-SEED = Bounds(0, (1 << 63) - 1)  # what NumPy and PyTorch both take
+SEED = Bounds(0, (1 << 63) - 1)  # accepted by NumPy and by PyTorch
 
 
 def _shown(value: float) -> str:

@@ -1,4 +1,4 @@
-"""What all command lines are made of: options in groups, `--config`, `--version`, one line for what is wrong."""
+"""Parts of all command lines: grouped options, `--config`, `--version`, errors in one line."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ GROUPS = {
     "Engine": ("engine", "endpoint", "device", "dtype", "batch_size", "prefix_cache_gb", "threads"),
     "Output": ("every", "write", "tensorboard", "output", "work_dir", "restart", "config", "version", "help"),
 }
-"""Groups of `--help` with their options; what is in none of them is what a command is about."""
+"""Groups of `--help` with their options; all others stand in a group named after the command."""
 
 
 class Command(TyperCommand):
-    """A command whose help has its options in groups, and that knows which of them has a setting."""
+    """A command that groups the options in its help, and hints at the option that has an unknown flag as a setting."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options in groups."""
         own = str(self.name).rpartition("-")[2].capitalize()
         known = {name: title for title, names in GROUPS.items() for name in names}
         records: dict[str, list[Any]] = {title: [] for title in ("Model", "Data", own, "Engine", "Output")}
@@ -47,10 +48,11 @@ class Command(TyperCommand):
                     formatter.write_dl(lines)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line; an error ends in one line."""
         with errors_in_one_line(messages(), ctx.command_path):
             try:
                 return super().parse_args(ctx, args)
-            except Exception as error:  # where typer's class for it is depends on its version
+            except Exception as error:  # the module of typer's class for it depends on the version
                 name = getattr(error, "option_name", "")
                 hint = hint_for(self.callback, name)
                 if hint:
@@ -59,7 +61,7 @@ class Command(TyperCommand):
 
 
 def hint_for(function: Any, flag: str) -> str:
-    """Say which option of a command's function has a setting of this name, if one has."""
+    """Name the option of a command's function that has a setting of this name; empty if none has."""
     setting = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
     for name, hint in get_type_hints(function).items():
         for kind in filter(is_dataclass, get_args(hint)):
@@ -69,12 +71,12 @@ def hint_for(function: Any, flag: str) -> str:
 
 
 def application(functions: Mapping[str, Callable[..., None]], epilog: str = "", help: str = "", **more: Any) -> Typer:
-    """Make an application of one or several commands, whose output is plain text, and whose errors are ours to show.
+    """Make an application of one or several commands, with plain text output and our own error lines.
 
     Args:
-        functions: by the command's name; each parameter is an option.
-        epilog: what follows the options in `--help`.
-        help: what several commands have in common.
+        functions: by the command's name; each parameter of a function is an option.
+        epilog: text behind the options in `--help`.
+        help: text about all commands together.
         more: settings of the commands' contexts.
     """
     app = Typer(help=help, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -86,7 +88,7 @@ def application(functions: Mapping[str, Callable[..., None]], epilog: str = "", 
 
 @contextmanager
 def running(context: typer.Context, needs: Needs, quiet: bool = False) -> Iterator[Console]:
-    """Refuse options that nothing would read, and end in one line and an exit code, whatever happens."""
+    """Refuse options that nothing would read, and report any error as one line and an exit code."""
     console = messages(quiet)
     with errors_in_one_line(console, context.command_path):
         refuse_unread(context, needs)
@@ -94,7 +96,7 @@ def running(context: typer.Context, needs: Needs, quiet: bool = False) -> Iterat
 
 
 def option(help: str, *names: str, **more: Any) -> Any:
-    """Make an option; its name is spelt out where its metavar is the same word, which typer 0.27 takes for it."""
+    """Make an option. Its name must be given where it equals the metavar, since typer 0.27 confuses the two."""
     return typer.Option(*names, help=help, **more)
 
 

@@ -1,4 +1,4 @@
-"""`--config run.yaml`: what flags take, from a file that can be kept beside the results; flags win over it."""
+"""`--config run.yaml`: option values from a file that can be kept beside the results; flags take precedence."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.files import strict_yaml
 from sglang_indexcache.files.atomic import read_regular
 
-SETTINGS, LIST = "KEY=VALUE,...", ",..."  # in metavars of options that take a mapping, or a list as one word
-SERVER = "server"  # in `context.meta`: flags of a server, which are no options of ours
+SETTINGS, LIST = "KEY=VALUE,...", ",..."  # metavars of options that take a mapping, or a list as one word
+SERVER = "server"  # key in `context.meta` for flags that are passed on to the server
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Let a file's values stand for options that are not given; the callback of `--config`.
+    """Use a file's values for options that are not given; the callback of `--config`.
 
     Raises:
-        typer.BadParameter: with file, key and what is wrong.
+        typer.BadParameter: naming the file, the key and the error.
     """
     if path is None:
         return None
@@ -52,10 +52,10 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def server_flags(context: typer.Context, taken: bool, hint_for: Callable[[str], str]) -> tuple[str, ...]:
-    """Return what is no option of ours, of the file and of the command line.
+    """Return the unknown flags of the file and of the command line, which go to a server.
 
     Raises:
-        SearchError: if there is something, and nobody takes it.
+        SearchError: if there are any, and no server takes them.
     """
     of_file = context.meta.get(SERVER, [])
     for where, words in ((f"{context.params['config']}: ", of_file), ("", context.args)):
@@ -66,7 +66,7 @@ def server_flags(context: typer.Context, taken: bool, hint_for: Callable[[str], 
 
 
 def _given(option: Any, value: Any) -> Any:
-    """`value` as the words of a command line, but for switches and mappings."""
+    """Convert `value` to words as on a command line; switches and mappings stay as they are."""
     metavar = option.metavar or ""
     if option.is_flag:
         return value if isinstance(value, bool) else _refuse(value, "true or false")

@@ -23,7 +23,7 @@ from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.files.spec import GRAMMAR, PatternSpec
 
 DEMO: dict[str, Any] = {"warmup_steps": 20, "sparse_steps": 40, "indexer_lr": 1e-3, "lr": 2e-4, "batch_size": 4}
-"""Settings of the demo; those of a full run are DeepSeek-V3.2's and the paper's."""
+"""Settings of the demo. Defaults of a full run are DeepSeek-V3.2's and the paper's."""
 
 EPILOG = f"""
 Examples:
@@ -53,7 +53,7 @@ Run the same command again to go on after a kill, a crash or Ctrl-C: the losses 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupChoice:
-    """A stage of the training: how long, and how fast."""
+    """Length and learning rate of a training stage."""
 
     steps: Annotated[int, STEPS_OR_NONE] | None = None
     lr: Annotated[float, RATE] | None = None
@@ -66,7 +66,7 @@ class WarmupChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseChoice(WarmupChoice):
-    """The stage in which everything trains."""
+    """Length and learning rates of the stage in which everything trains."""
 
     indexer_lr: Annotated[float, RATE] | None = None
     weight_decay: Annotated[float, MILLION] | None = None
@@ -74,7 +74,7 @@ class SparseChoice(WarmupChoice):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerChoice:
-    """How learning rates change, and how far gradients go."""
+    """Learning rate schedule and gradient clipping."""
 
     schedule: Schedule = "cosine"
     ramp_steps: Annotated[int, STEPS_OR_NONE] = 50
@@ -83,7 +83,7 @@ class OptimizerChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingEngineChoice:
-    """How a model is trained, whatever comes out; see `distill.settings.Runtime`."""
+    """Settings of training that do not depend on the method; see `distill.settings.Runtime`."""
 
     gradient_checkpointing: bool = True
     micro_batch: Annotated[int, BATCH] = 1
@@ -91,7 +91,7 @@ class TrainingEngineChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillEngineChoice(TrainingEngineChoice):
-    """How a DSA model is trained."""
+    """Settings of how a DSA model is trained."""
 
     attention: Literal["auto", "naive", "kernels"] = "auto"
     memory_check: bool = True
@@ -99,7 +99,7 @@ class DistillEngineChoice(TrainingEngineChoice):
 
 @dataclass(frozen=True, kw_only=True)
 class EveryChoice:
-    """Steps between what a run does now and then; see `Intervals`."""
+    """Steps between evaluations, checkpoints and lines; see `Intervals`."""
 
     evaluate: Annotated[int, STEPS] = 100
     checkpoint: Annotated[int, STEPS] = 100
@@ -108,7 +108,7 @@ class EveryChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteChoice:
-    """What is written beside model, pattern and metrics."""
+    """Optional outputs beside model, pattern and metrics."""
 
     shared_indexers: Literal["auto", "drop", "keep"] = "auto"
     tensorboard: bool = False
@@ -267,7 +267,7 @@ def distill(
         process.let_work_end()
         result, written = run(name, data, what, runtime, Folders(folder, restart), console)
         if not result:
-            return  # another process speaks
+            return  # only the first process prints
         out = results()
         out.print(terminal_table(result))
         out.print(f"Wrote {', '.join(map(str, written))}", soft_wrap=True)

@@ -51,7 +51,7 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class TasksChoice:
-    """Tasks that are generated; see `compare.tasks`."""
+    """Generated tasks; see `compare.tasks`."""
 
     names: tuple[str, ...]
     samples: Annotated[int, Bounds(2, 10_000)] = 16
@@ -67,7 +67,7 @@ class TasksChoice:
 
 
 def _is_open(text: str) -> bool:
-    """Whether `text` names a file, and none of the retentions in it."""
+    """Return true if `text` names a file without selecting one of its retentions."""
     name = split_name(text)[1]
     return split_retention(name)[1] is None and not spells_letters(name)
 

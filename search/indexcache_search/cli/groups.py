@@ -19,7 +19,7 @@ Group = TypeVar("Group")
 def group(kind: type[Group]) -> Callable[[Any], Group]:
     """Make the parser of an option whose settings are the fields of the frozen dataclass `kind`.
 
-    The first of them may stand without its key, before a colon. A tuple's values have `/` between them, there commas.
+    The first field may stand without its key, before a colon. A tuple's values are separated by `/`, there by commas.
     """
     return lambda value: value if isinstance(value, kind) else _build(kind, value)
 
@@ -43,7 +43,7 @@ def _build(kind: Any, value: Any) -> Any:
 
 
 def _settings(text: str, first: str) -> dict[str, str]:
-    """The texts that are given, by key."""
+    """Split an option's text into the texts of its settings, by key."""
     before, equals, _ = text.partition("=")
     alone, colon, _ = before.rpartition(":") if equals else (before, "", "")
     found = {first: alone.replace(",", "/")} if alone or not equals else {}
@@ -66,7 +66,7 @@ def _checked(key: str, hint: Any, value: Any) -> Any:
 
 
 def _convert(hint: Any, value: Any) -> Any:
-    """Read `value`, of a command line or a configuration file, as `hint` says."""
+    """Convert `value`, from a command line or a configuration file, to the type `hint`."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return next(item for item in inner if isinstance(item, Bounds)).check(_convert(inner[0], value))

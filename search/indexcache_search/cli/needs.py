@@ -1,4 +1,4 @@
-"""Options that are read beside others only: asked for without those, they are refused."""
+"""Options that are read only beside others, and that are refused without these."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from indexcache_search.errors import SearchError
 
 @dataclass(frozen=True)
 class Need:
-    """What an option needs beside it, so that something reads it.
+    """A condition under which an option is read.
 
     Attributes:
-        words: for people, behind "needs".
-        met: whether the values of all options have it.
+        words: names the condition in messages, behind "needs".
+        met: returns true if the values of all options fulfil it.
     """
 
     words: str
@@ -25,14 +25,14 @@ class Need:
 
 
 Needs = Mapping[str, tuple[Need, ...]]
-"""What options of a command need; those that are read in any case are not in it."""
+"""Needs of a command's options. Options that are always read are not in it."""
 
 
 def refuse_unread(context: typer.Context, needs: Needs) -> None:
-    """Refuse an option that somebody gave, and that nothing would read.
+    """Refuse an option that the user gave but nothing would read.
 
     Raises:
-        SearchError: naming it, and what it needs.
+        SearchError: naming the option and what it needs.
     """
     for name, its_needs in needs.items():
         value, source = context.params[name], context.get_parameter_source(name)

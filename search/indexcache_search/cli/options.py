@@ -28,7 +28,7 @@ ATTENTION = "attention (naive: PyTorch's, dense; kernels: this project's, CUDA o
 
 @dataclass(frozen=True, kw_only=True)
 class RowsChoice:
-    """How rows of sources are understood; see `RowOptions`."""
+    """How rows of sources are read; see `RowOptions`."""
 
     turns: Turns = "auto"
     chat_template: Path | None = None
@@ -37,7 +37,7 @@ class RowsChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineChoice:
-    """What runs a model, and how; see `TransformersEngine.load`."""
+    """How a model runs; see `TransformersEngine.load`."""
 
     name: Literal["transformers"] = "transformers"
     attention: Literal["auto", "naive", "kernels"] = "auto"
@@ -45,10 +45,10 @@ class EngineChoice:
 
 
 def retentions(text: str) -> tuple[Fraction, ...]:
-    """Read shares of layers, with commas between them, each once.
+    """Read shares of layers, separated by commas; duplicates are dropped.
 
     Raises:
-        PatternError: if one is no share.
+        PatternError: if a word is not a share.
     """
     return tuple(dict.fromkeys(parse_retention(word.strip()) for word in text.split(",")))
 
@@ -72,7 +72,7 @@ def sources(what: str, default: str = "") -> Any:
 
 
 def selection_option(more: str) -> Any:
-    """Make `--selection`; `more` says what it stands for, and whether there may be several."""
+    """Make `--selection`; `more` is text about its use and about repeating it."""
     words = (
         f"Dense models: what layers attend to{more}. Keys: pages (64), page_tokens (16; with compressed_keys 64),"
         " recent_pages (the newest; one in 8, or 4), sink_pages (the first; 0, or 1), score (token_max or"
@@ -82,7 +82,7 @@ def selection_option(more: str) -> Any:
 
 
 def row_options(rows: RowsChoice | None) -> RowOptions:
-    """Read what `--rows` names.
+    """Convert the choices of `--rows`.
 
     Raises:
         IndexCacheError: if the template can't be read.
@@ -93,10 +93,10 @@ def row_options(rows: RowsChoice | None) -> RowOptions:
 
 
 def check_runs_here(device: str, dtype: str | None) -> None:
-    """Refuse words that name no device or number format of PyTorch, before it takes its seconds to load.
+    """Refuse unknown devices and number formats before PyTorch takes seconds to load.
 
     Raises:
-        SearchError: with what was found and what is expected.
+        SearchError: naming the value found and the values expected.
     """
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", device):
         raise SearchError(f"--device is {device}, expected auto, cpu, cuda or cuda:N")

@@ -79,10 +79,10 @@ Run the same command again to go on after a kill, a crash or Ctrl-C.
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyChoice:
-    """A strategy, and what it is told; see `Settings`, whose defaults stand for what is not given.
+    """A strategy and its settings; the defaults of `Settings` stand for settings that are not given.
 
     Raises:
-        SearchError: if there is no such strategy, or it does not read a setting.
+        SearchError: if there is no such strategy, or it does not read one of the settings.
     """
 
     name: str = DEFAULT_STRATEGY
@@ -105,7 +105,7 @@ class StrategyChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class QueriesChoice:
-    """For how many prompt queries layers may select at a time, and the tokens of a prompt at which that is priced."""
+    """Numbers of prompt queries that layers may select for at a time, and the prompt length at which this is priced."""
 
     sizes: tuple[Annotated[int, Bounds(2, 64)], ...]
     context: Annotated[int, Bounds(EXACT_ROWS + 1, 1 << 24)] = PRICE_CONTEXT
@@ -117,7 +117,7 @@ class QueriesChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchEngineChoice:
-    """What evaluates patterns; `None` stands for defaults of transformers."""
+    """The engine that evaluates patterns; `None` leaves a setting to transformers."""
 
     name: Literal["transformers", "sglang"] = "transformers"
     attention: Literal["auto", "naive", "kernels"] | None = None

@@ -11,22 +11,22 @@ from indexcache_search.errors import SearchError
 from sglang_indexcache.pattern.reuse import NO_MEMORY, Steps
 from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, DEFAULT, Score, Selection
 
-MOST = 64  # selections of one comparison, each of which is evaluated
+MOST = 64  # selections of one comparison at most; each is evaluated
 NOSAS = Selection(page_tokens=64, pages=64, recent_pages=16, sink_pages=1, score=COMPRESSED_KEYS)
-"""The paper's sizes (arXiv 2510.13602): blocks of 64, one sink, a window of 16."""
+"""Sizes of the paper (arXiv 2510.13602): blocks of 64, one sink, a window of 16."""
 _DEFAULTS = {DEFAULT.score: DEFAULT, NOSAS.score: NOSAS}
 _PAGES = Bounds(0, TOKENS.most, TOKENS.reason)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagesChoice:
-    """How many pages a layer attends to, or several such numbers; defaults go with the score.
+    """Sizes of a selection by pages; `pages` may have several values. Defaults depend on the score.
 
     Attributes:
         pages: pages that a layer attends to.
         page_tokens: tokens of a page.
-        recent_pages: the newest pages, always among them; by default a share of `pages`.
-        sink_pages: the first pages, likewise.
+        recent_pages: the newest pages, always selected; by default a share of `pages`.
+        sink_pages: the first pages, always selected.
     """
 
     pages: tuple[Annotated[int, _PAGES], ...] = ()
@@ -37,15 +37,15 @@ class PagesChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionChoice(PagesChoice):
-    """One selection, or one for each of several numbers of pages and policies.
+    """Selections of a command line: one for each number of pages and each policy.
 
     Attributes:
-        score: what pages are chosen by.
-        steps: what a choice remembers of the steps before it.
+        score: how pages are scored.
+        steps: how a selection depends on earlier decode steps.
 
     Raises:
-        SearchError: if there are too many.
-        PatternError: if sizes don't go together.
+        SearchError: if there are too many selections.
+        PatternError: if the sizes contradict each other.
     """
 
     score: Score = DEFAULT.score
@@ -76,12 +76,12 @@ class SelectionChoice(PagesChoice):
 
 
 def selections_of(choice: SelectionChoice | None) -> tuple[Selection, ...]:
-    """List the selections of an option; none where it is not given."""
+    """List the selections of an option; none if it is not given."""
     return () if choice is None else choice.selections()
 
 
 def selection_of(choice: SelectionChoice | None) -> Selection | None:
-    """Return the one selection of an option, if it is given.
+    """Return the one selection of an option, or None if it is not given.
 
     Raises:
         SearchError: if there are several.

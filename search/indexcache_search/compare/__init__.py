@@ -1,1 +1,1 @@
-"""Is one pattern, or one server, as good as another on data that nobody searched on?"""
+"""Comparison of patterns, or of servers, on data that nobody searched on."""

@@ -14,15 +14,15 @@ from sglang_indexcache.http.address import Address
 from sglang_indexcache.http.client import StatusError, ask
 
 REQUEST_SECONDS = 3600.0
-ROUNDING = 1e-3  # nats by which a logprob may be above 0
-_BYTES, _BYTES_A_TOKEN = 4 << 20, 1 << 10  # of an answer
+ROUNDING = 1e-3  # nats by which a logprob may exceed the largest
+_BYTES, _BYTES_A_TOKEN = 4 << 20, 1 << 10  # bytes of a response, and of each of its tokens
 
 _Logprob = Annotated[float, AllowInfNan(False), Field(le=ROUNDING)]
 _Answer = TypeVar("_Answer")
 
 
 class _Frozen(BaseModel):
-    """Answers may say more than is asked for."""
+    """A part of a response; unknown fields are ignored."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -60,13 +60,13 @@ _COMPLETION: TypeAdapter[_Completion] = TypeAdapter(_Completion)
 
 
 class Endpoint:
-    """A server.
+    """A server that speaks OpenAI's completions protocol.
 
     Args:
-        address: such as `http://host:30000`, with or without `/v1`; a key is taken from `SGLANG_API_KEY`.
+        address: such as `http://host:30000`, with or without `/v1`. The key is read from `SGLANG_API_KEY`.
 
     Attributes:
-        url: for people, without secrets.
+        url: the address without secrets, for messages.
     """
 
     def __init__(self, address: str | Address) -> None:
@@ -75,15 +75,15 @@ class Endpoint:
 
     @cached_property
     def model(self) -> str:
-        """The first model that the server has.
+        """Name of the server's first model.
 
         Raises:
-            SearchError: if it does not say.
+            SearchError: if the server does not name one.
         """
         return self._ask("/v1/models", _MODELS, None, 0).data[0].id
 
     def logprobs(self, tokens: Sequence[int]) -> list[tuple[float, bool]]:
-        """Logprob of each token but the first, and whether it was the likeliest.
+        """Return the logprob of each token but the first, and whether it was the likeliest.
 
         Raises:
             SearchError: if the server does not give logprobs of a prompt.
@@ -107,7 +107,7 @@ class Endpoint:
         return pairs
 
     def generate(self, tokens: Sequence[int], count: int) -> str:
-        """What the model says after `tokens`, greedily, in up to `count` tokens.
+        """Generate up to `count` tokens after `tokens` greedily, and return their text.
 
         Raises:
             SearchError: if the server does not answer.

@@ -1,4 +1,4 @@
-"""The data that patterns and servers are compared on: held-out sources, and generated tasks."""
+"""Data that patterns and servers are compared on: held-out sources, and generated tasks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sglang_indexcache import ModelLayers
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What is compared on.
+    """Sequences of a comparison.
 
     Attributes:
-        data: sequences.
-        answers: by sequence, the answers as text of those that are samples of a task.
+        answers: texts of the answers, by sequence; for samples of tasks only.
+        left_out: sections that were left out because a pattern was calibrated on them.
         left_out: sections that a pattern was calibrated on, and that are not among the sequences for that.
     """
 
@@ -48,21 +48,21 @@ def build(
     """Read the sources and generate the tasks.
 
     Args:
-        reader: reads the sources; has the tokenizer for tasks.
+        reader: reads the sources, and has the tokenizer for tasks.
         model: gives `first_sparse_position`.
-        sources: shared out over `sequences`, as `indexcache-search` does; may be empty.
+        sources: each gives an equal share of `sequences`, as in `indexcache-search`; may be empty.
         tasks: names from `TASKS`.
         haystack: source of the text around the needles.
         seq_len: tokens of each sequence.
-        sequences: how many all sources give together.
-        samples: how many each task gives.
+        sequences: number of sequences of all sources together.
+        samples: number of samples of each task.
         chat: put the chat template around a task's text.
-        calibrated: sketches of what the patterns were calibrated on, which is left out.
-        reply: tokens at the end of each sequence that are read one by one, behind a prompt; they alone count then. Of
-            models with indexers: replies of dense ones are what the data say.
+        calibrated: sketches of the texts that the patterns were calibrated on; these are left out.
+        reply: for models with indexers: tokens at the end of each sequence that are read one by one, behind a prompt;
+            only these count. Dense models take replies from the data.
 
     Raises:
-        DataError: if there is nothing to compare on, or a source holds too little.
+        DataError: if there is nothing to compare on, or a source has too few tokens.
     """
     unknown = [task for task in tasks if task not in TASKS]
     if unknown:

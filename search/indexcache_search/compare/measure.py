@@ -1,4 +1,4 @@
-"""Measuring patterns on transformers, and servers over HTTP, on the same sequences."""
+"""Measurements of patterns on transformers, and of servers over HTTP, on the same sequences."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from indexcache_search.results.variant import NAMED, Line
 from indexcache_search.search.comparison import Row
 from sglang_indexcache.http.address import Address
 
-TOGETHER = 24  # sequences that all patterns run before the next ones: the states of one pattern's run are kept
+TOGETHER = 24  # sequences run under all patterns before the next ones, since only one pattern's states are kept
 Done = Callable[[int], None]
-"""Told how many sequences have been run."""
+"""A callback with the number of sequences that have been run."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Compared:
     Attributes:
         row: name, retention, pattern and losses.
         divergence: `kl` to the baseline, where it can be measured.
-        generated: by sequence, the share of a task's answers that the server's own text holds.
+        generated: by sequence, the share of a task's answers found in the server's own text.
         extra: see `results.Row`.
     """
 
@@ -41,26 +41,26 @@ class Compared:
 
 
 def patterns(engine: Engine, journal: Journal, named: Sequence[Line], held_out: HeldOut, done: Done) -> list[Compared]:
-    """The baseline and each named pattern: loss, accuracy with the right answer so far given, and `kl`.
+    """Measure the baseline and each named pattern: loss, teacher-forced accuracy, and `kl`.
 
-    A task's answer counts as generated where all of its tokens are the likeliest: greedy decoding would have given it.
+    A task's answer counts as generated if all of its tokens are the likeliest, as greedy decoding would give them.
 
     Args:
-        engine: runs them.
-        journal: remembers what was evaluated.
+        engine: runs the patterns.
+        journal: keeps earlier evaluations.
         named: lines with patterns.
-        held_out: what is compared on.
-        done: hears of sequences, of each once for its loss and once for its divergence.
+        held_out: the sequences.
+        done: called with numbers of sequences; each sequence counts once for its loss and once for its divergence.
     """
     losses = Evaluator(engine, held_out.data, "nll", journal, "nll", lambda item: done(len(item.rows)))
     divergences = Evaluator(engine, held_out.data, "kl", journal, "kl", losses.on_evaluation)
     lines = [Line.baseline(engine.model.native), *named]
     chosen = [line.pattern for line in lines if line.pattern is not None]
-    alike = sorted(set(chosen), key=order)  # those that begin alike follow each other
+    alike = sorted(set(chosen), key=order)  # patterns with equal first layers follow each other
     number = held_out.data.num_sequences
     for start in range(0, number, TOGETHER):
         rows = range(start, min(start + TOGETHER, number))
-        for pattern in alike:  # finds the layers of the one before; its divergences find all layers
+        for pattern in alike:  # reuses the layers of the pattern before; its divergences reuse all layers
             losses.evaluations([pattern], rows)
             divergences.evaluations([pattern], rows)
     compared = []
@@ -74,7 +74,7 @@ def _whole(evaluation: Losses, held_out: HeldOut) -> dict[int, float]:
 
 
 def servers(addresses: Sequence[Address], held_out: HeldOut, done: Done) -> list[Compared]:
-    """Each server: loss and accuracy of the prompt's tokens, and what it generates for the tasks.
+    """Measure each server: loss and accuracy of the prompt's tokens, and its replies to the tasks.
 
     Raises:
         SearchError: if a server does not answer, or gives no logprobs of a prompt.

@@ -24,20 +24,20 @@ from indexcache_search.search import metrics
 from indexcache_search.search.report.figures import changes_figure
 
 SCHEMA = "indexcache-eval/v1"
-ERRORS = 2.0  # standard errors that make a change a finding
+ERRORS = 2.0  # standard errors beyond which a change is a finding
 
 
 def collect(
     lines: Sequence[Compared], held_out: HeldOut, first_sparse_position: int, *, model: str, engine: str, seq_len: int
 ) -> ComparisonResult:
-    """Everything measured: `held_out` as in metrics.json of a search, with `kl`, and changes paired by sequence.
+    """Collect all measurements: `held_out` as in metrics.json of a search, with `kl` and changes paired by sequence.
 
     Args:
         lines: the baseline first.
-        held_out: what was run.
+        held_out: the sequences.
         first_sparse_position: see `ModelLayers`.
         model: its name.
-        engine: what ran it, or the servers.
+        engine: name of the engine, or of the servers.
         seq_len: tokens a sequence.
     """
     table = metrics.held_out([line.row for line in lines], held_out.data, first_sparse_position)
@@ -49,7 +49,7 @@ def collect(
 
 
 def _with_changes(row: Row, line: Compared, base: Compared, held_out: HeldOut) -> Row:
-    """`row` with what a comparison adds to it."""
+    """Return `row` with changes from the baseline, `kl` and the tasks' answers."""
     data, by_source = held_out.data, {}
     for number, name in enumerate(data.sources):
         change = np.subtract(line.row.evaluation.correct, base.row.evaluation.correct)
@@ -68,7 +68,7 @@ def _with_changes(row: Row, line: Compared, base: Compared, held_out: HeldOut) -
 
 
 def findings(table: HeldOutResult) -> list[str]:
-    """A line for each row: where it is worse than the baseline by more than two standard errors."""
+    """Say of each row on which sources it is worse than the baseline by more than two standard errors."""
     lines = []
     for row in table.rows:
         if row.kind not in (NAMED, PHASE):
@@ -80,9 +80,9 @@ def findings(table: HeldOutResult) -> list[str]:
 
 
 def rises(rows: Sequence[Row]) -> float:
-    """The largest increase of any loss, less two standard errors; only patterns and servers that were named count.
+    """Return the largest increase of any loss, less two standard errors, over the named patterns and servers.
 
-    Infinite where one is not a number.
+    It is infinite if a value is not a number.
     """
     increases = [source.increase for row in rows if row.kind == NAMED for source in row.by_source.values()]
     lower = [increase.mean - ERRORS * (increase.stderr or 0.0) for increase in increases]
@@ -105,7 +105,7 @@ def _mean(values: Any) -> Estimate:
 
 
 def task_tables(result: ComparisonResult, width: int) -> list[Table]:
-    """Tasks for a terminal of `width` columns: the share of answers given, and its change; none without tasks."""
+    """Make the tables of tasks for a terminal of `width` columns: the share of answers given, and its change."""
     table = result.held_out
     tasks = [source for source in table.sources if table.rows[0].by_source[source].generated is not None]
     lines = [["pattern", *(task.removesuffix("-style") for task in tasks)]]
@@ -132,7 +132,7 @@ def texts(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) -> 
 
 
 def render(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) -> str:
-    """A self-contained page."""
+    """Render a self-contained page."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     held_out = result.held_out

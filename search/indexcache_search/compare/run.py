@@ -35,14 +35,14 @@ from sglang_indexcache.pattern import full_layer_count
 from sglang_indexcache.pattern.selection import DEFAULT, Selection
 
 Spec = tuple[str | None, PatternSpec]
-"""A pattern as it is named on a command line, with the name before it, if it has one."""
+"""A pattern of a command line, and the name given before it or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What is compared on; see `held_out.build`. `seq_len` None means 4 x `first_sparse_position`.
+    """Data of a comparison, see `held_out.build`. `seq_len` None means 4 x `first_sparse_position`.
 
-    `rows` says how rows are understood; with `only_shown` nothing is compared, and what was read is printed.
+    `rows` says how rows are read. With `only_shown` the data are printed and nothing is compared.
     """
 
     sources: tuple[str, ...]
@@ -57,7 +57,7 @@ class Data:
     only_shown: bool = False
 
     def reads(self) -> dict[str, Sequence[str]]:
-        """What the options name, see `check_apart`."""
+        """Return the inputs by option, for `check_apart`."""
         return {"--evaluation": self.sources, "--tasks haystack": [self.haystack]}
 
 
@@ -74,17 +74,17 @@ class Runtime:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """What is compared: patterns of one model, or servers. A study compares other plans by its own methods.
+    """Patterns of one model, or servers, to compare. A study overrides the methods to compare other plans.
 
     Attributes:
-        command: that compares.
-        noun: what one of those compared is called.
-        engine: what runs them.
-        patterns: as `spec.PatternSpec`, with `NAME=` before it if it is to have one.
-        retentions: what is compared of files that name none.
-        uniform: whether uniform patterns at all phases stand beside them.
+        command: name of the command.
+        noun: word for one of those compared.
+        engine: class of the engine that runs patterns.
+        patterns: as of `spec.PatternSpec`, optionally with `NAME=` before it.
+        retentions: compared for files that name none.
+        uniform: also compare uniform patterns at all phases.
         endpoints: servers; the first is the baseline.
-        selections: of dense models, what each pattern selects, in the place of what its file says.
+        selections: of dense models; each pattern is compared with each of these, instead of its file's.
     """
 
     command: ClassVar[str] = "indexcache-eval"
@@ -101,7 +101,7 @@ class Candidates:
         """Check that there is something to compare.
 
         Raises:
-            SearchError: if not, or both kinds are named.
+            SearchError: if there is nothing, or both kinds are named.
         """
         if bool(self.patterns) == bool(self.endpoints):
             raise SearchError("expected either --pattern or --endpoint")
@@ -112,14 +112,14 @@ class Candidates:
             raise SearchError("--endpoint: found one, expected a baseline server and one to compare it with")
 
     def reads(self) -> dict[str, Sequence[str]]:
-        """What the options name, see `check_apart`."""
+        """Return the inputs by option, for `check_apart`."""
         return {"--pattern": file_names(self.patterns)}
 
     def describe(self, model: str, specs: Sequence[Spec], seq_len: int | None) -> ModelLayers:
-        """What config.json says of the model; of a dense one with the fewest tokens that a pattern selects."""
+        """Describe the model by its config.json; a dense one with the smallest selection of any pattern."""
         selections = self.selections or tuple(
             spec.file.selection for _, spec in specs if spec.file is not None and spec.file.selection is not None
-        )  # from the fewest on some pattern has a choice
+        )  # positions behind the smallest selection count
         description = describe_model(model, min(selections, key=lambda item: item.tokens, default=None))
         if description.dense and self.endpoints:
             raise SearchError(
@@ -129,7 +129,7 @@ class Candidates:
         return description
 
     def lines(self, specs: Sequence[Spec], model: ModelLayers) -> list[Line]:
-        """What stands beside the baseline.
+        """List the patterns to compare with the baseline.
 
         Raises:
             IndexCacheError: if a file was made for another model, or a pattern does not fit this one.
@@ -138,7 +138,7 @@ class Candidates:
         return [*named, *(_uniform(named, model) if self.uniform else [])]
 
     def calibrated_on(self, specs: Sequence[Spec]) -> list[Sketch]:
-        """What files say that they were calibrated on."""
+        """Return the sketches of the patterns' calibration texts."""
         return calibrated_on(specs)
 
     def compared(
@@ -148,7 +148,7 @@ class Candidates:
         return measure.patterns(engine, journal, lines, built, done)
 
     def figures(self, comparison: ComparisonResult) -> Mapping[str, str]:
-        """Figures of a study, by their titles."""
+        """Render figures of a study, by their titles."""
         return result.NO_FIGURES
 
 
@@ -158,16 +158,16 @@ def run(
     """Compare on held-out data, and write eval.json and eval.html.
 
     Args:
-        model: folder or hub id; with servers its tokenizer and config.json are all that is read.
+        model: folder or hub id; with servers only its tokenizer and config.json are read.
         candidates: what is compared.
-        data: what is compared on.
+        data: the held-out data.
         runtime: how patterns are evaluated.
-        output: folder of the results, and of the journal.
+        output: folder of the results and the journal.
         restart: discard the journal first.
-        console: for people.
+        console: for messages.
 
     Raises:
-        IndexCacheError: if something asked for can't be done.
+        IndexCacheError: if a request can't be fulfilled.
         NonFiniteLossError: if a loss is NaN or infinite.
     """
     candidates.check()
@@ -232,7 +232,7 @@ def built_of(
     what: str,
     console: Console,
 ) -> HeldOut:
-    """What is compared on, without what a `what` was calibrated on; see `held_out.build`."""
+    """Build the held-out data without texts that a `what` was calibrated on; see `held_out.build`."""
     replies = description.dense
     reader = TokenReader(lambda: load_tokenizer(model), vocab_size, seq_len, replies, data.rows)
     built = held_out.build(
@@ -264,7 +264,7 @@ def named_lines(
     selections: Sequence[Selection],
     model: ModelLayers,
 ) -> list[Line]:
-    """The lines that were asked for; see `Candidates`.
+    """List the requested patterns; see `Candidates`.
 
     Raises:
         IndexCacheError: if a file was made for another model, or a pattern does not fit this one.
@@ -282,7 +282,7 @@ def named_lines(
 
 
 def _uniform(named: Sequence[Line], model: ModelLayers) -> list[Line]:
-    """Uniform patterns at all phases, of the retentions and selections of what was named."""
+    """List uniform patterns at all phases, with the retentions and selections of the named ones."""
     asked = [(line.retention, line.pattern.selection) for line in named if isinstance(line.pattern, Pattern)]
     lines = []
     for share, selection in dict.fromkeys(asked):
@@ -293,10 +293,10 @@ def _uniform(named: Sequence[Line], model: ModelLayers) -> list[Line]:
 
 
 def calibrated_on(specs: Sequence[Spec]) -> list[Sketch]:
-    """What files say that they were calibrated on; those of earlier versions say nothing.
+    """Read the sketches of the patterns' calibration texts; files of earlier versions have none.
 
     Raises:
-        SearchError: if that can't be read.
+        SearchError: if a sketch can't be read.
     """
     sketches = []
     for _, spec in specs:
@@ -312,7 +312,7 @@ def calibrated_on(specs: Sequence[Spec]) -> list[Sketch]:
 
 
 def show(comparison: ComparisonResult, output: Path, out: Console) -> None:
-    """Print the tables, what is worse, and where the files are."""
+    """Print the tables, the findings, and the names of the files."""
     from indexcache_search.results import tables
 
     for table in tables.terminal_tables(comparison.held_out, out.width):

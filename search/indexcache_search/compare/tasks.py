@@ -1,7 +1,7 @@
 """Generated long-range tasks in the manner of RULER (Hsieh et al. 2024, arXiv 2404.06654): "-style", not RULER itself.
 
-Each sample fills its context exactly: needles stand at random places of a haystack of running text, the question and
-its answer at the end. Only the answer's tokens count.
+Each sample fills its context exactly: needles stand at random positions of a haystack of running text, the question
+and its answer at the end. Only the answer's tokens count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PLACE = "<<<indexcache>>>"
 
 @dataclass(frozen=True)
 class Puzzle:
-    """What a task hides and asks: lines to hide, the question, what follows it up to the answer, and the answers."""
+    """Lines to hide, the question, the words before the answer, and the answers."""
 
     needles: Sequence[str]
     question: str
@@ -34,7 +34,7 @@ class Puzzle:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence: `tokens` int32, which of them are the answer's, and the answers as text."""
+    """One sequence: `tokens` int32, the mask of the answer's tokens, and the answers as text."""
 
     tokens: NDArray[np.int32]
     mask: NDArray[np.bool_]
@@ -42,7 +42,7 @@ class Sample:
 
 
 def word(rng: random.Random) -> str:
-    """A word that is in no text: three syllables."""
+    """Make up a word of three syllables."""
     return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3))
 
 
@@ -62,7 +62,7 @@ def _fact(key: str, value: str) -> str:
 
 
 def multi_key(rng: random.Random) -> Puzzle:
-    """Sixteen keys, one is asked for."""
+    """Ask for one of sixteen keys."""
     keys = _words(rng, 16)
     values = [_number(rng) for _ in keys]
     asked = rng.randrange(16)
@@ -71,7 +71,7 @@ def multi_key(rng: random.Random) -> Puzzle:
 
 
 def multi_value(rng: random.Random) -> Puzzle:
-    """One key has four values, three others have one; all four are asked for."""
+    """Ask for all four values of one key; three other keys have one value each."""
     key, *others = _words(rng, 4)
     values = [_number(rng) for _ in range(4)]
     needles = [_fact(key, value) for value in values] + [_fact(other, _number(rng)) for other in others]
@@ -79,7 +79,7 @@ def multi_value(rng: random.Random) -> Puzzle:
 
 
 def multi_query(rng: random.Random) -> Puzzle:
-    """Eight keys, four are asked for."""
+    """Ask for four of eight keys."""
     keys = _words(rng, 8)
     values = [_number(rng) for _ in keys]
     asked = ", ".join(keys[:4])
@@ -87,7 +87,7 @@ def multi_query(rng: random.Random) -> Puzzle:
 
 
 def variable_tracking(rng: random.Random) -> Puzzle:
-    """Two chains of five assignments; asked for are the variables that hold one chain's number."""
+    """Ask for the variables that hold one number; there are two chains of five assignments."""
     names = [name.upper() for name in _words(rng, 10)]
     numbers = [_number(rng), _number(rng)]
     needles = []
@@ -98,7 +98,7 @@ def variable_tracking(rng: random.Random) -> Puzzle:
 
 
 def common_words(rng: random.Random) -> Puzzle:
-    """Three words stand there twelve times, thirty others twice; the three are asked for."""
+    """Ask for the three words that occur twelve times; thirty others occur twice."""
     words = _words(rng, 33)
     counts = [12] * 3 + [2] * 30
     needles = [f" {word}" for word, count in zip(words, counts, strict=True) for _ in range(count)]
@@ -116,14 +116,14 @@ TASKS: dict[str, Callable[[random.Random], Puzzle]] = {
 
 
 def sample(task: str, tokenizer: Any, haystack: Sequence[int], seq_len: int, seed: int, chat: bool) -> Sample:
-    """One sample of exactly `seq_len` tokens.
+    """Make one sample of exactly `seq_len` tokens.
 
     Args:
         task: one of `TASKS`.
         tokenizer: a transformers tokenizer.
         haystack: tokens of running text, at least `seq_len`.
-        seq_len: tokens.
-        seed: decides this sample.
+        seq_len: tokens of the sample.
+        seed: random seed of this sample.
         chat: put the tokenizer's chat template around the text.
 
     Raises:
@@ -160,9 +160,9 @@ def sample(task: str, tokenizer: Any, haystack: Sequence[int], seq_len: int, see
 
 
 def _template(tokenizer: Any) -> tuple[str, str]:
-    """What the chat template puts before a question and between it and the answer."""
+    """Return the chat template's text before a question, and between the question and the answer."""
     try:
         before, after = render(tokenizer, [{"role": "user", "content": _PLACE}], asks=True).split(_PLACE)
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise anything
         raise DataError(f"--tasks chat=yes: the tokenizer's chat template can't be used: {error}") from None
     return before, after

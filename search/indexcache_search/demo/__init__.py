@@ -17,14 +17,14 @@ CALIBRATION = ("demo:calibration-text", "demo:calibration-recall")
 EVALUATION = ("demo:text", *(f"demo:{task}" for task in RECALL_TASKS))
 
 SEQUENCES = 48
-"""Held-out sequences that commands compare on by default, as many of each source; as in docs/evidence/demo.md."""
+"""Default number of held-out sequences, the same of each source; as in docs/evidence/demo.md."""
 
 
 def data_file(name: str) -> Path:
-    """The JSONL file of `demo:name`.
+    """Return the JSONL file of `demo:name`.
 
     Raises:
-        DataError: if there is none.
+        DataError: if there is no such set.
     """
     path = FOLDER / "data" / f"{name}.jsonl"
     if not path.is_file():
