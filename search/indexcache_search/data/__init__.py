@@ -1,1 +1,1 @@
-"""From files, folders and hub ids to token sequences of which it is known what counts."""
+"""Token sequences from files, folders and hub ids, with masks of the tokens that count."""

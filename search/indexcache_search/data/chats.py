@@ -1,4 +1,4 @@
-"""Conversations as people store them, in the one form that chat templates take; what is not understood is refused."""
+"""Conversations as people store them, parsed into the one form that chat templates take."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 @dataclass(frozen=True)
 class Text:
-    """Text as it stands.
+    """Plain text.
 
     Attributes:
-        parts: pieces, joined as they are, each with whether a model wrote it.
+        parts: pieces to join unchanged, each with a flag that is true if a model wrote it.
     """
 
     parts: tuple[tuple[str, bool], ...]
@@ -40,9 +40,9 @@ class Chat:
     """A conversation for the tokenizer's chat template.
 
     Attributes:
-        messages: with `role` and `content`, a string; assistant's tool calls have their arguments as objects.
-        tools: functions that could be called, in OpenAI's form.
-        plain: what stands for it where the tokenizer has no template; `None` if nothing can.
+        messages: each has `role` and a string `content`; arguments of an assistant's tool calls are objects.
+        tools: functions the assistant may call, in OpenAI's form.
+        plain: text to use where the tokenizer has no template; `None` if there is none.
     """
 
     messages: tuple[Message, ...]
@@ -51,10 +51,10 @@ class Chat:
 
 
 def pair(prompt: str, reply: str, *, system: Any = None, before: Sequence[Message] = ()) -> Chat:
-    """A question and its answer; without a template they are two paragraphs.
+    """Build a chat from a question and its answer; without a template they are two paragraphs.
 
     Raises:
-        RowError: if `system` is there and no string.
+        RowError: if `system` is given but is not a string.
     """
     messages = [*before, {"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
     if system is not None and string(system, "system"):
@@ -68,12 +68,12 @@ def conversation(value: Any, column: str, *, system: Any = None, tools: Any = No
 
     Args:
         value: the list, or JSON of it.
-        column: its name.
-        system: instructions from a column of their own.
-        tools: likewise functions; a list, or JSON of it.
+        column: its name, for errors.
+        system: system prompt from a column of its own.
+        tools: functions from a column of their own; a list, or JSON of it.
 
     Raises:
-        RowError: if it is something else, or says two things.
+        RowError: if it is not a list of messages, or contradicts itself.
     """
     listed = parsed(value, column, list)
     if not listed:
@@ -94,7 +94,7 @@ def conversation(value: Any, column: str, *, system: Any = None, tools: Any = No
 
 
 def string(value: Any, name: str) -> str:
-    """`value` if it is a string.
+    """Return `value` if it is a string.
 
     Raises:
         RowError: if not.
@@ -105,7 +105,7 @@ def string(value: Any, name: str) -> str:
 
 
 def parsed(value: Any, name: str, expected: type[list[Any]] | type[dict[str, Any]]) -> Any:
-    """`value`, or what it says as JSON, if that is of the type `expected`.
+    """Return `value`, or the value it holds as JSON, if it has the type `expected`.
 
     Raises:
         RowError: if not.
@@ -123,15 +123,15 @@ def parsed(value: Any, name: str, expected: type[list[Any]] | type[dict[str, Any
 
 
 def kind(value: Any) -> str:
-    """The name of a type, for people."""
+    """Return the name of a value's type, for error messages."""
     return "null" if value is None else type(value).__name__
 
 
 def one_of(item: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
-    """The value that stands under one of several names for the same; `None` if under none.
+    """Return the value under whichever of several synonymous `names` is set; `None` if none is.
 
     Raises:
-        RowError: if two are there that differ.
+        RowError: if two of them hold different values.
     """
     found = [name for name in names if item.get(name) is not None]
     for name in found[1:]:
@@ -170,7 +170,7 @@ def _message(item: Any, place: str) -> Message:
 
 
 def _content(value: Any, place: str) -> str:
-    """One string; parts have a space between them, as SGLang joins them for templates that take strings."""
+    """Join content parts into one string, with spaces, as SGLang does for templates that take strings."""
     if not isinstance(value, list):
         if isinstance(value, str):
             return value
@@ -186,7 +186,7 @@ def _content(value: Any, place: str) -> str:
 
 
 def _calls(value: Any, place: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects, which SGLang makes of strings, too."""
+    """Return tool calls with their arguments parsed into objects, as SGLang does."""
     calls = []
     for number, call in enumerate([] if value is None else parsed(value, place, list)):
         where = f"{place}[{number}]"

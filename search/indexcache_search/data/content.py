@@ -1,4 +1,4 @@
-"""What sources hold, as runs remember it."""
+"""Digests of sources, by which a run recognises its data."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sglang_indexcache.files.atomic import reason
 
 
 def content_digest(source: str) -> str | None:
-    """sha256 of all bytes of a source and of the names in it; `None` of a hub id.
+    """Return the sha256 of all bytes and file names of a source; `None` for a hub id.
 
     Args:
-        source: as `packing` takes it.
+        source: file, folder, `demo:NAME` or hub id.
 
     Raises:
         DataError: if it can't be read.

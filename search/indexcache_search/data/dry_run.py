@@ -1,4 +1,4 @@
-"""What was read, for people, before anything is loaded."""
+"""Print the data that was read, before any model is loaded."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sglang_indexcache.errors import one_line
 
 
 def show(reader: TokenReader, sets: Mapping[str, TokenSet]) -> None:
-    """Print what each source gave to each set, and the first row of each.
+    """Print how much each source gave to each set, and the first row of each source.
 
     Args:
-        reader: has read the sets.
-        sets: by the purpose that their sources were read for.
+        reader: the reader that read the sets.
+        sets: token sets by the purpose for which their sources were read.
     """
     out = Console(highlight=False, markup=False, soft_wrap=True)
     for note in reader.notes:
@@ -54,5 +54,5 @@ def _show_rows(out: Console, reading: Reading, reader: TokenReader) -> None:
 
 
 def _escaped(text: str) -> str:
-    """`text` with line ends that can be seen."""
+    """Return `text` with visible line ends and tabs."""
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")

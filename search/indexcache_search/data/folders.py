@@ -1,4 +1,4 @@
-"""Which files of a folder are data: what people clone, save and collect has other files in it, too."""
+"""Select the data files of a folder, which may also hold documentation and metadata."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _MAX_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Found:
-    """Files of a source, in the order in which they are read, and what a person should know about the choice."""
+    """Files of a source in reading order, with notes for the user about files that are skipped."""
 
     files: tuple[Path, ...]
     notes: tuple[str, ...] = ()
 
 
 def data_files(folder: Path) -> Found:
-    """The files of `folder` that hold data.
+    """Return the files of `folder` that hold data.
 
-    Left out are hidden files, what `datasets` writes about its data, a card or documentation beside tables, and
-    splits for validation and tests where there is another.
+    Skips hidden files, metadata that `datasets` writes, documentation beside tables, and validation and test splits
+    where there is another split.
 
     Raises:
-        DataError: if there are none, or it can't be told which.
+        DataError: if there are none, or several kinds or splits.
     """
     if (folder / "dataset_dict.json").is_file():
         return _saved_splits(folder)
@@ -62,7 +62,7 @@ def _shown(path: Path, folder: Path) -> bool:
 
 
 def _of_one_split(folder: Path, files: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Files to read, and those that are for validation and tests."""
+    """Divide `files` into those to read and those held out for validation and tests."""
     split_of = {path: _split(path.relative_to(folder)) for path in files}
     held_out = [path for path in files if split_of[path] in ("validation", "test")]
     splits = {split_of[path] for path in held_out}
@@ -76,7 +76,7 @@ def _of_one_split(folder: Path, files: list[Path]) -> tuple[list[Path], list[Pat
 
 
 def _split(path: Path) -> str | None:
-    """The split that a name speaks of, as on the hub: `data/train-00000-of-00002.parquet`."""
+    """Return the split that a path names, as on the hub: `data/train-00000-of-00002.parquet`."""
     text = path.as_posix().lower()
     return next((split for split, words in _NAMED.items() if words.search(text)), None)
 
@@ -89,7 +89,7 @@ def _left_out(folder: Path, files: list[Path], why: str) -> str:
 
 
 def _saved_splits(folder: Path) -> Found:
-    """Of a saved `DatasetDict` the split `train`, or the only one."""
+    """Return the split `train` of a saved `DatasetDict`, or its only one."""
     splits = read_json_object(folder / "dataset_dict.json", _MAX_BYTES).get("splits")
     if not isinstance(splits, list) or not splits or not all(isinstance(name, str) and name for name in splits):
         raise DataError(f"{folder / 'dataset_dict.json'}: splits is {json.dumps(splits)}, expected a list of names")
@@ -103,7 +103,7 @@ def _saved_splits(folder: Path) -> Found:
 
 
 def _saved(folder: Path) -> tuple[Path, ...]:
-    """What `Dataset.save_to_disk` wrote; files of its cache may lie beside them."""
+    """Return the files that `Dataset.save_to_disk` wrote, without cache files beside them."""
     state = folder / "state.json"
     listed = read_json_object(state, _MAX_BYTES).get("_data_files")
     names = [item.get("filename") if isinstance(item, dict) else None for item in listed] if listed else []

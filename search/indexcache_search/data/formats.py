@@ -1,4 +1,4 @@
-"""Records of one file, each with its place, whatever the file's format; nothing is held that can be streamed."""
+"""Records of one file in any supported format, each with its location, streamed where the format allows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MARKS = (
 
 @dataclass(frozen=True)
 class Damaged:
-    """What stands in the place of a record that can't be read."""
+    """Stand-in for a record that can't be read."""
 
     reason: str
 
@@ -53,7 +53,7 @@ Record = Mapping[str, Any] | Damaged
 
 
 def kind_of(path: Path) -> str | None:
-    """What a file holds by its ending, in capitals or not; `None` if that is nothing to be read."""
+    """Return the format that a file's ending names, ignoring case; `None` if it is not a data file."""
     endings = [ending.lower() for ending in path.suffixes[-2:]]
     if not endings or endings[-1] not in COMPRESSIONS:
         return KINDS.get(endings[-1]) if endings else None
@@ -62,7 +62,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def records(path: Path) -> Iterator[tuple[str, Record]]:
-    """Yield the place of each record, `FILE: line 3`, and the record.
+    """Yield the location of each record, such as `FILE: line 3`, and the record.
 
     Raises:
         DataError: if the file as a whole can't be read.
@@ -82,9 +82,9 @@ def records(path: Path) -> Iterator[tuple[str, Record]]:
 
 @contextmanager
 def _opened(path: Path, newline: str | None = None) -> Iterator[TextIO]:
-    """The text of a file, decompressed; what a byte order mark says is believed, else it is UTF-8.
+    """Open a file's text, decompressed, in the encoding its byte order mark names, else UTF-8.
 
-    A byte that is not UTF-8 becomes a surrogate: only the record that holds it is wrong.
+    A byte that is not UTF-8 becomes a surrogate, so only the record that holds it is rejected.
     """
     from pyarrow import input_stream
 
@@ -101,7 +101,7 @@ def _opened(path: Path, newline: str | None = None) -> Iterator[TextIO]:
 
 
 def _json(path: Path) -> Iterator[tuple[str, Record]]:
-    """JSON lines, one list of rows, or one row over several lines."""
+    """Yield the rows of JSON lines, of one JSON list, or of one object over several lines."""
     with _opened(path) as file:
         first = next((line for line in file if line.strip()), "")
         whole = first.lstrip().startswith("[") or ("json" in path.name.lower().split(".")[-2:] and not _is_json(first))
@@ -139,7 +139,7 @@ def _object(content: Any) -> Record:
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Record]]:
-    """Rows under a line of names; an empty cell is null."""
+    """Yield the rows below the header line; an empty cell is null."""
     csv.field_size_limit(sys.maxsize)  # a document may be long
     with _opened(path, newline="") as file:
         rows = csv.reader(file, strict=True)
@@ -175,7 +175,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def _arrow(path: Path) -> Iterator[tuple[str, Record]]:
-    """Both kinds of IPC: a file, and a stream, which is what `datasets` writes."""
+    """Yield the rows of either kind of IPC data: a file, or the stream that `datasets` writes."""
     from pyarrow import OSFile, ipc
 
     with path.open("rb") as start:
@@ -198,7 +198,7 @@ def _rows(batches: Iterator[Any]) -> Iterator[tuple[str, Record]]:
 
 
 def table_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row of a table without the null fields of its objects: in a table all objects have the fields of each."""
+    """Return a table row without null fields of its objects, since a table gives every object all fields."""
     return {name: _without_nulls(value) for name, value in row.items()}
 
 

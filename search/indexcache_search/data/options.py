@@ -1,4 +1,4 @@
-"""What a person may say about rows."""
+"""User options for reading rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Turns = Literal["auto", "all", "each", "last"]
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions:
-    """How rows are understood.
+    """Options for interpreting rows.
 
     Attributes:
-        chat_template: Jinja, in the place of the tokenizer's own.
+        chat_template: Jinja text that replaces the tokenizer's own template.
         turns: see `ChatTemplate`.
-        skip_bad_rows: of a source, how many may be skipped.
+        skip_bad_rows: how many bad rows of each source may be skipped.
     """
 
     chat_template: str | None = None
@@ -24,4 +24,4 @@ class RowOptions:
 
 
 AS_THEY_ARE = RowOptions()
-"""The tokenizer's own template, and no row may be skipped."""
+"""Defaults: the tokenizer's own template, and no skipped rows."""

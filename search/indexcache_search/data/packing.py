@@ -1,8 +1,8 @@
-"""Calibration and held-out evaluation tokens, from sections of sources.
+"""Calibration and held-out evaluation tokens, packed from sections of sources.
 
-Documents are deduplicated, also where they begin elsewhere; long ones are cut into sections. Evaluation takes its
-sections first, in an order that does not depend on the seed, and calibration only ever sees others: the two sets are
-disjoint by construction, and patterns found with different seeds are compared on the same held-out tokens.
+Documents are deduplicated by content, even if shifted; long ones are cut into sections. Evaluation takes its sections
+first, in an order independent of the seed. Calibration sees only other sections. So the two sets are disjoint, and
+patterns found with different seeds are compared on the same held-out tokens.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def build_token_sets(
 
     Args:
         reader: reads the sources.
-        model: gives `first_sparse_position`: only targets predicted from there on are scored, since before every
-            pattern gives the same output.
-        calibration: sources; each gets an equal share of the sequences, the first ones what does not divide.
-        evaluation: likewise; may name the same sources.
-        seq_len: tokens a sequence.
-        num_calibration: sequences.
-        num_evaluation: sequences.
+        model: gives `first_sparse_position`. Only targets predicted from there on are scored, since earlier outputs are
+            the same under every pattern.
+        calibration: sources, each with an equal share of the sequences; the first ones also share the remainder.
+        evaluation: sources, shared alike; may be the same ones.
+        seq_len: tokens per sequence.
+        num_calibration: number of calibration sequences.
+        num_evaluation: number of evaluation sequences.
         seed: order of the calibration documents.
 
     Raises:
@@ -66,12 +66,9 @@ def build_training_sets(
     num_evaluation: int,
     seed: int,
 ) -> tuple[TokenSet, TokenSet]:
-    """Build a training set, every token of which counts that its source lets count, and the held-out set.
+    """Build a training set, which counts every token that its source counts, and the held-out set.
 
-    Args: as those of `build_token_sets`.
-
-    Raises:
-        DataError: as there.
+    Arguments and errors are those of `build_token_sets`.
     """
     packer = _packer(reader, model, seq_len)
     held_out = packer.collect(evaluation, num_evaluation, EVALUATION_ORDER_SEED, "evaluation")
@@ -88,16 +85,21 @@ def held_out_set(
     count: int,
     calibrated: Sequence[Sketch] = (),
 ) -> tuple[TokenSet, int]:
-    """The held-out set that `build_token_sets` makes of the same sources, without what patterns were calibrated on.
+    """Build the held-out set of `build_token_sets`, without text that patterns were calibrated on.
 
     Args:
+        reader: reads the sources.
+        model: as for `build_token_sets`.
+        sources: evaluation sources.
+        seq_len: tokens per sequence.
+        count: number of sequences.
         calibrated: sketches of calibration sets.
 
     Returns:
-        The set, and how many sections were left out of it.
+        The set, and the number of sections left out of it.
 
     Raises:
-        DataError: as there.
+        DataError: as for `build_token_sets`.
     """
     packer = replace(_packer(reader, model, seq_len), calibrated=tuple(calibrated))
     collected = packer.collect(sources, count, EVALUATION_ORDER_SEED, "evaluation")
@@ -116,14 +118,14 @@ def _packer(reader: TokenReader, model: ModelLayers, seq_len: int) -> _Packer:
 
 @dataclass
 class _Packer:
-    """Packs sections into sequences.
+    """Packer of sections into sequences.
 
     Attributes:
         first_scored: the first token of a sequence that may count; token t is predicted by a query that sees t tokens.
-        used: digests of the sections that were drawn from.
-        seen: their text, wherever it is cut.
-        calibrated: text that must not be drawn from.
-        left_out: how many sections were not, for that.
+        used: digests of the sections already used.
+        seen: sketch of their text, independent of cuts.
+        calibrated: sketches of text that must not be used.
+        left_out: number of sections skipped for that reason.
     """
 
     reader: TokenReader
@@ -158,7 +160,7 @@ class _Packer:
         return TokenSet(np.stack(tokens), np.stack(scored), np.asarray(source_of), tuple(sources), prompts)
 
     def _pack(self, sections: Iterator[Section], wanted: int) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-        """Join sections that are not used yet, cut them into sequences with masks, keep those with a scored token."""
+        """Join unused sections and cut them into sequences with masks, keeping those with a scored token."""
         packed: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
         tokens, mask = np.empty(0, np.int32), np.empty(0, np.bool_)
         for section in sections:

@@ -1,4 +1,4 @@
-"""Sections of sources: tokens of which it is known what counts, and a record of what was read."""
+"""Sections of sources: tokens with masks of those that count, and a record of the rows read."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ from indexcache_search.data.sources import rows
 from indexcache_search.data.templates import ChatTemplate, Rendered
 from indexcache_search.errors import DataError, RowError
 
-SECTION_SEQUENCES = 4  # a document longer than so many sequences is cut
+SECTION_SEQUENCES = 4  # longer documents are cut
 _EXAMPLE = 160  # characters of either end of an example
 
 
 @dataclass(frozen=True)
 class Section:
-    """A piece of one document: `tokens` int32 and `mask` bool of those that count, equally long."""
+    """Piece of one document: `tokens` int32, and `mask` bool of those that count, equally long."""
 
     tokens: NDArray[np.int32]
     mask: NDArray[np.bool_]
 
     @cached_property
     def digest(self) -> bytes:
+        """Sha256 of the tokens."""
         return hashlib.sha256(self.tokens.tobytes()).digest()
 
 
 @dataclass
 class Reading:
-    """What was read of a source for a purpose, so far.
+    """Counts of the rows read so far from one source for one purpose.
 
     Attributes:
-        rows: that were understood, by shape.
-        unread: columns that were not looked at.
-        bad: the first rows that were not, and why, as many as may be skipped.
-        tokens: of the rows.
-        counted: those of them that count.
-        conversations: rows that a chat template wrote.
-        taken_apart: those of which each reply became a text of its own.
-        example: the first row as text, what a model wrote between `[[` and `]]`.
-        example_ids: the first token ids of a first row that is none.
+        rows: number of rows understood, by shape.
+        unread: columns that were ignored.
+        bad: skipped rows, each with the reason.
+        tokens: number of tokens in those rows.
+        counted: number of tokens that count.
+        conversations: number of rows written by a chat template.
+        taken_apart: number of conversations split into one text per reply.
+        example: the first row as text, with `[[` and `]]` around the words a model wrote.
+        example_ids: the first token ids, if the first row has no text.
     """
 
     source: str
@@ -71,19 +72,17 @@ class Reading:
 
 
 class TokenReader:
-    """Turns the rows of a source into tokens.
+    """Reader that turns rows of sources into tokens.
 
     Args:
-        load_tokenizer: called once, when the first row of text comes.
-        vocab_size: token ids must lie below it.
-        seq_len: sections are cut to multiples of it.
-        replies: whether it matters who wrote a token: of conversations only the assistant's count then, and what does
-            not count is a prompt.
-        options: how rows are understood.
+        load_tokenizer: called once, at the first row of text.
+        vocab_size: upper bound of token ids, exclusive.
+        seq_len: sections are cut into multiples of it.
+        replies: if true, only the assistant's tokens of a conversation count, and all others are a prompt.
+        options: how to interpret rows.
 
     Attributes:
-        readings: what was read so far.
-        notes: what a person should know of it, one line each.
+        readings: one record per source and purpose.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class TokenReader:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's, with the chat template that was asked for."""
+        """The model's tokenizer, with the requested chat template."""
         tokenizer = self._load_tokenizer()
         if self._options.chat_template is not None:
             tokenizer.chat_template = self._options.chat_template
@@ -116,6 +115,7 @@ class TokenReader:
 
     @property
     def notes(self) -> tuple[str, ...]:
+        """Notes for the user, one line each."""
         notes = dict(self._notes)
         for reading in self.readings:
             if reading.bad:
@@ -137,11 +137,11 @@ class TokenReader:
 
         Args:
             source: see `sources.rows`.
-            seed: of the order.
-            purpose: for people, what they are read for.
+            seed: seed of the order.
+            purpose: use of the sections, for reports.
 
         Raises:
-            DataError: if the source can't be found or read, or more rows than may be can't be understood.
+            DataError: if the source can't be found or read, or has more bad rows than may be skipped.
         """
         size = SECTION_SEQUENCES * self._seq_len
         reading = Reading(source, purpose)
@@ -188,7 +188,7 @@ class TokenReader:
         return tokens, mask
 
     def _texts(self, content: Text | Chat, reading: Reading) -> tuple[list[Rendered], bool]:
-        """What is tokenized of a row, and whether an end is to be put behind it, as templates do."""
+        """Return the texts of a row to tokenize, and true if an end token is to follow, as templates do it."""
         if isinstance(content, Chat) and not getattr(self.tokenizer, "chat_template", None):
             if content.plain is None:
                 raise DataError(
@@ -213,7 +213,7 @@ class TokenReader:
         return [Rendered(text, tuple(spans))], True
 
     def _tokenized(self, rendered: Rendered, ends: bool) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Tokens of a text and which count; where it matters who wrote it, those that hold some of a reply."""
+        """Tokenize a text and flag tokens that count; with `replies`, those that overlap a reply."""
         text = rendered.text
         if not _is_text(text):
             raise RowError("holds a byte that is not UTF-8, or half of a surrogate pair; expected text in UTF-8")
@@ -255,7 +255,7 @@ def _thinks(chat: Chat) -> bool:
 
 
 def _overlapping(pieces: list[tuple[int, int]], spans: tuple[tuple[int, int], ...]) -> list[bool]:
-    """Which of the ascending `pieces` overlap with one of the ascending `spans`."""
+    """Flag the ascending `pieces` that overlap any of the ascending `spans`."""
     if not spans:
         return [False] * len(pieces)
     begins, ends = np.asarray(pieces, np.int64).reshape(-1, 2).T
@@ -274,7 +274,7 @@ def _is_text(text: str) -> bool:
 
 
 def _example(rendered: Rendered, replies: bool) -> str:
-    """Both ends of a text; if `replies` matter, what a model wrote between `[[` and `]]`."""
+    """Shorten a text to both ends; with `replies`, mark a model's words with `[[` and `]]`."""
     pieces, at = [], 0
     for start, stop in rendered.replies if replies else ():
         pieces += [rendered.text[at:start], "[[", rendered.text[start:stop], "]]"]
@@ -284,10 +284,10 @@ def _example(rendered: Rendered, replies: bool) -> str:
 
 
 def _integers(values: Any, column: str) -> NDArray[Any]:
-    """A list of integers as an array; what would have to be converted is refused.
+    """Convert a list of integers to an array; refuse values of other types.
 
     Raises:
-        RowError: if it is something else.
+        RowError: if it is not a list of integers.
     """
     try:
         array = np.asarray(values)

@@ -1,4 +1,4 @@
-"""Which columns a row may have, and what they mean. The first shape of the table whose columns are there is read."""
+"""Columns that a row may have, and their meaning. The first matching shape of the table is used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids, and which of them count; not looked into yet."""
+    """Token ids and a mask of those that count, not yet checked."""
 
     ids: Any
     mask: Any | None = None
@@ -22,13 +22,13 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Shape:
-    """A way to write a row.
+    """One way to write a row.
 
     Attributes:
-        name: for people: its columns.
-        needs: columns that must be there, each with its other names.
-        also: columns that are read where they are there, likewise.
-        read: takes the columns of `needs` and `also` by their first names.
+        name: its columns, for messages.
+        needs: required columns, each with its synonyms.
+        also: optional columns, each with its synonyms.
+        read: function of the columns of `needs` and `also`, by their first names.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Shape:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All names that it knows."""
+        """All column names that it knows."""
         return tuple(name for names in (*self.needs, *self.also) for name in names)
 
 
@@ -69,7 +69,7 @@ def _messages(row: Row) -> Chat:
 
 
 def _batch(row: Row) -> Chat | Text:
-    """A request of OpenAI's batch API."""
+    """Read a request of OpenAI's batch API."""
     body = parsed(row["body"], "body", dict)
     if body.get("messages") is not None:
         return conversation(body["messages"], "body.messages", tools=body.get("tools"))
@@ -83,7 +83,7 @@ def _answers_of_a_batch(row: Row) -> Chat:
 
 
 def _chosen(row: Row) -> Chat | Text:
-    """A preference: the answer that was preferred, `chosen` as strings or messages, with its prompt or without."""
+    """Read the preferred answer of a preference pair, with or without its prompt."""
     prompt, chosen = row["prompt"], row["chosen"]
     if isinstance(chosen, str):
         if prompt is None:
@@ -98,7 +98,7 @@ def _completion(row: Row) -> Chat | Text:
 
 
 def _continued(row: Row, end: Any, name: str) -> Chat | Text:
-    """A prompt and how it goes on: strings are joined as they are, messages go through the template."""
+    """Join a prompt and its continuation: strings unchanged, messages through the template."""
     prompt = row["prompt"]
     if isinstance(prompt, str) and isinstance(end, str):
         return Text(((prompt, False), (end, True)))
@@ -119,7 +119,7 @@ def _list(value: Any, name: str) -> list[Any]:
 
 
 def _instruction(row: Row) -> Chat:
-    """Alpaca's and Dolly's."""
+    """Read a row in the form of Alpaca or Dolly."""
     words = [string(row["instruction"], "instruction")]
     words += [string(row["input"], "input")] if row["input"] else []
     before = []
@@ -136,13 +136,13 @@ def _text(row: Row) -> Text:
 
 
 def _question(row: Row) -> Chat:
-    """LongBench's: a long text, a question about it, and its answers, of which the first is read."""
+    """Read a row of LongBench: a long text, a question, and answers, of which the first is used."""
     words = [string(row[name], name) for name in ("context", "input") if row[name]]
     return pair("\n\n".join(words), _first(row["answers"], "answers"))
 
 
 def _ruler(row: Row) -> Text:
-    """RULER's: the input is a whole prompt, which the answers follow."""
+    """Read a row of RULER, whose input is a whole prompt followed by the answers."""
     prompt = string(row["input"], "input")
     if row["answer_prefix"]:
         prompt += string(row["answer_prefix"], "answer_prefix")
@@ -156,7 +156,7 @@ def _answer(row: Row) -> Chat:
 
 
 def _first(value: Any, name: str) -> str:
-    """A string, or the first of a list of them."""
+    """Return a string, or the first string of a list."""
     if isinstance(value, list) and value:
         return string(value[0], f"{name}[0]")
     return string(value, name)
@@ -191,7 +191,7 @@ _KNOWN = "; ".join(shape.name.replace("messages", "messages or conversations") f
 
 
 def shape_of(row: Row) -> Shape:
-    """The first shape whose columns are there and not null.
+    """Return the first shape whose required columns are set.
 
     Raises:
         RowError: if there is none.
@@ -207,10 +207,10 @@ def shape_of(row: Row) -> Shape:
 
 
 def read(shape: Shape, row: Row) -> Tokens | Text | Chat:
-    """What `row` says in the columns of `shape`.
+    """Read `row` by the columns of `shape`.
 
     Raises:
-        RowError: if they can't be understood, or say two things.
+        RowError: if they can't be understood, or contradict each other.
     """
     if shape.name != "input_ids" and row.get("loss_mask") is not None:
         raise RowError(f"loss_mask stands beside {shape.name}, expected it beside input_ids")
@@ -218,5 +218,5 @@ def read(shape: Shape, row: Row) -> Tokens | Text | Chat:
 
 
 def unread(shape: Shape, row: Row) -> Sequence[str]:
-    """Columns of `row` that hold something and are not read."""
+    """List the columns of `row` that hold a value but are not read."""
     return [str(name) for name, value in row.items() if value is not None and name not in shape.columns]

@@ -1,7 +1,8 @@
-"""Which text was seen before: a sample of hashes of its windows, chosen by the text itself and not by where it stands.
+"""Recognise text seen before by a sample of hashes of its windows, which does not depend on where they stand.
 
-Two texts that share a passage share its windows' hashes, however they are cut into documents; the sample is the hashes
-below a limit, so both sides sample the same windows (Broder 1997, "On the resemblance and containment of documents").
+Two texts that share a passage share the hashes of its windows, however they are cut into documents. The sample holds
+the hashes below a limit, so both sides sample the same windows (Broder 1997, "On the resemblance and containment of
+documents").
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 WINDOW = 16  # tokens
-BITS = 40  # of a hash; a window in 2 ** 31 or so is taken for another one of 512
-MOST = 1 << 22  # hashes of a sketch that grows: 64 tokens each for a corpus of 268 million
+BITS = 40  # of a hash; among 512 windows, about one in 2 ** 31 collides
+MOST = 1 << 22  # hashes of a growing sketch: one per 64 tokens of a corpus of 268 million
 IN_A_FILE = 512
-MOSTLY = 0.8  # of a text's windows; a document that begins a token later has all but one
+MOSTLY = 0.8  # share of a text's windows; a document shifted by a token shares all but one
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Sketch:
-    """Hashes below `limit` of all windows that were added.
+    """Sample of the windows that were added: their hashes below a limit.
 
     Args:
-        most: hashes to keep; with more the limit falls.
+        most: hashes to keep; the limit falls when there are more.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -41,12 +42,12 @@ class Sketch:
             self._hashes = {item for item in self._hashes if item < self._limit}
 
     def covers(self, tokens: NDArray[Any]) -> bool:
-        """Whether most of a text's sampled windows were added before; what documents of a kind share is less."""
+        """Return true if most sampled windows of a text were added before; related documents share fewer."""
         sampled = self._sampled(tokens)
         return bool(sampled) and len(sampled & self._hashes) >= MOSTLY * len(sampled)
 
     def common(self, tokens: NDArray[Any]) -> int:
-        """Count the different windows of a text, `[tokens]`, that are in this sketch."""
+        """Count the distinct windows of a text, `[tokens]`, that are in this sketch."""
         return len(self._sampled(tokens) & self._hashes)
 
     def _sampled(self, tokens: NDArray[Any]) -> set[int]:
@@ -55,7 +56,7 @@ class Sketch:
 
     @classmethod
     def of(cls, texts: Iterable[NDArray[Any]], count: int = IN_A_FILE) -> Self:
-        """The sketch of `texts` with the `count` lowest hashes of all their windows, or all where there are fewer."""
+        """Build a sketch from the `count` lowest hashes of all windows of `texts`, or all if there are fewer."""
         made = cls(count)
         every = [_hashes(text) for text in texts]
         lowest = np.unique(np.concatenate(every))[:count] if every else np.empty(0, np.uint64)
@@ -64,15 +65,15 @@ class Sketch:
         return made
 
     def encode(self) -> str:
-        """Base64 of the hashes, ascending, five bytes each; `decode` reads it."""
+        """Return the ascending hashes, five bytes each, as base64 for `decode`."""
         return base64.b64encode(b"".join(item.to_bytes(BITS // 8, "big") for item in sorted(self._hashes))).decode()
 
     @classmethod
     def decode(cls, text: str) -> Self:
-        """What `of` and `encode` made.
+        """Rebuild a sketch from the text that `encode` returned.
 
         Raises:
-            ValueError: if it is something else.
+            ValueError: if the text is not such a sketch.
         """
         content, size = base64.b64decode(text, validate=True), BITS // 8
         if len(content) % size:
@@ -84,7 +85,7 @@ class Sketch:
 
 
 def _hashes(tokens: NDArray[Any]) -> NDArray[np.uint64]:
-    """A hash of `BITS` bits for each window of a text; none of one that is shorter."""
+    """Return a hash of `BITS` bits for each window of a text; none if the text is shorter than a window."""
     if len(tokens) < WINDOW:
         return np.empty(0, np.uint64)
     hashes = np.zeros(len(tokens) - WINDOW + 1, np.uint64)

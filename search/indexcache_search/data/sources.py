@@ -1,4 +1,4 @@
-"""Records of a source: local files are read here, hub ids by `datasets`. All is streamed; a path is never a glob."""
+"""Records of a source, streamed: local files read here, hub ids through `datasets`. Paths are never globs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/+")
 
 
 def rows(source: str, seed: int, notice: Callable[[str], None] = lambda _: None) -> Iterator[tuple[str, Record]]:
-    """The records of `source` with their places, shuffled by `seed`.
+    """Yield the records of `source` with their locations, shuffled by `seed`.
 
     Args:
         source: file, folder, `demo:NAME`, or hub id: `owner/name`, `owner/name:subset`, `owner/name:subset:split`.
-        seed: of the order.
-        notice: told what is not read of it, and why.
+        seed: seed of the order.
+        notice: called with a line about each part that is not read.
 
     Raises:
-        DataError: if it can't be found or read.
+        DataError: if the source can't be found or read.
     """
     if (url := _URL.match(source)) is not None:  # it may hold a password
         raise DataError(f"{url.group()}...: found a URL, expected a file, folder or hub id; download it first")
@@ -59,7 +59,7 @@ def rows(source: str, seed: int, notice: Callable[[str], None] = lambda _: None)
 
 
 def _files(source: str) -> Found | None:
-    """The files of a source; `None` for a hub id."""
+    """Return the files of a source; `None` for a hub id."""
     if source.startswith("demo:"):
         return Found((Path(str(demo.data_file(source.removeprefix("demo:")))),))
     path = Path(source)

@@ -1,4 +1,4 @@
-"""Token sets on disk: read once, so that a resumed run, or another machine, has the same ones."""
+"""Token sets on disk, so that a resumed run or another machine has the same ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROMPT = "prompt"
 
 
 class _About(BaseModel):
-    """What stands beside the arrays."""
+    """Metadata beside the arrays."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -29,7 +29,7 @@ class _About(BaseModel):
 
 
 def save_set(data: TokenSet, folder: Path) -> None:
-    """Write a set to `folder`; `load_set` finds it only when it is complete."""
+    """Write a set to `folder`; `load_set` finds it only once it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in (*_ARRAYS, *(() if data.prompt is None else (_PROMPT,))):
         path = folder / f"{name}.npy"
@@ -40,10 +40,10 @@ def save_set(data: TokenSet, folder: Path) -> None:
 
 
 def load_set(folder: Path) -> TokenSet | None:
-    """The set in `folder`, read as it is used; `None` if there is none.
+    """Load the set in `folder`, memory-mapped; return `None` if there is none.
 
     Raises:
-        JournalError: if it is not what was written.
+        JournalError: if the stored set is damaged.
     """
     path = folder / "set.json"
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Conversations as a tokenizer's chat template writes them, and which characters the assistant wrote."""
+"""Conversations as a tokenizer's chat template writes them, with the spans that the assistant wrote."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Rendered:
-    """Text, and the spans of it, `[start, end)` in characters, that a model wrote."""
+    """Text, and its spans, `[start, end)` in characters, that a model wrote."""
 
     text: str
     replies: tuple[tuple[int, int], ...]
 
 
 class _OutOfTimeError(BaseException):
-    """A template still runs; no `except Exception` on the way may stop it."""
+    """Timeout of a template. Not an `Exception`, so that no handler inside the template catches it."""
 
 
 class _RewritesError(Exception):
-    """A prompt, or an earlier turn, reads otherwise when more of the conversation follows."""
+    """Error of a template that changes a prompt or an earlier turn when later turns follow."""
 
 
 class ChatTemplate:
-    """Writes conversations.
+    """Writer of conversations by a tokenizer's chat template.
 
     Args:
-        tokenizer: has the template.
-        turns: what becomes of a conversation with several replies. all: one text, where all of them count. each: a text
-            for each reply, up to that. last: the text up to the last. auto: all, or each where the template writes
-            earlier turns otherwise once others follow, so that what a reply saw can't be told from the whole.
-        replies: whether it matters who wrote what.
+        tokenizer: the tokenizer with the template.
+        turns: treatment of a conversation with several replies. all: one text, where all of them count. each: one text
+            per reply, up to it. last: the text up to the last reply. auto: all, or each if the template rewrites
+            earlier turns once others follow, which hides the prompt that a reply saw.
+        replies: if true, find the spans that the assistant wrote.
     """
 
     def __init__(self, tokenizer: Any, turns: Turns, replies: bool) -> None:
         self._tokenizer, self._turns, self._replies = tokenizer, turns, replies
 
     def write(self, chat: Chat) -> tuple[list[Rendered], bool]:
-        """The texts of one conversation, and whether it was taken apart for `auto`.
+        """Return the texts of one conversation, and true if `auto` split it.
 
         Raises:
-            RowError: if the template refuses it, or replies can't be told from prompts.
-            DataError: if the template does not come to an end.
+            RowError: if the template refuses it, or replies can't be separated from prompts.
+            DataError: if the template does not terminate.
         """
         found = [
             number
@@ -83,7 +83,7 @@ class ChatTemplate:
             ) from None
 
     def _whole(self, chat: Chat, found: Sequence[int]) -> Rendered:
-        """One text, in which every reply follows what it saw."""
+        """Write one text, in which every reply follows its own prompt."""
         text = self._render(chat, chat.messages)
         spans: list[tuple[int, int]] = []
         for number in found if self._replies else ():
@@ -94,9 +94,9 @@ class ChatTemplate:
         return Rendered(text, tuple(spans))
 
     def _upto(self, chat: Chat, number: int) -> Rendered:
-        """The conversation up to reply `number`, which alone counts: what stands behind the prompt for it.
+        """Write the conversation up to reply `number`, of which only that reply counts.
 
-        A prompt may end with more than an answer has: with `<think>` where the answer in the data has no thoughts.
+        A prompt may end with text that the answer lacks, such as `<think>` where the data has no thoughts.
         """
         text = self._render(chat, chat.messages[: number + 1])
         if not self._replies:
@@ -108,10 +108,10 @@ class ChatTemplate:
         return Rendered(text, ((min(len(prompt), len(text)) if same is None else same, len(text)),))
 
     def _render(self, chat: Chat, messages: Sequence[Message], asks: bool = False) -> str:
-        """The text of `messages`; what the template refuses is tried in the other forms that templates know.
+        """Render `messages`; if the template refuses them, try the other forms that templates know.
 
-        OpenAI's form is first, as SGLang has it: tools as they are and arguments as objects. Then tools without the
-        wrapper (as SGLang does), then arguments as strings, which the templates of DeepSeek-V3.1 take.
+        The first form is OpenAI's, as in SGLang: wrapped tools, and arguments as objects. The second has tools without
+        the wrapper, as in SGLang. The third has arguments as strings, which the templates of DeepSeek-V3.1 take.
         """
         flat = [tool["function"] for tool in chat.tools]
         forms: list[tuple[Sequence[Message], Sequence[Any]]] = [(messages, chat.tools)]
@@ -131,10 +131,10 @@ class ChatTemplate:
 
 
 def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] = (), asks: bool = False) -> str:
-    """What the chat template of `tokenizer` makes of `messages`; if it `asks`, the beginning of a reply behind them.
+    """Apply the chat template of `tokenizer` to `messages`; if it `asks`, open a reply after them.
 
     Raises:
-        DataError: if the template does not come to an end, or writes too much.
+        DataError: if the template does not terminate, or writes too much.
         Exception: whatever the template raises.
     """
     try:
@@ -153,7 +153,7 @@ def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] = (
 
 
 def _with_strings(message: Message) -> Message:
-    """The same message with the arguments of its tool calls as JSON."""
+    """Return the message with the arguments of its tool calls as JSON strings."""
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())
@@ -163,9 +163,9 @@ def _with_strings(message: Message) -> Message:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Stop what computes for longer; in other threads than the main one nothing can.
+    """Stop code that computes for longer than `seconds`. Works in the main thread only.
 
-    Jinja's sandbox bounds one loop, not loops in loops.
+    Jinja's sandbox bounds a single loop, but not nested ones.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -184,11 +184,11 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 def read_template(path: Path) -> str:
-    """The chat template in a file.
+    """Read a chat template from a file.
 
     Raises:
         FileError: if it can't be read.
-        DataError: if it is empty or no text.
+        DataError: if it is empty or not UTF-8.
     """
     try:
         text = read_regular(path, _MAX_BYTES).decode("utf-8-sig")

@@ -1,4 +1,4 @@
-"""Token sequences ready to be evaluated."""
+"""Token sequences for evaluation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from indexcache_search.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class TokenSet:
-    """Sequences of equal length and which of their tokens count.
+    """Sequences of equal length, with a mask of the tokens that count.
 
     Attributes:
         tokens: `[sequences, seq_len]` int32.
         scored: `[sequences, seq_len]` bool; token t counts as a target, predicted from the tokens before it.
         source_of: `[sequences]` int; index into `sources`.
         sources: names of where the sequences came from.
-        prompt: `[sequences, seq_len]` bool; tokens that a model reads at once, before it writes others. `None` where
+        prompt: `[sequences, seq_len]` bool; tokens that a model reads at once, before it writes others; `None` where
             that makes no difference.
     """
 
@@ -34,28 +34,30 @@ class TokenSet:
 
     @property
     def num_sequences(self) -> int:
+        """Number of sequences."""
         return int(self.tokens.shape[0])
 
     @property
     def seq_len(self) -> int:
+        """Tokens per sequence."""
         return int(self.tokens.shape[1])
 
     @cached_property
     def scored_tokens(self) -> int:
-        """Scored tokens of all sequences."""
+        """Number of scored tokens in all sequences."""
         return int(self.scored.sum())
 
     def taken(self, rows: Sequence[int]) -> TokenSet:
-        """The sequences `rows` of this set, in that order."""
+        """Return the sequences `rows` of this set, in that order."""
         chosen = list(rows)
         prompt = None if self.prompt is None else self.prompt[chosen]
         return TokenSet(self.tokens[chosen], self.scored[chosen], self.source_of[chosen], self.sources, prompt)
 
     def ending_in_replies(self, reply: int) -> TokenSet:
-        """The same sequences as prompts, the last `reply` tokens of each read one by one: they alone count.
+        """Return prompts whose last `reply` tokens are decoded one by one and alone count.
 
         Raises:
-            DataError: if that leaves no prompt, a source has no token that counts, or prompts are known already.
+            DataError: if no prompt remains, a source has no token that counts, or prompts are already set.
         """
         if self.prompt is not None:
             raise DataError("--reply is for models with indexers; of a dense model's data the replies count anyway")
@@ -71,7 +73,7 @@ class TokenSet:
 
     @cached_property
     def sha256(self) -> str:
-        """Digest of shape, tokens (int32, little-endian), flags and the sequences' sources, in hex."""
+        """Hex digest of the shape, tokens (int32, little-endian), flags and sources of the sequences."""
         digest = hashlib.sha256(repr(self.tokens.shape).encode())
         digest.update(np.ascontiguousarray(self.tokens, dtype="<i4").tobytes())
         digest.update(np.packbits(self.scored).tobytes())
@@ -82,19 +84,19 @@ class TokenSet:
 
 
 def sampled_queries(seq_len: int, first_sparse_position: int, rows: int) -> NDArray[np.int64]:
-    """Positions of up to `rows` queries, evenly spread over those with a choice."""
+    """Return positions of up to `rows` queries, evenly spread over those past `first_sparse_position`."""
     number = min(rows, seq_len - first_sparse_position)
     return np.linspace(first_sparse_position, seq_len - 1, number).round().astype(np.int64)
 
 
 def growing_shares(data: TokenSet, first: int) -> list[list[int]]:
-    """Rows in growing shares of a set, each holding the one before and about twice as large; the last holds all.
+    """Return rows in growing shares: each holds the one before and is about twice as large; the last holds all.
 
-    Sources keep their proportions, and each has at least two sequences in the first share, or all it has.
+    Sources keep their proportions. The first share holds at least two sequences of each source, or all of them.
 
     Args:
         data: the set.
-        first: rows of the first share, at least.
+        first: minimum number of rows in the first share.
     """
     counts = np.bincount(data.source_of, minlength=len(data.sources))
     seen = np.zeros_like(counts)
