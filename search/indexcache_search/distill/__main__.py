@@ -1,4 +1,4 @@
-"""`python -m indexcache_search.distill`, for launchers of several processes."""
+"""Entry point `python -m indexcache_search.distill`, for launchers of several processes."""
 
 from indexcache_search.__main__ import distill
 

@@ -1,4 +1,4 @@
-"""The curves of a training run, as an SVG file."""
+"""Curves of a training run, as an SVG file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _BLUE, _RED, _GREY = "#2563a8", "#c8352b", "#7a7f87"
 
 
 def draw(records: Sequence[Mapping[str, Any]], warmup_steps: int) -> str:
-    """Losses, held out and in training, and the divergence of each indexer, over the steps.
+    """Draw losses, held out and in training, and the divergence of each indexer, over the steps.
 
     Args:
-        records: what the log holds.
-        warmup_steps: where the sparse stage begins.
+        records: the log's records.
+        warmup_steps: step at which the sparse stage begins.
     """
     steps = [record for record in records if "losses" not in record]
     held_out = {(r["stage"], r["step"]): r["held_out_loss"] for r in records if "losses" in r}

@@ -1,4 +1,4 @@
-"""The trained model as a checkpoint that transformers and SGLang load, its pattern in its config.json."""
+"""Export of the trained model as a checkpoint for transformers and SGLang, with the pattern in its config.json."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def export(
 ) -> None:
     """Fill `folder` with the trained model.
 
-    config.json is the source's own, so that keys which transformers does not know survive, with the pattern in the
+    config.json is the source's own, so that keys unknown to transformers survive, with the pattern in the
     spellings of transformers and of every SGLang. Layers that transformers does not load (NextN/MTP) are copied.
 
     Args:
-        model: knows how its parameters are called in checkpoints.
-        weights: all its parameters and buffers, in the dtypes to be written.
-        source: folder or hub id that the model came from.
-        pattern: what it was trained for.
-        folder: is there, and empty.
-        keep_shared: write the indexers of S layers, too; else they are left out.
+        model: knows the names of its parameters in checkpoints.
+        weights: all parameters and buffers, in the dtypes to be written.
+        source: folder or hub id of the original model.
+        pattern: the pattern trained for.
+        folder: an empty folder.
+        keep_shared: write the indexers of S layers, too.
     """
     origin = local_folder(source)
     reader, shared = family_of_modules(model).checkpoint, set(pattern.shared_layers)
@@ -59,17 +59,17 @@ def export(
 
 
 def check_source(source: str) -> None:
-    """Check that an export can copy a model's files, if they are here: none is a link that leads elsewhere.
+    """Refuse a local model whose files can't be copied because a link leads out of its folder.
 
     Raises:
-        FolderError: naming the first that is.
+        FolderError: naming the first such link.
     """
     if Path(source).is_dir():
         _copied(Path(source))
 
 
 def copy_files(origin: Path, folder: Path, weights: bool = False) -> None:
-    """Copy what lies beside a checkpoint's weights, these too if asked; what is in folders stays behind.
+    """Copy the files beside a checkpoint's weights, and with `weights` these too; subfolders are left out.
 
     Raises:
         FolderError: as `check_source`.
@@ -80,7 +80,7 @@ def copy_files(origin: Path, folder: Path, weights: bool = False) -> None:
 
 
 def _copied(origin: Path) -> list[Path]:
-    """The files of a model; the links of the hub's cache lead to files beside its snapshots."""
+    """List the files of a model; links of the hub's cache may lead to files beside its snapshots."""
     paths = [path for path in sorted(origin.iterdir()) if path.is_file() and path.name not in (MARK, LOCK)]
     real = origin.resolve()
     places = [real, *([real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [])]
@@ -95,7 +95,7 @@ def _copied(origin: Path) -> list[Path]:
 def trained_pattern_file(
     folder: Path, name: str, pattern: Pattern, versions: Mapping[str, str], created: str
 ) -> PatternFile:
-    """The pattern file of an exported model; `name` is for people."""
+    """Make the pattern file of an exported model called `name`."""
     model = describe(json.loads((folder / "config.json").read_text()), name)
     return PatternFile(
         schema="indexcache/v1",
@@ -109,7 +109,7 @@ def trained_pattern_file(
 
 
 def local_folder(source: str) -> Path:
-    """The folder of a model; for a hub id the cached one that it was loaded from."""
+    """Return the folder of a model; for a hub id the folder in the cache."""
     name = ModelName.parse(source)
     if name.folder is not None:
         return name.folder
@@ -117,7 +117,7 @@ def local_folder(source: str) -> Path:
 
 
 def _copy_other_layers(origin: Path, folder: Path, layers: int) -> None:
-    """Copy the tensors of layers behind the last one, which transformers leaves out, into a file of their own."""
+    """Copy the layers behind the last one, which transformers leaves out, into a file of their own."""
     tensors: dict[str, Tensor] = {}
     for path in sorted(origin.glob("*.safetensors")):
         with safe_open(path, "pt") as file:

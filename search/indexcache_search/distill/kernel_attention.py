@@ -1,4 +1,4 @@
-"""Attention and divergences of a layer by the project's kernels, for long contexts: no `[queries, keys]` tensor."""
+"""Attention and divergences of a layer by the project's kernels, without `[queries, keys]` tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from indexcache_kernels.indexer_kl import indexer_kl
 from indexcache_kernels.transformers import ROWS, absorb, attend_latent, first_keys, halves
 
 Vectors = tuple[Tensor, Tensor, Tensor]
-"""What an indexer scores with, of `indexcache_kernels.transformers.index_vectors`."""
+"""Queries, keys and weights of an indexer, as of `indexcache_kernels.transformers.index_vectors`."""
 
 
 def computed_in(tensor: Tensor) -> Tensor:
-    """`tensor` in what autocast computes products in: a layer norm or a rotary table may have made it wider."""
+    """Cast `tensor` to the dtype of autocast, since a layer norm or a rotary table may have made it wider."""
     kind = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
 
@@ -35,19 +35,19 @@ def attend_and_compare(
     backend: Backend,
     compare: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """What a layer attends to, and how far an indexer is from it.
+    """Attend, and measure the indexer's divergence from the attention.
 
     Args:
-        attention: the module.
+        attention: the layer's attention module.
         query: `[batch, heads, queries, dim]`.
         key: `[batch, 1, keys, latent + rope]`.
         ranges: first keys and ends of the queries, `[batch, 1, queries, 2]`.
-        scale: what products of queries and keys are multiplied by.
+        scale: factor of the products of queries and keys.
         vectors: the indexer's queries, keys and weights.
-        indices: `[batch, queries, k]`, what is attended to and compared over; None for all earlier keys, in which case
-            the attention has no gradient.
-        backend: what the kernels run on.
-        compare: whether to compare at all.
+        indices: `[batch, queries, k]`, the keys to attend to and compare over. None means all earlier keys, in which
+            case the attention has no gradient.
+        backend: backend of the kernels.
+        compare: also measure the divergence.
 
     Returns:
         `[batch, queries, heads, value]`, and the sum of the queries' divergences, with gradients to the indexer only.
@@ -88,9 +88,9 @@ def attend_and_compare(
 
 
 class _SumOfBlocks(torch.autograd.Function):
-    """A sum over blocks of queries whose gradients are computed with it, so that nothing of a block is kept.
+    """A sum over blocks of queries. Gradients are computed in the forward pass, so that nothing of a block is kept.
 
-    Without it every layer would keep its absorbed queries until the backward pass: 29 GB for 12 layers of 64 heads and
+    Otherwise every layer would keep its absorbed queries until the backward pass: 29 GB for 12 layers of 64 heads and
     32,768 tokens.
     """
 
@@ -116,13 +116,13 @@ class _SumOfBlocks(torch.autograd.Function):
 
 
 def dense_attention(attention: Any, query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of all heads over all earlier keys.
+    """Attend with all heads to all earlier keys.
 
     Args:
-        attention: what makes keys and values of latents.
+        attention: the module, which expands latents to keys and values.
         query: `[batch, heads, queries, dim]`.
         key: `[batch, 1, keys, latent + rope]`, as many keys as queries.
-        scale: what products of queries and keys are multiplied by.
+        scale: factor of the products of queries and keys.
 
     Returns:
         `[batch, queries, heads, value]`, and the logarithms of the softmax's denominators, `[batch, heads, queries]`,
@@ -154,6 +154,6 @@ def _causal(length: int, device: torch.device) -> BlockMask:
     def earlier(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
 
-    # Compiled, it needs no [queries, keys] tensor, which are 10 GiB at 32,768 tokens.
+    # Compiling avoids a [queries, keys] tensor, 10 GiB at 32,768 tokens.
     compiled = device.type == "cuda"
     return create_block_mask(earlier, None, None, length, length, device=str(device), _compile=compiled)

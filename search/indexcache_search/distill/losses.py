@@ -1,7 +1,7 @@
-"""What distillation minimises for each layer that an indexer serves (paper, Section 3.2).
+"""Loss of distillation for each layer that an indexer serves (paper, Section 3.2).
 
-p: what an attention does, the mean of its heads' distributions, `[..., queries, keys]`. log q: the logarithm of what
-the indexer says, over the same keys, -inf for those that a query does not see.
+p: the mean of the attention heads' distributions, `[..., queries, keys]`. log q: the logarithm of the indexer's
+distribution over the same keys, -inf for keys that a query does not see.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ from torch import Tensor
 
 
 def divergence(p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q) of each query, `[..., queries]`, in nats; keys with p = 0 add nothing."""
+    """Return KL(p || q) of each query, `[..., queries]`, in nats; keys with p = 0 add nothing."""
     return (torch.xlogy(p, p) - p * log_q.masked_fill(p == 0, 0.0)).sum(-1)

@@ -1,4 +1,4 @@
-"""How much memory a training process will need, before anything large is loaded."""
+"""Estimate of a training process's memory, before anything large is loaded."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from indexcache_search.hf.device import LOGIT_ROWS
 from sglang_indexcache import Pattern
 
 _MASTER = 4  # bytes of a float32 weight that trains, and of its gradient
-_ADAM = 8  # bytes of its two moments
+_ADAM = 8  # bytes of a weight's two moments
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one process: what stays, and the most that comes on top while a step runs."""
+    """Bytes of one process: weights with optimizer state, and the largest activations of a step."""
 
     weights: int
     activations: int
 
     @property
     def total(self) -> int:
+        """Bytes of weights and activations."""
         return self.weights + self.activations
 
 
@@ -48,14 +49,14 @@ def estimate(
 
     Args:
         config: the model's configuration.
-        pattern: says which indexers train.
-        stage: says whether the body trains.
+        pattern: decides which indexers train.
+        stage: decides whether the body trains.
         seq_len: tokens a sequence.
         micro_batch_size: sequences a forward.
-        processes: over which FSDP2 shards.
-        bfloat16: computes in bfloat16; else in float32.
-        gradient_checkpointing: the sparse stage keeps a layer's input alone, and runs the layer again.
-        kernels: without `[queries, keys]` tensors.
+        processes: number of processes that FSDP2 shards over.
+        bfloat16: compute in bfloat16, else in float32.
+        gradient_checkpointing: in the sparse stage, keep only a layer's input and run the layer again.
+        kernels: compute without `[queries, keys]` tensors.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -65,10 +66,10 @@ def estimate(
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     layers = model.model.layers
     weights = (trained * (2 * _MASTER + _ADAM) + frozen * size) // processes
-    if processes > 1 or bfloat16:  # two layers are there as they compute: the one that runs and the next
+    if processes > 1 or bfloat16:  # two layers are gathered: the one that runs and the next
         weights += 2 * size * max(sum(p.numel() for p in layer.parameters()) for layer in layers)
 
-    # What a layer keeps for its gradients, and what it needs on top while it runs or runs backwards.
+    # Tensors that a layer keeps for its gradients, and those needed while it runs forwards or backwards.
     tokens, cells = micro_batch_size * seq_len, micro_batch_size * seq_len**2
     heads, index_heads = config.num_attention_heads, config.index_n_heads
     mlp = max(config.intermediate_size, config.num_experts_per_tok * config.moe_intermediate_size)
@@ -81,7 +82,7 @@ def estimate(
         latent = config.kv_lora_rank + config.qk_rope_head_dim
         vectors = tokens * index_heads * config.index_head_dim * size
         block = min(tokens, ROWS) * heads * latent * size * 3
-        if stage == "warmup":  # a frozen layer keeps nothing but the gradient of what its source says
+        if stage == "warmup":  # a frozen layer keeps only the gradient of its source's scores
             return Estimate(weights, max(attention + block, logits) + (len(layers) + 2 * full) * vectors)
         body += tokens * heads * (latent + config.kv_lora_rank) * size
         indexer = vectors + tokens * config.index_topk * 4
@@ -91,7 +92,7 @@ def estimate(
         body += cells * heads * (5 if size == 4 else 7)  # the softmax, its rounded copy, and a mask
         indexer = cells * 4 * (index_heads + 3)
         on_top = cells * 4 * (3 * heads + 2 * index_heads)
-        handed_on = full * cells * 4  # what indexers say, until the last layer that they serve
+        handed_on = full * cells * 4  # scores of indexers, kept until the last layer that they serve
     if stage == "warmup":
         activations = body + on_top + full * indexer + handed_on
     elif gradient_checkpointing:
@@ -103,17 +104,17 @@ def estimate(
 
 
 def available(device: torch.device, local_processes: int) -> int:
-    """Bytes that a process may take on its device."""
+    """Return the bytes that a process may use on its device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available) // local_processes
 
 
 def check(need: Estimate, there: int, where: Any) -> None:
-    """Refuse a run that would end in the middle.
+    """Refuse a run that would run out of memory.
 
     Raises:
-        SearchError: if it needs more than there is.
+        SearchError: if it needs more than is free.
     """
     if need.total > there:
         raise SearchError(

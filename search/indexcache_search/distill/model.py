@@ -1,8 +1,8 @@
-"""transformers' DSA models in training: dense or sparse attention, and indexers that learn from all they serve.
+"""DSA models of transformers in training: dense or sparse attention, and indexers that learn from all they serve.
 
 Three graphs never meet. The body learns from the language modelling loss alone. Each retained indexer learns from the
-attention of the layers that it serves, which is detached, and its own inputs are detached, too. What it selects has no
-gradient. So a single backward pass through the sum of both losses gives every parameter its own loss's gradient.
+detached attention of the layers that it serves, and its inputs are detached, too. Its selection has no gradient. So a
+single backward pass through the sum of both losses gives every parameter its own loss's gradient.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ NAME = "indexcache_distill"  # among transformers' attention implementations
 
 @dataclass(frozen=True)
 class Output:
-    """What one forward pass gives.
+    """Result of one forward pass.
 
     Attributes:
         token_losses: `[batch, length - 1]`, float32, of the tokens after the first; None in the warm-up.
-        divergences: `[F layers]`, float32: what each retained indexer is trained on, summed over all queries.
+        divergences: `[F layers]`, float32: loss of each retained indexer, summed over all queries.
     """
 
     token_losses: Tensor | None
@@ -50,7 +50,7 @@ class Output:
 
 
 def set_trainable(model: nn.Module, pattern: Pattern, stage: Stage) -> None:
-    """Let train what a stage trains: the indexers of F layers, and in the sparse stage the body."""
+    """Make trainable the indexers of F layers, and in the sparse stage the body."""
     for parameter in model.parameters():
         parameter.requires_grad_(stage == "sparse")
     for layer, attention in enumerate(dsa_attentions(model)):
@@ -59,26 +59,26 @@ def set_trainable(model: nn.Module, pattern: Pattern, stage: Stage) -> None:
 
 
 def sharding_units(model: Any) -> list[nn.Module]:
-    """Decoder layers, and before them the indexers within: their loss reaches them from other layers than their own."""
+    """List the indexers, then the decoder layers; other layers' losses reach an indexer, so it is a unit of its own."""
     return [*(item.indexer for item in dsa_attentions(model) if item.indexer is not None), *model.model.layers]
 
 
 class Distillation:
-    """Runs a transformers DSA model with `pattern`, and measures what its indexers have to learn.
+    """A DSA model that runs with `pattern` and measures the losses of its indexers.
 
-    Warm-up: attention is dense, and a divergence is over all keys that a query sees. Sparse: attention is over what
-    the layer's source has selected, and so is the divergence.
+    Warm-up: attention is dense, and divergences are over all keys that a query sees. Sparse: attention and divergences
+    are over the keys that the layer's source has selected.
 
     Args:
         model: a `GlmMoeDsaForCausalLM` or `DeepseekV32ForCausalLM`, sharded by FSDP2 or not.
-        pattern: must be `S` on layers that have no indexer.
+        pattern: must be `S` on layers without an indexer.
         stage: `warmup` or `sparse`; may be set to the other between forward passes.
         loss: `multi` is Eq. 1; `own` is each indexer against its own layer only, the paper's ablation.
         kernels: backend of the project's kernels, which need no `[queries, keys]` tensor; None computes in PyTorch.
 
     Raises:
         PatternError: if the pattern does not fit the model.
-        SearchError: if transformers calls its indexers in a way that is not known here.
+        SearchError: if transformers calls the indexers in an unknown way.
     """
 
     def __init__(
@@ -94,16 +94,16 @@ class Distillation:
         self._served = {source: pattern.source_layers.count(source) for source in pattern.full_layers}
         self._labels: Tensor | None = None
         self._indices: dict[int, Tensor] = {}
-        self._vectors: dict[int, Vectors] = {}  # what the kernels score with
+        self._vectors: dict[int, Vectors] = {}  # inputs of the kernels' scores
         self._log_q: dict[int, Tensor] = {}
         self._found: dict[int, list[Tensor]] | None = None
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Make the model run that way inside the `with` block; leave it as it was afterwards.
+        """Change the model's forward pass inside the `with` block, and restore it afterwards.
 
-        Backward passes belong into the block, too, since gradient checkpointing runs layers again. Reading or writing
-        weights by name does not: something else stands in the indexers' places.
+        Backward passes belong in the block, since gradient checkpointing runs layers again. Reading or writing weights
+        by name does not, since the indexers are replaced there.
         """
         config, head = self.model.config, self.model.lm_head
         attentions = dsa_attentions(self.model)
@@ -146,7 +146,7 @@ class Distillation:
             kept.clear()
 
     def _losses_of_tokens(self, head: nn.Linear, hidden: Tensor) -> Tensor:
-        """In place of the output head: losses instead of logits, a block of rows at a time, `[all tokens]`."""
+        """Replace the output head: return losses instead of logits, computed by blocks of rows, `[all tokens]`."""
         assert self._labels is not None
         if self.stage == "warmup":
             return hidden.new_zeros(self._labels.numel())
@@ -163,7 +163,7 @@ class Distillation:
         return torch.cat(blocks_of_losses)
 
     def _select(self, layer: int, indexer: nn.Module) -> Callable[..., Tensor]:
-        """What stands in the place of a layer's indexer."""
+        """Make the function that replaces a layer's indexer."""
 
         def full(
             hidden_states: Tensor,
@@ -197,7 +197,7 @@ class Distillation:
         return select(q, k, weights, ranges, self.model.config.index_topk, self.kernels)
 
     def _score(self, layer: int, scores: Tensor, ranges: Tensor) -> None:
-        """Keep what an indexer says and selects."""
+        """Keep the scores and the selection of an indexer."""
         keys = scores.shape[-1]
         scores = scores.masked_fill(~visible_keys(keys, ranges[..., 0], ranges[..., 1], None), -torch.inf)
         indices = scores.new_empty(0, dtype=torch.int32)
@@ -209,7 +209,7 @@ class Distillation:
         self._indices[layer], self._log_q[layer] = indices, scores.log_softmax(-1)
 
     def attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, ranges: Tensor, scale: float) -> Tensor:
-        """Attention `[batch, queries, heads, dim]` of a layer, after which its source has learned what it did."""
+        """Attend in a layer, `[batch, queries, heads, dim]`, and add the divergence of its source's indexer."""
         layer = attention.layer_idx
         source = self.pattern.source_layers[layer]
         indices = self._indices[source] if self.stage == "sparse" else None

@@ -1,4 +1,4 @@
-"""What can be refused before anything large is loaded."""
+"""Checks before anything large is loaded."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from sglang_indexcache.model.checkpoint import Checkpoint
 def check_model(
     model: str, description: ModelLayers, config: PreTrainedConfig, data: Data, settings: Settings, runtime: Runtime
 ) -> None:
-    """Check that a model can be trained as asked.
+    """Refuse a model that can't be trained as requested.
 
     Raises:
-        IndexCacheError: if not.
+        IndexCacheError: naming the reason.
     """
     if not isinstance(family_of(description.architecture).checkpoint, DsaCheckpoint):
         raise SearchError(f"{model}: distillation does not train {description.architecture}, expected a DSA model")
@@ -43,10 +43,10 @@ def check_model(
 
 
 def computes_in_bfloat16(runtime: Runtime) -> bool:
-    """Whether the forward pass does; `auto` does so on a GPU.
+    """Return true if the forward pass runs in bfloat16; `auto` does so on a GPU.
 
     Raises:
-        SearchError: if device or dtype is none that is known.
+        SearchError: if the device or dtype is unknown.
     """
     if runtime.device not in ("auto", "cpu"):
         raise SearchError(f"--device is {runtime.device}, expected auto or cpu; CUDA_VISIBLE_DEVICES chooses a GPU")
@@ -65,7 +65,7 @@ def check_memory(
     attention: str,
     processes: Processes,
 ) -> None:
-    """Check that a stage fits into what is free.
+    """Refuse a stage that does not fit into the free memory.
 
     Raises:
         SearchError: if it does not.

@@ -1,4 +1,4 @@
-"""What a person sees while a model trains."""
+"""Progress of a training run on the console."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ STAGES = {"warmup": "dense warm-up", "sparse": "sparse training"}
 
 
 class TrainingProgress:
-    """A bar over the steps of all stages, and a line now and then.
+    """A bar over the steps of all stages, with a line now and then.
 
     Args:
-        console: quiet in all processes but the first; on something that is no terminal only the lines are written.
-        done: steps that an earlier run has done.
-        steps: how many all stages take.
-        names: of stages, for people.
+        console: quiet in all processes but the first. Without a terminal only the lines are printed.
+        done: steps done by an earlier run.
+        steps: steps of all stages.
+        names: displayed names of the stages.
     """
 
     def __init__(self, console: Console, done: int, steps: int, names: Mapping[str, str] = STAGES) -> None:
@@ -40,7 +40,7 @@ class TrainingProgress:
         self._progress.stop()
 
     def begin(self, stage: str) -> None:
-        """Say which stage runs."""
+        """Show the stage that runs."""
         self._progress.update(self._task, description=self._names[stage])
 
     def _record(self, record: dict[str, Any]) -> None:

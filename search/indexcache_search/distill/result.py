@@ -1,4 +1,4 @@
-"""What a distillation run has to show."""
+"""Metrics of a distillation run, and their table."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def collect(
     settings: TrainingSettings,
     versions: Mapping[str, str],
 ) -> dict[str, Any]:
-    """metrics.json: the held-out losses before, on the way and after, beside the untrained model's.
+    """Collect metrics.json: held-out losses before, during and after training, beside the untrained model's.
 
-    Differences are paired: all rows are of the same sequences. Where each sequence's divergence is recorded, it has a
-    standard error as well.
+    Differences are paired, since all rows are of the same sequences. Where each sequence's divergence is recorded, it
+    has a standard error as well.
     """
     evaluations = [record for record in records if "losses" in record]
     original = losses_of(evaluations[0]["losses"], evaluations[0]["tokens"])
@@ -59,12 +59,12 @@ def collect(
 
 
 def losses_of(sums: Sequence[float], tokens: Sequence[int]) -> Losses:
-    """Held-out losses of all sequences, as searches have them."""
+    """Convert sums and tokens of all sequences to the losses of a search."""
     return Losses(rows=tuple(range(len(sums))), losses=tuple(sums), tokens=tuple(tokens))
 
 
 def terminal_table(metrics: Mapping[str, Any]) -> Table:
-    """The rows that a person wants to compare."""
+    """Make the table of each stage's last evaluation."""
     table = Table(box=None, pad_edge=False)
     for name in ("", "held-out loss", "over the original", "KL of the indexers"):
         table.add_column(name, justify="left" if not name else "right")

@@ -1,4 +1,4 @@
-"""A whole distillation run: from a model, a pattern and data to a checkpoint that can be served."""
+"""A whole distillation run: from a model, a pattern and data to a checkpoint for serving."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ STAGES: tuple[Stage, ...] = ("warmup", "sparse")
 def run(
     model: str, data: Data, settings: Settings, runtime: Runtime, folders: Folders, console: Console
 ) -> tuple[Mapping[str, Any], list[Path]]:
-    """Train `model` for a pattern, write what `indexcache-distill` writes, and return the metrics and what was written.
+    """Train `model` for a pattern, write the results, and return the metrics and the files written.
 
-    Runs in every process of a launch; the first one writes and speaks.
+    All processes of a launch call this; only the first writes and prints.
 
     Raises:
-        IndexCacheError: if something asked for can't be done.
+        IndexCacheError: if a request can't be fulfilled.
         NonFiniteLossError: if a loss is NaN or infinite; the last good checkpoint stays.
     """
     set_quiet()
@@ -86,7 +86,7 @@ def run(
                 for record in task.evaluate_before(description.native):
                     run.loop.report(record)
             run.loop.train(task, done)
-            # Between the stages the model keeps its own pattern and all of its indexers.
+            # The checkpoint between the stages has the model's own pattern and all of its indexers.
             pattern = settings.pattern if stage == stages[-1] else description.native
             keep = stage != stages[-1] or _keeps_shared(runtime, description)
             run.check_unchanged()
@@ -103,10 +103,10 @@ def run(
 def _load(
     source: str, description: ModelLayers, processes: Processes, files: ModelFiles | None
 ) -> tuple[Any, dict[str, torch.dtype]]:
-    """The model, in the dtypes of its checkpoint, and these; only the first process reads the weights.
+    """Load the model in the dtypes of its checkpoint, and return it with these; the first process reads the weights.
 
     Raises:
-        ModelConfigError: if it is not what `files` were.
+        ModelConfigError: if the model differs from `files`.
     """
     model: Any
     if processes.first:
@@ -124,7 +124,7 @@ def _load(
 
 
 def _keeps_shared(runtime: Runtime, description: ModelLayers) -> bool:
-    """Whether the result has the indexers of S layers; transformers runs all of DeepSeek-V3.2's."""
+    """Return true if the result has the indexers of S layers; transformers runs all of DeepSeek-V3.2's."""
     return runtime.keep_shared if runtime.keep_shared is not None else "DeepseekV32" in description.architecture
 
 
@@ -138,7 +138,7 @@ def _export(
     keep_shared: bool,
     processes: Processes,
 ) -> None:
-    """Gather the weights of all processes, and write them in the dtypes that they were read in."""
+    """Gather the weights of all processes, and write them in their original dtypes."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights: dict[str, Any] = get_model_state_dict(model, options=options)
     if processes.first:

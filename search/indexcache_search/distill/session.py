@@ -1,4 +1,4 @@
-"""What every run has that trains a checkpoint: its files, its folders and data, its log and progress."""
+"""The common part of runs that train a checkpoint: its files, folders, data, log and progress."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class Session:
     """A run while it holds its folders.
 
     Attributes:
-        work: its folders.
+        work: folders of the run.
         train: training sequences.
         held_out: evaluation sequences.
-        done: steps that an earlier run has taken.
-        log: what was recorded, in the first process.
+        done: steps done by an earlier run.
+        log: the records, in the first process.
         loop: runs tasks.
-        progress: for people.
-        files: the checkpoint's, as they were when the run began.
-        tokenizer: likewise.
+        progress: for messages.
+        files: the checkpoint's files when the run began.
+        tokenizer: the tokenizer's files when the run began.
     """
 
     work: Work
@@ -59,10 +59,10 @@ class Session:
     tokenizer: ModelFiles
 
     def check_unchanged(self) -> None:
-        """Check that what was trained is still there, before something is written that says so.
+        """Check that the original model is unchanged, before results that name it are written.
 
         Raises:
-            ModelConfigError: naming what changed.
+            ModelConfigError: naming the change.
         """
         if self.log is not None:
             self.files.check()
@@ -73,7 +73,7 @@ class Session:
     ) -> Mapping[str, Any]:
         """Write metrics.json, pattern.yaml and `more` in the first process, and return the metrics.
 
-        The pattern file's model is called as `description` and `suffix` say.
+        The pattern file names the model after `description` and `suffix`.
         """
         if self.log is None:
             return {}
@@ -99,10 +99,10 @@ def session(
     also: Mapping[str, Any],
     names: Mapping[str, str] = STAGES,
 ) -> Iterator[Session]:
-    """Begin a run in all of its processes, or go on with it; the first process writes and speaks.
+    """Begin or resume a run in all of its processes; only the first writes and prints.
 
-    `steps` are those of all stages, `also` is what else the trained weights depend on, `names` are the stages' for
-    people.
+    `steps` are those of all stages, `also` names other inputs of the trained weights, `names` are displayed names of
+    the stages.
 
     Raises:
         IndexCacheError: if folders or data can't be used, or belong to another run.

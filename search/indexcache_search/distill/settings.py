@@ -1,4 +1,4 @@
-"""What a distillation run is asked to do: with what, how, and where."""
+"""Settings of a distillation run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WSD_DECAY = 0.2  # of a stage's steps
 
 
 def rate(schedule: Schedule, ramp_steps: int, done: int, total: int) -> float:
-    """What peak learning rates are multiplied with when `done` of `total` steps are done."""
+    """Return the factor of the peak learning rates when `done` of `total` steps are done."""
     ramp = min(1.0, (done + 1) / max(1, min(ramp_steps, total)))
     if schedule == "constant":
         return ramp
@@ -30,18 +30,18 @@ def rate(schedule: Schedule, ramp_steps: int, done: int, total: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """What all trained weights depend on, beside model and data.
+    """All inputs of the trained weights beside model and data.
 
     Attributes:
-        pattern: what the model will be served with.
+        pattern: the pattern that the model will be served with.
         lr: peak learning rate of the body.
         schedule: after the ramp: `cosine` to a tenth; `wsd` stays and falls to 0 over the last fifth; `constant`.
         ramp_steps: length of the linear ramp that each stage begins with.
         batch_size: sequences a step, of all processes together.
         micro_batch_size: sequences a forward of one process.
         weight_decay: AdamW's, on the body's matrices.
-        max_norm: to which the gradients of the body and of what else trains are clipped, each for itself.
-        seed: order of the training sequences.
+        max_norm: limit of the gradient norm, of the body and of the other weights separately.
+        seed: seed of the order of the training sequences.
     """
 
     pattern: Pattern
@@ -55,7 +55,7 @@ class TrainingSettings:
     seed: int = 0
 
     def check(self, processes: int) -> None:
-        """Check what depends on the number of processes.
+        """Check settings that depend on the number of processes.
 
         Raises:
             SearchError: if batches can't be divided.
@@ -67,12 +67,13 @@ class TrainingSettings:
             )
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the settings as JSON values."""
         return {**asdict(self), "pattern": self.pattern.key}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(TrainingSettings):
-    """What distillation is asked to do.
+    """Settings of distillation.
 
     Attributes:
         loss: see `Distillation`.
@@ -90,37 +91,38 @@ class Settings(TrainingSettings):
 
     @property
     def steps(self) -> int:
+        """Steps of both stages."""
         return self.warmup_steps + self.sparse_steps
 
     def stage(self, step: int) -> Stage:
-        """The stage of a step, counted from 0."""
+        """Return the stage of a step, counted from 0."""
         return "warmup" if step < self.warmup_steps else "sparse"
 
     def range(self, stage: Stage) -> tuple[int, int]:
-        """First step of a stage, and one past its last."""
+        """Return the first step of a stage, and one past its last."""
         return (0, self.warmup_steps) if stage == "warmup" else (self.warmup_steps, self.steps)
 
     def check(self, processes: int) -> None:
-        """See `TrainingSettings.check`; there must be a step."""
+        """Check that there is a step; see `TrainingSettings.check`."""
         if self.steps < 1:
             raise SearchError("--warmup and --sparse have both steps=0, expected at least one step")
         super().check(processes)
 
     def rate(self, step: int) -> float:
-        """What the peak learning rates are multiplied with at a step, counted from 0; each stage has its own curve."""
+        """Return the factor of the peak learning rates at a step, counted from 0; each stage has its own curve."""
         first, end = self.range(self.stage(step))
         return rate(self.schedule, self.ramp_steps, step - first, end - first)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """How a run trains; see `indexcache-distill --help`.
+    """Settings of how a run trains; see `indexcache-distill --help`.
 
     Attributes:
         device: `auto` or `cpu`.
-        dtype: what computations run in: `auto`, `float32` or `bfloat16`; what trains is float32 in any case.
+        dtype: of computations: `auto`, `float32` or `bfloat16`. Weights that train are always float32.
         attention: `auto`, `naive` or `kernels`.
-        keep_shared: write the indexers of S layers, too; None: where transformers needs them.
+        keep_shared: write the indexers of S layers, too. None: only where transformers needs them.
     """
 
     device: str

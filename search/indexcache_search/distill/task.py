@@ -1,4 +1,4 @@
-"""What a stage of a distillation trains on, step by step."""
+"""A stage of a distillation, step by step."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class StageTask:
     """One stage of one model, as a `training.loop.Task`.
 
     Args:
-        processes: those that train together.
+        processes: all processes of the run.
         model: as loaded, in the first process.
-        settings: what the run is asked to do.
-        stage: to train.
-        train: training sequences; `scored` says which tokens count in the language modelling loss.
+        settings: of the run.
+        stage: the stage to train.
+        train: training sequences; `scored` marks the tokens of the language modelling loss.
         held_out: evaluation sequences.
         kernels: see `Distillation`.
     """
@@ -69,7 +69,7 @@ class StageTask:
         return adamw(indexers, body, own_lr=own_lr, lr=settings.lr, weight_decay=settings.weight_decay)
 
     def step(self, number: int) -> dict[str, Any]:
-        """One optimizer step: forward and backward of all sequences of a batch, scaled to the means over all of it.
+        """Take one optimizer step: forward and backward of a batch's sequences, scaled to the means over the batch.
 
         Raises:
             NonFiniteLossError: if a loss or gradient is NaN or infinite; the step is not taken.
@@ -113,7 +113,7 @@ class StageTask:
         }
 
     def _forward(self, distillation: Distillation, rows: NDArray[np.int64], data: TokenSet) -> tuple[Tensor, Tensor]:
-        """Sum of each sequence's scored losses, `[sequences]` (0 in the warm-up), and of each indexer's divergences."""
+        """Return sums of scored losses by sequence, `[sequences]` (0 in the warm-up), and of divergences by indexer."""
         device = self._processes.device
         tokens = torch.from_numpy(data.tokens[rows].astype(np.int64)).to(device)
         with self._processes.autocast():
@@ -124,7 +124,7 @@ class StageTask:
         return (output.token_losses * weights).double().sum(1), output.divergences
 
     def evaluate_before(self, native: Pattern) -> Iterator[dict[str, Any]]:
-        """Records of what the untrained model does with its own pattern, and with the one to be trained."""
+        """Yield records of the untrained model, with its own pattern and with the one to be trained."""
         for name, pattern in (("original", native), ("training-free", self._settings.pattern)):
             kernels, loss = self.distillation.kernels, self.distillation.loss
             before = Distillation(self.model, pattern, "sparse", loss, kernels)
@@ -132,14 +132,14 @@ class StageTask:
 
     @torch.no_grad()
     def evaluate(self, distillation: Distillation | None = None) -> dict[str, Any]:
-        """Held-out losses of the model as it will be served, which is sparse.
+        """Measure held-out losses of the model as it will be served, which is sparse.
 
         Args:
-            distillation: another one of the same model; what trains by default.
+            distillation: another one of the same model; by default the one that trains.
 
         Returns:
-            `losses`: sum over each sequence's scored tokens; `tokens`: how many those are; `held_out_loss`: mean over
-            tokens, then over sources; `held_out_kl`: mean over queries and indexers.
+            `losses`: sum over each sequence's scored tokens; `tokens`: their number; `held_out_loss`: mean over tokens,
+            then over sources; `held_out_kl`: mean over queries and indexers.
         """
         distillation = distillation or self.distillation
         data, processes = self._held_out, self._processes.count
@@ -150,7 +150,7 @@ class StageTask:
             for turn in range(-(-data.num_sequences // (size * processes))):
                 first = (turn * processes + self._processes.index) * size
                 rows = np.arange(first, min(first + size, data.num_sequences))
-                # FSDP's calls are collective: a process that has nothing left runs a sequence for nobody.
+                # FSDP's calls are collective, so a process without sequences runs one and drops the result.
                 own_losses, divergences = self._forward(distillation, rows if rows.size else np.arange(1), data)
                 if rows.size:
                     losses[rows], losses[-1] = own_losses.cpu(), losses[-1] + divergences.sum().item()

@@ -1,1 +1,1 @@
-"""Training whatever a task says, in one process or several: loop, checkpoints, sharding, log."""
+"""Training of any task, in one process or several: loop, checkpoints, sharding, log."""

@@ -1,7 +1,7 @@
-"""Training checkpoints: what trains, its optimizer's state, and the step, each process's share in files of its own.
+"""Training checkpoints: trainable weights, optimizer state, and the step, with each process's share in its own files.
 
-Safetensors and JSON with checksums: reading them runs nothing, and one that a kill or a full disk cut short is noticed,
-so that the one before it is used. The number of processes is part of a run's identity, so shares never change hands.
+Files are safetensors and JSON with checksums. Reading them runs no code, and a file cut short by a kill or a full disk
+is noticed, so that the checkpoint before it is used. The number of processes is part of a run's identity.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KEPT = 2
 
 
 class _Manifest(BaseModel):
-    """Which files a complete checkpoint has, and their sha256."""
+    """Step of a complete checkpoint, and the sha256 of its files."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -45,21 +45,21 @@ class _Manifest(BaseModel):
 
 
 class Checkpoints:
-    """The checkpoints of a run, one folder each; a folder is there under its name only when it is complete.
+    """The checkpoints of a run, one folder each; only a complete checkpoint has its final folder name.
 
     Args:
-        folder: where they all are.
-        processes: those that write and read together.
+        folder: parent of their folders.
+        processes: all processes of the run.
     """
 
     def __init__(self, folder: Path, processes: Processes) -> None:
         self._folder, self._processes = folder, processes
 
     def latest(self) -> int:
-        """Steps done at the last checkpoint that is whole; 0 if there is none.
+        """Return the steps done at the last intact checkpoint; 0 if there is none.
 
         Raises:
-            JournalError: if there are checkpoints, and all of them are damaged.
+            JournalError: if there are checkpoints, but all are damaged.
         """
         complete = self._complete()
         for path in reversed(complete):
@@ -70,6 +70,7 @@ class Checkpoints:
         return 0
 
     def path(self, step: int) -> Path:
+        """Return the folder of the checkpoint at `step`."""
         return self._folder / f"step-{step:06d}"
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
@@ -97,10 +98,10 @@ class Checkpoints:
         self._processes.wait()
 
     def load(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
-        """Read a checkpoint into a model whose parameters train as they did when it was written.
+        """Read a checkpoint into a model with the same trainable parameters as when it was written.
 
         Raises:
-            JournalError: if it holds something else.
+            JournalError: if the checkpoint holds other weights.
         """
         weights, state = get_state_dict(model, optimizer, options=_OPTIONS)
         current = {"model": weights, "optimizer": state}
@@ -121,7 +122,7 @@ class Checkpoints:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Let a loss that is no number say, inside the `with` block, which checkpoint is the last good one."""
+        """Add the last good checkpoint to the message of a `NonFiniteLossError` inside the `with` block."""
         try:
             yield
         except NonFiniteLossError as error:
@@ -151,7 +152,7 @@ class Checkpoints:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint; what is none of its files stays, and with it the folder."""
+    """Remove a checkpoint; foreign files stay, and with them the folder."""
     for path in sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else ():
         if _FILE.fullmatch(path.name):
             path.unlink()
@@ -160,7 +161,7 @@ def _remove(folder: Path) -> None:
 
 
 def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Paths and values of everything that is not a mapping; lists of mappings count as mappings by number."""
+    """Yield paths and values of everything but mappings; lists of mappings count as mappings by number."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from _leaves(value, (*path, str(key)))
@@ -172,7 +173,7 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def _split(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """This process's share of all tensors, by path, and what is no tensor."""
+    """Split a tree into this process's share of all tensors, by path, and the other values."""
     tensors, rest = {}, {}
     for path, value in _leaves(tree):
         name = "|".join(path)
@@ -184,7 +185,7 @@ def _split(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _joined(tree: Any, tensors: Mapping[str, Tensor], rest: Mapping[str, Any], path: tuple[str, ...] = ()) -> Any:
-    """`tree` with its leaves replaced by what was read, sharded tensors as they are sharded now."""
+    """Replace the leaves of `tree` by those read; sharded tensors are sharded as they are now."""
     if isinstance(tree, Mapping):
         return {key: _joined(value, tensors, rest, (*path, str(key))) for key, value in tree.items()}
     if isinstance(tree, list) and tree and isinstance(tree[0], Mapping):

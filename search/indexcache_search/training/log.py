@@ -13,11 +13,11 @@ from sglang_indexcache.files.atomic import write_atomically
 
 
 class TrainingLog:
-    """Records with a `step`, the number of steps done, one JSON object a line, with checksums.
+    """Records as JSON lines with checksums; the `step` of each is the number of steps done.
 
     Args:
         path: the file.
-        step: what is recorded of later steps is dropped, since they are done again; with 0 everything is.
+        step: records of later steps are dropped, since these steps are done again; 0 drops all.
         tensorboard: folder for TensorBoard event files, or None.
     """
 
@@ -56,7 +56,7 @@ class TrainingLog:
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a log; a line that was cut off by a kill is left out.
+    """Read the records of a log, except for a last line that was cut off by a kill.
 
     Raises:
         JournalError: if a line is damaged.

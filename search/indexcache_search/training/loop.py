@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluations, checkpoints and records of whatever a task trains."""
+"""The training loop: steps, evaluations, checkpoints and records of a task."""
 
 from __future__ import annotations
 
@@ -19,53 +19,53 @@ from indexcache_search.training.settings import Intervals
 
 @dataclass(frozen=True)
 class Watch:
-    """Who wants to hear of a run: `record` each step's record, `show` lines for people."""
+    """Callbacks of a run: `record` receives each step's record, `show` the records to print."""
 
     record: Callable[[dict[str, Any]], None]
     show: Callable[[dict[str, Any]], None]
 
 
 class Task(Protocol):
-    """What is trained."""
+    """Training of one model, step by step."""
 
     @property
     def stage(self) -> str:
-        """Its name in records."""
+        """Name of the stage in records."""
         ...
 
     @property
     def model(self) -> nn.Module:
-        """Sharded or not."""
+        """The model that trains, sharded or not."""
         ...
 
     @property
     def optimizer(self) -> Optimizer:
-        """Holds all that trains."""
+        """The optimizer of all trainable weights."""
         ...
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Its first step, and one past its last; a run of several tasks counts on."""
+        """First step, and one past the last; the tasks of a run count on."""
         ...
 
     def step(self, number: int) -> dict[str, Any]:
-        """Take step `number`, counted from 0; the record of what happened, with `step`: steps done."""
+        """Take step `number`, counted from 0, and return its record, with `step`: steps done."""
         ...
 
     def evaluate(self) -> dict[str, Any]:
-        """What the model is worth now, for a record."""
+        """Evaluate the model, and return a record."""
         ...
 
 
 class Loop:
-    """Runs tasks.
+    """Runner of tasks.
 
     Args:
-        processes: those that train together.
-        checkpoints: where the run's states are kept.
-        log: the run's records, in the process that writes them.
-        watch: hears of everything.
-        intervals: between what takes time.
+        processes: all processes of the run.
+        checkpoints: of the run.
+        log: the run's records, in the first process.
+        watch: receives all records.
+        intervals: steps between evaluations, checkpoints and lines.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Loop:
         self._watch, self._intervals = watch, intervals
 
     def train(self, task: Task, done: int) -> None:
-        """Run `task` to its end, from the checkpoint at `done` steps where it has begun before.
+        """Run `task` to its end; if it has begun before, from the checkpoint at `done` steps.
 
         Raises:
             NonFiniteLossError: if a loss or gradient is NaN or infinite; the step is not taken.
@@ -108,7 +108,7 @@ class Loop:
                 self._checkpoints.save(done, task.model, task.optimizer)
 
     def report(self, record: dict[str, Any]) -> None:
-        """Write down an evaluation, and show it."""
+        """Log an evaluation, and show it."""
         self._note(record, self._watch.show)
 
     def _note(self, record: dict[str, Any], hear: Callable[[dict[str, Any]], None]) -> None:

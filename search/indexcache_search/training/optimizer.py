@@ -1,4 +1,4 @@
-"""AdamW over two kinds of weights: those that a training is about, and the body of the model."""
+"""AdamW over two kinds of weights: the weights that a method adds or retrains, and the body of the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BETAS = (0.9, 0.95)
 def adamw(
     own: Sequence[nn.Parameter], body: Sequence[nn.Parameter], *, own_lr: float, lr: float, weight_decay: float
 ) -> torch.optim.AdamW:
-    """Make an optimizer with peak rates; only the body's matrices decay. `own` come first, and are never empty."""
+    """Make an optimizer with peak rates. Only the body's matrices decay; `own` come first, and are never empty."""
     groups: list[dict[str, Any]] = [
         {"params": list(own), "peak": own_lr, "weight_decay": 0.0},
         {"params": [p for p in body if p.ndim > 1], "peak": lr, "weight_decay": weight_decay},
@@ -25,7 +25,7 @@ def adamw(
 
 
 def clip(optimizer: torch.optim.Optimizer, own: str, max_norm: float) -> dict[str, float]:
-    """Clip the gradients of both kinds, each for itself, and return their norms; `own` is the name of the first."""
+    """Clip the gradients of both kinds separately, and return their norms; `own` is the name of the first kind."""
     norms = {}
     first, *body = (group["params"] for group in optimizer.param_groups)
     for name, parameters in ((own, first), ("body", [p for group in body for p in group])):
@@ -36,7 +36,7 @@ def clip(optimizer: torch.optim.Optimizer, own: str, max_norm: float) -> dict[st
 
 
 def take_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Take a step with peak rates times `factor`, and forget the gradients."""
+    """Take a step with peak rates times `factor`, and clear the gradients."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * factor
     optimizer.step()

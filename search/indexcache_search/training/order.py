@@ -10,8 +10,8 @@ class Order:
     """An endless stream of rows: every epoch takes each row once, shuffled anew.
 
     Args:
-        rows: how many there are.
-        seed: decides the shuffles; the same seed gives the same stream everywhere.
+        rows: number of rows.
+        seed: seed of the shuffles; the same seed gives the same stream everywhere.
     """
 
     def __init__(self, rows: int, seed: int) -> None:
@@ -19,7 +19,7 @@ class Order:
         self._epoch, self._permutation = -1, np.empty(0, np.int64)
 
     def step(self, step: int, batch_size: int) -> NDArray[np.int64]:
-        """Rows of a step, counted from 0."""
+        """Return the rows of a step, counted from 0."""
         return np.array([self._at(position) for position in range(step * batch_size, (step + 1) * batch_size)])
 
     def _at(self, place: int) -> int:

@@ -1,4 +1,4 @@
-"""The processes that train together, as `torchrun` starts them; one alone without it."""
+"""The processes that train together, as `torchrun` starts them; a single one without it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from indexcache_search.errors import SearchError
 
-PATIENCE = timedelta(hours=2)  # with another process, which may be reading the weights
+PATIENCE = timedelta(hours=2)  # waiting for another process, which may be reading the weights
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Processes:
     """This process among those of a run.
 
     Attributes:
-        index: 0 is the first, which writes and speaks.
-        count: how many there are.
-        device: what this one computes on.
-        bfloat16: computes in bfloat16; else in float32.
+        index: number of this process; the first, 0, writes and prints.
+        count: number of processes.
+        device: device of this process.
+        bfloat16: compute in bfloat16, else in float32.
     """
 
     index: int
@@ -36,19 +36,20 @@ class Processes:
 
     @property
     def first(self) -> bool:
+        """True in the process that writes and prints."""
         return self.index == 0
 
     @property
     def shards(self) -> bool:
-        """Whether the model is sharded: in bfloat16 also over one process, so that one and several train alike."""
+        """True if the model is sharded. A single process shards in bfloat16, so that one and several train alike."""
         return self.count > 1 or self.bfloat16
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """What a forward pass runs in."""
+        """Return the context of a forward pass."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.bfloat16 else nullcontext()
 
     def wait(self) -> None:
-        """Go on when all processes are here."""
+        """Wait for all processes."""
         if self.count > 1:
             dist.barrier()
 
@@ -62,7 +63,7 @@ class Processes:
             self.wait()
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over processes, on the CPU."""
+        """Sum `values` over processes, on the CPU."""
         if self.count == 1:
             return values
         total = values.to(self.device)
@@ -70,21 +71,21 @@ class Processes:
         return total.cpu()
 
     def gather(self, item: Any) -> list[Any]:
-        """Every process's `item`, in order."""
+        """Return every process's `item`, in order."""
         items = [item] * self.count
         if self.count > 1:
             dist.all_gather_object(items, item)
         return items
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite `tensor`, on this process's device, with the first one's."""
+        """Overwrite `tensor`, on this process's device, with the first process's."""
         if self.count > 1:
             dist.broadcast(tensor, src=0)
 
 
 @contextmanager
 def joined(cpu: bool, bfloat16: bool) -> Iterator[Processes]:
-    """Join the others (RANK, LOCAL_RANK and WORLD_SIZE say which) for as long as the block lasts.
+    """Join the other processes of RANK, LOCAL_RANK and WORLD_SIZE while the block lasts.
 
     Raises:
         SearchError: if there are more processes on this machine than GPUs.
@@ -104,7 +105,7 @@ def joined(cpu: bool, bfloat16: bool) -> Iterator[Processes]:
     if not processes.shards:
         yield processes
         return
-    # FSDP2 wants a group, be it of one.
+    # FSDP2 needs a group, even of one process.
     alone = {"store": cast(Any, dist).HashStore(), "rank": 0, "world_size": 1} if count == 1 else {}
     dist.init_process_group(backend, timeout=PATIENCE, device_id=device if device.type == "cuda" else None, **alone)
     ended = False

@@ -1,4 +1,4 @@
-"""What a run trains on and is judged by."""
+"""Training and held-out sequences of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_indexcache import ModelLayers
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Sources and sizes of the training and the held-out set, and how rows are understood."""
+    """Sources and sizes of the training and the held-out set, and the reading of rows."""
 
     training: tuple[str, ...]
     evaluation: tuple[str, ...]
@@ -32,14 +32,14 @@ class Data:
     rows: RowOptions = AS_THEY_ARE
 
     def reads(self, model: str) -> dict[str, Sequence[str]]:
-        """What the options name, see `check_apart`."""
+        """Return the inputs by option, for `check_apart`."""
         return {"--model": [model], "--training": self.training, "--evaluation": self.evaluation}
 
     def contents(self) -> dict[str, str | None]:
-        """By source, a digest of what it holds.
+        """Return a digest of the content of each source.
 
         Raises:
-            DataError: if one can't be read.
+            DataError: if a source can't be read.
         """
         return {f"sha256 of {source}": content_digest(source) for source in {*self.training, *self.evaluation}}
 
@@ -54,20 +54,20 @@ def training_sets(
     processes: Processes,
     notice: Callable[[str], None],
 ) -> tuple[TokenSet, TokenSet]:
-    """Both sets, read once and kept as token ids, so that a resumed run trains on the same ones.
+    """Read both sets once and keep them as token ids, so that a resumed run trains on the same ones.
 
     Args:
         model: folder or hub id, for its tokenizer.
-        description: what its config.json says; of dense models prompts and replies are told apart.
+        description: of the model; for dense models prompts and replies are separated.
         data: sources and sizes.
-        identity: has what the sources held when the run began.
-        seed: order of the training documents.
-        folders: where they are kept.
+        identity: has digests of the sources when the run began.
+        seed: seed of the order of the training documents.
+        folders: the sets are kept in their work folder.
         processes: the first of them reads.
-        notice: told what a person should know of it.
+        notice: called with notes of the reader.
 
     Raises:
-        IndexCacheError: if a source can't be read or holds too little, or what was kept is damaged.
+        IndexCacheError: if a source can't be read or holds too little, or a kept set is damaged.
     """
     places = [folders.work / "data" / name for name in ("training", "held-out")]
     with processes.first_before_others():

@@ -1,4 +1,4 @@
-"""How often a run stops to look, and where it writes."""
+"""Intervals and folders of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Intervals:
-    """Steps between evaluations, checkpoints and lines for people; the last step of a task has all three."""
+    """Steps between evaluations, checkpoints and printed lines; the last step of a task has all three."""
 
     evaluate: int
     checkpoint: int
@@ -17,12 +17,12 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Folders:
-    """Where a run writes.
+    """Output folders of a run.
 
     Attributes:
-        output: the folder that was named.
-        restart: discard what an earlier run left there.
-        command: that runs, by which its folders are known.
+        output: the folder of `--output`.
+        restart: discard the results of an earlier run.
+        command: name of the command, which marks its folders.
     """
 
     output: Path
@@ -31,16 +31,20 @@ class Folders:
 
     @property
     def work(self) -> Path:
+        """Folder of the run's state."""
         return self.output / "work"
 
     @property
     def warmed_up(self) -> Path:
+        """Folder of the model after the warm-up."""
         return self.work / "warmed-up"
 
     @property
     def events(self) -> Path:
+        """Folder of TensorBoard's event files."""
         return self.output / "tensorboard"
 
     @property
     def model(self) -> Path:
+        """Folder of the trained model."""
         return self.output / "model"

@@ -1,4 +1,4 @@
-"""A model's weights, gradients and optimizer state sharded over processes with FSDP2."""
+"""Sharding of a model's weights, gradients and optimizer state over processes with FSDP2."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from indexcache_search.training.processes import Processes
 
 
 def shard(model: Any, units: Sequence[nn.Module], processes: Processes) -> Any:
-    """Put `model` on the devices of `processes`; in float32 on one of them as a whole, else sharded.
+    """Move `model` to the devices of `processes`: whole for a single process in float32, else sharded.
 
     In bfloat16 a unit computes with rounded weights and inputs, also in a single process, so that one and several train
-    alike; gradients are added up in float32.
+    alike. Gradients are summed in float32.
 
     Args:
-        model: the first process's has the weights; those of the others may be on the meta device.
-        units: modules that are gathered as a whole before they run, those within others first; what is in none of
-            them is gathered with the model.
-        processes: all of them call this.
+        model: with weights in the first process; those of the others may be on the meta device.
+        units: modules that are gathered as a whole before they run, inner ones first. Other modules are gathered with
+            the model.
+        processes: all processes; each calls this.
     """
     if not processes.shards:
         return model.to(processes.device)
@@ -39,8 +39,8 @@ def shard(model: Any, units: Sequence[nn.Module], processes: Processes) -> Any:
 
 
 def _hand_out(modules: list[nn.Module], processes: Processes) -> None:
-    """Put the first process's weights and buffers on the device of every process."""
-    there: dict[int, nn.Parameter] = {}  # by what it was, since modules may share one
+    """Copy the first process's weights and buffers to the device of every process."""
+    there: dict[int, nn.Parameter] = {}  # by the original, since modules may share one
 
     def copy(tensor: Tensor) -> Tensor:
         if processes.first:

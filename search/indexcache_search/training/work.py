@@ -1,4 +1,4 @@
-"""The folders of a run: held by one run at a time, and kept for the same one."""
+"""The folders of a run: held by one process group at a time, and reused only by the same run."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Work:
     """The folders of a run while it holds them.
 
     Attributes:
-        folders: where they are.
-        results: the files that people look at.
-        identity: what the trained weights depend on, with digests of the data as they were when it began; empty in all
-            processes but the first.
+        folders: their paths.
+        results: the files in the output folder.
+        identity: inputs of the trained weights, with digests of the data when the run began; empty in all processes but
+            the first.
     """
 
     folders: Folders
@@ -49,7 +49,7 @@ class Work:
     identity: Mapping[str, Any]
 
     def log(self, done: int, tensorboard: bool) -> TrainingLog:
-        """The run's log, from step `done` on."""
+        """Open the run's log, from step `done` on."""
         folders = self.folders
         if tensorboard:
             tree.open_subfolder(folders.events, folders.command, "events")
@@ -57,10 +57,10 @@ class Work:
 
     @contextmanager
     def exported(self, folder: Path) -> Iterator[Path]:
-        """An empty folder for a checkpoint, which takes the place of `folder` when the `with` block has ended.
+        """Yield an empty folder for a checkpoint, which replaces `folder` when the `with` block has ended.
 
         Raises:
-            FolderError: if what is there is not ours, or not all of it.
+            FolderError: if `folder` holds foreign files.
         """
         with tree.replaced(folder, self.folders.work, self.folders.command) as unfinished:
             yield unfinished
@@ -68,12 +68,12 @@ class Work:
             self.results.written.append(folder)
 
     def is_whole(self, folder: Path, processes: Processes) -> bool:
-        """Whether a checkpoint is there, with all that was written."""
+        """Return true if a complete checkpoint is in `folder`."""
         [whole, *_] = processes.gather(processes.first and tree.is_whole(folder, self.folders.command))
         return bool(whole)
 
     def write(self, texts: Mapping[str, str]) -> None:
-        """Write results in the place of all earlier ones."""
+        """Write results, and remove all earlier ones."""
         self.results.clear()
         for name, text in texts.items():
             self.results.write(name, text)
@@ -84,13 +84,13 @@ def work_folder(folders: Folders, data: Data, settings: Mapping[str, Any], proce
     """Hold the folder of a run inside the `with` block, in all of its processes; the first one writes to it.
 
     Args:
-        folders: `restart` discards what an earlier run left there. They were checked, see `check_folders`.
-        data: what the run trains on.
-        settings: what the trained weights depend on, too; another run's folder is refused.
+        folders: checked by `check_folders`; with `restart` the results of an earlier run are discarded.
+        data: sources of the run.
+        settings: the other inputs of the trained weights; the folder of another run is refused.
         processes: all processes of the run.
 
     Raises:
-        FolderError: if something of somebody else's is in the way, or another process writes there.
+        FolderError: if there are foreign files, or another process writes there.
         JournalError: if the folder belongs to another run.
     """
     results = _results(folders)
@@ -121,14 +121,14 @@ def work_folder(folders: Folders, data: Data, settings: Mapping[str, Any], proce
 
 
 def check_folders(folders: Folders, reads: Mapping[str, Iterable[str]]) -> None:
-    """Check, before anything is made, that what a run writes is free or its own, and that it reads elsewhere.
+    """Check, before anything is created, that outputs are free or this command's own, and apart from the inputs.
 
     Args:
-        folders: where it writes.
-        reads: options, and what they name, see `check_apart`.
+        folders: output folders.
+        reads: inputs by option, for `check_apart`.
 
     Raises:
-        FolderError: naming what is in the way.
+        FolderError: naming the obstacle.
     """
     names = [*(folders.output / name for name in (*RESULTS, LOG)), folders.work, folders.model, folders.events]
     check_apart({"--output": folders.output}, names, reads)
