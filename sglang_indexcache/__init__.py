@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-TYPE_CHECKING = False  # of `typing`, which takes milliseconds in which Ctrl-C would be Python's
+TYPE_CHECKING = False  # `typing` takes milliseconds to import, in which Python itself would answer Ctrl-C
 if TYPE_CHECKING:
     from typing import Any
 
@@ -26,7 +26,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: SGLang loads the plugin from here, and logs what fails to import."""
+    """Import a name on first use: SGLang loads the plugin from here, and logs imports that fail."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,8 +1,8 @@
-"""indexcache-check: does this pattern fit this model, would the installed SGLang run it, do these servers serve it?"""
+"""The command `indexcache-check`: does a pattern fit a model, would SGLang run it, do servers serve it?"""
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before all else is imported: Ctrl-C while it loads is one line, too
+if __name__ == "__main__":  # before the other imports, so that Ctrl-C while they load is one line, too
     from sglang_indexcache.process import begin
 
     begin("indexcache-check")
@@ -50,22 +50,22 @@ examples:
 
 @dataclass(frozen=True)
 class Report:
-    """What was checked and found.
+    """The result of a check.
 
     Attributes:
         pattern: requested roles.
         fingerprint: sha256 of the requested pattern.
         retention: share of layers that are not shared.
-        selection: what S layers of a dense model attend to.
+        selection: pages that S layers of a dense model attend to.
         model: name of the model.
-        source_layers: whose indices each layer uses.
+        source_layers: for each layer, the layer whose indices it uses.
         locked_layers: layers that can only be `S`.
-        override: what makes SGLang run the pattern.
+        override: the model override that makes SGLang run the pattern.
         layers: the model layer that each letter stands for.
         sglang: version of the installed SGLang, `None` without one.
-        effective: what that SGLang would run, `None` if it was not asked.
+        effective: roles that SGLang would run; `None` if this is not known.
         problems: one line each; empty if all is well.
-        notes: what was not checked.
+        notes: checks that were left out.
     """
 
     pattern: str
@@ -90,14 +90,14 @@ def check(
     allow_config_mismatch: bool = False,
     unpacked: Path | None = None,
 ) -> Report:
-    """Check what `spec` names against `model`, a folder or hub id.
+    """Check the pattern that `spec` names against `model`, a folder or hub id.
 
     Args:
         spec: the pattern.
         model: folder or hub id.
         user_overrides: `--json-model-override-args`.
         allow_config_mismatch: whether the file may be made for another config.json.
-        unpacked: an SGLang that is read in the place of the installed one.
+        unpacked: an SGLang to read instead of the installed one.
 
     Raises:
         IndexCacheError: if the model or the overrides can't be read.
@@ -152,7 +152,7 @@ def check(
 
 
 def as_text(report: Report) -> str:
-    """The report for people: a line a fact, a table by layer, problems last."""
+    """Return the report for people: one line for each fact, a table by layer, problems last."""
     pattern = Pattern.parse(report.pattern, report.selection)
     lines = [
         f"pattern   {report.pattern}",
@@ -176,7 +176,7 @@ def as_text(report: Report) -> str:
 
 
 def _selection(selection: Selection) -> str:
-    """`64 pages of 16 tokens (8 recent), by token_max, steps ema:0.9, 96 pages on the device`."""
+    """Return a selection in words: `64 pages of 16 tokens (8 recent), by token_max, steps ema:0.9`."""
     sinks = f", {selection.sink_pages} sinks" if selection.sink_pages else ""
     pages = f"{selection.pages} pages of {selection.page_tokens} tokens"
     steps = "" if selection.steps == NO_MEMORY else f", steps {selection.steps}"
@@ -192,7 +192,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command and return its exit code."""
     parser = _Parser(
         "indexcache-check",
         description=DESCRIPTION,

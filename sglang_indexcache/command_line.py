@@ -1,4 +1,4 @@
-"""How every command line of this project ends: with a result, or with one line and an exit code."""
+"""The end of every command line of this project: a result, or one line and an exit code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def error_context(work: str) -> Iterator[None]:
 
 
 def exit_codes(one: str) -> str:
-    """What exit codes mean, for `--help`; `one` is what 1 means."""
+    """Return the `--help` text about exit codes; `one` is the meaning of 1."""
     return (
         f"Exit codes: 0 done, 1 {one}, 2 bad input or a machine that refuses (memory, disk, a missing package),"
         " 70 a bug of ours, 130 Ctrl-C, 141 nobody read the result, 143 SIGTERM."
@@ -41,14 +41,14 @@ def exit_codes(one: str) -> str:
 
 
 def error_line(error: BaseException, requirement: str) -> tuple[str, int]:
-    """Give the line and the exit code that a command ends with; no line where something else has said it.
+    """Return the line and the exit code that a command ends with; the line is empty if it was already printed.
 
-    An error that a user can mend has its own line. The operating system's word is passed on. The traceback of any other
-    error goes into a file that the line names.
+    An error that a user can mend has its own line. Errors of the operating system keep its words. The traceback of any
+    other error goes into a file that the line names.
 
     Args:
         error: ended the command.
-        requirement: installs all that the command needs, behind `pip install`.
+        requirement: argument of `pip install` that installs what the command needs.
     """
     if isinstance(error, SystemExit):
         return ("", error.code or 0) if isinstance(error.code, int | None) else (one_line(error.code), BAD_INPUT)
@@ -72,7 +72,7 @@ def error_line(error: BaseException, requirement: str) -> tuple[str, int]:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether `error`, or what it came from, says that there is no memory, in any of the ways that libraries do."""
+    """Return whether `error` or one of its causes says, in any library's words, that memory ran out."""
     seen: list[BaseException] = []
     found: BaseException | None = error
     while found is not None and found not in seen:
@@ -86,7 +86,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def _saved(error: BaseException) -> str:
-    """Where the traceback is."""
+    """Write the traceback to a file, and return a phrase that names the file."""
     try:
         descriptor, path = tempfile.mkstemp(prefix="indexcache-", suffix=".traceback")
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Errors that are a user's to mend: one line each, naming what was found and what would be right."""
+"""Errors that a user can mend: one line each, naming what was found and what is expected."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _WHITE = {"\n", "\r", "\t"}
 
 
 def is_hidden(character: str) -> bool:
-    """Whether a terminal or an editor would not show `character` as something that stands there."""
+    """Return whether a terminal or an editor would not show `character`."""
     return unicodedata.category(character) in _HIDDEN
 
 
 def one_line(text: object, limit: int = 1000) -> str:
-    """`text` on one line that is safe to print: without secrets, spaces for white space, what does not show escaped.
+    """Return `text` on one line that is safe to print, without secrets, and with hidden characters escaped.
 
     Args:
         text: anything with a `str`.
@@ -33,7 +33,7 @@ class IndexCacheError(ValueError):
     """Base of every error this project raises for bad input; a command line prints it and exits with 2.
 
     Args:
-        message: one line; names in it may come from files and servers, so what does not print is escaped.
+        message: one line; names in it may come from files and servers, so hidden characters are escaped.
     """
 
     def __init__(self, message: str) -> None:
@@ -41,11 +41,11 @@ class IndexCacheError(ValueError):
 
 
 class FileError(IndexCacheError):
-    """A file that can't be read: not there, no regular file, too large."""
+    """A file that can't be read: it is missing, not a regular file, or too large."""
 
 
 class PatternError(IndexCacheError):
-    """A pattern that is no pattern, or that does not fit the model."""
+    """A pattern that is invalid, or that does not fit the model."""
 
 
 class PatternFileError(IndexCacheError):
@@ -53,7 +53,7 @@ class PatternFileError(IndexCacheError):
 
 
 class SpellingError(IndexCacheError):
-    """An engine configuration whose sharing schedule can't be told, or can't be written."""
+    """An engine configuration whose sharing schedule can't be read or written."""
 
 
 class ModelConfigError(IndexCacheError):

@@ -11,7 +11,7 @@ All flags of `sglang.launch_server`, and three of ours:
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before all else is imported: Ctrl-C while it loads is one line, too
+if __name__ == "__main__":  # before the other imports, so that Ctrl-C while they load is one line, too
     from sglang_indexcache.process import begin
 
     begin("indexcache", "sglang")
@@ -59,7 +59,7 @@ class Arguments:
         pattern: the pattern to serve, if any.
         allow_mismatch: whether its file may be made for another config.json.
         calibrate: whether to start in calibration mode.
-        rest: what is SGLang's.
+        rest: arguments for SGLang.
     """
 
     pattern: str | None
@@ -69,6 +69,7 @@ class Arguments:
 
     @property
     def wants_help(self) -> bool:
+        """True if SGLang's arguments request help."""
         return any(word in ("-h", "--help") for word in self.rest)
 
 
@@ -78,10 +79,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def split_arguments(arguments: Sequence[str]) -> Arguments:
-    """Split off our flags, which can't be abbreviated; all others are for SGLang's own parser, word by word.
+    """Split off our flags, which can't be abbreviated; leave all other words for SGLang's own parser.
 
     Raises:
-        LaunchError: if the pattern flag has no value, stands there twice, or beside the calibration flag, or a flag is
+        LaunchError: if the pattern flag has no value, is given twice or with the calibration flag, or if a flag is
             almost one of ours.
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
@@ -103,7 +104,7 @@ def split_arguments(arguments: Sequence[str]) -> Arguments:
 
 
 def check_plugin_is_found() -> None:
-    """SGLang finds the plugin by entry point; without it the server would run, and without the pattern.
+    """Check that SGLang would find the plugin; without it the server would run without the pattern.
 
     Raises:
         LaunchError: if SGLang is not installed, the entry point is not there, or `SGLANG_PLUGINS` leaves it out.
@@ -124,7 +125,7 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
         The arguments for SGLang.
 
     Raises:
-        IndexCacheError: one line.
+        IndexCacheError: if the pattern would not be served.
     """
     split = split_arguments(arguments)
     check_plugin_is_found()
@@ -134,8 +135,8 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
     if split.calibrate:
         os.environ[CALIBRATE_VARIABLE] = "1"
         key = os.environ.pop(ADMIN_KEY_VARIABLE, None)
-        # before the user's, which win; the words of a running program are in no process list. Two flags, since SGLang
-        # shows the admin's key in /server_info, to all who may ask
+        # They come before the user's flags, which win. Flags that a running program sets are in no process list. There
+        # are two, since SGLang shows the admin's key in /server_info to everybody whom it answers.
         keys = () if not key else tuple(f"{flag}={key}" for flag in ("--api-key", "--admin-api-key"))
         return (*CALIBRATION_FLAGS, *keys, *split.rest)
     if split.pattern is None:

@@ -1,10 +1,10 @@
-"""SGLang plugin (entry point group `sglang.srt.plugins`): serve the pattern that is asked for, or refuse.
+"""SGLang plugin (entry point group `sglang.srt.plugins`): serve the requested pattern, or refuse.
 
-`SGLANG_INDEXCACHE_PATTERN` names a pattern, `SGLANG_INDEXCACHE_CALIBRATE=1` makes a server for a search instead. Both
-are looked at when an engine is launched (`asked`): SGLang loads plugins once in a process, which may launch several.
-A few places of SGLang are watched for an engine that is asked for something; what serves it is registered then, and for
-other engines nothing is done. This module imports nothing of the project but `asked` and `refusal`, so that what can't
-be imported is refused, not logged.
+`SGLANG_INDEXCACHE_PATTERN` names a pattern; `SGLANG_INDEXCACHE_CALIBRATE=1` makes a server for a search instead. Both
+are read when an engine is launched (`requested`): SGLang loads plugins once in a process, which may launch several
+engines. The plugin watches a few functions of SGLang. It registers the hooks that serve an engine when that engine has
+a request, and does nothing for the others. This module imports nothing of the project but `requested` and `refusal`, so
+that an import that fails is refused, not logged.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ WATCHED = (LAUNCH, CONFIGURE, SCHEDULE, START)
 
 
 def register() -> None:
-    """Entry point: watch for engines that are asked for something."""
+    """Watch for engines with a request; SGLang calls this entry point."""
     try:
         if environment_asks():
             from sglang_indexcache import serving
 
-            serving.require()  # an SGLang without the places to watch would serve without the pattern
+            serving.require()  # an SGLang without the watched functions would serve without the pattern
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         for target in WATCHED:
@@ -39,7 +39,7 @@ def register() -> None:
 
 
 def watch(target: str) -> Callable[..., Any]:
-    """A hook around `target` that hands over to `serving`, if the engine at hand is asked for anything."""
+    """Return a hook around `target` that hands over to `serving` if the engine has a request."""
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

@@ -1,7 +1,7 @@
 """The process of a command line: Ctrl-C, SIGTERM and closed streams, from the first import to the last write.
 
-Nothing but what the interpreter has at hand is imported here, so that `begin` can come before everything else. Earlier,
-while Python itself starts, nothing of ours runs, and Ctrl-C is Python's.
+This module imports only what the interpreter has at hand, so that `begin` can come before everything else. While Python
+itself starts, none of our code runs, and Python answers Ctrl-C.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any, NoReturn
 
-CLOSED = 141  # what a shell reports of a process that SIGPIPE ended
-PATIENCE = 5  # seconds in which what is under way can end by itself
+CLOSED = 141  # exit code that a shell reports of a process that SIGPIPE ended
+PATIENCE = 5  # seconds in which running work can end by itself
 
 
 class _Output(io.FileIO):
-    """A stream whose writes always succeed; `failed` is the first error, of which `leave` tells."""
+    """A stream whose writes always succeed; `failed` is the first error, which `leave` reports."""
 
     failed: OSError | None = None
 
@@ -41,13 +41,13 @@ class _Output(io.FileIO):
 
 
 class _Process:
-    """What `begin` was told, and what happened since."""
+    """The arguments of `begin`, and what happened since."""
 
     command = ""
     extra = "search"
     resumes = True
     identity = -1  # of the process that has begun; not of its children
-    raising = False  # whether something is under way that must end by itself
+    raising = False  # True while work is running that must end by itself
     stopped: int | None = None
     output: _Output | None = None
 
@@ -56,12 +56,12 @@ _this = _Process()
 
 
 def run(command: str, main: Callable[[], int | None], extra: str = "", resumes: bool = False) -> NoReturn:
-    """Run a command: whatever happens ends in a result, or in one line and an exit code.
+    """Run a command; it always ends with a result, or with one line and an exit code.
 
     Args:
         command: its name, for the line.
-        main: imports what it needs, and gives the exit code.
-        extra: of `pip install 'sglang-indexcache[extra]'`, which has what it needs.
+        main: imports what it needs, and returns the exit code.
+        extra: name of the extra that installs what the command needs: `pip install 'sglang-indexcache[extra]'`.
         resumes: whether the same command goes on where this one ends.
     """
     begin(command, extra, resumes)
@@ -75,7 +75,7 @@ def run(command: str, main: Callable[[], int | None], extra: str = "", resumes: 
 
 
 def begin(command: str, extra: str = "", resumes: bool = False) -> None:
-    """Answer signals with one line and an exit code from now on, and make streams that can always be written to."""
+    """Answer signals with one line and an exit code, and replace streams by ones that accept every write."""
     _this.command, _this.extra, _this.resumes, _this.identity = command, extra, resumes, os.getpid()
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as of nohup
@@ -92,12 +92,12 @@ def begin(command: str, extra: str = "", resumes: bool = False) -> None:
 
 
 def let_work_end() -> None:
-    """From now on, the first signal is a `KeyboardInterrupt`: what is open is closed before the process ends."""
+    """Turn the first signal into a `KeyboardInterrupt`, so that open files are closed before the process ends."""
     _this.raising = True
 
 
 def hand_over() -> None:
-    """Leave signals and streams to another program in this process, as they were before `begin`."""
+    """Restore signals and streams as they were before `begin`, for another program in this process."""
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
         if signal.getsignal(number) is _stop:
             signal.signal(number, handler)
@@ -106,8 +106,8 @@ def hand_over() -> None:
 
 
 def exit_line(error: BaseException) -> tuple[str, int]:
-    """Give the line and the exit code of a command that `error` ends; no line where something else has said it."""
-    if _this.stopped is not None or isinstance(error, KeyboardInterrupt):  # whatever a signal was turned into
+    """Return the line and the exit code of a command that `error` ends; the line is empty if it was already printed."""
+    if _this.stopped is not None or isinstance(error, KeyboardInterrupt):  # whatever exception the signal became
         return _signal_line(), 128 + (_this.stopped or signal.SIGINT)
     from sglang_indexcache.command_line import error_line
 
@@ -115,9 +115,10 @@ def exit_line(error: BaseException) -> tuple[str, int]:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process: what is printed is printed, `atexit` is heard, and nothing can fail any more.
+    """End this process: flush what is printed, run `atexit`, and let nothing fail any more.
 
-    A result that could not be printed is 141 where nobody reads it, and else a line and 2; unless `code` says more.
+    If the result could not be printed, the exit code is 141 where nobody reads it, and otherwise 2 after one line. A
+    `code` other than 0 wins.
     """
     _this.raising = False
     sys.stdout.flush()
@@ -139,7 +140,7 @@ def _signal_line() -> str:
 
 
 def _text(raw: _Output, before: Any, line_buffering: bool = False) -> io.TextIOWrapper:
-    """A text stream as `before`, which escapes what its encoding lacks."""
+    """Return a text stream like `before` that escapes what its encoding lacks."""
     encoding = getattr(before, "encoding", None) or "utf-8"
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
@@ -150,7 +151,7 @@ def _text(raw: _Output, before: Any, line_buffering: bool = False) -> io.TextIOW
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """A signal handler."""
+    """Handle a signal."""
     first, _this.stopped = _this.stopped is None, number if _this.stopped is None else _this.stopped
     if not (first and _this.raising and os.getpid() == _this.identity):
         _end()
@@ -166,7 +167,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _end() -> NoReturn:
-    """End this process now; a child of it without a word."""
+    """End this process now; a child process ends without a word."""
     if os.getpid() == _this.identity and os.environ.get("RANK", "0") == "0":
         show = "\x1b[?25h\r\x1b[K" if os.isatty(2) else ""  # a bar hides the cursor
         with _Output(2, "w", closefd=False) as stderr:
@@ -175,7 +176,7 @@ def _end() -> NoReturn:
 
 
 def _unraisable(raised: sys.UnraisableHookArgs) -> None:
-    """Ctrl-C where Python passes no exception on, such as a destructor: it must neither be lost nor be shown."""
+    """Handle Ctrl-C where Python passes no exception on, as in a destructor: it must be neither lost nor shown."""
     if _this.stopped is not None and os.getpid() == _this.identity:
         _end()
     sys.__unraisablehook__(raised)

@@ -1,4 +1,4 @@
-"""What a buffer on the device misses, counted without a device."""
+"""Misses of a buffer on the device, counted without a device."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Items = NDArray[np.int32]
 
 
 class Residency:
-    """Which items (blocks, or tokens) of one request and layer are on the device.
+    """The items (blocks, or tokens) of one request and layer that are on the device.
 
-    What is missing takes the place of what was not used for longest. Behind what was not wanted comes in the order of
-    use what was missing, in the order in which it was wanted, then what was there: as SGLang's HiSparse (0.5.23,
-    `hisparse.cuh`) and `indexcache_kernels.swap_blocks` have it, so that counts are theirs, exactly.
+    A missing item replaces the least recently used one. The order of use begins with items that a step did not use. The
+    missing items follow, in the order of the request, and then those that were already there. SGLang's HiSparse
+    (0.5.23, `hisparse.cuh`) and `indexcache_kernels.swap_blocks` do the same, so that these counts are exactly theirs.
 
     Args:
         size: items that the buffer holds.
-        held: those it holds at first, the least recently used one first.
+        held: items that it holds at first, the least recently used one first.
 
     Raises:
-        IndexCacheError: if it holds more than its size, or one twice.
+        IndexCacheError: if it holds more items than its size, or one twice.
     """
 
     def __init__(self, size: int, held: Sequence[int] = ()) -> None:
@@ -35,19 +35,19 @@ class Residency:
 
     @property
     def order(self) -> Items:
-        """What the buffer holds, `[size]`, the least recently used item first; -1 for none."""
+        """Items in the buffer, `[size]`, the least recently used one first; -1 for none."""
         order: Items = self._order.copy()
         return order
 
     def use(self, wanted: Items, born: int = -1) -> Items:
-        """The items of `wanted` that have to be brought to the device; from then on they are there.
+        """Return the items of `wanted` that must be copied to the device; from then on all of them are there.
 
         Args:
             wanted: different items, `[K]`; below 0 for none.
-            born: an item that is made on the device: it takes a place, but is not brought.
+            born: an item that is made on the device: it needs a slot, but no copy.
 
         Raises:
-            IndexCacheError: if they don't all fit into the buffer, or one stands there twice.
+            IndexCacheError: if they don't all fit into the buffer, or one is listed twice.
         """
         wanted = wanted[wanted >= 0]
         if len(wanted) > len(self._order) or len(np.unique(wanted)) < len(wanted):
@@ -62,18 +62,18 @@ class Residency:
 
 
 def page_misses(steps: NDArray[np.int32], size: int, newest: Sequence[int]) -> int:
-    """How many pages decode steps bring to the device, of one request and layer.
+    """Count the pages that decode steps bring to the device, for one request and layer.
 
-    The buffer begins with the last pages of the prompt, and what the first step chose is brought with it. A page begins
-    on the device: written, not brought.
+    The buffer begins with the last pages of the prompt and the pages that the first step selects; these are not
+    counted. A new page is written on the device, so it is not brought.
 
     Args:
-        steps: what each step chose, `[steps, pages]`; below 0 for none.
+        steps: pages that each step selects, `[steps, pages]`; below 0 for none.
         size: pages that the buffer holds.
         newest: the page of each step's token.
 
     Raises:
-        IndexCacheError: if a step chose more than the buffer holds.
+        IndexCacheError: if a step selects more pages than the buffer holds.
     """
     before, misses = newest[0], 0
     size = min(size, newest[-1] + 1)  # there are no more pages
@@ -85,13 +85,14 @@ def page_misses(steps: NDArray[np.int32], size: int, newest: Sequence[int]) -> i
 
 
 def hisparse_misses(steps: Iterable[tuple[Items, int]], size: int, prompt_tokens: int) -> list[int]:
-    """How many tokens SGLang's HiSparse (0.5.23) brings to the device in each decode step, of one request and layer.
+    """Count the tokens that SGLang's HiSparse (0.5.23) brings to the device, by decode step, of one request and layer.
 
-    Up to `size` tokens all are on the device. From then on it holds the first `size` of them until others are wanted;
-    the newest token has a place of its own, which the next one takes: wanted again, it is brought back.
+    Up to `size` tokens, all are on the device. From then on it holds the first `size` of them until others are
+    selected. The newest token has a slot of its own, which the next one takes: if it is selected again, it is brought
+    back.
 
     Args:
-        steps: what each step selects, and the tokens in the cache, the newest one included.
+        steps: tokens that each step selects, and the number of tokens in the cache, the newest one included.
         size: `device_buffer_size`.
         prompt_tokens: tokens in the cache before the first step.
 

@@ -1,4 +1,4 @@
-"""Files as this project reads and writes them: regular ones of bounded size, written as a whole or not at all."""
+"""Reading and writing of files: regular ones of bounded size, written as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MODE = 0o666  # less the umask, as any new file
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes; a pipe or a device is refused before it is read.
+    """Return the content of a regular file of at most `limit` bytes; refuse a pipe or a device before reading it.
 
     Raises:
-        FileError: if it can't be read, is something else than a file, or larger.
+        FileError: if it can't be read, is not a regular file, or is larger.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer must not hang
@@ -39,7 +39,7 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def read_json_object(path: Path, limit: int) -> dict[str, Any]:
-    """A JSON object of at most `limit` bytes.
+    """Read a JSON object of at most `limit` bytes.
 
     Raises:
         FileError: as `read_regular`, and if it is not JSON or not an object.
@@ -56,15 +56,15 @@ def read_json_object(path: Path, limit: int) -> dict[str, Any]:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, without the path."""
+    """Return what went wrong, without the path."""
     return str(getattr(error, "strerror", None) or error or type(error).__name__)
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` beside `path` and rename: a reader sees the old file or the new one, never half of it.
 
-    Each writer has a name of its own for what is not whole yet, and a lock on it for as long as it lives; so what a
-    killed one left is known by having none, and goes with the next write of the same file.
+    Each writer has its own name for the unfinished file, and holds a lock on it while it lives. A file without a lock
+    was left by a killed writer; the next write of the same file removes it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_left(path)
@@ -83,7 +83,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _partial(path: Path) -> tuple[Path, int]:
-    """A new file beside `path`, and its descriptor, which holds a lock where the file system has locks."""
+    """Create a file beside `path`; return it and its descriptor, which holds a lock where the file system has locks."""
     while True:
         partial = path.with_name(f".{path.name}.{uuid4().hex}.partial")
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
@@ -95,7 +95,7 @@ def _partial(path: Path) -> tuple[Path, int]:
 
 
 def _remove_left(path: Path) -> None:
-    """Remove what killed writers of `path` left."""
+    """Remove the files that killed writers of `path` left."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}\.partial")
     for partial in [entry for entry in path.parent.iterdir() if name.fullmatch(entry.name)]:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The sha256 of a file, all of it; of a large one remembered in the user's cache for as long as the file stays."""
+"""The sha256 of a whole file; that of a large one is kept in the user's cache while the file stays the same."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Stamp:
-    """What tells a file that was written to from one that was not, without reading it.
+    """The facts by which a file that was written to is recognised without reading it.
 
-    The time of the last change of its inode is among them: writers can set the other time back, not this one.
+    The time of the last change of its inode is among them: writers can set the other time back, but not this one.
     """
 
     device: int
@@ -45,26 +45,27 @@ class Stamp:
 
     @classmethod
     def of(cls, status: os.stat_result) -> Self:
+        """Take the stamp from the status of a file."""
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 @dataclass(frozen=True)
 class Digest:
-    """The sha256 of a file's bytes, in hex, and what the file was when they were read."""
+    """The sha256 of a file's bytes, in hex, and the file's stamp when they were read."""
 
     sha256: str
     stamp: Stamp
 
 
 def file_digest(path: Path, stop: Event | None = None) -> Digest:
-    """Digest all bytes of a regular file, or look up what they were when this file was last read.
+    """Digest all bytes of a regular file, or return the remembered digest if the file is unchanged.
 
     Args:
         path: links are followed.
-        stop: ends the reading when it is set, for a caller who does not want the answer any more.
+        stop: ends the reading when it is set, for a caller that no longer needs the digest.
 
     Raises:
-        FileError: if it can't be read, is something else than a file, or changes meanwhile.
+        FileError: if it can't be read, is not a regular file, or changes meanwhile.
     """
     with opened(path) as file:
         stamp, began = Stamp.of(os.fstat(file.fileno())), time.time_ns()
@@ -87,7 +88,7 @@ def opened(path: Path) -> Iterator[FileIO]:
     """Open a regular file for reading, unbuffered.
 
     Raises:
-        FileError: if it can't be read, also later inside the `with` block, or is something else than a file.
+        FileError: if it can't be read, also later inside the `with` block, or is not a regular file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer must not hang
@@ -110,7 +111,7 @@ def check_same(file: FileIO, path: Path, stamp: Stamp) -> None:
 
 
 def side_by_side(work: Callable[[Path, Event], _Result], paths: Iterable[Path]) -> list[_Result]:
-    """What `work` gives of each path, some at a time; an error or an interrupt ends the others by their event."""
+    """Return the result of `work` for each path, some at a time; an error or an interrupt sets the others' event."""
     stop = Event()
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         try:
@@ -137,9 +138,9 @@ def _no_entry() -> Iterator[None]:
 
 @contextmanager
 def _entry(path: Path, stop: Event | None) -> Iterator[FileIO | None]:
-    """What is remembered of `path`, for this process alone; `None` without a folder that nobody else can write to.
+    """Open the cache entry of `path`, for this process alone; `None` without a folder that only this user can write to.
 
-    Processes that want the same digest wait here for the one that reads the file.
+    Processes that need the same digest wait here for the one that reads the file.
     """
     try:
         name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
@@ -174,7 +175,7 @@ def _folder() -> Path:
 
 
 def _recall(entry: FileIO | None, stamp: Stamp) -> str | None:
-    """The digest in `entry`, if it is whole and of a file with this stamp."""
+    """Return the digest in `entry`, if the entry is whole and has this stamp."""
     try:
         line, _, seal = (b"" if entry is None else entry.read(4096)).partition(b"\n")
         if seal.decode() == hashlib.sha256(line).hexdigest():
@@ -186,7 +187,7 @@ def _recall(entry: FileIO | None, stamp: Stamp) -> str | None:
 
 
 def _remember(entry: FileIO | None, stamp: Stamp, sha256: str) -> None:
-    """Write the entry, under its lock; a full disk leaves one that is not whole, and so none."""
+    """Write the entry, under its lock; a full disk leaves an entry that is not whole, which counts as none."""
     if entry is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Types of fields that files, journals and answers have in common."""
+"""Types of fields that files, journals and answers share."""
 
 from __future__ import annotations
 

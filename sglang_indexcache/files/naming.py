@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"\(os error (\d+)\)")  # of libraries that are written in 
 
 @contextmanager
 def naming(path: object) -> Iterator[None]:
-    """Let what fails while `path` is written name it: writing to a full disk does not, and safetensors raises its own.
+    """Name `path` in errors while it is written: a full disk names no file, and safetensors raises its own error.
 
     Raises:
         OSError: with a file name.

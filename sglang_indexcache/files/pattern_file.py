@@ -32,7 +32,7 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """Which model the pattern was found for."""
+    """The model that the pattern was found for."""
 
     architecture: str = Field(description="as in config.json, for instance GlmMoeDsaForCausalLM")
     num_layers: int = Field(ge=1, description="layers that can choose, NextN/MTP layers not counted")
@@ -45,7 +45,7 @@ class ModelSection(_Section):
 
     @classmethod
     def of(cls, model: ModelLayers) -> Self:
-        """The section of a pattern file for `model`."""
+        """Return the section of a pattern file for `model`."""
         return cls(
             architecture=model.architecture,
             num_layers=model.num_layers,
@@ -91,7 +91,7 @@ class TrajectoryStep(_Section):
 
 
 class SearchSection(_Section):
-    """How the pattern was found."""
+    """The search that found the pattern."""
 
     strategy: str
     objective: str
@@ -107,7 +107,7 @@ class SearchSection(_Section):
 
 
 class CalibrationSection(_Section):
-    """What the patterns were evaluated on."""
+    """The text that the patterns were evaluated on."""
 
     sources: _Names
     sha256: _Sha256 = Field(description="digest of the token stream")
@@ -176,11 +176,11 @@ class PatternFile(_Section):
         return self
 
     def as_pattern(self) -> Pattern:
-        """The default pattern."""
+        """Return the default pattern."""
         return Pattern.parse(self.pattern, self.selection)
 
     def trajectory_patterns(self) -> list[Pattern]:
-        """The nested patterns of the search, from the checkpoint's own to the last step's.
+        """Return the nested patterns of the search, from the checkpoint's own to the last step's.
 
         Raises:
             PatternError: if a step flips a layer that is not `F` any more.
@@ -194,7 +194,7 @@ class PatternFile(_Section):
         return patterns
 
     def pattern_at(self, retention: Fraction) -> Pattern:
-        """The pattern for `retention`: from `patterns`, else the step of the trajectory with as many F layers.
+        """Return the pattern for `retention`: from `patterns`, else the step of the trajectory with as many F layers.
 
         Raises:
             PatternError: if the file has none.
@@ -215,7 +215,7 @@ class PatternFile(_Section):
         )
 
     def at(self, retention: Fraction) -> PatternFile:
-        """This file with the pattern for `retention` as its default."""
+        """Return this file with the pattern for `retention` as its default."""
         pattern = self.pattern_at(retention)
         return self.model_copy(update={"pattern": pattern.letters, "retention": pattern.retention})
 
@@ -269,11 +269,11 @@ class PatternFile(_Section):
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """JSON Schema of the file, for editors; `pattern_file.schema.json` in the package is this."""
+        """Return the JSON Schema of the file, for editors; `pattern_file.schema.json` in the package is a copy."""
         return {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema(by_alias=True)}
 
     def dumps(self) -> str:
-        """The file's text; `loads` gives back an equal object."""
+        """Return the file's text; `loads` gives back an equal object."""
         content = self.model_dump(by_alias=True, exclude_defaults=True, mode="json")
         if "config" in content["model"]:
             content["model"]["config"] = _Inline(content["model"]["config"])
@@ -291,7 +291,7 @@ class PatternFile(_Section):
 
 
 def split_retention(spec: str) -> tuple[Path, str | None]:
-    """`PATH@RETENTION`; a file whose own name holds the `@` goes before."""
+    """Split `PATH@RETENTION`; a file whose own name holds the `@` goes before."""
     head, mark, tail = spec.rpartition("@")
     if mark and head and not os.path.exists(spec):  # noqa: PTH110 (Path.exists raises for names that are too long)
         return Path(head), tail
@@ -314,7 +314,7 @@ def _first_error(error: ValidationError) -> str:
 
 
 def _escaped(letter: str) -> str:
-    """What PyYAML would show as it is, in the quotes that `_Dumper` puts around strings that hold it."""
+    """Escape a letter that PyYAML would show as it is, in the quotes that `_Dumper` puts around its string."""
     return f"\\U{ord(letter):08x}"
 
 
@@ -323,7 +323,7 @@ class _Inline(dict[str, Any]):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `strict_yaml` reads back: a string that would be a number there, or does not show, in quotes."""
+    """A dumper whose output `strict_yaml` reads back: it quotes strings that would be numbers there, or don't show."""
 
     def represent_text(self, text: str) -> yaml.Node:
         try:

@@ -1,4 +1,4 @@
-"""Files that stand for others: what `git clone` leaves of a checkpoint where Git LFS is not installed."""
+"""Git LFS pointers: files that `git clone` leaves of a checkpoint where Git LFS is not installed."""
 
 from __future__ import annotations
 

@@ -6,5 +6,5 @@ _QUOTES = dict.fromkeys(map(ord, "\"'`\u2018\u2019\u201c\u201d"))
 
 
 def unquoted(text: str) -> str:
-    """`text` without quotes, and without white space around it; the same where there is none of either."""
+    """Return `text` without quotes, and without white space around it."""
     return text.strip().translate(_QUOTES).strip()

@@ -1,4 +1,4 @@
-"""How command lines and variables name a pattern: `FILE`, `FILE@1/4`, `uniform@1/4`, or its letters."""
+"""Names of patterns on command lines and in variables: `FILE`, `FILE@1/4`, `uniform@1/4`, or letters."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class PatternSpec:
 
     Attributes:
         text: as it was written.
-        file: the pattern file, the retention asked for as its default.
-        retention: what was asked for, of a file or of uniform.
-        letters: the pattern, where it was spelt out.
+        file: the pattern file, with the requested retention as its default.
+        retention: the requested one, of a file or of uniform.
+        letters: the pattern, if it was spelt out.
     """
 
     text: str
@@ -40,15 +40,15 @@ class PatternSpec:
 
     @classmethod
     def read(cls, text: str, selection: Selection | None = None, fallback: Selection | None = None) -> PatternSpec:
-        """Take `text` apart, and read the file if it names one; a file whose name is all letters is `./FFSS`.
+        """Parse `text`, and read the file if it names one; a file whose name is all letters is `./FFSS`.
 
         Args:
-            text: what somebody wrote.
-            selection: goes with letters.
-            fallback: where there is none, goes with letters that have a `D` among them.
+            text: the name that somebody wrote.
+            selection: selection of a pattern in letters.
+            fallback: where there is none, the selection of letters that have a `D` among them.
 
         Raises:
-            IndexCacheError: one line.
+            IndexCacheError: if `text` names no pattern, or its file can't be read.
         """
         _check_spelling(text)
         if spells_letters(text):
@@ -64,7 +64,7 @@ class PatternSpec:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether it is `uniform@1/4`."""
+        """True for `uniform@1/4`."""
         return self.file is None and self.letters is None
 
     @property
@@ -75,7 +75,7 @@ class PatternSpec:
         return self.file.search.strategy if self.file.search else Path(split_retention(self.text)[0]).stem
 
     def pattern(self, model: ModelLayers) -> Pattern:
-        """The pattern for `model`; of a whole file its default.
+        """Return the pattern for `model`, which it fits; of a whole file its default.
 
         Raises:
             IndexCacheError: if the file was made for another model, or the pattern does not fit this one.
@@ -88,7 +88,7 @@ class PatternSpec:
         return pattern
 
     def unchecked(self, native: Pattern, locked: Collection[int] | None = None) -> Pattern:
-        """The pattern for a checkpoint whose own pattern is `native`, whether it fits or not.
+        """Return the pattern for a checkpoint whose own pattern is `native`, without a check that it fits.
 
         Args:
             native: the checkpoint's own.
@@ -103,7 +103,7 @@ class PatternSpec:
         return self.known()
 
     def by_retention(self, model: ModelLayers, retentions: Sequence[Fraction]) -> list[tuple[Fraction, Pattern]]:
-        """The pattern for `model`; of a file without a retention those at `retentions`.
+        """Return the pattern for `model` with its retention; of a file without a retention those at `retentions`.
 
         Raises:
             IndexCacheError: as `pattern`, or if the file has none for a retention.
@@ -114,10 +114,10 @@ class PatternSpec:
         return [(self.retention or Fraction(len(pattern.full_layers), len(pattern)), pattern)]
 
     def known(self) -> Pattern:
-        """The pattern where no model is at hand.
+        """Return the pattern where no model is at hand.
 
         Raises:
-            PatternError: of `uniform@1/4`, which depends on the model's layers.
+            PatternError: for `uniform@1/4`, which depends on the model's layers.
         """
         if self.letters is not None:
             return self.letters
@@ -127,22 +127,22 @@ class PatternSpec:
 
 
 def split_name(text: str) -> tuple[str | None, str]:
-    """`NAME=` before a pattern, and the rest; a path may hold a `=` as well, behind a `/`."""
+    """Split off `NAME=` before a pattern; a path may hold a `=` as well, behind a `/`."""
     name, mark, rest = text.partition("=")
     return (name, rest) if mark and name and "/" not in name else (None, text)
 
 
 def spells_letters(text: str) -> bool:
-    """Whether `text` is a pattern's letters, and no file's name."""
+    """Return whether `text` is a pattern's letters, and no file's name."""
     letters, _, indexers = text.partition("+")
     return bool(letters) and not set(letters) - _LETTERS and not set(indexers) - _IN_INDEXERS
 
 
 def _check_spelling(text: str) -> None:
-    """Refuse what nobody means as a file's name: quotes or white space around it, letters that are not capitals.
+    """Refuse text that nobody means as a file's name: quotes or white space around it, letters that are not capitals.
 
     Raises:
-        PatternError: saying what is meant, unless there is such a file.
+        PatternError: naming what is meant, unless there is such a file.
     """
     if os.path.exists(split_retention(text)[0]):  # noqa: PTH110 (Path.exists raises for names that are too long)
         return

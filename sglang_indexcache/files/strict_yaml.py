@@ -1,7 +1,7 @@
-"""YAML 1.2 as a reviewer reads it: what can't be seen on the page, or has two readings, is refused.
+"""YAML 1.2 as a reviewer reads it: text that can't be seen on the page, or has two readings, is refused.
 
-PyYAML splits the text into events, which is where its YAML 1.1 ends: scalars are resolved here by the core schema of
-YAML 1.2 (section 10.3.2), and every scalar and flow collection stands on one line.
+PyYAML only splits the text into events, since it reads YAML 1.1. This module resolves scalars by the core schema of
+YAML 1.2 (section 10.3.2). Every scalar and flow collection stands on one line.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def load(data: bytes) -> Any:
 
 
 def resolve(text: str) -> Any:
-    """What a plain scalar means: a string, unless the core schema says otherwise.
+    """Resolve a plain scalar: to a string, unless the core schema says otherwise.
 
     Raises:
         PatternFileError: for a number that is too long, or that older readers take for an octal one.
@@ -80,7 +80,7 @@ def _number(text: str) -> int | float | None:
 
 
 def _check_characters(text: str) -> None:
-    """Line breaks that editors don't show, control characters and tabs; what is hidden can't be reviewed."""
+    """Refuse line breaks that editors don't show, control characters and tabs: a reviewer can't see them."""
     for number, line in enumerate(text.split("\n"), 1):
         for letter in line:
             if not " " <= letter <= "~" and is_hidden(letter):
@@ -88,7 +88,7 @@ def _check_characters(text: str) -> None:
 
 
 def _events(text: str) -> Iterator[tuple[int, Any]]:
-    """Events with the line where they begin."""
+    """Yield events with the line where they begin."""
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             yield event.start_mark.line + 1, event  # type: ignore[union-attr]

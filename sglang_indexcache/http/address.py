@@ -1,4 +1,4 @@
-"""Where a server is: what is secret about that is used, and never shown."""
+"""Addresses of servers: the secrets in them are used, and never shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONG_NAME = 8  # a user name of so many characters may be a token
 
 
 class AddressError(IndexCacheError):
-    """A URL of a server that is none."""
+    """An invalid URL of a server."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Address:
 
     @classmethod
     def of(cls, url: str | Address) -> Address:
-        """Parse `http://user:password@host:port/path?query`; a fragment means nothing to a server.
+        """Parse `http://user:password@host:port/path?query`; a fragment is dropped.
 
         Raises:
-            AddressError: if it is none; its text is shown where nothing in it can be secret.
+            AddressError: if `url` is invalid; its text is shown only where nothing in it can be secret.
         """
         if isinstance(url, Address):
             return url
@@ -69,13 +69,13 @@ class Address:
 
     @property
     def authorization(self) -> str | None:
-        """What the `Authorization` header says for the URL's user, if there is one."""
+        """Value of the `Authorization` header for the URL's user, if there is one."""
         return self._authorization
 
     def without(self, ending: str) -> Self:
-        """The same server, its path without `ending`."""
+        """Return the same server with `ending` removed from its path."""
         return replace(self, label=self.label.removesuffix(ending))
 
     def target(self, path: str) -> str:
-        """The URL to ask: `path` stands behind its own path, its query behind both."""
+        """Return the URL of a request: the server's own path, then `path`, then its query."""
         return self.label + path + (f"?{self._query}" if self._query else "")

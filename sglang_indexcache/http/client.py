@@ -1,7 +1,7 @@
-"""One way to ask a server over HTTP: an answer is bounded in size and time, and has the form that was expected.
+"""Requests to a server over HTTP: the answer is bounded in size and time, and has the expected form.
 
-Redirects are not followed: the key would go to whoever is named there. Works wherever it is called, in a running event
-loop, too.
+Redirects are not followed: the key would go to the server that they name. A request also works inside a running event
+loop.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ Answer = TypeVar("Answer")
 
 
 class ServerError(IndexCacheError):
-    """A server that does not answer, or not as it should."""
+    """A server that does not answer as it should."""
 
 
 class NoAnswerError(ServerError):
-    """Nothing came, or not all of it, or not in time."""
+    """An answer that did not come, not completely, or not in time."""
 
 
 class StatusError(ServerError):
-    """The server answers with an error.
+    """An answer with an error code.
 
     Attributes:
         code: HTTP status code.
-        detail: what it says about it, one line.
+        detail: the server's explanation, one line.
     """
 
     def __init__(self, message: str, code: int, detail: str) -> None:
@@ -58,19 +58,19 @@ def ask(
     max_bytes: int = MAX_BYTES,
     key: str | None = None,
 ) -> Answer:
-    """What `url` answers on `path`; a `body` makes it a POST with JSON.
+    """Return the answer of `url` on `path`; a `body` makes the request a POST with JSON.
 
     Args:
-        url: such as `http://host:30000`; a user in it is sent in the place of a key.
+        url: such as `http://host:30000`; a user in it is sent instead of a key.
         path: such as `/server_info`.
-        form: what the answer is validated against, strictly: no text for a number.
+        form: type that the answer is validated against, strictly: no text for a number.
         body: anything that JSON can hold.
         seconds: for everything, from the connection to the last byte.
-        max_bytes: size that the answer may have.
-        key: sent as a bearer token; by default what `SGLANG_API_KEY` holds.
+        max_bytes: largest size of the answer.
+        key: sent as a bearer token; by default the content of `SGLANG_API_KEY`.
 
     Raises:
-        AddressError: if `url` is none.
+        AddressError: if `url` is invalid.
         NoAnswerError: if nothing comes in time, or more than `max_bytes`, or something that is not HTTP.
         StatusError: if the code is not 200.
         ServerError: if the key can't be sent, or the answer has another form.
@@ -107,10 +107,10 @@ def ask(
 
 
 def _authorization(address: Address, key: str | None) -> list[tuple[str, str]]:
-    """The header that says who asks.
+    """Return the header that identifies the caller.
 
     Raises:
-        ServerError: if the key can't stand in one.
+        ServerError: if the key can't stand in a header.
     """
     if address.authorization is not None:
         return [("Authorization", address.authorization)]
@@ -124,13 +124,13 @@ def _authorization(address: Address, key: str | None) -> list[tuple[str, str]]:
 
 
 def _content_type(headers: Sequence[tuple[bytes, bytes]]) -> str:
-    """`text/html`; nothing if the server does not say."""
+    """Return the media type, such as `text/html`; empty if the server names none."""
     said = next((value for name, value in headers if name.lower() == b"content-type"), b"")
     return said.partition(b";")[0].strip().lower().decode("ascii", errors="replace")
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> None:
-    """Which of two values for one key counts is anybody's guess."""
+    """Refuse a key that stands there twice: nobody knows which of its values counts."""
     if len({key for key, _ in pairs}) < len(pairs):
         raise ValueError("a key stands there twice")
 

@@ -28,7 +28,7 @@ class TooSlowError(Exception):
 
 
 class Budget:
-    """What one answer may take.
+    """The limits of one answer.
 
     Args:
         seconds: for everything, from the connection to the last byte.
@@ -41,10 +41,10 @@ class Budget:
         self._begun: float | None = None
 
     def left(self) -> float:
-        """Seconds until the next bytes have to be there.
+        """Return the seconds until the next bytes have to be there.
 
         Raises:
-            TooSlowError: if they should have been.
+            TooSlowError: if that time has passed.
         """
         end = self._end
         if self._begun is not None:
@@ -55,13 +55,13 @@ class Budget:
         return left
 
     def late(self) -> TooSlowError:
-        """What is wrong when time is up."""
+        """Return the error of an answer that came too late."""
         if self._begun is not None and time.monotonic() < self._end:
             return TooSlowError(f"gave {self._received} bytes in {BEGUN_SECONDS:g} s and more, and no whole answer")
         return TooSlowError(f"gave no whole answer within {self._seconds:g} s")
 
     def receive(self, count: int) -> None:
-        """Count bytes that came.
+        """Count received bytes.
 
         Raises:
             TooLargeError: if there are too many.
@@ -72,7 +72,7 @@ class Budget:
             raise TooLargeError(f"answers with more than {self._max_bytes} bytes")
 
     def begin_anew(self) -> None:
-        """What came so far was a proxy's answer."""
+        """Begin anew after a proxy's answer."""
         self._begun = None
 
 
@@ -121,10 +121,10 @@ class _Backend(httpcore.NetworkBackend):
 
 
 def connections(address: Address, budget: Budget) -> httpcore.ConnectionPool:
-    """How `address` is reached: directly, or through the proxy that the environment names.
+    """Return the connections to `address`: direct, or through the proxy that the environment names.
 
     Raises:
-        AddressError: if the proxy's URL is none.
+        AddressError: if the proxy's URL is invalid.
     """
     parts = urlsplit(address.label)
     host, given = parts.hostname or "", getproxies()

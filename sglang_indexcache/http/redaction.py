@@ -1,6 +1,6 @@
-"""Taking passwords, keys and tokens out of every text that leaves this process: errors, logs, tracebacks.
+"""Removal of passwords, keys and tokens from every text that leaves this process: errors, logs, tracebacks.
 
-Imports nothing of the project but the names of variables, since every error passes through here.
+This module imports nothing of the project but the names of variables, since every error passes through it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _known: set[str] = set()
 
 
 def keep_secret(*secrets: str) -> None:
-    """Take `secrets` out of all texts from now on, however they are encoded there."""
+    """Remove `secrets` from all texts from now on, however they are encoded there."""
     _known.update(form for secret in secrets for form in _forms(secret))
 
 
 def redacted(text: str) -> str:
-    """`text` without what `keep_secret` was told, tokens of the environment, and user info and queries of URLs."""
+    """Return `text` without secrets: those of `keep_secret` and of the environment, user info and queries of URLs."""
     secrets = _known.union(*(_forms(os.environ.get(name, "")) for name in _VARIABLES))
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
@@ -38,11 +38,11 @@ def redacted(text: str) -> str:
 
 
 def _plain(rest: str) -> str:
-    """What stands behind `scheme://`, without user info, query and fragment; a password may hold any of `@/?#`."""
+    """Return `rest` of `scheme://` without user info, query and fragment; a password may hold any of `@/?#`."""
     return re.split(r"[?#]", rest.rpartition("@")[2], maxsplit=1)[0]
 
 
 def _forms(secret: str) -> set[str]:
-    """How a server, a log or an exception may write `secret`."""
+    """Return the ways in which a server, a log or an exception may write `secret`."""
     forms = {secret, unquote(secret), quote(secret, safe=""), json.dumps(secret)[1:-1], html.escape(secret)}
     return {form for form in forms if len(form) >= _SHORTEST}

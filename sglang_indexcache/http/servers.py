@@ -1,4 +1,4 @@
-"""What running servers say they serve, from `/server_info`."""
+"""The patterns that running servers report on `/server_info`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sglang_indexcache.pattern import Pattern
 
 
 class _Answer(BaseModel):
-    model_config = ConfigDict(frozen=True)  # SGLang adds to what it says with every version
+    model_config = ConfigDict(frozen=True)  # every version of SGLang adds keys
 
 
 class _Served(_Answer):
-    """What a scheduler has proven, and whether it still holds."""
+    """The pattern that a scheduler has proven, and whether the proof still holds."""
 
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     proven: bool = True
@@ -26,7 +26,7 @@ class _Served(_Answer):
 
 
 class _State(_Answer):
-    """Of one data-parallel rank; without the plugin it says nothing of a pattern."""
+    """The state of one data-parallel rank; without the plugin it names no pattern."""
 
     indexcache: _Served | None = None
 
@@ -39,10 +39,10 @@ _FORM = TypeAdapter(_ServerInfo)
 
 
 def differences(server: str | Address, pattern: Pattern) -> list[str]:
-    """One line for each data-parallel rank at `server` that does not serve `pattern`, proven.
+    """Return one line for each data-parallel rank at `server` that is not proven to serve `pattern`.
 
     Raises:
-        ServerError: if the server can't be asked, or no rank answers; a key is taken from `SGLANG_API_KEY`.
+        ServerError: if the server does not answer, or lists no rank; the key is that of `SGLANG_API_KEY`.
     """
     lines, address = [], Address.of(server)
     states = ask(address, "/server_info", _FORM).internal_states

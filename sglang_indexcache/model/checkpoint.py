@@ -22,7 +22,7 @@ from sglang_indexcache.pattern import Pattern
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100 << 20
-_NO_MODELS = (".gguf", "adapter_config.json")  # which hold the weights of one in another form, or a part of them
+_NO_MODELS = (".gguf", "adapter_config.json")  # endings of files that hold weights in another form, or a part of them
 
 
 class HubFileError(ModelConfigError):
@@ -31,7 +31,7 @@ class HubFileError(ModelConfigError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What can be known of a model without loading it.
+    """The facts about a model that are known without loading it.
 
     Attributes:
         model: layers, native sharing, digest.
@@ -51,6 +51,7 @@ class Checkpoint:
 
     @property
     def family(self) -> Family:
+        """Family of the model's architecture."""
         return family_of(self.model.architecture)
 
     @classmethod
@@ -78,10 +79,10 @@ class Checkpoint:
     def misfits(
         self, pattern: Pattern, file: PatternFile | None = None, allow_config_mismatch: bool = False
     ) -> list[IndexCacheError]:
-        """Everything that speaks against running `pattern` on this checkpoint; empty if it fits.
+        """Return every reason against running `pattern` on this checkpoint; an empty list if it fits.
 
-        What its letters are about comes first, then its length and locked layers, then, unless a mismatch is allowed,
-        what the file that it stands in says of the model it was made for.
+        The kind of its letters is checked first, then its length and locked layers. Unless a mismatch is allowed, the
+        model that `file` was made for comes last.
         """
         checks: list[Callable[[], None]] = [
             lambda: pattern.check_kind(self.model.native),
@@ -99,7 +100,7 @@ class Checkpoint:
 
 
 def read_config(model: str) -> tuple[dict[str, Any], str]:
-    """config.json of a folder or hub id, and the model's name.
+    """Read config.json of a folder or hub id, and the model's name.
 
     Raises:
         ModelConfigError: if it is not there, or not a JSON object of reasonable size.
@@ -116,7 +117,7 @@ def read_config(model: str) -> tuple[dict[str, Any], str]:
 
 
 def weights_digest(model: str) -> str:
-    """sha256 of config.json and all weights of a folder, see `model_files`; of a hub id that of its commit.
+    """Return the sha256 of config.json and all weights of a folder, see `weight_files`; of a hub id that of its commit.
 
     Raises:
         ModelConfigError: if a file can't be read.
@@ -125,7 +126,7 @@ def weights_digest(model: str) -> str:
 
 
 def tokenizer_digest(model: str) -> str:
-    """sha256 of all files of a folder's tokenizer; of a hub id that of its commit.
+    """Return the sha256 of all files of a folder's tokenizer; of a hub id that of its commit.
 
     Raises:
         ModelConfigError: if a file can't be read.
@@ -164,7 +165,7 @@ def _from_hub(model: str, name: str) -> Path:
 
 
 def _tensor_names(folder: Path) -> set[str] | None:
-    """Names of all tensors in the folder's safetensors files, read from index or headers; `None` without any."""
+    """Read the names of all tensors in the folder's safetensors files, from index or headers; `None` without any."""
     if (folder / INDEX).is_file():
         return _index_names(folder / INDEX)
     files = sorted(folder.glob("*.safetensors"))
@@ -181,7 +182,7 @@ def _index_names(path: Path) -> set[str]:
 
 
 def _header_names(path: Path) -> Iterable[str]:
-    """The tensors of one safetensors file, by its header: eight bytes of length, then JSON."""
+    """Read the tensor names of one safetensors file from its header: eight bytes of length, then JSON."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")

@@ -1,4 +1,4 @@
-"""Which keys of a config.json an architecture's code reads, and which others may not stand there."""
+"""Keys of a config.json: those that an architecture's code reads, and those that must not stand there."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from sglang_indexcache.errors import ModelConfigError
 from sglang_indexcache.model.rope import PARAMETERS, ROPE_KEYS, rope_parameters
 
-# Change nothing of what a model computes for given weights: a copy that was quantised, converted or saved again by
-# another program is the same model.
+# These keys change nothing of what a model computes for given weights: a copy that another program quantised, converted
+# or saved again is the same model.
 INCIDENTAL = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash _flash_attn_2_enabled
@@ -27,13 +27,13 @@ INCIDENTAL = frozenset(
     seq_aux torch_dtype transformers_version use_cache use_flash_attention use_flash_attention_2 use_flash_attn
     """.split()
 )
-_WORDS = re.compile(  # of names that say something about attention, or about what goes into it
+_WORDS = re.compile(  # words in names of keys that are about attention, or about its inputs
     r"att(?:entio)?n|window|rope|rotary|position|chunk|sink|soft_?cap|alibi|causal|sliding|spars|mask|head|norm|bias"
     r"|scal|multiplier|index|layer|block|hybrid|emb|nope|dilat|stride|recurr|linear|local|global|pool|compress|latent"
     r"|shar|loop|cross|bidirection|segment"
     r"|(?:^|[_.])(?:k|q|v|kv|qk|qkv|key|keys|query|queries|values?|swa|mla|gqa|mqa|csa|dsa|nsa|moba|topk)(?:[_.]|$)"
 )
-_OLD_INCIDENTAL = {  # as files had it whose `config_sha256` is of config.json itself
+_OLD_INCIDENTAL = {  # of files whose `config_sha256` is of config.json itself
     "_name_or_path",
     "auto_map",
     "dtype",
@@ -49,11 +49,11 @@ class ConfigKeys:
     """The keys of a config.json that the code of one architecture reads.
 
     Attributes:
-        model_type: what transformers builds such a model by.
-        defaults: keys that change what the model computes, with what their absence says.
+        model_type: the name by which transformers builds such a model.
+        defaults: keys that change what the model computes, with the values that their absence means.
         aliases: other names that some of these have.
-        only: keys that may say one thing alone, which is their absence's.
-        read_elsewhere: keys that the family takes apart itself.
+        only: keys that may have one value alone, which their absence means.
+        read_elsewhere: keys that the family reads itself.
     """
 
     model_type: str
@@ -64,11 +64,11 @@ class ConfigKeys:
 
     @property
     def known(self) -> frozenset[str]:
-        """All keys that may stand in a config.json, whatever they say."""
+        """All keys that may stand in a config.json, with any value."""
         return frozenset((*self.defaults, *self.aliases, *self.only, *self.read_elsewhere, *ROPE_KEYS, *INCIDENTAL))
 
     def facts(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
-        """What `config` says beyond the defaults, in one form however it was saved; rotary keys apart.
+        """Return what `config` says beyond the defaults, in one form however it was saved; rotary keys are left out.
 
         Args:
             config: content of a config.json.
@@ -90,12 +90,12 @@ class ConfigKeys:
     def check(self, config: Mapping[str, Any], where: str) -> None:
         """Refuse keys that would make attention something else than what patterns were made for.
 
-        A key that is on no list is read by no code of this architecture, and may stand there; not so one whose name is
-        about attention or its inputs, unless it is switched off.
+        No code of this architecture reads a key that is on no list, so it may stand there. If its name is about
+        attention or its inputs, it must be switched off.
 
         Args:
             config: keys of a config.json, or model overrides.
-            where: it stands, for the message.
+            where: source of the keys, for the message.
 
         Raises:
             ModelConfigError: naming the key.
@@ -107,7 +107,7 @@ class ConfigKeys:
         check_unknown(config, self.known, where)
 
     def check_only(self, config: Mapping[str, Any], where: str) -> None:
-        """Refuse what `only` says otherwise.
+        """Refuse keys of `only` that have another value.
 
         Raises:
             ModelConfigError: naming the key.
@@ -132,7 +132,7 @@ def check_unknown(config: Mapping[str, Any], known: Collection[str], where: str)
 
 
 def identity(architecture: str, facts: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `ModelLayers` that tell one config.json from another."""
+    """Return the fields of a `ModelLayers` that tell one config.json from another."""
     kept = {key: value for key, value in config.items() if key not in _OLD_INCIDENTAL}
     said = {key.partition(".")[0] for key in facts}
     said |= ROPE_KEYS if "rope_parameters" in said else set()
@@ -145,12 +145,12 @@ def identity(architecture: str, facts: Mapping[str, Any], config: Mapping[str, A
 
 
 def facts_digest(architecture: str, facts: Mapping[str, Any]) -> str:
-    """sha256 of what changes the model: GLM-5, GLM-5-FP8 and a copy that transformers saved have the same."""
+    """Return the sha256 of what changes the model; GLM-5, GLM-5-FP8 and a copy that transformers saved share it."""
     return _digest({"architecture": architecture, **facts})
 
 
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any], own_name: str, their_name: str) -> Iterator[str]:
-    """The keys in which two sets of facts differ, each with both values."""
+    """Yield the keys in which two sets of facts differ, each with both values."""
     for key in sorted({*ours, *theirs}):
         own, their = (_short(facts[key]) if key in facts else "the default" for facts in (ours, theirs))
         if own != their:
@@ -158,10 +158,10 @@ def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any], own_name: str,
 
 
 def rope_facts(rope: Mapping[str, Any], name: str, under: str = "rope_parameters") -> dict[str, Any]:
-    """What rotary parameters say beyond the defaults, by dotted name.
+    """Return what rotary parameters say beyond the defaults, by dotted name.
 
     Raises:
-        ModelConfigError: if one is not known, or neither a word nor numbers.
+        ModelConfigError: if a key is not known, or its value is neither a word nor numbers.
     """
     defaults = rope_parameters({})
     for key, value in rope.items():
@@ -184,7 +184,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_kind_of(value: Any, default: Any) -> bool:
-    """Whether `value` is of the kind of `default`: a number, a switch, a word or a list of numbers or words."""
+    """Return whether `value` is of the kind of `default`: a number, a switch, a word or a list of numbers or words."""
     if isinstance(default, bool | str):
         return type(value) is type(default)
     if isinstance(default, list):
@@ -198,21 +198,21 @@ def _kind_of(default: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as one of the ways to write it: 10000.0 is 10000."""
+    """Return `value` in its one spelling: 10000.0 is 10000."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _is_off(value: Any) -> bool:
-    """Whether a key with `value` asks for nothing."""
+    """Return whether `value` switches its key off."""
     if isinstance(value, Mapping):
         return not value or value.get("enabled") is False
     return value is None or value is False or value == 0 or value == "" or value == []
 
 
 def _names(key: str, value: Any) -> Iterator[str]:
-    """The name of a key, and those of all that stands below it."""
+    """Yield the name of a key, and the names of all keys below it."""
     yield key
     below = [value]
     while below:

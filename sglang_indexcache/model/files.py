@@ -14,7 +14,7 @@ from sglang_indexcache.files.digest import Digest, Stamp, file_digest, side_by_s
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-_HEADS = "_heads"  # ending of folders beside the weights, with what was trained for a model
+_HEADS = "_heads"  # ending of folders beside the weights that hold heads trained for the model
 _MAX_INDEX_BYTES = 100 << 20
 _PICKLES = (".bin", ".pt", ".pth")
 _TOKENIZER_BEGINNINGS = (
@@ -26,12 +26,12 @@ _TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Files of a model's folder as they were when they were read.
+    """The files of a model's folder as they were when they were read.
 
     Attributes:
         folder: where they are.
-        listed: which files count, by names relative to the folder.
-        digests: of each of them.
+        listed: returns the names of the files that count, relative to the folder.
+        digests: digest of each of them.
     """
 
     folder: Path
@@ -59,7 +59,7 @@ class ModelFiles:
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def check_loaded(self, found: ModelFiles) -> None:
-        """Check that what was loaded is what these were.
+        """Check that the files that were loaded are the same as these.
 
         Raises:
             ModelConfigError: naming the first file that is not.
@@ -70,7 +70,7 @@ class ModelFiles:
                 raise _changed(self.folder / name)
 
     def check(self) -> None:
-        """Check that the files are still those that were read; one that was only touched is read again.
+        """Check that the files are still those that were read; a file that was only touched is read again.
 
         Raises:
             ModelConfigError: naming the first one that is not.
@@ -96,7 +96,7 @@ def _changed(path: Path) -> ModelConfigError:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """config.json and all files with weights: those of the index, else all safetensors, else pickles.
+    """List config.json and all files with weights: those of the index, else all safetensors, else pickles.
 
     Heads that were trained for the model are among them.
 
@@ -110,7 +110,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def tensor_files(folder: Path) -> list[str]:
-    """The files of `weight_files` with the weights themselves, that engines may load.
+    """List the files of `weight_files` that hold the weights themselves, which engines may load.
 
     Raises:
         ModelConfigError: as `weight_files`.
@@ -125,7 +125,7 @@ def tensor_files(folder: Path) -> list[str]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """The file beside `index` that each tensor stands in.
+    """Return the file beside `index` that holds each tensor.
 
     Raises:
         ModelConfigError: if it can't be read, or names something else than files beside it.
@@ -143,7 +143,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def tokenizer_files(folder: Path) -> list[str]:
-    """The files of a tokenizer, chat templates included.
+    """List the files of a tokenizer, chat templates included.
 
     Raises:
         ModelConfigError: if the folder can't be read.

@@ -1,4 +1,4 @@
-"""What is known of a model before it is loaded: its layers that choose what to attend to, and a digest."""
+"""The facts about a model before it is loaded: its layers that select what to attend to, and a digest."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ MOST_LAYERS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLayers:
-    """A model whose layers choose what they attend to; `families.describe` reads it from a config.json.
+    """A model whose layers select what they attend to; `families.describe` reads it from a config.json.
 
     Attributes:
-        name: where it came from: a folder's name or a hub id.
+        name: the folder's name or the hub id that it came from.
         architecture: as in config.json; `families.family_of` knows its family.
         layers: the model layer that each letter of a pattern stands for; NextN/MTP layers have none.
         index_topk: tokens that each query selects; of dense models, for the selection of `native`.
-        first_sparse_position: of the first query with a choice; up to there every pattern gives the same output.
+        first_sparse_position: position of the first query that selects; up to there every pattern gives the same
+            output.
         native: the checkpoint's own pattern; nothing is shared unless it was trained so.
         config_sha256: digest of `config`, see `config_keys.facts_digest`.
         config: what config.json says beyond its architecture's defaults that changes what the model computes.
-        earlier_sha256: digest of config.json itself, which is what earlier pattern files have.
-        redundant: keys of config.json that say what their absence does, or nothing of what the model computes.
+        earlier_sha256: digest of config.json itself, as in earlier pattern files.
+        redundant: keys of config.json with the value that their absence means, or without effect on the model.
     """
 
     name: str
@@ -42,22 +43,22 @@ class ModelLayers:
 
     @property
     def num_layers(self) -> int:
-        """Layers that can choose: the letters of a pattern."""
+        """Number of layers that can select: the letters of a pattern."""
         return len(self.layers)
 
     @property
     def dense(self) -> bool:
-        """Whether its layers attend to everything, so that a pattern brings a selection."""
+        """True if its layers attend to everything, so that a pattern brings a selection."""
         return self.native.dense
 
     @property
     def locked(self) -> tuple[int, ...]:
-        """Letters that are shared in the checkpoint: no indexer weights, so they can't become `F`."""
+        """Letters that are shared in the checkpoint: without indexer weights, they can't become `F`."""
         return self.native.shared_layers
 
 
 def positive(config: Mapping[str, Any], key: str, name: str) -> int:
-    """The positive integer under `key` of a config.json.
+    """Return the positive integer under `key` of a config.json.
 
     Raises:
         ModelConfigError: if there is none.
@@ -69,7 +70,7 @@ def positive(config: Mapping[str, Any], key: str, name: str) -> int:
 
 
 def layer_count(config: Mapping[str, Any], name: str) -> int:
-    """`num_hidden_layers` of a config.json.
+    """Return `num_hidden_layers` of a config.json.
 
     Raises:
         ModelConfigError: if it is no positive integer, or too large to be meant.

@@ -1,4 +1,4 @@
-"""Where a model is: a folder, or `owner/name` of the hub, with `@revision` behind it for another than its main one."""
+"""Names of models: a folder, or `owner/name` of the hub, with `@revision` for another than its main one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ModelName:
     """A model as somebody named it.
 
     Attributes:
-        folder: where it is on this machine; `None` of a model of the hub.
+        folder: the folder on this machine; `None` for a model of the hub.
         repository: its id on the hub, or the folder again.
         revision: branch, tag or commit there; `None` for the main one.
     """
@@ -36,7 +36,7 @@ class ModelName:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Take `text` apart; a folder that is there goes before an id of the hub.
+        """Parse `text`; a folder that exists wins over an id of the hub.
 
         Raises:
             ModelConfigError: if it is neither, saying what is meant.
@@ -58,17 +58,17 @@ class ModelName:
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Name for people."""
         return self.repository if self.folder is None else self.folder.resolve().name
 
 
 def at_revision(model: str, revision: str | None) -> str:
-    """A folder or hub id with what SGLang's `--revision` says; folders have none."""
+    """Return a folder or hub id with SGLang's `--revision` behind it; folders have none."""
     return f"{model}@{revision}" if revision and not os.path.isdir(model) else model  # noqa: PTH112
 
 
 def _kind(path: Path) -> str:
-    """What a path is that is no folder."""
+    """Say what a path is that is not a folder."""
     try:
         with path.open("rb") as file:
             gguf = path.is_file() and file.read(len(_GGUF)) == _GGUF
@@ -80,7 +80,7 @@ def _kind(path: Path) -> str:
 
 
 def _no_address(scheme: str, rest: str) -> str:
-    """What to do about `scheme://rest`, which may hold a key: it is not repeated."""
+    """Say what to do about `scheme://rest`, without repeating it: it may hold a key."""
     match = _ON_HUB.fullmatch(rest.partition("?")[0])
     on_hub = scheme == "hf" or (scheme in ("http", "https") and rest.startswith(("huggingface.co/", "hf.co/")))
     if on_hub and match is not None:
@@ -91,7 +91,7 @@ def _no_address(scheme: str, rest: str) -> str:
 
 
 def _near(text: str) -> str:
-    """A folder with nearly this name, as a question."""
+    """Return a folder with nearly this name, as a question."""
     path = Path(text)
     try:
         names = [item.name for item in path.parent.iterdir() if item.is_dir()]

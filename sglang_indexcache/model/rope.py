@@ -1,4 +1,4 @@
-"""Rotary parameters of a config.json, in one form: releases and transformers' versions write them in several."""
+"""Rotary parameters of a config.json, in one form: releases and versions of transformers write them in several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROPE_KEYS = frozenset(("rope_parameters", "rope_scaling", *_OUTSIDE))
 
 
 def rope_parameters(config: Mapping[str, Any], name: str = "model") -> dict[str, Any]:
-    """What `rope_parameters`, `rope_scaling` and the keys beside them say, as transformers puts it together.
+    """Return `rope_parameters`, `rope_scaling` and the keys beside them in one mapping, as transformers combines them.
 
     Raises:
         ModelConfigError: if one of them is no mapping.

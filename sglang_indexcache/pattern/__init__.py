@@ -1,4 +1,4 @@
-"""The pattern: which layers select what they attend to, and which reuse that; what is selected, and how exactly."""
+"""The pattern: which layers select tokens, which reuse a selection, and what is selected."""
 
 from __future__ import annotations
 

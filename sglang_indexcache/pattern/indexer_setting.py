@@ -9,7 +9,7 @@ from typing import Self
 from sglang_indexcache.errors import PatternError
 
 QUERIES = (2, 4, 8, 16, 64)  # they divide a page of 64 tokens, so that a cached page depends on its own tokens alone
-EXACT_ROWS = 128  # the last queries of a prompt, or of a part of it, that select for themselves all the same
+EXACT_ROWS = 128  # the last queries of a prompt, or of a part of it, that always select for themselves
 CANDIDATES = "C"  # a letter of patterns before 0.2.0, with `3c4` behind them
 NO_CANDIDATES = "C layers (candidates) are not supported since version 0.2.0"
 _WORD = re.compile(r"(0|[1-9][0-9]{0,3})q([1-9][0-9]?)")
@@ -26,7 +26,7 @@ class IndexerSetting:
             `QUERIES`. Decoded tokens and the end of a prompt select for themselves.
 
     Raises:
-        PatternError: if it can't be so many.
+        PatternError: if `queries` is not among `QUERIES`.
     """
 
     layer: int

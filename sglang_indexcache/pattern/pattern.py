@@ -1,4 +1,4 @@
-"""The pattern: which layers choose what they attend to, and which reuse the choice."""
+"""The pattern: which layers select what they attend to, and which reuse a selection."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _RETENTION = re.compile(r"[0-9]{1,4}/[1-9][0-9]{0,3}|[0-9](\.[0-9]{1,9})?|\.[0-9
 
 @dataclass(frozen=True)
 class Pattern:
-    """One role for each layer that can choose, and with a `selection` what is chosen there.
+    """One role for each layer that can select, and with a `selection` what is selected there.
 
     Without one (DSA models, IndexCache): an `F` layer runs its own indexer, an `S` layer reuses the top-k indices of
     the nearest `F` layer before it. With one (dense models, DELTA): a `D` layer attends to everything, an `F` layer to
-    the pages that it chooses itself, an `S` layer to those that the nearest `D` or `F` layer before it chose.
-    Layers are numbered from 0, as engines do; the papers count from 1.
+    the pages that it selects itself, an `S` layer to those that the nearest `D` or `F` layer before it selected. Layers
+    are numbered from 0, as engines do; the papers count from 1.
 
     An `F` layer of DSA models may also select for a block of neighbouring prompt queries at a time.
 
@@ -80,7 +80,7 @@ class Pattern:
 
     @classmethod
     def parse(cls, text: str, selection: Selection | None = None) -> Self:
-        """Read letters, and behind them what `letters` puts there: `FSSFSSFS+3q16+6q4`.
+        """Read roles and indexers as `letters` writes them: `FSSFSSFS+3q16+6q4`.
 
         Raises:
             PatternError: if it is something else.
@@ -92,23 +92,23 @@ class Pattern:
 
     @property
     def dense(self) -> bool:
-        """Whether it is of a dense model, whose layers attend to everything or to the pages of a selection."""
+        """True for dense models, whose layers attend to everything or to the pages of a selection."""
         return self.selection is not None
 
     @property
     def full_role(self) -> str:
-        """Letter of a layer that a search may turn into `S`: `F`, or `D` of dense models."""
+        """Letter of a layer that a search may turn into `S`: `F`, or `D` for dense models."""
         return DENSE if self.dense else FULL
 
     @classmethod
     def full(cls, num_layers: int, shared: Collection[int] = (), selection: Selection | None = None) -> Self:
-        """The pattern that shares nothing but the layers in `shared`."""
+        """Return the pattern in which only the layers in `shared` are `S`."""
         letter = FULL if selection is None else DENSE
         return cls("".join(SHARED if layer in shared else letter for layer in range(num_layers)), selection)
 
     @classmethod
     def uniform(cls, num_layers: int, keep_every: int, phase: int = 0, selection: Selection | None = None) -> Self:
-        """The paper's uniform interleaving: every `keep_every`-th layer is `F` (4: `FSSSFSSS...`).
+        """Return the paper's uniform interleaving: every `keep_every`-th layer is `F` (4: `FSSSFSSS...`).
 
         With `phase` p the `F` layers after layer 0 are p, p + keep_every, ... (for p = 0: keep_every, 2 keep_every,
         ...), as many as at phase 0, so that all phases cost the same.
@@ -125,7 +125,7 @@ class Pattern:
 
     @classmethod
     def from_full_layers(cls, num_layers: int, full_layers: Iterable[int], selection: Selection | None = None) -> Self:
-        """The pattern that shares all layers but `full_layers`.
+        """Return the pattern in which all layers but `full_layers` are `S`.
 
         Raises:
             PatternError: if a layer lies outside the model, or layer 0 is not among them.
@@ -139,7 +139,7 @@ class Pattern:
 
     @classmethod
     def from_key(cls, key: str) -> Self:
-        """Read back what `key` gives.
+        """Read the text of a `key`.
 
         Raises:
             PatternError: if it is something else.
@@ -148,7 +148,7 @@ class Pattern:
         return cls.parse(letters, Selection.parse(selection) if mark else None)
 
     def keeping(self, full_layers: Iterable[int]) -> Self:
-        """This pattern with all layers shared but `full_layers`.
+        """Return this pattern with all layers but `full_layers` turned into `S`.
 
         Raises:
             PatternError: as `from_full_layers`.
@@ -156,7 +156,7 @@ class Pattern:
         return self.from_full_layers(len(self), full_layers, self.selection)
 
     def neighbours(self, locked: Collection[int] = ()) -> Iterator[Pattern]:
-        """All patterns that trade one full layer for one `S`; layer 0 stays, and `locked` layers stay `S`."""
+        """Yield all patterns that trade one full layer for one `S`; layer 0 stays, and `locked` layers stay `S`."""
         for full in self.full_layers[1:]:
             for shared in self.shared_layers:
                 if shared not in locked:
@@ -173,17 +173,17 @@ class Pattern:
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
-        """The layers that share nothing: they run their indexer, or attend to everything. Ascending."""
+        """Layers that share nothing, ascending: they run their indexer, or attend to everything."""
         return tuple(layer for layer, role in enumerate(self.roles) if role == self.full_role)
 
     @cached_property
     def shared_layers(self) -> tuple[int, ...]:
-        """The layers that reuse another layer's choice, ascending."""
+        """Layers that reuse another layer's selection, ascending."""
         return tuple(layer for layer, role in enumerate(self.roles) if role == SHARED)
 
     @cached_property
     def source_layers(self) -> tuple[int, ...]:
-        """For each layer the one whose choice it uses: f(l) = max{j <= l : c_j is not S}."""
+        """The layer whose selection each layer uses: f(l) = max{j <= l : c_j is not S}."""
         sources: list[int] = []
         for layer, role in enumerate(self.roles):
             sources.append(sources[-1] if role == SHARED else layer)
@@ -191,32 +191,32 @@ class Pattern:
 
     @property
     def retention(self) -> float:
-        """Share of layers that share nothing."""
+        """Share of layers that are not `S`."""
         return len(self.full_layers) / len(self.roles)
 
     @cached_property
     def queries(self) -> dict[int, int]:
-        """For how many prompt queries at a time each layer selects that shares nothing; 1 for each by itself."""
+        """Prompt queries for which each full layer selects at a time; 1 if each query selects for itself."""
         blocks = {indexer.layer: indexer.queries for indexer in self.indexers}
         return {layer: blocks.get(layer, 1) for layer in self.full_layers}
 
     @property
     def indexer_cost(self) -> float:
-        """How many layers' worth of scores the `F` layers take in a long prompt, or layers that are `D`."""
+        """Cost of scoring a long prompt, in full layers: one that selects for n queries at a time counts 1/n."""
         return sum(1 / queries for queries in self.queries.values())
 
     @property
     def letters(self) -> str:
-        """One letter a layer, and behind them each indexer that selects in blocks, with a `+` before it."""
+        """One letter for each layer, then a `+` and its text for each indexer that selects in blocks."""
         return "+".join([self.roles, *map(str, self.indexers)])
 
     def beginning(self, layers: int) -> str:
-        """`letters` of the first `layers`: patterns that agree there compute the same up to there."""
+        """Return `letters` of the first `layers` layers: patterns that agree there compute the same up to there."""
         return "+".join([self.roles[:layers], *(str(item) for item in self.indexers if item.layer < layers)])
 
     @property
     def key(self) -> str:
-        """All that the pattern says, in one word: its letters, and behind a `|` its selection."""
+        """The whole pattern in one word: its letters, then a `|` and its selection if there is one."""
         return self.letters if self.selection is None else f"{self.letters}|{self.selection}"
 
     @cached_property
@@ -225,18 +225,18 @@ class Pattern:
         return hashlib.sha256(self.key.encode("ascii")).hexdigest()
 
     def share(self, layer: int) -> Self:
-        """This pattern with `layer` flipped from `F` or `D` to `S`.
+        """Return this pattern with `layer` flipped from `F` or `D` to `S`.
 
         Raises:
-            PatternError: if the layer is not there, is something else, or is layer 0.
+            PatternError: if the layer does not exist, is something else, or is layer 0.
         """
         return self._flipped(layer, self.full_role, SHARED)
 
     def unshare(self, layer: int) -> Self:
-        """This pattern with `layer` flipped from `S` to `F` or `D`.
+        """Return this pattern with `layer` flipped from `S` to `F` or `D`.
 
         Raises:
-            PatternError: if the layer is not there, or is something else.
+            PatternError: if the layer does not exist, or is something else.
         """
         return self._flipped(layer, SHARED, self.full_role)
 
@@ -247,10 +247,10 @@ class Pattern:
         return replace(self, roles=roles, indexers=tuple(self._other_indexers(layer)))
 
     def selecting_for(self, layer: int, queries: int) -> Self:
-        """This pattern with an `F` layer that selects for `queries` prompt queries at a time; 1 for each by itself.
+        """Return this pattern with an `F` layer that selects for `queries` prompt queries at a time; 1 for each alone.
 
         Raises:
-            PatternError: if the layer is not `F`, or it can't be so many.
+            PatternError: if the layer is not `F`, or `queries` is not allowed.
         """
         indexers = self._other_indexers(layer)
         if queries > 1:
@@ -258,14 +258,14 @@ class Pattern:
         return replace(self, indexers=tuple(sorted(indexers, key=lambda item: item.layer)))
 
     def _other_indexers(self, layer: int) -> list[IndexerSetting]:
-        """The indexers of all layers but `layer`."""
+        """Return the indexers of all layers but `layer`."""
         return [item for item in self.indexers if item.layer != layer]
 
     def check_fits(self, num_layers: int, locked: Collection[int] = ()) -> None:
         """Check the pattern against a model.
 
         Args:
-            num_layers: how many layers of the model can choose.
+            num_layers: layers of the model that can select.
             locked: layers that are shared in the checkpoint; they have no indexer weights and can't be `F`.
 
         Raises:
@@ -280,7 +280,7 @@ class Pattern:
             raise PatternError(f"pattern has F for layer {names}, but the checkpoint has no indexer there; expected S")
 
     def check_plain(self, why: str) -> None:
-        """Check that no layer selects in blocks; `why` says of one that does why it must not.
+        """Check that no layer selects in blocks; `why` completes the message, behind the indexer's name.
 
         Raises:
             PatternError: if one does.
@@ -289,14 +289,14 @@ class Pattern:
             raise PatternError(f"{self.indexers[0]} {why}; expected F and S alone")
 
     def plain(self) -> Self:
-        """This pattern with layers that select for each query by itself."""
+        """Return this pattern with all layers selecting for each query by itself."""
         return replace(self, indexers=())
 
     def check_kind(self, native: Pattern) -> None:
-        """Check that a model with the pattern `native` has what this pattern's letters are about.
+        """Check that this pattern's letters suit a model whose own pattern is `native`.
 
         Raises:
-            PatternError: if one has a selection and the other an indexer.
+            PatternError: if one has a selection and the other has indexers.
         """
         if native.dense and not self.dense:
             raise PatternError(
@@ -321,16 +321,16 @@ def parse_retention(text: str) -> Fraction:
 
 
 def full_layer_count(num_layers: int, retention: Fraction) -> int:
-    """How many layers stay `F` at `retention`: rounded up, as uniform interleaving has it (78 layers at 1/4: 20)."""
+    """Return the number of `F` layers at `retention`: rounded up, as in uniform interleaving (78 layers at 1/4: 20)."""
     return math.ceil(num_layers * retention)
 
 
 def uniform_pattern(
     native: Pattern, retention: Fraction, phase: int = 0, locked: Collection[int] | None = None
 ) -> Pattern:
-    """The paper's uniform pattern at `retention`, for a checkpoint whose own pattern is `native`.
+    """Return the paper's uniform pattern at `retention`, for a checkpoint whose own pattern is `native`.
 
-    Where layers are locked each of its `F` layers is the nearest to its place that can be one, of two the first.
+    Where layers are locked, each `F` moves to the nearest layer that can be one; of two, to the first.
 
     Args:
         native: the checkpoint's own.

@@ -1,4 +1,4 @@
-"""How the choice of one decode step depends on those before it."""
+"""Policies by which a decode step reuses the selections of the steps before it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ GRAMMAR = "none, ema:BETA, bounded:SWAPS, refresh:EVERY, nosa:QUERY_PAGES or nos
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """What a choice remembers of the decode steps before it, since the last prompt.
+    """The policy by which a selection depends on the decode steps before it, since the last prompt.
 
-    Memory begins with the first step that has a choice, which chooses by its own scores under all policies.
+    The first step that selects uses its own scores under all policies.
 
-    | policy | its number | what is chosen in a step |
+    | policy | its number | what is selected in a step |
     |---|---|---|
     | `none` | | the best by the step's own scores |
     | `ema` | `beta` | the best by scores averaged over steps: beta x the average + (1 - beta) x the step's own |
-    | `bounded` | `swaps` | what was chosen before, of which at most so many are traded for better ones |
-    | `refresh` | `every` | what was chosen before, until after so many steps all are chosen anew |
+    | `bounded` | `swaps` | what was selected before, of which at most so many are traded for better ones |
+    | `refresh` | `every` | what was selected before, until after so many steps all are selected anew |
     | `nosa` | `query_pages` | so many by the step's own scores, the rest by an importance that no query changes |
 
-    The last is the split of NOSA (arXiv 2510.13602, equation 7): of k chosen pages at least k - `query_pages` are those
-    of the step before (its Theorem 2). `importance` is the norm of values, or what trained heads say.
+    The last is the split of NOSA (arXiv 2510.13602, equation 7): of k selected pages at least k - `query_pages` are
+    those of the step before (its Theorem 2). `importance` is the norm of values, or the output of trained heads.
 
     Raises:
         PatternError: if a policy is not one of these, or has another number than its own.
@@ -72,7 +72,7 @@ class Steps:
                 raise PatternError(f"steps: {own} is {value!r}, expected {least} to {_MOST}")
 
     def __str__(self) -> str:
-        """All of it in one word, as on a command line: `ema:0.9`."""
+        """Return the policy in one word, as on a command line: `ema:0.9`."""
         if self.policy == "none":
             return self.policy
         heads = "" if self.importance is None else f":{self.importance}"
@@ -80,7 +80,7 @@ class Steps:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read what `str` gives.
+        """Read the text that `str` gives.
 
         Raises:
             PatternError: if it is something else.

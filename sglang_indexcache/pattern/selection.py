@@ -1,4 +1,4 @@
-"""What layers of a dense model attend to when they don't attend to everything: a few pages of the cache."""
+"""Selections of dense models: a few pages of the cache that a layer attends to instead of everything."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ CHUNK, STRIDE = 32, 16  # tokens of a compressed key, and from one to the next
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """How many pages a layer chooses, for itself and those that share its choice, and by what.
+    """The pages that a layer selects, for itself and for the layers that reuse them, and their score.
 
-    Pages are counted from position 0 of a request. One with no more than `pages` attends to all of its own. All heads
-    have one choice.
+    Pages are counted from position 0 of a request. A request with no more than `pages` attends to all of its own. All
+    heads share one selection.
 
     Attributes:
         page_tokens: tokens of a page, a power of two.
-        pages: pages that are chosen.
-        recent_pages: the newest are always among them; at least one, which holds the newest token.
-        sink_pages: and so are the first.
-        score: what a page is chosen by. `token_max` (DELTA, arXiv 2510.09883): the sum over its tokens of the largest
-            share that a head of the choosing layer gives each. `compressed_keys` (InfLLM-V2 and NOSA, arXiv
+        pages: pages that are selected.
+        recent_pages: newest pages, always selected; at least one, which holds the newest token.
+        sink_pages: first pages, always selected.
+        score: rule that scores a page. `token_max` (DELTA, arXiv 2510.09883): the sum over its tokens of the largest
+            share that a head of the selecting layer gives each. `compressed_keys` (InfLLM-V2 and NOSA, arXiv
             2510.13602): the query's shares of means of 32 keys, 16 tokens apart, summed over the heads of a key head;
             of those that touch the page the largest, summed over key heads.
-        steps: what a choice remembers of the steps before it.
-        buffer_pages: pages of a layer and request that stay on the device while the cache is in host memory; what was
-            not used for longest goes. `None`: all of the cache is on the device.
+        steps: policy by which a selection depends on the steps before it.
+        buffer_pages: pages of a layer and request that stay on the device while the cache is in host memory; the least
+            recently used one goes. `None`: all of the cache is on the device.
 
     Raises:
         PatternError: if the sizes don't go together.
@@ -99,16 +99,16 @@ class Selection:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are attended to at most."""
+        """Largest number of tokens that are attended to."""
         return self.pages * self.page_tokens
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types, as a pattern file has it: defaults are left out."""
+        """Return plain types, as in a pattern file; defaults are left out."""
         content: dict[str, Any] = TypeAdapter(Selection).dump_python(self, exclude_defaults=True)
         return content
 
     def __str__(self) -> str:
-        """All of it in one word, as in `Pattern.key`."""
+        """Return the selection in one word, as in `Pattern.key`."""
         words: list[object] = [self.page_tokens, self.pages, self.recent_pages, self.sink_pages, self.score]
         if self.steps != NO_MEMORY or self.buffer_pages is not None:
             words += [self.steps, "" if self.buffer_pages is None else self.buffer_pages]
@@ -116,7 +116,7 @@ class Selection:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read back what `str` gives.
+        """Read the text that `str` gives.
 
         Raises:
             PatternError: if it is something else.
