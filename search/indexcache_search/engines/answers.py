@@ -1,4 +1,4 @@
-"""What a calibration server answers, parsed once: types, ranges, and what has to add up."""
+"""Answers of a calibration server, parsed once: types, ranges and consistency."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.files.fields import Count, Finite
 from sglang_indexcache.http.redaction import redacted
 
-ROUNDING = 1e-3  # nats by which a sum that can't be negative may be
+ROUNDING = 1e-3  # nats by which a nonnegative sum may fall below 0
 _MOST_RANKS = 1 << 16
 
 _Number = Finite | None  # JSON has null where a number is not finite
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,64}$")]
-_Word = Annotated[str, Field(pattern=r"^[ -~]{1,200}$"), AfterValidator(redacted)]  # it gets into files
+_Word = Annotated[str, Field(pattern=r"^[ -~]{1,200}$"), AfterValidator(redacted)]  # written to files
 _Token = tuple[_Number, Count, Any]  # logprob, id, text
 
 
 class _Frozen(BaseModel):
-    """Answers may say more than is asked for: SGLang's do with every version."""
+    """Base of answers. Unknown fields are ignored, since SGLang adds some with every version."""
 
     model_config = ConfigDict(frozen=True)
 
 
 class Rank(_Frozen):
-    """What one data-parallel rank answers to a control request: what it runs, and what it was asked for.
+    """Answer of one data-parallel rank to a control request: its state, and the requested data.
 
     Attributes:
-        pattern: roles; `fingerprint` is theirs.
-        weights_sha256: digest of the checkpoint that it has loaded.
-        versions: what losses depend on beside the pattern.
-        missing: sequences whose baseline is still to be run.
+        pattern: roles, whose digest is `fingerprint`.
+        weights_sha256: digest of the loaded checkpoint.
+        versions: versions and settings on which losses depend.
+        missing: sequences whose baseline has yet to be run.
         sums: sum, sum of squares and count of the divergence, by request.
-        misses: tokens that buffers would miss, by layer that chooses and by their sizes.
+        misses: tokens that buffers would miss, by selecting layer, one count per buffer size.
     """
 
     dp_rank: Annotated[int, Field(ge=0, lt=_MOST_RANKS)]
@@ -70,7 +70,7 @@ class Rank(_Frozen):
 
 
 class Ranks(_Frozen):
-    """One entry a data-parallel rank."""
+    """Answers with one entry per data-parallel rank."""
 
     ranks: list[Rank]
 
@@ -88,7 +88,7 @@ class _Meta(_Frozen):
 
 
 class Generated(_Frozen):
-    """One answer of `/generate` to a prompt."""
+    """Answer of `/generate` to one prompt."""
 
     meta_info: _Meta
 
@@ -98,10 +98,10 @@ GENERATED: TypeAdapter[list[Generated]] = TypeAdapter(list[Generated])
 
 
 def token_logprobs(answer: Generated, prompt: Sequence[int]) -> list[tuple[float, bool]]:
-    """Logprob, NaN for null, and whether it is the likeliest, of each token of `prompt`; the first answered has none.
+    """Return each token's logprob, NaN for null, and true if it is the likeliest; skip the first answered.
 
     Raises:
-        ValueError: if the answer is about other tokens, or holds what no logprobs are.
+        ValueError: if the answer is about other tokens, or holds invalid logprobs.
     """
     own, best = answer.meta_info.input_token_logprobs[1:], answer.meta_info.input_top_logprobs[1:]
     if not same_tokens([token for _, token, _ in own], prompt) or len(best) != len(own) or not all(best):
@@ -119,10 +119,10 @@ def token_logprobs(answer: Generated, prompt: Sequence[int]) -> list[tuple[float
 
 
 def divergence(total: float | None, squares: float | None, count: int, *, expected: int) -> tuple[float, float, int]:
-    """Sum, sum of squares and count of a divergence; NaN for null.
+    """Check the sum, sum of squares and count of a divergence; return them with NaN for null.
 
     Raises:
-        ValueError: if no `expected` divergences sum up to that.
+        ValueError: if `expected` divergences can't add up to these.
     """
     if count != expected or (total is not None and total < -ROUNDING):
         raise ValueError(f"a divergence of {total} over {count} tokens, expected {expected}")
@@ -132,7 +132,7 @@ def divergence(total: float | None, squares: float | None, count: int, *, expect
 
 
 def same_tokens(answered: Sequence[int], sent: Sequence[int]) -> bool:
-    """Whether the answer is about the tokens that were sent: SGLang 0.5.23 calls the vocabulary's last one 0."""
+    """Compare answered with sent tokens; SGLang 0.5.23 reports the vocabulary's last token as 0."""
     last = max(sent, default=0)
     return len(answered) == len(sent) and all(
         one == other or (one == 0 and other == last) for one, other in zip(answered, sent, strict=True)
@@ -140,5 +140,5 @@ def same_tokens(answered: Sequence[int], sent: Sequence[int]) -> bool:
 
 
 def _number(value: float | None) -> float:
-    """JSON has null where a number is not finite."""
+    """Return NaN for null, JSON's stand-in for numbers that are not finite."""
     return math.nan if value is None else value

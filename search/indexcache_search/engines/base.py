@@ -1,4 +1,4 @@
-"""What a search needs of an engine: evaluate patterns on tokens."""
+"""Protocol of engines, which evaluate patterns on tokens for a search."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sglang_indexcache import ModelLayers
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """Sums over the scored tokens of each sequence: what estimates are made of.
+    """Sums over the scored tokens of each sequence, from which estimates are made.
 
     Attributes:
         rows: the sequences' rows in their token set.
         losses: float64 sum per sequence: negative log-likelihood in nats (`nll`), or KL(baseline || pattern) over the
             whole vocabulary (`kl`).
         tokens: scored tokens per sequence.
-        correct: tokens per sequence that greedy decoding would have got right; nothing where nobody counted.
+        correct: tokens per sequence that greedy decoding would get right; empty if not counted.
     """
 
     rows: tuple[int, ...]
@@ -35,11 +35,11 @@ class Losses:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Losses):
-    """What an engine found for one plan, and what that cost.
+    """Losses of one plan on some sequences, and their cost.
 
     Attributes:
-        pattern: what ran.
-        layer_tokens: layers that really ran x tokens, per sequence.
+        pattern: the plan that ran.
+        layer_tokens: layers that ran x tokens, per sequence.
         seconds: wall time of all sequences.
     """
 
@@ -48,7 +48,7 @@ class Evaluation(Losses):
     seconds: float
 
     def on(self, rows: Sequence[int]) -> Evaluation:
-        """The part of some sequences; it takes as large a part of the seconds.
+        """Return the part of some sequences, with a proportional part of the seconds.
 
         Raises:
             KeyError: if one was not evaluated.
@@ -59,7 +59,7 @@ class Evaluation(Losses):
         return replace(self, rows=tuple(rows), seconds=self.seconds * len(at) / len(self.rows), **columns)
 
     def __add__(self, other: Evaluation) -> Evaluation:
-        """This evaluation and one of other sequences under the same pattern."""
+        """Join this evaluation with one of other sequences under the same pattern."""
         columns: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in ("rows", *_COLUMNS)}
         return replace(self, seconds=self.seconds + other.seconds, **columns)
 
@@ -68,7 +68,7 @@ _COLUMNS = ("losses", "correct", "tokens", "layer_tokens")
 
 
 class Evaluates(Protocol):
-    """Something that an evaluator asks."""
+    """Evaluator of plans on tokens."""
 
     def evaluate(
         self,
@@ -81,23 +81,23 @@ class Evaluates(Protocol):
         """Evaluate different `patterns` on `data`; yield each as it is done, in any order.
 
         Args:
-            patterns: of letters; an engine may know other plans, too.
-            data: tokens.
-            objective: what to sum up.
+            patterns: patterns of letters, or other plans that the engine supports.
+            data: the token set.
+            objective: the loss to sum.
             rows: sequences of `data` to run, in this order; all by default.
-            fresh: reuse nothing that earlier evaluations left behind.
+            fresh: reuse no state of earlier evaluations.
         """
         ...
 
 
 class Engine(Evaluates, Protocol):
-    """Something that runs a model with any pattern, switched without a restart.
+    """Runner of a model under any pattern, switched without a restart.
 
     Attributes:
         name: engine and version: `transformers 5.23.0`.
-        settings: what else a result depends on (torch, dtype, device, batch size); part of a search's identity.
+        settings: other conditions of a result (torch, dtype, device, batch size); part of a search's identity.
         model: the model's layers, locked layers and digest.
-        weights_sha256: digest of its files, see `sglang_indexcache.model.files.weight_files`.
+        weights_sha256: digest of the model's files, see `sglang_indexcache.model.files.weight_files`.
     """
 
     name: str
@@ -106,14 +106,15 @@ class Engine(Evaluates, Protocol):
     weights_sha256: str
 
     def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64] | None:
-        """Mean of |T_i & T_j| / |T_i| over `rows` sampled queries a sequence, `[layers, layers]` (paper, Appendix A).
+        """Return the mean of |T_i & T_j| / |T_i| over `rows` sampled queries per sequence, `[layers, layers]`.
 
-        T are the tokens that a layer chooses, of dense models the pages. `None` if the engine can't measure it.
+        T_i are the tokens, or in dense models the pages, that layer i selects (paper, Appendix A). `None` if the engine
+        can't measure it.
         """
         ...
 
     def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
-        """Mean cosine of layer i's attention output with its own and with layer j's indices, `[i, j]`, j <= i.
+        """Return the mean cosine of layer i's attention outputs with its own and layer j's indices, `[i, j]`, j <= i.
 
         All layers below i run with the checkpoint's own pattern (paper, Appendix C). `None` if the engine can't measure
         it.
@@ -121,14 +122,14 @@ class Engine(Evaluates, Protocol):
         ...
 
     def page_signals(self, data: TokenSet, rows: int) -> Mapping[str, NDArray[np.float64]]:
-        """`overlap`, `shift` and `recall` over `rows` sampled queries a sequence, see the module `page_signals`.
+        """Return `overlap`, `shift` and `recall` over `rows` queries per sequence, see module `page_signals`.
 
-        Empty where no pages are chosen, or where the engine can't measure it.
+        Empty for models without page selection, or if the engine can't measure it.
         """
         ...
 
     def check_unchanged(self) -> None:
-        """Check that the model is still the one that was loaded, before results are written that say so.
+        """Check, before results are written, that the model is still the one that was loaded.
 
         Raises:
             IndexCacheError: naming what changed.

@@ -1,6 +1,6 @@
-"""Beginnings of sequences that no pattern of a dense model changes: read once, and kept as keys and values.
+"""Keys and values for beginnings of sequences, which every pattern of a dense model computes alike.
 
-While a prompt is read, and as long as all pages fit into a selection, every layer attends to everything.
+Every layer attends to everything in a prompt, and as long as all pages fit into the selection.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from indexcache_search.hf.cache_argument import cache_argument
 
 
 class Beginnings:
-    """Keys and values of beginnings in memory, on the model's device; the oldest go first.
+    """Cache of the keys and values of beginnings, on the model's device; the oldest are dropped first.
 
     Args:
         model: a dense model of transformers.
-        limit: bytes; what does not fit is read anew each time, which gives the same bits.
+        limit: bytes; beginnings that do not fit are recomputed each time, with the same bits.
     """
 
     def __init__(self, model: Any, limit: float) -> None:
@@ -31,10 +31,10 @@ class Beginnings:
 
     @contextmanager
     def read(self, name: str, tokens: Tensor) -> Iterator[tuple[Any, bool]]:
-        """A cache that `tokens` are in, for one forward of what follows, and whether they had to be read.
+        """Yield a cache that holds `tokens`, for one forward after them, and true if they had to be run.
 
         Args:
-            name: names `tokens`.
+            name: key of `tokens`.
             tokens: `[sequences, beginning]`.
         """
         known = name in self._caches
@@ -47,14 +47,14 @@ class Beginnings:
         try:
             yield cache, not known
         finally:
-            for layer, keys, values in kept:  # layers that ran have added to theirs
+            for layer, keys, values in kept:  # the forward appended to them
                 layer.keys, layer.values = keys, values
             if known or self._held + size <= self._limit:
                 self._caches[name] = cache
                 self._held += 0 if known else size
 
     def _fill(self, tokens: Tensor) -> Any:
-        """The model's own attention, fused where there is such, which needs no `[queries, keys]`."""
+        """Run `tokens` with the model's own attention, fused where possible, without `[queries, keys]`."""
         before, cache = self._model.config._attn_implementation, DynamicCache(config=self._model.config)
         self._model.set_attn_implementation("sdpa")
         try:

@@ -1,4 +1,4 @@
-"""A SGLang server in calibration mode, over HTTP; its answers are checked before anything is made of them."""
+"""Client of an SGLang server in calibration mode, over HTTP, which checks every answer."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from sglang_indexcache.http.client import NoAnswerError, ServerError, StatusErro
 from sglang_indexcache.http.redaction import KEY_VARIABLE
 
 STATUS_SECONDS = 30.0
-CONTROL_SECONDS = 300.0  # a switch is quick; a baseline is announced in megabytes
+CONTROL_SECONDS = 300.0  # a switch is quick; announcing a baseline takes megabytes
 REQUEST_SECONDS = 3600.0  # one sequence of hundreds of thousands of tokens on a busy machine
 BUSY_SECONDS = 120
-_ROUNDING = 1e-6  # of means of counts
-_BYTES, _BYTES_A_TOKEN = 4 << 20, 1 << 10  # of an answer
+_ROUNDING = 1e-6  # tolerance for means of counts
+_BYTES, _BYTES_A_TOKEN = 4 << 20, 1 << 10  # limits of an answer
 
 _Answer = TypeVar("_Answer")
 
 
 class ServerLostError(Exception):
-    """A server that went away or broke; it may come back."""
+    """Failure of a server that went away or broke, and may come back."""
 
 
 class ServerBusyError(ServerLostError):
-    """A server that has other requests running; they will end."""
+    """Refusal by a server that still runs other requests."""
 
 
 class CalibrationServer:
-    """Switches patterns and asks for losses.
+    """Client that switches patterns and requests losses.
 
     Args:
         url: such as `http://host:30000`.
         dp_rank: the data-parallel rank to work with; by default the server as a whole.
-        key: the admin key; by default what `SGLANG_API_KEY` holds.
+        key: the admin key; by default the value of `SGLANG_API_KEY`.
 
     Attributes:
-        url: for people, without secrets.
+        url: the address without secrets, for messages.
     """
 
     def __init__(self, url: str | Address, dp_rank: int | None = None, key: str | None = None) -> None:
@@ -53,16 +53,16 @@ class CalibrationServer:
         self.url = self.address.label
 
     def status(self) -> Rank:
-        """What runs there: pattern, fingerprint, versions, what can be measured, digests of the model.
+        """Return the server's pattern, fingerprint, versions, supported measurements and model digests.
 
         Raises:
             ServerLostError: if it does not answer.
-            SearchError: if it is no calibration server, or refuses the key.
+            SearchError: if it is not a calibration server, or refuses the key.
         """
         return self._control(protocol.STATUS)[0]
 
     def lanes(self) -> list[CalibrationServer]:
-        """The server's data-parallel ranks, each of which can run a pattern of its own.
+        """Return a client for each data-parallel rank, each of which can run its own pattern.
 
         Raises:
             ServerLostError, SearchError: as `status`.
@@ -71,11 +71,11 @@ class CalibrationServer:
         return [self] if len(ranks) == 1 else [CalibrationServer(self.address, rank, self._key) for rank in ranks]
 
     def switch(self, pattern: Pattern) -> None:
-        """Make all ranks run `pattern`; waits while requests are running.
+        """Switch all ranks to `pattern`; wait while requests are running.
 
         Raises:
             ServerLostError: if it does not answer, or stays busy.
-            SearchError: if it refuses the pattern, or a rank runs another one afterwards.
+            SearchError: if it refuses the pattern, or a rank then runs another one.
         """
         deadline, pause = time.monotonic() + BUSY_SECONDS, 0.02
         while True:
@@ -94,12 +94,12 @@ class CalibrationServer:
     def logprobs(
         self, sequences: Sequence[Sequence[int]], start: int, ids: Sequence[str] | None = None
     ) -> list[list[tuple[float, bool]]]:
-        """Logprob of each token from `start` on, and whether it is the likeliest.
+        """Return the logprob of each token from `start` on, and true if it is the likeliest.
 
         Args:
             sequences: token ids of each.
             start: at least 1.
-            ids: request ids, where something is measured on them.
+            ids: request ids, if the server is to measure something on them.
 
         Raises:
             ServerLostError: if the server goes away.
@@ -126,18 +126,18 @@ class CalibrationServer:
             raise SearchError(f"{self.url}: /generate answers {error}") from None
 
     def missing_baselines(self, data: str, ranges: Sequence[Range]) -> list[int]:
-        """Announce a data set whose divergence will be measured.
+        """Announce a data set for measuring divergences; return the sequences without a baseline.
 
         Args:
-            data: its digest.
+            data: digest of the data set.
             ranges: for each sequence, the positions whose next token is scored, the last one excluded.
 
         Returns:
-            Numbers of the sequences whose baseline is still to be run.
+            Numbers of the sequences whose baseline has yet to be run.
 
         Raises:
             ServerLostError: if the server goes away.
-            SearchError: if it has too little memory for them, or can't measure this.
+            SearchError: if it lacks memory for them, or can't measure divergences.
         """
         ranks = self._control(protocol.BASELINE, data=data, ranges=ranges)
         missing = sorted({number for rank in ranks for number in rank.missing})
@@ -146,11 +146,11 @@ class CalibrationServer:
         return missing
 
     def divergences(self, requests: Mapping[str, Sequence[Range]]) -> dict[str, tuple[float, float, int]]:
-        """Sum, sum of squares and count of the divergence over ranges of positions, for requests by id.
+        """Return sum, sum of squares and count of each request's divergence over ranges of positions.
 
         Raises:
             ServerLostError: if the server goes away.
-            SearchError: if it was not measured there.
+            SearchError: if the server did not measure it.
         """
         sums = self._control(protocol.KL, requests=requests)[0].sums
         if set(sums) != set(requests):
@@ -166,7 +166,7 @@ class CalibrationServer:
             raise SearchError(f"{self.url}: gave {error}") from None
 
     def sample_indices(self, positions: Sequence[int]) -> None:
-        """Begin to sample the queries at `positions` of requests that ask for it.
+        """Start sampling the queries at `positions` of requests marked for it.
 
         Raises:
             ServerLostError: if the server goes away.
@@ -175,14 +175,14 @@ class CalibrationServer:
         self._control(protocol.SAMPLE, positions=[int(position) for position in positions])
 
     def index_overlap(self, layers: int) -> tuple[list[list[float]], int]:
-        """End sampling; the mean overlap of layers i and j, and how many queries were sampled.
+        """Stop sampling; return the mean overlap of layers i and j, and the number of sampled queries.
 
         Args:
-            layers: how many there are.
+            layers: number of layers.
 
         Raises:
             ServerLostError: if the server goes away.
-            SearchError: if nothing was sampled there, or what it gives are no shares of one number of tokens.
+            SearchError: if nothing was sampled, or the values are not a valid overlap.
         """
         answer = self._control(protocol.OVERLAP)[0]
         if len(answer.overlap) != layers or {len(row) for row in answer.overlap} != {layers}:
@@ -196,7 +196,7 @@ class CalibrationServer:
         return answer.overlap, answer.queries
 
     def record_selections(self, first: int, tokens: int) -> None:
-        """Begin to record what queries select from position `first` on, of a request of `tokens` that asks for it.
+        """Start recording selections from position `first` on, in a marked request of `tokens` tokens.
 
         Raises:
             ServerLostError: if the server goes away.
@@ -205,16 +205,16 @@ class CalibrationServer:
         self._control(protocol.RECORD, first=first, tokens=tokens)
 
     def misses(self, layers: Sequence[int], sizes: Sequence[int], most: int) -> dict[int, list[int]]:
-        """End recording: the tokens that SGLang's HiSparse would bring, by layer, with buffers of `sizes` tokens.
+        """Stop recording; return the tokens that SGLang's HiSparse would load, by layer and buffer size.
 
         Args:
-            layers: those that choose.
-            sizes: in tokens.
-            most: what a layer selects in all steps: no buffer misses more.
+            layers: the selecting layers.
+            sizes: buffer sizes in tokens.
+            most: tokens that a layer selects in all steps, an upper bound of misses.
 
         Raises:
             ServerLostError: if the server goes away.
-            SearchError: if it recorded something else, or counted more.
+            SearchError: if it recorded other layers or sizes, or counted more.
         """
         found = self._control(protocol.MISSES, sizes=list(sizes))[0].misses
         if sorted(found) != sorted(layers) or any(len(counts) != len(sizes) for counts in found.values()):
@@ -225,7 +225,7 @@ class CalibrationServer:
         return found
 
     def _control(self, action: str, **body: Any) -> list[Rank]:
-        """The answers of all ranks that `action` was meant for."""
+        """Send `action`; return the answers of all ranks it addresses."""
         path, content = protocol.path(action), {**body, "dp_rank": self.dp_rank}
         seconds = STATUS_SECONDS if action == protocol.STATUS else CONTROL_SECONDS
         ranks = self._ask(path, content, RANKS, seconds, 16 * _BYTES).ranks

@@ -1,4 +1,4 @@
-"""Cross-layer measurements on transformers' models: index overlap and output similarity."""
+"""Cross-layer measurements on transformers models: index overlap and output similarity."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from sglang_indexcache.families import family_of_modules
 def topk_overlap(
     model: nn.Module, description: ModelLayers, batches: Iterable[Tensor], rows: int
 ) -> NDArray[np.float64]:
-    """Mean of |T_i & T_j| / k over layers i and j (paper, Appendix A).
+    """Return the mean of |T_i & T_j| / k over layers i and j (paper, Appendix A).
 
     Args:
         model: a transformers model of a family in `sglang_indexcache.families`.
         description: its layers; the native pattern runs.
         batches: token batches `[batch, seq_len]`.
-        rows: queries a sequence, evenly spread over those that see more than k tokens.
+        rows: queries per sequence, evenly spread over those that see more than k tokens.
 
     Returns:
         `[layers, layers]`, symmetric, 1 on the diagonal.
@@ -56,7 +56,7 @@ def topk_overlap(
 
 @torch.inference_mode()
 def output_similarity(model: nn.Module, description: ModelLayers, batches: Iterable[Tensor]) -> NDArray[np.float64]:
-    """Mean cosine similarity of layer i's attention output with its own and with layer j's indices.
+    """Return the mean cosine of layer i's attention outputs with its own and with layer j's indices.
 
     Args:
         model: a transformers model of a family in `sglang_indexcache.families`.
@@ -107,7 +107,7 @@ def output_similarity(model: nn.Module, description: ModelLayers, batches: Itera
 def _run_with_indices(
     attention: Any, selector: nn.Module | None, args: Any, kwargs: dict[str, Any], indices: Tensor
 ) -> Tensor:
-    """Attention output `[batch, queries, hidden]` of `attention` over given indices."""
+    """Return `attention`'s output `[batch, queries, hidden]` over given indices."""
     if selector is None:
         if "prev_topk_indices" not in inspect.signature(attention.forward).parameters:
             raise SearchError(f"{type(attention).__name__} of transformers takes no prev_topk_indices, expected that")

@@ -1,4 +1,4 @@
-"""A calibration server of one's own, for as long as the search runs."""
+"""Calibration server that the search starts, and stops when it ends."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @contextmanager
 def own_server(model: str, arguments: Sequence[str], log: Path) -> Iterator[CalibrationServer]:
-    """Start SGLang in calibration mode on a free port of this machine; end it with the block.
+    """Start SGLang in calibration mode on a free local port; stop it at the end of the `with` block.
 
-    Only this process can switch its patterns, with a key that is in no command line and no file.
+    Only this process can switch its patterns: the key appears in no command line and no file.
 
     Args:
+        model: folder or hub id.
         arguments: more flags of `sglang.launch_server`, such as `--tp 8`.
-        log: where its output goes, without secrets.
+        log: file for its output, without secrets.
 
     Raises:
-        SearchError: if SGLang is not here, a key or a certificate is given, or the server ends before it answers.
+        SearchError: if SGLang is not installed, a key or a certificate is given, or the server ends before it answers.
     """
     check_arguments(arguments)
     if find_spec("sglang") is None:
@@ -58,7 +59,7 @@ def own_server(model: str, arguments: Sequence[str], log: Path) -> Iterator[Cali
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb"):
         log.chmod(0o600)
-    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}  # of other servers
+    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}  # other servers'
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -86,7 +87,7 @@ def own_server(model: str, arguments: Sequence[str], log: Path) -> Iterator[Cali
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse flags that a server of the search's own can't have, also where SGLang takes them abbreviated.
+    """Refuse flags that the search's own server can't have, including abbreviations that SGLang accepts.
 
     Raises:
         SearchError: naming the flag, not its value.
@@ -104,18 +105,18 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 
 def write_log(output: IO[bytes], log: Path) -> None:
-    """Copy what a server says into `log`, line by line, without secrets."""
+    """Copy a server's output into `log`, line by line, without secrets."""
     with output, log.open("ab", buffering=0) as file:
         while line := output.readline(_LINE_BYTES):
-            with suppress(OSError):  # a full disk must not stop the server, which would wait for its reader
+            with suppress(OSError):  # a full disk must not block the server on its pipe
                 file.write(redacted(line.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape"))
 
 
 def free_port() -> int:
-    """A port that nothing on this machine listens on, for a server that binds it only once its model is loaded.
+    """Return a port without a listener, for a server that binds it only after loading its model.
 
-    It lies below the ports that Linux and macOS hand out by themselves (32768 and up): one of those would go to the
-    first connection that asks, SGLang's own among them, before the server binds it.
+    It lies below the ephemeral ports of Linux and macOS (32768 and up), which any connection, even SGLang's own, could
+    take before the server binds it.
     """
     for port in random.sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe, suppress(OSError):
@@ -125,7 +126,7 @@ def free_port() -> int:
 
 
 def die_with_parent() -> None:
-    """Ask Linux to end this process with its parent, however that ends; SGLang's own processes do the same."""
+    """Make Linux end this process with its parent, as SGLang does for its own processes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

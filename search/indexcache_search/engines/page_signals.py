@@ -1,4 +1,4 @@
-"""What layers of a dense model have in common: the pages that they choose, and what DELTA's and Kascade's rules see."""
+"""Signals of a dense model's layers: common pages, and the inputs of DELTA's and Kascade's rules."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from sglang_indexcache import ModelLayers
 def page_signals(
     model: Any, description: ModelLayers, ends: Iterable[AbstractContextManager[tuple[Tensor, Any, int]]], rows: int
 ) -> dict[str, NDArray[np.float64]]:
-    """Signals of a model that shares nothing.
+    """Measure the signals of a model that shares nothing.
 
     Args:
-        model: one of the family `dense_gqa`.
-        description: its layers; its native pattern's selection chooses.
-        ends: of each sequence the tokens from where it has a choice, `[1, tokens]`, a cache that holds those before, if
-            there are any, and the first of the tokens that is no prompt and has a choice.
-        rows: queries a sequence, evenly spread from there on.
+        model: a model of the family `dense_gqa`.
+        description: its layers, and the selection of its native pattern.
+        ends: for each sequence, the tokens `[1, tokens]` from the first selection on, a cache of those before, if any,
+            and the index of the first of these tokens that selects and is not a prompt.
+        rows: queries per sequence, evenly spread from there on.
 
     Returns:
-        `overlap`, `[layers, layers]`: mean over queries of the share of chosen pages that two layers have in common.
-        `shift`, `[1, layers]`: mean over queries of 1 - cosine between a layer's attention, all heads side by side, and
-        that of the layer below; 0 for the first (arXiv 2510.09883, Appendix D). `recall`, `[layer, source]`: the share
-        of a layer's attention in its own pages that lies in the source's, mean over heads, of the worst query of a
-        sequence, mean over sequences; times how much the layer's attention changes its input, 1 - cosine.
+        `overlap`, `[layers, layers]`: share of selected pages that two layers have in common, mean over queries.
+        `shift`, `[1, layers]`: 1 - cosine between the attention of a layer, heads concatenated, and of the layer below,
+        mean over queries; 0 for the first layer (arXiv 2510.09883, Appendix D). `recall`, `[layer, source]`: share of
+        a layer's attention to its own pages that the source's pages hold, mean over heads, worst query of a sequence,
+        mean over sequences; times 1 - cosine of the layer's input before and after its attention.
     """
     letters = description.num_layers
     overlap, recall = np.zeros((letters, letters)), np.zeros((letters, letters))
@@ -62,7 +62,7 @@ def page_signals(
 
 
 class _Pass:
-    """One sequence: what its sampled queries attended to, and in which pages."""
+    """Attention and pages of one sequence's sampled queries."""
 
     def __init__(self, sampled: Tensor, description: ModelLayers) -> None:
         selection = description.native.selection
@@ -76,22 +76,22 @@ class _Pass:
         self._kept: list[Tensor] = []  # by layer `[queries, pages]`, bool
 
     def before(self, module: Any, args: Any, kwargs: Any) -> None:
-        """Before a decoder layer: what its attention's output is added to."""
+        """Keep a decoder layer's input, to which its attention output is added."""
         self._input = (args[0] if args else kwargs["hidden_states"])[0, self._sampled].float()
 
     def after(self, module: Any, args: Any, output: Any) -> None:
-        """After a layer's attention."""
+        """Measure how much a layer's attention changes its input."""
         attended = output[0][0, self._sampled].float()
         cosine = F.cosine_similarity(self._input, self._input + attended, dim=-1)
         self.weight[module.layer_idx] = 1.0 - cosine.double().mean().item()
 
     def attention(self, layer: int, first: int, weights: Tensor) -> None:
-        """A block of a layer's attention, `[1, heads, queries, keys]`."""
+        """Keep the sampled queries of a block of a layer's attention, `[1, heads, queries, keys]`."""
         inside = self._sampled[(self._sampled >= first) & (self._sampled < first + weights.shape[2])] - first
         self._blocks.append(weights[0, :, inside].float())  # [heads, queries, keys]
 
     def pages(self, layer: int, kept: Tensor) -> None:
-        """The pages that a layer chose, `[1, queries, pages]`, once all of its attention was seen."""
+        """Take the pages a layer selected, `[1, queries, pages]`, after all of its attention."""
         self._kept.append(kept[0, self._sampled])
         longest = max(block.shape[2] for block in self._blocks)
         sampled = torch.cat([F.pad(block, (0, longest - block.shape[2])) for block in self._blocks], 1)
@@ -104,14 +104,14 @@ class _Pass:
         self._mass.append(padded.view(len(padded), -1, self._page_tokens).sum(2))
 
     def overlap(self) -> NDArray[np.float64]:
-        """`[layers, layers]`, mean over queries; all choose as many pages."""
+        """Return `[layers, layers]`, mean over queries; all layers select equally many pages."""
         chosen = torch.stack(self._kept).double().flatten(1)
         common = chosen @ chosen.mT
         shares: NDArray[np.float64] = (common / common.diagonal()).cpu().numpy()
         return shares
 
     def recalled(self) -> NDArray[np.float64]:
-        """`[layer, source]`: of the worst query."""
+        """Return `[layer, source]` for the worst query."""
         recall = np.zeros((self._letters, self._letters))
         for layer, mass in enumerate(self._mass):
             own = (mass * self._kept[layer]).sum(1)

@@ -1,4 +1,4 @@
-"""Prefix reuse: two patterns that agree up to a layer compute the same up to there."""
+"""Reuse of prefixes: two patterns that agree up to a layer compute the same up to it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sglang_indexcache import Pattern
 
 @dataclass(frozen=True)
 class LayerState:
-    """What the layers below one need not compute again: the last one's output, and the indices it passes up.
+    """State left by the layers below one: the output of the last, and the indices it passes up.
 
     Attributes:
-        output: a tensor, or a tuple in which the indices may stand as well.
-        indices: `[batch, queries, k]`, or of dense models the pages `[batch, queries, pages]`.
-        wide: whether indices are int64 in the model; they are kept in int32.
+        output: a tensor, or a tuple that may include the indices.
+        indices: `[batch, queries, k]`, or in dense models pages `[batch, queries, pages]`.
+        wide: true if the model's indices are int64; they are kept in int32.
     """
 
     output: Any
@@ -32,23 +32,24 @@ class LayerState:
     wide: bool
 
     def tensors(self) -> list[Tensor]:
+        """List the tensors of this state."""
         output = self.output if isinstance(self.output, tuple) else (self.output,)
         return [item for item in (*output, self.indices) if isinstance(item, Tensor)]
 
 
 class Slab:
-    """Memory that is taken once and handed out in pieces: what comes and goes leaves no gaps in the process's heap.
+    """Memory allocated once and handed out in pieces, to keep the process's heap free of gaps.
 
     Args:
-        size: bytes; the operating system gives them as they are used.
+        size: bytes; the operating system commits them as they are used.
     """
 
     def __init__(self, size: int) -> None:
         self.size, self._memory, self._end = size, torch.empty(0, dtype=torch.uint8), 0
-        self._free: dict[int, list[int]] = {}  # beginnings of pieces that came back, by their bytes
+        self._free: dict[int, list[int]] = {}  # starts of returned pieces, by size in bytes
 
     def take(self, like: Tensor) -> tuple[int, Tensor] | None:
-        """Beginning and tensor of a piece with the shape and dtype of `like`; `None` if there is no room."""
+        """Return start and tensor of a piece with the shape and dtype of `like`; `None` if there is no room."""
         if not len(self._memory):
             self._memory = torch.empty(self.size, dtype=torch.uint8)
         room = self._room(like)
@@ -65,7 +66,7 @@ class Slab:
         self._free.setdefault(self._room(piece), []).append(start)
 
     def clear(self) -> None:
-        """Take all pieces back, so that others sizes find room."""
+        """Take all pieces back, to make room for other sizes."""
         self._end = 0
         self._free.clear()
 
@@ -75,26 +76,26 @@ class Slab:
 
 
 class PrefixCache:
-    """Layer states in host memory, found by token batch and the roles of the layers below; the oldest go first.
+    """Layer states in host memory, by token batch and roles of the layers below; the oldest go first.
 
-    A search evaluates neighbours of one pattern over and over: its states stay, since every use renews them.
+    A search evaluates neighbours of one pattern over and over. Its states stay, since every use renews them.
 
     Args:
-        limit: bytes. Tensors that several states share count once.
+        limit: bytes; tensors shared by several states count once.
     """
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self._slab = Slab(int(limit))
         self._states: OrderedDict[tuple[str, str], LayerState] = OrderedDict()
-        self._users: Counter[int] = Counter()  # states and runs that need a tensor, by its id
+        self._users: Counter[int] = Counter()  # number of states and runs that use a tensor, by its id
         self._starts: dict[int, int] = {}  # in the slab, by the tensor's id
 
     def __len__(self) -> int:
         return len(self._states)
 
     def longest(self, batch: str, pattern: Pattern) -> tuple[int, LayerState | None]:
-        """How many layers need not run, and the state that they leave; renews all states below it."""
+        """Return how many layers can be skipped, and the state after them; renew all states below it."""
         depth = next((n for n in range(len(pattern), 0, -1) if (batch, pattern.beginning(n)) in self._states), 0)
         for below in range(1, depth + 1):
             if (batch, pattern.beginning(below)) in self._states:
@@ -102,7 +103,7 @@ class PrefixCache:
         return depth, self._states.get((batch, pattern.beginning(depth)))
 
     def copy(self, tensor: Tensor) -> Tensor | None:
-        """A copy in host memory, until `release`; `None` if there is no room, even without all other states."""
+        """Copy a tensor to host memory until `release`; return `None` if no room can be made."""
         while True:
             copy = self._slab.take(tensor)
             if copy is not None:
@@ -121,12 +122,12 @@ class PrefixCache:
                 return None
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
-        """Hold on to copies for one more user."""
+        """Hold copies for one more user."""
         for tensor in tensors:
             self._users[id(tensor)] += 1
 
     def release(self, tensors: Sequence[Tensor]) -> None:
-        """One user does not need these copies any more."""
+        """Release copies for one user."""
         for tensor in tensors:
             self._users[id(tensor)] -= 1
             if not self._users[id(tensor)]:
@@ -134,7 +135,7 @@ class PrefixCache:
                 self._slab.give(self._starts.pop(id(tensor)), tensor)
 
     def add(self, batch: str, prefix: str, state: LayerState) -> None:
-        """Keep the state behind the layers with roles `prefix`, made of copies."""
+        """Store the state after the layers with roles `prefix`, made of copies."""
         earlier = self._states.pop((batch, prefix), None)
         self._states[batch, prefix] = state
         self.keep(state.tensors())
@@ -156,11 +157,10 @@ def run_from_cache(
     prompt: Tensor | None = None,
     past: Any = None,
 ) -> tuple[Tensor, int]:
-    """Run `tokens` with `pattern` from the deepest state in `cache`, and leave the states of the layers that ran there.
+    """Run `tokens` with `pattern` from the deepest state in `cache`, and store the states of layers that run.
 
-    The last layer's is not kept: no other pattern begins behind it. Bit for bit what a run of all layers gives: the
-    layers left out would have computed what is in the cache. What a letter decides reaches up to the layer below the
-    next letter's.
+    The output equals a run of all layers bit for bit. The last layer's state is not stored, since no other pattern
+    continues from it. A letter governs all layers up to the one below the next letter's.
 
     Args:
         model: a transformers model of a family in `sglang_indexcache.families`.
@@ -168,12 +168,12 @@ def run_from_cache(
         tokens: `[sequences, tokens]`.
         pattern: roles.
         cache: states of earlier runs.
-        batch: names `tokens`, and the pattern's selection, in the cache.
+        batch: key of `tokens` and the pattern's selection in the cache.
         prompt: as for `apply_roles`.
-        past: keys and values of what stands before `tokens`, in a cache of transformers.
+        past: transformers cache with keys and values of the tokens before `tokens`.
 
     Returns:
-        Post-norm hidden states `[sequences, tokens, hidden]`, and how many letters ran.
+        Post-norm hidden states `[sequences, tokens, hidden]`, and the number of letters that ran.
     """
     decoder: Any = model.model
     start, state = cache.longest(batch, pattern)
@@ -182,7 +182,7 @@ def run_from_cache(
     carried = None if state is None else _restored(state.indices, tokens.device, state.wide)
     recorder = _Recorder(cache, pattern, carried, state)
     layers = decoder.layers[: decoder.config.num_hidden_layers]
-    above = [*sites[1:], len(layers)]  # the layers that a letter does not reach begin here
+    above = [*sites[1:], len(layers)]  # the first layer that a letter does not govern
     hooks = [
         layers[above[number] - 1].register_forward_hook(
             lambda _m, _i, output, _number=number: recorder.keep(_number, output)
@@ -207,18 +207,18 @@ def run_from_cache(
 
 
 class _Recorder:
-    """Copies what each layer leaves behind while a pattern runs."""
+    """Recorder of the state that each layer leaves while a pattern runs."""
 
     def __init__(self, cache: PrefixCache, pattern: Pattern, carried: Tensor | None, state: LayerState | None) -> None:
         self._cache, self._pattern = cache, pattern
         self.selected: dict[int, Tensor] = {}  # by letter, filled by `apply_roles`
         self.states: list[tuple[str, LayerState]] = []
         self.copies: list[Tensor] = []
-        self._latest = (carried, None if state is None else state.indices)  # what an S layer would reuse, and its copy
-        self._full = False  # of states that are all in use
+        self._latest = (carried, None if state is None else state.indices)  # indices for an S layer, and their copy
+        self._full = False  # no room, since all states are in use
 
     def keep(self, layer: int, output: Any) -> None:
-        """Hook after a layer; without room for its state, nothing is kept from there on."""
+        """Copy a layer's state, as a forward hook; once there is no room, keep nothing more."""
         if self._full:
             return
         indices = self.selected.get(layer)
@@ -250,7 +250,7 @@ def _restored(indices: Tensor, device: torch.device, wide: bool) -> Tensor:
 
 @contextmanager
 def _replayed(layers: Sequence[nn.Module], state: LayerState | None, carried: Tensor | None) -> Iterator[None]:
-    """Let `layers` return what the last of them returned, instead of computing; only the last one's output is used."""
+    """Make `layers` return the stored output of the last one instead of computing."""
     output: Any = None
     if state is not None:
         assert carried is not None

@@ -1,4 +1,4 @@
-"""The live engine: SGLang servers in calibration mode, whose data-parallel ranks each evaluate a pattern at a time."""
+"""The live engine: SGLang servers in calibration mode, each of whose data-parallel ranks evaluates one pattern."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class _Task:
-    """What every pattern of one call is evaluated on."""
+    """Data, objective and rows of one call."""
 
     data: TokenSet
     objective: Objective
@@ -37,7 +37,7 @@ class _Task:
 
 @dataclass
 class _Loss:
-    """A server that was lost, until it has evaluated something again."""
+    """State of a lost server, until it has evaluated something again."""
 
     deadline: float
     pause: float = 0.5
@@ -45,23 +45,23 @@ class _Loss:
 
 
 class SglangEngine:
-    """Evaluates patterns on SGLang.
+    """Engine that evaluates patterns on SGLang servers.
 
-    `nll` is the sum of the server's own input logprobs, in float64; `kl` is summed there. Sequences are sent
-    `batch_size` at a time, one request after the other, so that what runs together never depends on timing; where they
-    are whole chunks of the server's chunked prefill, one is sent ahead, so that the server never waits. A lane is a
-    server, or a data-parallel rank of one.
+    `nll` is the sum of the server's input logprobs, in float64; the server itself sums `kl`. Requests of `batch_size`
+    sequences follow each other, so that batches never depend on timing. If sequences are whole chunks of the server's
+    chunked prefill, one request is sent ahead, so that the server never waits. A lane is a server, or one of its
+    data-parallel ranks.
 
     Args:
-        servers: all in calibration mode, with the same model.
-        description: what the model's config.json says.
-        batch_size: sequences a request.
+        servers: servers in calibration mode, with the same model.
+        description: the model's layers, read from config.json.
+        batch_size: sequences per request.
         patience: seconds to wait for a lost server; the others go on meanwhile.
-        notice: told in one line of a server that is lost, and of one that is back.
+        notice: called with one line when a server is lost or back.
 
     Raises:
-        SearchError: if a server does not answer, is not in calibration mode, has another model or other versions than
-            the first.
+        SearchError: if a server does not answer, is not in calibration mode, or has another model or other versions
+            than the first.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class SglangEngine:
         rows: Sequence[int] | None = None,
         fresh: bool = False,
     ) -> Iterator[Evaluation]:
-        """See `Engine.evaluate`; each lane takes the next pattern when it is free. Every evaluation is a fresh one.
+        """See `Engine.evaluate`; each free lane takes the next pattern. Every evaluation is fresh.
 
-        What a lost server was working on goes to another one, or to itself when it is back.
+        The pattern of a lost server goes to another one, or to itself when it is back.
 
         Raises:
             SearchError: if a server refuses, or all stay away for longer than `patience`.
-            PatternError: if a layer is to select in blocks.
+            PatternError: if a layer selects in blocks.
         """
         work: queue.Queue[Pattern] = queue.Queue()
         done: queue.Queue[Evaluation | Exception] = queue.Queue()
@@ -132,10 +132,10 @@ class SglangEngine:
         finally:
             stop.set()
             for thread in threads:
-                thread.join(1)  # one that is inside a request ends with it
+                thread.join(1)  # a thread inside a request ends after it
 
     def check_unchanged(self) -> None:
-        """See `Engine.check_unchanged`; a server that is lost by now was asked after each of its evaluations."""
+        """See `Engine.check_unchanged`; a lost server was checked after each of its evaluations."""
         for lane in self._lanes:
             try:
                 status = lane.status()
@@ -160,13 +160,13 @@ class SglangEngine:
     def misses(
         self, pattern: Pattern, data: TokenSet, row: int, steps: int, sizes: Sequence[int]
     ) -> dict[int, list[int]]:
-        """What SGLang's HiSparse would bring if the last `steps` tokens of a sequence were decoded.
+        """Count the tokens that SGLang's HiSparse would load while decoding the last `steps` tokens of a sequence.
 
         Returns:
-            By layer that chooses, tokens with a buffer of each of `sizes`; all steps together.
+            By selecting layer, the tokens of all steps for each buffer size in `sizes`.
 
         Raises:
-            SearchError: if the servers can't record that, or none came back within `patience`.
+            SearchError: if the servers can't record selections, or none came back within `patience`.
         """
         if MISSES not in self._measures:
             raise SearchError(f"{self._lanes[0].url}: does not record what is selected; expected another SGLang")
@@ -184,7 +184,7 @@ class SglangEngine:
         return None
 
     def _anywhere(self, work: Callable[[CalibrationServer], _Result]) -> _Result:
-        """What the first lane says that can be reached.
+        """Run `work` on the first reachable lane.
 
         Raises:
             SearchError: if none came back within `patience`.
@@ -203,12 +203,12 @@ class SglangEngine:
         raise SearchError(f"no server came back within {self._patience:.0f} s: {reason}")
 
     def _kind(self, status: Rank) -> tuple[str, Mapping[str, str]]:
-        """Name and settings of an engine that answers so."""
+        """Return name and settings of an engine with this status."""
         versions = dict(status.versions)
         return f"sglang {versions.pop('sglang', 'unknown')}", {**versions, "batch_size": str(self.batch_size)}
 
     def _check_same(self, lane: CalibrationServer, status: Rank) -> None:
-        """A server that has another model or version must not answer for the first one, now or after a restart."""
+        """Refuse a server whose model or version differs from the first one's, now or after a restart."""
         if status.config_sha256 != self.model.config_sha256:
             raise SearchError(f"{lane.url}: serves another model than --model {self.model.name}")
         if len(status.pattern) != self.model.num_layers:
@@ -231,12 +231,12 @@ class SglangEngine:
         task: _Task,
         stop: threading.Event,
     ) -> None:
-        """Take patterns until there are none; on a loss put the pattern back, and wait for the server."""
+        """Evaluate patterns until none are left; on a loss put the pattern back and wait for the server."""
         while not stop.is_set():
             try:
                 pattern = work.get(timeout=0.1)
             except queue.Empty:
-                continue  # another server may yet give one back
+                continue  # another lane may still return a pattern
             try:
                 done.put(self._evaluate(lane, pattern, task))
                 self._lost.pop(lane, None)
@@ -256,19 +256,19 @@ class SglangEngine:
     def _came_back(self, lane: CalibrationServer, error: ServerLostError, stop: threading.Event) -> bool:
         """Wait for a lost server, in pauses that grow until it has evaluated something again.
 
-        A server whose status answers and whose work fails is as lost as one that is silent.
+        A server that answers status requests but fails to evaluate is still lost.
 
         Raises:
-            SearchError: if it came back as another one.
+            SearchError: if it came back with another model or version.
         """
-        if lane not in self._lost:  # a step of the search may have said so before
+        if lane not in self._lost:  # otherwise an earlier call has reported it
             self._notice(f"lost {error}; waiting for it up to {self._patience:.0f} s")
         loss = self._lost.setdefault(lane, _Loss(time.monotonic() + self._patience))
         while time.monotonic() < loss.deadline and not stop.wait(loss.pause):
             loss.pause = min(2 * loss.pause, LONGEST_PAUSE)
             try:
                 status = lane.status()
-            except (ServerLostError, SearchError):  # one that is starting has no route yet
+            except (ServerLostError, SearchError):  # a starting server has no route yet
                 continue
             self._check_same(lane, status)
             if not loss.was_back:
@@ -289,7 +289,7 @@ class SglangEngine:
         if ids is not None:
             sums = lane.divergences({ids[row]: ranges[row] for row in rows})
             losses = [sums[ids[row]][0] for row in rows]
-        self._check_same(lane, lane.status())  # whoever updates a server's weights may have done so meanwhile
+        self._check_same(lane, lane.status())  # somebody may have updated its weights meanwhile
         tokens = tuple(int(count) for count in data.scored[list(rows)].sum(axis=1))
         layer_tokens = (self.model.num_layers * data.seq_len,) * len(rows)
         return Evaluation(
@@ -305,7 +305,7 @@ class SglangEngine:
     def _likelihoods(
         self, lane: CalibrationServer, data: TokenSet, rows: Sequence[int], ids: Mapping[int, str] | None
     ) -> tuple[list[float], list[int]]:
-        """`nll` and correct tokens of each sequence."""
+        """Return `nll` and the number of correct tokens of each sequence."""
 
         def send(first: int) -> list[tuple[float, int]]:
             batch = rows[first : first + self.batch_size]
@@ -320,7 +320,7 @@ class SglangEngine:
         return [loss for loss, _ in scores], [hits for _, hits in scores]
 
     def _run_baselines(self, lane: CalibrationServer, data: TokenSet, ranges: list[list[Range]]) -> None:
-        """Make the lane keep the hidden states of the native pattern, where it has not yet."""
+        """Make the lane store the native pattern's hidden states of sequences without a baseline."""
         whole = [(each[0][0], each[-1][1]) for each in ranges]
         missing = lane.missing_baselines(data.sha256, whole)
         if not missing:
@@ -345,7 +345,7 @@ class SglangEngine:
 
 
 def _score(lane: CalibrationServer, answer: list[tuple[float, bool]], scored: NDArray[np.bool_]) -> tuple[float, int]:
-    """`nll` and correct tokens of one sequence."""
+    """Return `nll` and the number of correct tokens of one sequence."""
     if len(answer) != len(scored):
         raise SearchError(f"{lane.url}: {len(answer)} logprobs for {len(scored)} tokens")
     values = np.asarray([logprob for logprob, _ in answer], dtype=np.float64)
@@ -358,6 +358,6 @@ def _first_scored(data: TokenSet, row: int) -> int:
 
 
 def _ranges(scored: NDArray[np.bool_]) -> list[Range]:
-    """Runs of positions whose next token is scored, `(first, last)` with the last one excluded."""
+    """Return runs of positions whose next token is scored, as `(first, last)` with `last` excluded."""
     edges = np.flatnonzero(np.diff(np.concatenate([scored[1:], [False]]).astype(int), prepend=0))
     return [(int(first), int(last)) for first, last in edges.reshape(-1, 2)]

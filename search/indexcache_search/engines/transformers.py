@@ -1,4 +1,4 @@
-"""The reference engine: transformers' own models, on CPU or one GPU."""
+"""The reference engine: transformers models, on CPU or one GPU."""
 
 from __future__ import annotations
 
@@ -44,23 +44,22 @@ from sglang_indexcache.pattern.selection import Selection
 
 
 class TransformersEngine:
-    """Evaluates patterns with transformers.
+    """Engine that evaluates patterns with transformers.
 
-    transformers builds dense `[queries, keys]` scores and masks, so context length is bounded by memory: an indexer of
-    H heads needs `4 H L^2` bytes a sequence. With more than one sequence a batch it also copies the index keys for
-    every query, which is why `batch_size` 1 is the default and the fastest on CPU. The project's kernels do without,
-    on a CUDA device.
+    transformers builds dense `[queries, keys]` scores and masks, so memory bounds the context length: an indexer of H
+    heads needs `4 H L^2` bytes per sequence. With several sequences per batch it also copies the index keys for every
+    query. Therefore `batch_size` 1 is the default, and the fastest on CPU. The project's kernels, on a CUDA device,
+    avoid both.
 
     Args:
-        model: a model of transformers, of a family in `sglang_indexcache.families`, in evaluation mode.
-        description: what its config.json says.
-        batch_size: sequences a forward.
+        model: a transformers model of a family in `sglang_indexcache.families`, in evaluation mode.
+        description: its layers, read from config.json.
+        batch_size: sequences per forward.
         prefix_cache_gb: host memory for layer outputs, so that a pattern runs from the first layer in which it differs
-            from an earlier one; without room for a pattern's run of all sequences asked for, it runs in full. Of
-            dense models as much again, on the model's device, for the keys and values of beginnings that no pattern
-            changes.
+            from an earlier one. If the outputs of all requested sequences don't fit, patterns run in full. Dense
+            models use as much again, on their device, for keys and values of beginnings that no pattern changes.
         attention: `naive`, transformers' own, or `kernels`.
-        files: what it was loaded from; their digest is part of a journal's identity.
+        files: the files it was loaded from; their digest is part of a journal's identity.
     """
 
     def __init__(
@@ -95,10 +94,10 @@ class TransformersEngine:
 
     @staticmethod
     def parse(key: str) -> Plan:
-        """Read back the key of what this evaluates.
+        """Parse the key of a pattern.
 
         Raises:
-            PatternError: if it is something else.
+            PatternError: if `key` is not one.
         """
         return Pattern.from_key(key)
 
@@ -113,13 +112,13 @@ class TransformersEngine:
         attention: str = "auto",
         selection: Selection | None = None,
     ) -> Self:
-        """Load `model`, a folder or a hub id; `attention` `auto` means kernels where they run.
+        """Load `model`, a folder or a hub id; `attention` `auto` selects the kernels where they run.
 
-        `selection` is what patterns of dense models select, by default the paper's.
+        `selection` is that of a dense model's patterns, by default the paper's.
 
         Raises:
-            SearchError: if it can't be found or loaded, or the device, dtype or attention is not there.
-            ModelConfigError: if it is of no known family.
+            SearchError: if it can't be found or loaded, or the device, dtype or attention is not available.
+            ModelConfigError: if its family is unknown.
         """
         if dtype not in DTYPES:
             raise SearchError(f"--dtype is {dtype}, expected one of {', '.join(DTYPES)}")
@@ -134,7 +133,7 @@ class TransformersEngine:
             resolved = "naive"
         loaded, files = load_model(model, description, DTYPES[dtype])
         loaded = loaded.eval().to(target)
-        if target.type == "cpu":  # where sdpa has no fused kernel for these heads, and takes a sixth longer
+        if target.type == "cpu":  # sdpa has no fused kernel for these heads there, and takes a sixth longer
             loaded.set_attn_implementation("eager")
         return cls(loaded, description, batch_size, prefix_cache_gb, resolved, files)
 
@@ -151,7 +150,7 @@ class TransformersEngine:
         rows: Sequence[int] | None = None,
         fresh: bool = False,
     ) -> Iterator[Evaluation]:
-        """See `Engine.evaluate`; one pattern after the other, those that share their first roles side by side."""
+        """See `Engine.evaluate`; patterns that share their first roles run one after the other."""
         asked = list(range(data.num_sequences) if rows is None else rows)
         cache = None if fresh or not self._prefixes_fit(data, len(asked)) else self._cache
         for pattern in sorted(patterns, key=order):
@@ -167,10 +166,10 @@ class TransformersEngine:
         rows: Sequence[int],
         cache: PrefixCache | None = None,
     ) -> Evaluation:
-        """Evaluate a plan on `rows`, batch by batch; `cache` is for the native pattern, which `kl` compares with.
+        """Evaluate a plan on `rows`, batch by batch; `cache` serves the native pattern, the baseline of `kl`.
 
-        `run` runs it on some rows: post-norm hidden states `[rows, tokens, hidden]` of the last tokens, and the
-        layer-tokens of each row.
+        `run` runs the plan on some rows and returns post-norm hidden states `[rows, tokens, hidden]` of the last
+        tokens, and the layer-tokens of each row.
         """
         began = time.monotonic()
         scores: list[tuple[float, int, int, int]] = []
@@ -196,18 +195,18 @@ class TransformersEngine:
         )
 
     def _prefixes_fit(self, data: TokenSet, sequences: int) -> bool:
-        """Whether the states of one pattern's run fit into the prefix cache."""
+        """Return true if the states of one pattern's run fit into the prefix cache."""
         selection, config = self.model.native.selection, self.torch_model.config
         indices = 4 * self.model.index_topk if selection is None else -(-data.seq_len // selection.page_tokens)
-        streams = getattr(config, "hc_mult", 1)  # that DeepSeek-V4 carries from layer to layer
+        streams = getattr(config, "hc_mult", 1)  # DeepSeek-V4 carries several from layer to layer
         width = streams * config.hidden_size * self.torch_model.dtype.itemsize + indices
         tokens = data.seq_len - self._begins(self.model.native, range(data.num_sequences), data)
         return bool(sequences * tokens * self.model.num_layers * width <= self._cache.limit)
 
     def _begins(self, pattern: Pattern, rows: Sequence[int], data: TokenSet) -> int:
-        """The first token of sequences that has to run under `pattern`: before, it computes what the native one does.
+        """Return the first token that must run under `pattern`; earlier ones are as under the native pattern.
 
-        One less than where the first choice is made, whose token is predicted by the one before.
+        It is the one before the first token that selects, since that one is predicted from it.
         """
         if pattern.selection is None:
             return 0
@@ -234,7 +233,7 @@ class TransformersEngine:
 
     @contextmanager
     def _end(self, row: int, data: TokenSet) -> Iterator[tuple[Tensor, Any, int]]:
-        """What `page_signals` asks for of one sequence."""
+        """Yield the item of `ends` that `page_signals` needs for one sequence."""
         tokens, start = self._batches(data.taken([row]), 1)[0], self._begins(self.model.native, [row], data)
         if not start:
             yield tokens, None, min(self.model.first_sparse_position, data.seq_len - 1)
@@ -243,10 +242,10 @@ class TransformersEngine:
             yield tokens[:, start:], past, 1
 
     def selections(self, pattern: Pattern, data: TokenSet, row: int, steps: int) -> dict[int, NDArray[np.int32]]:
-        """What the last `steps` queries of a sequence select, `[steps, k]`, by the layer that chooses; -1 for none.
+        """Return the selections of the last `steps` queries, `[steps, k]`, by selecting layer; -1 for none.
 
-        Tokens of a DSA model, in the order of their scores; pages of a dense one, ascending. Every query chooses from
-        what stands before it, so these are what decoding those tokens selects.
+        They are tokens ordered by score in a DSA model, and ascending pages in a dense one. Every query selects from
+        earlier tokens only, so decoding these tokens would select the same.
         """
         found: dict[int, NDArray[np.int32]] = {}
 
@@ -270,7 +269,7 @@ class TransformersEngine:
         return found
 
     def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
-        """See `Engine.output_similarity`; of dense models nobody asks for it."""
+        """See `Engine.output_similarity`; `None` for dense models, which don't use it."""
         if self.model.dense:
             return None
         with self._attention():
@@ -284,7 +283,7 @@ class TransformersEngine:
     def _hidden(
         self, pattern: Pattern, data: TokenSet, cache: PrefixCache | None, rows: Sequence[int]
     ) -> tuple[Tensor, int]:
-        """Post-norm hidden states `[rows, tokens, hidden]` of the last tokens, and the layer-tokens of each row."""
+        """Return post-norm hidden states `[rows, tokens, hidden]` of the last tokens, and layer-tokens per row."""
         batch = f"{data.sha256} {rows} {pattern.selection}"
         with self._attention(), self._from_choice(pattern, rows, data) as end:
             if cache is not None:
@@ -302,7 +301,7 @@ class TransformersEngine:
 
     @contextmanager
     def _from_choice(self, pattern: Pattern, rows: Sequence[int], data: TokenSet) -> Iterator[_End]:
-        """Sequences from where `pattern` has a choice, behind a cache of what stands before."""
+        """Yield sequences from the first selection of `pattern` on, with a cache of the tokens before."""
         device = self.torch_model.device
         tokens = torch.from_numpy(data.tokens[list(rows)].astype(np.int64)).to(device)
         prompt = None if data.prompt is None else torch.from_numpy(data.prompt[list(rows)]).to(device)
@@ -317,7 +316,7 @@ class TransformersEngine:
     @torch.inference_mode()
     def _score(self, hidden: Tensor, index: int, data: TokenSet, objective: Objective) -> tuple[float, int, int]:
         targets = torch.from_numpy(np.flatnonzero(data.scored[index])).to(hidden.device)
-        rows = hidden[targets - 1 - (data.seq_len - len(hidden))]  # token t is predicted from what stands before it
+        rows = hidden[targets - 1 - (data.seq_len - len(hidden))]  # token t is predicted from the one before
         labels = torch.from_numpy(data.tokens[index].astype(np.int64)).to(hidden.device)[targets]
         baseline = self._baselines[data.sha256, index].to(hidden.device) if objective == "kl" else None
         loss, correct = 0.0, 0
@@ -333,9 +332,9 @@ class TransformersEngine:
         return loss, correct, len(targets)
 
     def _keep_baselines(self, rows: Sequence[int], data: TokenSet, cache: PrefixCache | None) -> int:
-        """Keep the hidden states that predict the scored tokens under the native pattern; return what that cost.
+        """Keep the hidden states that predict scored tokens under the native pattern; return the layer-tokens.
 
-        In host memory they take hidden size x dtype x scored tokens: 0.4 GB for GLM-5 in bf16 and 32K tokens.
+        They take hidden size x dtype size x scored tokens of host memory: 0.4 GB for GLM-5 in bf16 and 32K tokens.
         """
         if all((data.sha256, row) in self._baselines for row in rows):
             return 0
@@ -347,10 +346,10 @@ class TransformersEngine:
 
 
 def _check_scored(pattern: Pattern, data: TokenSet) -> None:
-    """Check that no token counts that a query predicts whose selection later queries took part in.
+    """Refuse to score tokens predicted by a query whose selection later queries took part in.
 
     Raises:
-        SearchError: if one does.
+        SearchError: if there is such a token.
     """
     shares = pattern.indexers
     if shares and (data.prompt is None or (data.scored[:, 1:] & data.prompt[:, :-1]).any()):
@@ -359,13 +358,13 @@ def _check_scored(pattern: Pattern, data: TokenSet) -> None:
 
 @dataclass(frozen=True)
 class _End:
-    """The tokens of sequences that have to run.
+    """Tokens of sequences that have to run.
 
     Attributes:
         tokens: `[sequences, tokens]`.
-        prompt: likewise; see `TokenSet`.
-        past: keys and values of what stands before them, if anything does.
-        read: how many tokens that cache was filled with for this, of each sequence.
+        prompt: `[sequences, tokens]`, see `TokenSet`.
+        past: keys and values of the tokens before, if any.
+        read: number of tokens per sequence run to fill that cache.
     """
 
     tokens: Tensor
@@ -375,9 +374,9 @@ class _End:
 
 
 def _ascending(chosen: Tensor, newest: Tensor) -> Tensor:
-    """`[queries, most]`, int64: the numbers of pages that are chosen in `[queries, pages]`, ascending; -1 behind them.
+    """Return `[queries, most]`, int64: numbers of the pages set in `[queries, pages]`, ascending, padded with -1.
 
-    `newest` is the page of each query, `[queries]`: what lies behind it does not count.
+    `newest` is the page of each query, `[queries]`; later pages don't count.
     """
     number = torch.arange(chosen.shape[1], device=chosen.device).expand(chosen.shape)
     seen = chosen & (number <= newest[:, None])

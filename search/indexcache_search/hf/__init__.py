@@ -1,1 +1,1 @@
-"""Models and tokenizers of Hugging Face transformers, and what they run on."""
+"""Models and tokenizers of Hugging Face transformers, and the devices they run on."""

@@ -1,4 +1,4 @@
-"""The one way to let a transformers model attend by a function of ours, and to undo it."""
+"""Run a transformers model with an attention function of the project's."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ State = TypeVar("State")
 def attending(
     model: Any, name: str, attention: Callable[..., Any], mask: Callable[..., Any], running: list[State], state: State
 ) -> Iterator[None]:
-    """All layers of `model` call `attention` inside the `with` block.
+    """Make all layers of `model` call `attention` inside the `with` block.
 
     Args:
-        model: of transformers.
-        name: what transformers calls the function.
-        attention: see `AttentionInterface`.
-        mask: makes the mask that it is given, see `AttentionMaskInterface`.
-        running: where the function finds `state`, the only one in there.
-        state: what it needs to know.
+        model: a transformers model.
+        name: name to register the function under.
+        attention: the function, see `AttentionInterface`.
+        mask: builds its mask, see `AttentionMaskInterface`.
+        running: list in which the function finds `state`, its only item.
+        state: data that the function needs.
 
     Raises:
-        RuntimeError: if there is one already.
+        RuntimeError: if `running` already holds a state.
     """
     if running:
         raise RuntimeError(f"{name} is already applied; leave the first `with` block before")

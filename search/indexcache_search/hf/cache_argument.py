@@ -1,4 +1,4 @@
-"""How a model of transformers is given a key/value cache, whatever its version calls it."""
+"""Pass a key/value cache to a transformers model under the name that its version uses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from indexcache_search.errors import SearchError
 
 
 def cache_argument(model: nn.Module, held: Any) -> dict[str, Any]:
-    """Name a key/value cache as `model` takes it: one keyword argument for its `forward`.
+    """Return the keyword argument for `model.forward` that holds a key/value cache.
 
     Raises:
-        SearchError: if it takes none by a known name.
+        SearchError: if `forward` has no argument of a known name.
     """
     takes = inspect.signature(type(model).forward).parameters
     for name in CACHE_NAMES:

@@ -1,4 +1,4 @@
-"""Which pages queries of a dense model choose: scores of pages, and what a choice remembers of the steps before it."""
+"""Selection of pages by queries of a dense model: scores of pages, and memory of earlier steps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sglang_indexcache.pattern.selection import CHUNK, STRIDE, Selection
 
 
 def token_max_scores(weights: Tensor, selection: Selection, starts: Tensor | None = None) -> Tensor:
-    """`[batch, queries, pages]`: the sum over a page's tokens of the largest share that a head gives each.
+    """Return `[batch, queries, pages]`: the sum over a page's tokens of each one's largest share in any head.
 
     Args:
-        weights: `[batch, heads, queries, keys]`, a causal layer's attention; the queries are of the last tokens.
-        selection: how long a page is.
-        starts: `[batch]`, int64: tokens of padding on the left of each sequence; pages are counted behind them.
+        weights: `[batch, heads, queries, keys]`, a causal layer's attention; queries are those of the last tokens.
+        selection: gives the page length.
+        starts: `[batch]`, int64: tokens of padding on the left of each sequence; pages are counted from there.
     """
     keys = weights.shape[3]
     shares = weights.float().amax(1)  # [batch, queries, keys]
@@ -31,16 +31,15 @@ def token_max_scores(weights: Tensor, selection: Selection, starts: Tensor | Non
 def compressed_scores(
     query: Tensor, key: Tensor, scale: float, selection: Selection, starts: Tensor | None = None
 ) -> Tensor:
-    """`[batch, queries, pages]`: shares of compressed keys, see `Selection.score`.
+    """Return `[batch, queries, pages]`: shares of compressed keys, see `Selection.score`.
 
-    Compressed keys that a query does not see to their end have no share of it; one that touches two pages counts for
-    both.
+    A query gives no share to a compressed key that ends after it. A key that touches two pages counts for both.
 
     Args:
-        query: `[batch, heads, queries, dim]`, of the last tokens.
+        query: `[batch, heads, queries, dim]`, those of the last tokens.
         key: `[batch, key_heads, keys, dim]`.
-        scale: what products of both are multiplied by.
-        selection: how long a page is.
+        scale: factor of their products.
+        selection: gives the page length.
         starts: as for `token_max_scores`.
     """
     if starts is not None:
@@ -69,14 +68,14 @@ def compressed_scores(
 
 
 def value_norm(value: Tensor) -> Tensor:
-    """`[batch, keys]`: how long each token's values `[batch, key_heads, keys, dim]` are, all heads as one vector."""
+    """Return `[batch, keys]`: the norm of each token's values `[batch, key_heads, keys, dim]` over all heads."""
     return value.float().square().sum((1, 3)).sqrt()
 
 
 def importance(tokens: Tensor, selection: Selection, starts: Tensor | None = None) -> Tensor:
-    """`[batch, pages]`: what no query changes: the largest mean of 32 tokens inside a page (NOSA, equations 5 and 6).
+    """Return `[batch, pages]`: the largest mean of 32 tokens in a page, for all queries (NOSA, eq. 5 and 6).
 
-    0 for a page that is not whole. `tokens` is `[batch, keys]`; `starts` as for `token_max_scores`.
+    An incomplete page has 0. `tokens` is `[batch, keys]`; `starts` is as for `token_max_scores`.
     """
     if starts is not None:
         rows = [importance(tokens[[row], start:], selection) for row, start in enumerate(starts.tolist())]
@@ -89,10 +88,10 @@ def importance(tokens: Tensor, selection: Selection, starts: Tensor | None = Non
 
 
 class Chooser:
-    """The choices of one layer, query after query.
+    """Page selection of one layer, query after query.
 
     Args:
-        selection: how many pages, and what is remembered.
+        selection: the number of pages, and the policy over steps.
         starts: as for `token_max_scores`.
 
     Attributes:
@@ -102,24 +101,24 @@ class Chooser:
     def __init__(self, selection: Selection, starts: Tensor | None = None) -> None:
         self._selection, self._starts = selection, starts
         self.next = 0
-        self._steps: Tensor | None = None  # [batch]: since memory began; 0 where there is none
-        self._average: Tensor | None = None  # [batch, pages], of ema
-        self._kept: Tensor | None = None  # [batch, pages], bool: all that was chosen last
-        self._best: Tensor | None = None  # likewise, of that what was chosen by score
+        self._steps: Tensor | None = None  # [batch]: steps since memory began; 0 without memory
+        self._average: Tensor | None = None  # [batch, pages], for `ema`
+        self._kept: Tensor | None = None  # [batch, pages], bool: all pages selected last
+        self._best: Tensor | None = None  # [batch, pages], bool: those selected by score
 
     def choose(
         self, scores: Tensor, first: int, prompt: Tensor | None = None, importance: Tensor | None = None
     ) -> Tensor:
-        """Which pages queries attend to.
+        """Select the pages that queries attend to.
 
         Args:
-            scores: `[batch, queries, pages]`; what lies behind a query does not matter.
-            first: position of the first query, padding included; they follow those asked before.
+            scores: `[batch, queries, pages]`; scores of pages after a query are ignored.
+            first: position of the first query, padding included; queries follow those of the call before.
             prompt: `[batch, queries]`, bool: queries that attend to everything.
-            importance: of pages, `[batch, pages]`; the policy `nosa` needs it.
+            importance: `[batch, pages]`, required by the policy `nosa`.
 
         Returns:
-            `[batch, queries, pages]`, bool. Tokens behind a query may be among them: causality is the mask's.
+            `[batch, queries, pages]`, bool. Pages may hold tokens after a query; the attention mask hides them.
         """
         selection = self._selection
         position = torch.arange(first, first + scores.shape[1], device=scores.device)
@@ -154,7 +153,7 @@ class Chooser:
         return self._selection.pages - self._selection.recent_pages - self._selection.sink_pages
 
     def _remembering(self, scores: Tensor, open_: Tensor, always: Tensor, everything: Tensor) -> Tensor:
-        """One step: `[batch, pages]`; `everything` is `[batch, 1]`."""
+        """Select the pages `[batch, pages]` of one step; `everything` is `[batch, 1]`."""
         self._grow(scores)
         assert self._steps is not None and self._kept is not None and self._best is not None
         fresh = (self._steps == 0)[:, None]
@@ -178,7 +177,7 @@ class Chooser:
         return self._kept | everything
 
     def _traded(self, scores: Tensor, open_: Tensor, swaps: int) -> Tensor:
-        """What was kept, the best of it, with its worst pages traded for better ones."""
+        """Keep the best of the previous pages, but trade the worst of them for better ones."""
         assert self._kept is not None
         held = _best(scores, self._kept & open_, self._wanted)
         worst = scores.masked_fill(~held, torch.inf).sort(dim=1, stable=True, descending=False)
@@ -189,7 +188,7 @@ class Chooser:
         return held & ~out | into
 
     def _grow(self, scores: Tensor) -> None:
-        """Make room for as many pages as there are scores of, or begin."""
+        """Extend the memory to the number of pages scored, or create it."""
         if self._steps is None or self._kept is None or self._best is None:
             self._steps = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
             self._kept = self._best = torch.zeros_like(scores, dtype=torch.bool)
@@ -201,14 +200,14 @@ class Chooser:
 
 
 def _best(scores: Tensor, open_: Tensor, wanted: int) -> Tensor:
-    """The `wanted` best of the open pages, or all of them; of equals the lower page. Shapes `[..., pages]`."""
+    """Select the `wanted` best open pages, or all; of equals the lower one. Shapes are `[..., pages]`."""
     open_ = open_.expand(scores.shape)
     ranked = scores.masked_fill(~open_, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
     return torch.zeros_like(open_).scatter_(-1, ranked[..., :wanted], True) & open_
 
 
 def page_of(keys: int, selection: Selection, starts: Tensor | None, like: Tensor) -> Tensor:
-    """`[batch, keys]`, int64: the page of each token, counted from where its sequence begins."""
+    """Return `[batch, keys]`, int64: the page of each token, counted from the start of its sequence."""
     position = torch.arange(keys, device=like.device).expand(len(like), -1)
     if starts is not None:
         position = (position - starts[:, None]).clamp_min(0)

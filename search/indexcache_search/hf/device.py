@@ -1,4 +1,4 @@
-"""What a model runs on: the device, its memory, and whose attention."""
+"""Device, memory limits and attention implementation for running a model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sglang_indexcache.families.dense_gqa import DENSE_GQA
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTIONS = ("auto", "naive", "kernels")
-LOGIT_ROWS = 1024  # rows of the [rows, vocabulary] float32 logits that exist at a time: 0.6 GB for GLM-5
+LOGIT_ROWS = 1024  # rows of [rows, vocabulary] float32 logits held at a time: 0.6 GB for GLM-5
 
 
 def target_device(name: str) -> torch.device:
-    """The device that `--device` names; `auto` is a GPU where there is one, else the CPU.
+    """Return the device that `--device` names; `auto` is a GPU if there is one, else the CPU.
 
     Raises:
-        SearchError: if it is none, or not there.
+        SearchError: if the name is invalid, or the device is missing.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -40,10 +40,10 @@ def target_device(name: str) -> torch.device:
 
 
 def resolve_attention(attention: str, device: torch.device) -> str:
-    """`naive` or `kernels`, whichever `auto` means on a device.
+    """Return `naive` or `kernels`; `auto` selects the one that suits `device`.
 
     Raises:
-        SearchError: if it is neither, or kernels are asked for where they don't run.
+        SearchError: if the name is unknown, or kernels are requested where they don't run.
     """
     if attention not in ATTENTIONS:
         raise SearchError(f"--engine has attention={attention}, expected one of {', '.join(ATTENTIONS)}")
@@ -68,14 +68,14 @@ def resolve_attention(attention: str, device: torch.device) -> str:
 
 @contextmanager
 def memory_error_in_one_line(sizes: str, expected: str) -> Iterator[None]:
-    """Say what was too large, and what would help, when memory runs out.
+    """Report which sizes exhausted the memory, and a remedy, in one line.
 
     Raises:
-        SearchError: if it does.
+        SearchError: if memory runs out.
     """
     try:
         yield
-    except RuntimeError as error:  # of which torch.OutOfMemoryError is one; the CPU allocator raises it plain
+    except RuntimeError as error:  # base of torch.OutOfMemoryError; the CPU allocator raises it itself
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
         raise SearchError(f"out of memory with {sizes}; expected {expected}") from None
@@ -83,10 +83,10 @@ def memory_error_in_one_line(sizes: str, expected: str) -> Iterator[None]:
 
 @contextmanager
 def on_kernels(model: Any) -> Iterator[None]:
-    """Run `model` on the project's kernels inside the `with` block; a dense model's queries in blocks.
+    """Run `model` on the project's kernels inside the `with` block; a dense model attends in query blocks.
 
     Raises:
-        SearchError: if they can't run it.
+        SearchError: if the kernels can't run it.
     """
     from indexcache_kernels.transformers import use_kernels
 
@@ -102,6 +102,6 @@ def on_kernels(model: Any) -> Iterator[None]:
 
 
 def checkpoint_gradients(model: Any) -> None:
-    """Let layers of a model of transformers keep their inputs alone, and run again for the gradients."""
+    """Make layers of a transformers model keep only their inputs, and run again for the gradients."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})

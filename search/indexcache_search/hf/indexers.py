@@ -1,8 +1,8 @@
 """Indexers of transformers' DSA models that select for blocks of prompt queries.
 
-The definition, not a fast way: what is left out is computed and thrown away. A block's queries share the selection of
-their mean (the *leader*), made before the block begins; the tokens of the block up to the query itself are always in,
-so that nothing near is lost and a query sees no later one's selection of it.
+This is the definition, not a fast implementation: the exact selection is computed too. The queries of a block share the
+selection of their mean (the *leader*), taken from tokens before the block. The tokens of the block up to a query always
+belong to its selection.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors
 from indexcache_search.errors import SearchError
 
 Run = Callable[..., Tensor]
-"""The `forward` of an indexer: hidden states, query residual, cosine and sine, and a mask to `[batch, queries, k]`."""
+"""The `forward` of an indexer: hidden states, query residual, cosine and sine, and mask to `[batch, queries, k]`."""
 
-_BLOCKS = 64  # whose scores exist at a time
+_BLOCKS = 64  # blocks scored at a time
 
 
 def check_call(indexer: nn.Module) -> None:
-    """Check that transformers calls an indexer in a way that is known here.
+    """Check that transformers calls an indexer with a known signature.
 
     Raises:
         SearchError: if not.
@@ -38,17 +38,19 @@ def check_call(indexer: nn.Module) -> None:
 
 
 def in_blocks(indexer: Any, run: Run, queries: int, prompt: Tensor) -> Run:
-    """`run`, but where `prompt` is set, `queries` neighbours share a selection. Sequences begin with their first token.
+    """Wrap `run` so that blocks of `queries` neighbours share a selection where `prompt` is set.
+
+    Sequences must begin with their first token.
 
     Args:
-        indexer: of a DSA model of transformers.
+        indexer: an indexer of a transformers DSA model.
         run: its `forward`.
-        queries: of a block; blocks begin at multiples of it.
+        queries: block size; blocks begin at its multiples.
         prompt: `[batch, queries]`, bool.
 
     Raises:
-        SearchError: if a block is larger than the selection; in a call with a key/value cache, or on the kernels with
-            padding before a sequence.
+        SearchError: if a block is larger than the selection; when called, if there is a key/value cache, or padding
+            before a sequence on the kernels.
     """
     if queries > indexer.index_topk:
         raise SearchError(f"{queries} queries at a time, expected at most index_topk ({indexer.index_topk})")
@@ -79,17 +81,17 @@ def in_blocks(indexer: Any, run: Run, queries: int, prompt: Tensor) -> Run:
 
 
 def block_selection(q: Tensor, k: Tensor, weights: Tensor, queries: int, topk: int, prompt: Tensor) -> Tensor:
-    """What queries attend to that select in blocks, `[batch, queries, topk]`, int32, -1 for none.
+    """Return the selection of queries in blocks, `[batch, queries, topk]`, int32, -1 for none.
 
-    Query t of a block that begins at b: all tokens b to t, then those before b that the block's leader scores highest.
-    The leader is the mean over the block's queries in `prompt` of index queries and of head weights.
+    Query t of a block that begins at b selects all tokens b to t, then the tokens before b that the block's leader
+    scores highest. The leader's index query and head weights are means over the block's queries in `prompt`.
 
     Args:
         q: index queries `[batch, queries, heads, dim]`.
         k: index keys `[batch, queries, dim]`.
-        weights: of the heads, with all scales, `[batch, queries, heads]`.
-        queries: of a block, at most `topk`.
-        topk: tokens of a selection.
+        weights: head weights with all scales, `[batch, queries, heads]`.
+        queries: block size, at most `topk`.
+        topk: tokens per selection.
         prompt: `[batch, queries]`, bool.
     """
     batch, length = prompt.shape
@@ -110,7 +112,7 @@ def block_selection(q: Tensor, k: Tensor, weights: Tensor, queries: int, topk: i
 
 
 def _best_before(q: Tensor, k: Tensor, weights: Tensor, begins: Tensor, topk: int) -> Tensor:
-    """The keys before each block with the highest scores, `[batch, blocks, topk]`, the best first, -1 for none."""
+    """Return the best-scored keys before each block, `[batch, blocks, topk]`, best first, -1 for none."""
     heads = F.relu(torch.einsum("bnhd,btd->bnht", q, k))
     scores = torch.einsum("bnh,bnht->bnt", weights, heads)
     seen = torch.arange(k.shape[1], device=k.device) < begins[:, None]

@@ -1,4 +1,4 @@
-"""Models, configurations and tokenizers of Hugging Face, all of their weights or a line that says why not."""
+"""Load models, configurations and tokenizers of Hugging Face; refuse incomplete weights in one line."""
 
 from __future__ import annotations
 
@@ -29,22 +29,21 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def load_model(model: str, description: ModelLayers, dtype: torch.dtype | str) -> tuple[Any, ModelFiles]:
-    """The model of transformers with all of its weights from the checkpoint, and the files that it came from.
+    """Load a transformers model with all weights of its checkpoint; also return its files.
 
-    What is digested is what runs: weights are read once, into memory of this process, so nothing that happens to their
-    files later reaches the model. transformers makes up what is missing or has another name, and leaves out what it
-    does not know, with a warning; here both end the run. Indexers of locked layers may be missing or too many: they
-    never run. All weights are looked through for NaN, which top-k and experts hide from the loss.
+    Weights are read into memory and digested in one go, so the digest describes the weights that run. transformers only
+    warns about missing and unknown weights; here both end the run. Indexers of locked layers may be missing or
+    superfluous, since they never run. All weights are checked for NaN, which top-k and experts hide from the loss.
 
     Args:
         model: folder or hub id.
-        description: what its config.json says.
-        dtype: what the weights are converted to, or `auto` for the checkpoint's own.
+        description: its layers, read from config.json.
+        dtype: target dtype of the weights, or `auto` for the checkpoint's own.
 
     Raises:
-        SearchError: if it can't be found or loaded, or a weight is missing, unknown or not a number, or if transformers
-            computes something else.
-        ModelConfigError: if a file is not there, or changes meanwhile.
+        SearchError: if it can't be found or loaded, if a weight is missing, unknown or not finite, or if transformers
+            does not implement the model.
+        ModelConfigError: if a file is missing, or changes meanwhile.
     """
     family = family_of(description.architecture)
     if family.transformers.not_in_transformers is not None:
@@ -90,10 +89,10 @@ def load_model(model: str, description: ModelLayers, dtype: torch.dtype | str) -
 
 
 def model_folder(model: str) -> Path:
-    """The folder of a model, a hub id's once it is downloaded.
+    """Return the folder of a model; download a hub id first.
 
     Raises:
-        ModelConfigError: if it is no name of a model, the hub does not have it, or can't be reached.
+        ModelConfigError: if the name is invalid, or the hub can't provide the model.
     """
     named = ModelName.parse(model)
     if named.folder is not None:
@@ -110,10 +109,10 @@ def model_folder(model: str) -> Path:
 
 
 def _check_tied(model: str, config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> None:
-    """Where config.json ties the head to the embeddings, a checkpoint with both has them alike.
+    """Check that a checkpoint with tied embeddings, if it has both tensors, has them equal.
 
     Raises:
-        SearchError: if they differ: transformers would run both, SGLang one.
+        SearchError: if they differ, since transformers would use both and SGLang one.
     """
     head, embeddings = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
     if not config.tie_word_embeddings or head is None or embeddings is None or torch.equal(head, embeddings):
@@ -127,7 +126,7 @@ def _check_tied(model: str, config: PreTrainedConfig, weights: Mapping[str, Tens
 def _unexplained(
     names: Iterable[str], weights: Iterable[str], never_runs: Callable[[str], bool], layers: int
 ) -> list[str]:
-    """Find those of `names` that are neither of an indexer that never runs nor of a NextN layer behind the last one."""
+    """Return those of `names` that belong neither to an unused indexer nor to a NextN layer after the last."""
     nextn = {int(match[1]) for name in weights if ".eh_proj." in name and (match := _LAYER.search(name))}
     unknown = []
     for name in names:
@@ -139,35 +138,35 @@ def _unexplained(
 
 
 def describe_model(model: str, selection: Selection | None = None) -> ModelLayers:
-    """Read the config.json of a folder or hub id.
+    """Return the layers of a folder or hub id, read from its config.json.
 
     Args:
         model: folder or hub id.
-        selection: of dense models, what patterns select; by default the paper's.
+        selection: selection of a dense model's patterns; by default the paper's.
 
     Raises:
-        ModelConfigError: if there is none, or it is of no known family.
-        PatternError: if there is a selection, but its layers choose by themselves.
+        ModelConfigError: if there is no config.json, or its family is unknown.
+        PatternError: if a selection is given for a model whose layers have their own.
     """
     description = describe(*checkpoint.read_config(model))
     return family_of(description.architecture).checkpoint.selecting(description, selection)
 
 
 def read_config(model: str) -> PreTrainedConfig:
-    """The configuration transformers makes of a folder or hub id.
+    """Return the transformers configuration of a folder or hub id.
 
     Raises:
-        SearchError: if it refuses it.
+        SearchError: if transformers refuses it.
     """
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(**_place(model), trust_remote_code=False)
-    except Exception as error:  # checks of transformers and of the hub's client, and whatever odd values run into
+    except Exception as error:  # errors of transformers, of the hub's client, and of odd values
         raise SearchError(f"{model}: config.json is refused: {_one_line(error)}") from None
     return config
 
 
 def check_seq_len(seq_len: int, config: PreTrainedConfig) -> None:
-    """Check that a model was made for sequences of `seq_len` tokens.
+    """Check that a model supports sequences of `seq_len` tokens.
 
     Raises:
         SearchError: if not.
@@ -177,7 +176,7 @@ def check_seq_len(seq_len: int, config: PreTrainedConfig) -> None:
 
 
 def set_quiet() -> None:
-    """Keep transformers' bars and hints out of ours."""
+    """Silence the progress bars and hints of transformers."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
@@ -186,10 +185,10 @@ _RARE = "\ua66e"  # a letter of the Cyrillic alphabet that was used once
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id.
+    """Load the tokenizer of a folder or hub id.
 
     Raises:
-        SearchError: if there is none, or one that refuses some text.
+        SearchError: if there is none, or it refuses some text.
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**_place(model), trust_remote_code=False)
@@ -206,7 +205,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 def _way_out(model: str, family: Family) -> str:
-    """What to do about a quantised checkpoint that transformers can't load here."""
+    """Suggest a remedy for a quantised checkpoint that transformers can't load here."""
     quantised = checkpoint.read_config(model)[0].get("quantization_config")
     if not isinstance(quantised, dict):
         return ""
@@ -215,7 +214,7 @@ def _way_out(model: str, family: Family) -> str:
 
 
 def _place(model: str) -> dict[str, Any]:
-    """Where transformers finds a folder or hub id, at its revision."""
+    """Return the arguments by which transformers finds a folder or hub id at its revision."""
     named = ModelName.parse(model)
     return {"pretrained_model_name_or_path": named.repository, "revision": named.revision or "main"}
 

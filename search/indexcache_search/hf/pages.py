@@ -1,7 +1,7 @@
-"""Run-time D, F and S roles on transformers' dense models: some layers attend to everything, others to chosen pages.
+"""Run-time roles D, F and S on transformers' dense models: some layers attend to all tokens, others to pages.
 
-In one causal pass every query chooses for itself, from keys that don't depend on later tokens, so a pass over a whole
-sequence computes what decoding it token by token would (DELTA, arXiv 2510.09883, teacher-forced).
+Every query of a causal pass makes its own selection, from keys that don't depend on later tokens. So one pass over a
+sequence equals decoding it token by token (DELTA, arXiv 2510.09883, teacher-forced).
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
 from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, Selection
 
-ROWS = 256  # queries of a block
+ROWS = 256  # queries per block
 
 Watcher = Callable[[int, int, Tensor], None]
-"""Called with a layer, the first query of a block, and its attention, `[batch, heads, queries, keys]`, up to the keys
+"""Callback with a layer, the first query of a block, and its attention, `[batch, heads, queries, keys]`, over the keys
 that its last query sees."""
 
 
 class Importance(Protocol):
-    """What a model may have been trained to say of each token, whoever asks: its attribute `importance`."""
+    """Trained importance of each token, independent of the query: a model's attribute `importance`."""
 
     def __call__(self, layer: int, value: Tensor) -> Tensor:
-        """`[batch, key_heads, keys]`, of a layer's values `[batch, key_heads, keys, dim]`."""
+        """Return `[batch, key_heads, keys]` for a layer's values `[batch, key_heads, keys, dim]`."""
         ...
 
     def attend(
         self, layer: int, attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, mask: Tensor
     ) -> Tensor:
-        """Attention of a layer to chosen pages, `[batch, queries, heads, dim]`, with this in it.
+        """Attend to the selected pages of a layer, `[batch, queries, heads, dim]`, using the importance.
 
-        `attend` is transformers' eager attention with `mask`, `[batch, 1, queries, keys]`, which is added.
+        `attend` is transformers' eager attention; `mask`, `[batch, 1, queries, keys]`, is additive.
         """
         ...
 
 
 @dataclass
 class _State:
-    """What a pass with roles carries from layer to layer.
+    """State that a pass with roles carries from layer to layer.
 
     Attributes:
-        pattern: a letter a layer.
+        pattern: the role of each layer.
         prompt: `[batch, queries]`, queries that attend to everything in all layers; `None` for none.
-        starts: `[batch]`, where each sequence begins: what stands before is padding.
-        observe: sees what layers chose and were given.
-        watch: sees the attention of layers that are not shared.
-        kept: what was chosen last, `[batch, queries, pages]`.
+        starts: `[batch]`, the first position of each sequence after its padding.
+        observe: called with the pages of each layer.
+        watch: called with the attention of layers that are not shared.
+        kept: the latest selection, `[batch, queries, pages]`.
         in_blocks: see `attention_in_blocks`.
-        choosers: by layer, with what they remember of the passes before.
-        importance: what the model was trained to say of tokens, if the selection asks for it.
+        choosers: by layer, with their memory of earlier passes.
+        importance: the model's trained heads, if the selection uses them.
     """
 
     pattern: Pattern
@@ -85,12 +85,13 @@ class _State:
 
     @property
     def selection(self) -> Selection:
+        """Selection of the pattern."""
         assert self.pattern.selection is not None
         return self.pattern.selection
 
     @torch.no_grad()
     def choose(self, layer: int, scores: Tensor, first: int, offset: int, value: Tensor) -> Tensor:
-        """See `Chooser.choose`; `first` is a query of this pass, which `offset` tokens stand before."""
+        """See `Chooser.choose`; `first` counts queries of this pass, which follows `offset` tokens."""
         if layer not in self.choosers or self.choosers[layer].next != offset + first:
             self.choosers[layer] = Chooser(self.selection, self.starts)
         prompt = None if self.prompt is None else self.prompt[:, first : first + scores.shape[1]]
@@ -107,10 +108,10 @@ _in_blocks: list[None] = []
 
 @contextmanager
 def attention_in_blocks() -> Iterator[None]:
-    """Inside the `with` block, `apply_page_roles` makes no `[heads, queries, keys]` of all queries at once.
+    """Keep `apply_page_roles` in the `with` block from building `[heads, queries, keys]` of all queries.
 
-    Layers attend to everything in blocks of queries, and to chosen pages over keys that are gathered
-    (`indexcache_kernels.sparse_attention`). Sums are in another order than transformers', so the bits differ.
+    Full attention runs in blocks of queries, and attention to pages gathers their keys
+    (`indexcache_kernels.sparse_attention`). The order of sums differs from transformers', and so do the bits.
     """
     _in_blocks.append(None)
     try:
@@ -129,27 +130,26 @@ def apply_page_roles(
     carried: Tensor | None = None,
     watch: Watcher | None = None,
 ) -> Iterator[None]:
-    """Run `model` with `pattern` inside the `with` block, on whole sequences or their ends; undo it afterwards.
+    """Run `model` with `pattern` inside the `with` block, on whole sequences or their ends.
 
-    A `D` layer attends to everything; one that an `S` follows also chooses pages. An `F` layer attends to the pages
-    that it chooses itself, an `S` layer to those that the nearest `D` or `F` before it chose, and to nothing else. With
-    pages that cover the context the outputs are those of transformers' eager attention bit for bit. The keys of what
-    stands before an end may come from a cache.
+    A `D` layer attends to everything; if an `S` follows, it also selects pages. An `F` layer attends only to pages that
+    it selects itself, an `S` layer only to those of the nearest `D` or `F` before it. If pages cover the context, the
+    outputs equal transformers' eager attention bit for bit. Keys before an end may come from a cache.
 
     Args:
-        model: one of the family `dense_gqa`.
-        pattern: has a selection.
-        prompt: `[batch, queries]`, bool: queries that attend to everything, as those of a prompt do.
-        starts: `[batch]`, int64: tokens of padding on the left of each sequence; pages are counted behind them.
-        observe: called with each layer and the `[batch, queries, pages]` that it chose or was given; with it, all `D`
-            layers choose.
-        carried: pages that an `S` layer is given before any layer chose, for a forward that skips the lower layers.
-        watch: sees the attention of each layer that is not shared, block by block.
+        model: a model of the family `dense_gqa`.
+        pattern: roles with a selection.
+        prompt: `[batch, queries]`, bool: prompt queries, which attend to everything.
+        starts: `[batch]`, int64: tokens of padding on the left of each sequence; pages are counted from there.
+        observe: called with each layer and its selected or reused pages `[batch, queries, pages]`; makes all `D` layers
+            select.
+        carried: pages for an `S` layer before any layer selects, in a forward that skips the lower layers.
+        watch: called with the attention of each layer that is not shared, block by block.
 
     Raises:
         PatternError: if the pattern does not fit the model.
-        SearchError: if the model's layers can't take it, it lacks the trained heads that the selection asks for, or
-            there is padding where attention is in blocks.
+        SearchError: if the model's layers don't support it, the model lacks the trained heads that the selection
+            requires, or there is padding with attention in blocks.
         RuntimeError: if roles are already applied.
     """
     pattern.check_fits(model.config.num_hidden_layers)
@@ -175,10 +175,10 @@ def _importance_of(model: Any) -> Importance:
 
 
 def check_layers(model: Any) -> None:
-    """Check that all layers see everything before them.
+    """Check that all layers attend to all earlier tokens.
 
     Raises:
-        SearchError: naming what they see instead.
+        SearchError: if a sliding window limits them.
     """
     window, kinds = (getattr(model.config, key, None) for key in ("sliding_window", "layer_types"))
     if window and (kinds is None or set(kinds) != {"full_attention"}):
@@ -195,7 +195,7 @@ def _attention(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' eager attention, over fewer keys in S layers; `query` is `[batch, heads, queries, dim]`."""
+    """Run eager attention, over selected keys in F and S layers; `query` is `[batch, heads, queries, dim]`."""
     [state] = _running
     layer: Any = module.layer_idx
     role, eager = state.pattern[layer], sys.modules[type(module).__module__].eager_attention_forward
@@ -212,12 +212,12 @@ def _attention(
     if chooses and by_keys:
         state.kept = _by_keys(state, layer, query, key, value, scaling, rows)
     if state.observe is not None:
-        state.observe(layer, state.kept)  # type: ignore[arg-type]  # chosen here, or below
+        state.observe(layer, state.kept)  # type: ignore[arg-type]  # set above or by an earlier layer
     if output is not None and role == DENSE:
         return output, None
     assert state.kept is not None
     if state.in_blocks:
-        prompts = state.prompt is not None and bool(state.prompt.any())  # which see everything
+        prompts = state.prompt is not None and bool(state.prompt.any())  # they attend to everything
         output = torch.cat([found for _, found, _ in blocks], 1) if prompts and output is None else output
         return _over_pages(state, query, key, value, scaling, output), None
     allowed = _tokens_of(state.kept, key.shape[2], state.selection, state.starts)
@@ -235,7 +235,7 @@ def _dense(
     value: Tensor,
     queries: int,
 ) -> Tensor:
-    """`[batch, queries, heads, dim]`: attention to everything; what it chooses is kept, if it `chooses` by that."""
+    """Attend to everything, `[batch, queries, heads, dim]`; if the layer `chooses` by that, keep its pages."""
     keys, outputs, chosen = value.shape[2], [], []
     for first, output, weights in blocks:
         outputs.append(output)
@@ -250,7 +250,7 @@ def _dense(
 
 
 def _by_keys(state: _State, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, rows: int) -> Tensor:
-    """`[batch, queries, pages]`: what a layer chooses by compressed keys."""
+    """Select a layer's pages by compressed keys, `[batch, queries, pages]`."""
     queries, keys, chosen = query.shape[2], key.shape[2], []
     for first in range(0, queries, rows):
         asked, end = query[:, :, first : first + rows], min(keys, keys - queries + first + rows)
@@ -261,7 +261,7 @@ def _by_keys(state: _State, layer: int, query: Tensor, key: Tensor, value: Tenso
 
 
 def _whole(state: _State, pages: Tensor, keys: int) -> Tensor:
-    """Chosen pages of a block's queries, with room for all pages where there are other blocks."""
+    """Pad the selected pages of a block's queries to all pages where there are other blocks."""
     whole = -(-keys // state.selection.page_tokens) if state.in_blocks else pages.shape[2]
     return F.pad(pages, (0, whole - pages.shape[2]))
 
@@ -269,7 +269,7 @@ def _whole(state: _State, pages: Tensor, keys: int) -> Tensor:
 def _blocks(
     attend: Callable[..., tuple[Tensor, Tensor]], query: Tensor, key: Tensor, value: Tensor, mask: Tensor, size: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Attention to everything: a block's first query, its output `[batch, queries, heads, dim]`, and its attention."""
+    """Attend to everything; yield each block's first query, output `[batch, queries, heads, dim]` and weights."""
     queries, keys = query.shape[2], key.shape[2]
     for first in range(0, queries, size):
         rows, end = slice(first, first + size), min(keys, keys - queries + first + size)  # later keys are not seen
@@ -279,7 +279,7 @@ def _blocks(
 def _over_pages(
     state: _State, query: Tensor, key: Tensor, value: Tensor, scaling: float, dense: Tensor | None
 ) -> Tensor:
-    """`[batch, queries, heads, dim]`: attention to chosen pages over gathered keys; of prompts what `dense` has."""
+    """Attend to selected pages, `[batch, queries, heads, dim]`, over gathered keys; prompts take `dense`."""
     assert state.kept is not None
     output = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3]) if dense is None else dense
     offset = key.shape[2] - query.shape[2]
@@ -294,7 +294,7 @@ def _over_pages(
 
 
 def _indices(kept: Tensor, position: Tensor, selection: Selection) -> Tensor:
-    """`[queries, tokens]`, int32: tokens of the pages `[queries, pages]`, up to each query's own; -1 behind them."""
+    """Return `[queries, tokens]`, int32: tokens of `[queries, pages]` up to each query, padded with -1."""
     number = torch.arange(kept.shape[1], device=kept.device)
     live = kept & (number <= position[:, None] // selection.page_tokens)
     most = min(selection.pages, kept.shape[1])
@@ -304,7 +304,7 @@ def _indices(kept: Tensor, position: Tensor, selection: Selection) -> Tensor:
 
 
 def _tokens_of(kept: Tensor, keys: int, selection: Selection, starts: Tensor | None) -> Tensor:
-    """`[batch, queries, keys]`, bool: the tokens of pages `[batch, queries, pages]`."""
+    """Return `[batch, queries, keys]`, bool: the tokens of pages `[batch, queries, pages]`."""
     if starts is None:
         return kept.repeat_interleave(selection.page_tokens, dim=2)[:, :, :keys]
     page = page_of(keys, selection, starts, kept)

@@ -1,4 +1,4 @@
-"""Run-time roles on transformers' models."""
+"""Run-time roles on transformers models."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sglang_indexcache.families import family_of_modules
 from sglang_indexcache.pattern import SHARED
 
 Observer = Callable[[int, Tensor], None]
-"""Called with a letter and what its layer is about to use: indices `[batch, queries, k]`, or of dense models the pages
-`[batch, queries, pages]` as bool, which it may also only hand on."""
+"""Callback with a letter and the selection of its layer: indices `[batch, queries, k]`, or in dense models pages
+`[batch, queries, pages]` as bool, which a dense layer passes on without using them."""
 
 _MARK = "_indexcache_role"
 
@@ -32,27 +32,26 @@ def apply_roles(
     carried: Tensor | None = None,
     prompt: Tensor | None = None,
 ) -> Iterator[None]:
-    """Run `model` with `pattern` inside the `with` block; leave it as it was afterwards.
+    """Run `model` with `pattern` inside the `with` block; restore it afterwards.
 
-    An `F` layer's indexer runs and its indices are kept; an `S` layer's indexer is not run and gives back the kept
-    ones. Nothing else of the model is touched, so all-F is the untouched model bit for bit. A layer without an indexer
-    (shared in the checkpoint) takes what the layer below passes up, as transformers has it. For layers that
-    select in blocks see `hf.indexers`; with a selection, see `apply_page_roles`.
+    An `F` layer's indexer runs and its indices are kept; an `S` layer's indexer returns the kept ones. Nothing else
+    changes, so all-F equals the unpatched model bit for bit. A layer without an indexer (shared in the checkpoint)
+    uses the indices passed up by the layer below, as in transformers. For layers that select in blocks see
+    `hf.indexers`; for patterns with a selection see `apply_page_roles`.
 
-    A key/value cache filled under one pattern has no index keys for that pattern's `S` layers: don't go on with it
-    under another.
+    A key/value cache filled under one pattern lacks the index keys of its `S` layers, so don't reuse it under another.
 
     Args:
         model: a transformers model of a family in `sglang_indexcache.families`.
-        pattern: must be `S` on layers that have no indexer.
-        observe: sees the indices of every layer that has an indexer, also the reused ones.
-        carried: what an `S` layer reuses before any layer chose, for a forward that skips the lower layers.
-        prompt: `[batch, queries]`, bool: with a selection the queries that attend to everything, else those that may
-            share a selection with their neighbours.
+        pattern: must be `S` on layers without an indexer.
+        observe: called with the indices, own or reused, of every layer that has an indexer.
+        carried: indices for an `S` layer before any layer selects, in a forward that skips the lower layers.
+        prompt: `[batch, queries]`, bool: queries that attend to everything if there is a selection, else queries that
+            may share a selection with their neighbours.
 
     Raises:
         PatternError: if the pattern does not fit the model.
-        SearchError: if its indexers can't be had, or transformers calls them in a way that is not known here.
+        SearchError: if its indexers are missing, or transformers calls them with an unknown signature.
         RuntimeError: if roles are already applied to the model.
     """
     adapter = family_of_modules(model).transformers
@@ -100,7 +99,7 @@ def apply_roles(
 def _block_runs(
     model: Any, indexers: Sequence[Any], pattern: Pattern, prompt: Tensor | None
 ) -> dict[int, Callable[..., Tensor]]:
-    """What runs in the place of the `forward` of indexers that select in blocks, by layer."""
+    """Return, by layer, the replacement `forward` of indexers that select in blocks."""
     if pattern.indexers and model.config.model_type not in INDEXER_ROPES:
         raise SearchError(f"{pattern.indexers[0]}: indexers of {model.config.model_type} can't select in blocks")
     runs: dict[int, Callable[..., Tensor]] = {}

@@ -1,4 +1,4 @@
-"""A safetensors file, read once: its tensors in memory of this process, and the digest of the bytes that they are."""
+"""Read a safetensors file once: its tensors, in memory of this process, and the digest of its bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_indexcache.files.digest import CHUNK, Digest, Stamp, check_same, ope
 
 _MAX_HEADER_BYTES = 100 << 20
 
-# How safetensors calls what PyTorch has.
+# PyTorch's dtypes by their names in safetensors.
 TYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -44,12 +44,12 @@ TYPES = {
 
 @dataclass(frozen=True)
 class TensorFile:
-    """What was read of one file.
+    """Contents of one file.
 
     Attributes:
-        tensors: by name; nothing that happens to the file reaches them.
-        types: as the file calls them, by name.
-        digest: of all of its bytes.
+        tensors: by name; independent of later changes to the file.
+        types: their dtypes as the file writes them, by name.
+        digest: digest of all bytes.
     """
 
     tensors: dict[str, Tensor]
@@ -58,11 +58,11 @@ class TensorFile:
 
 
 def read_tensors(path: Path, stop: Event | None = None) -> TensorFile:
-    """Read and digest a safetensors file, whole.
+    """Read and digest a whole safetensors file.
 
     Args:
         path: the file.
-        stop: ends the reading when it is set, see `side_by_side`.
+        stop: stops the reading when set, see `side_by_side`.
 
     Raises:
         FileError: if it can't be read, is no safetensors file, or changes meanwhile.
@@ -71,7 +71,7 @@ def read_tensors(path: Path, stop: Event | None = None) -> TensorFile:
         stamp, digest = Stamp.of(os.fstat(file.fileno())), hashlib.sha256()
 
         def take(count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-            """The next bytes, exactly those that go into the digest."""
+            """Read the next bytes into both the result and the digest."""
             content = np.empty(count, np.uint8)
             view, at = content.data, 0
             while at < count:
@@ -96,11 +96,11 @@ def read_tensors(path: Path, stop: Event | None = None) -> TensorFile:
     return TensorFile(tensors, {name: place[0] for name, place in places.items()}, Digest(digest.hexdigest(), stamp))
 
 
-_Place = tuple[str, list[int], int, int]  # type, shape, first byte, the byte behind the last one
+_Place = tuple[str, list[int], int, int]  # type, shape, first byte, end byte (exclusive)
 
 
 def _places(header: bytes, data_bytes: int, path: Path) -> dict[str, _Place]:
-    """Where each tensor lies in the data: one behind the other, without gaps or overlaps, to the end of the file."""
+    """Parse where each tensor lies; refuse gaps, overlaps, and an end other than the file's."""
     try:
         content = json.loads(header, object_pairs_hook=_once)
         content.pop("__metadata__", None)
@@ -125,7 +125,7 @@ def _places(header: bytes, data_bytes: int, path: Path) -> dict[str, _Place]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object in which nothing stands twice."""
+    """Build a JSON object; refuse duplicate keys."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError
     return dict(pairs)

@@ -1,4 +1,4 @@
-"""All weights of a model's folder, in memory, of the types that its model expects."""
+"""Read all weights of a model's folder into memory, and check their types."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PREFIX = "model."
 _FLOATS = ("F32", "BF16", "F16")
 _INTEGERS = ("I32", "I64")
 
-# What else the weights of a quantised checkpoint may be, by its `quant_method`.
+# Further types of weights in a quantised checkpoint, by its `quant_method`.
 _QUANTISED = {
     "fp8": ("F8_E4M3", "F8_E8M0"),
     "fbgemm_fp8": ("F8_E4M3",),
@@ -36,21 +36,21 @@ _QUANTISED = {
 
 
 def read_weights(folder: Path, config: Any, whole: set[str], widen: bool) -> tuple[dict[str, Tensor], ModelFiles]:
-    """Read the weights that transformers would load, and digest them as they are read.
+    """Read and digest the weights that transformers would load.
 
     Args:
-        folder: of the model.
-        config: its configuration, as transformers has it.
-        whole: last parts of the names of tensors that hold whole numbers.
+        folder: the model's folder.
+        config: its transformers configuration.
+        whole: last name parts of tensors that hold integers.
         widen: convert to float32 file by file, which takes less memory than all at once.
 
     Returns:
         Tensors by the names of the checkpoint, and all files of `weight_files`.
 
     Raises:
-        ModelConfigError: if a file is not there, or changes meanwhile.
+        ModelConfigError: if a file is missing, or changes meanwhile.
         FileError: if one can't be read.
-        SearchError: if it is not plain which weights are meant, or one is of a type that nothing explains.
+        SearchError: if the files are ambiguous, or a weight has an unexpected type.
     """
     names, quantised = _loaded(folder), getattr(config, "quantization_config", None)
 
@@ -78,10 +78,10 @@ def read_weights(folder: Path, config: Any, whole: set[str], widen: bool) -> tup
 
 
 def _loaded(folder: Path) -> set[str]:
-    """The files that the weights are in.
+    """Return the names of the files that hold the weights.
 
     Raises:
-        SearchError: if there are none, or engines would not agree on them.
+        SearchError: if there are none, or engines would load different ones.
     """
     names = tensor_files(folder)
     if (folder / _ADAPTER).is_file():
@@ -116,7 +116,7 @@ def _method(quantised: Any) -> str:
 
 
 def _check_places(folder: Path, files: Mapping[str, TensorFile]) -> None:
-    """Every tensor stands in one file, and where there is an index, in the one that it names.
+    """Check that every tensor is in one file only, and in the one that the index names.
 
     Raises:
         SearchError: if not.
@@ -140,5 +140,5 @@ def _check_places(folder: Path, files: Mapping[str, TensorFile]) -> None:
 
 
 def whole_numbers(model: torch.nn.Module) -> set[str]:
-    """Last parts of the names of what is no number with a fraction in `model`."""
+    """Return the last name parts of `model`'s tensors that are not floating point."""
     return {name.rpartition(".")[2] for name, value in model.state_dict().items() if not value.is_floating_point()}
