@@ -1,4 +1,4 @@
-"""What a dense model's layers select, and in which variants, as `--selection` says it."""
+"""Selections of a dense model's layers, and their variants, as in `--selection`."""
 
 from __future__ import annotations
 

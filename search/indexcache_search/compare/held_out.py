@@ -21,9 +21,9 @@ class HeldOut:
     """Sequences of a comparison.
 
     Attributes:
+        data: sequences.
         answers: texts of the answers, by sequence; for samples of tasks only.
         left_out: sections that were left out because a pattern was calibrated on them.
-        left_out: sections that a pattern was calibrated on, and that are not among the sequences for that.
     """
 
     data: TokenSet

@@ -159,7 +159,7 @@ def run(
 
     Args:
         model: folder or hub id; with servers only its tokenizer and config.json are read.
-        candidates: what is compared.
+        candidates: patterns or servers to compare.
         data: the held-out data.
         runtime: how patterns are evaluated.
         output: folder of the results and the journal.

@@ -1,1 +1,1 @@
-"""Experiments on the core, each in a room of its own; nothing outside imports them."""
+"""Experiments on the core, each in a folder of its own; nothing outside imports them."""

@@ -1,1 +1,1 @@
-"""Decoding a dense model over chosen blocks of its cache, on a CPU."""
+"""Decoding of a dense model over selected blocks of its cache, on a CPU."""

@@ -1,4 +1,4 @@
-"""Decoding over chosen blocks with transformers on a CPU: F layers choose, S layers reuse, D layers see everything."""
+"""Decoding over selected blocks with transformers on a CPU: F layers select, S layers reuse, D layers see all."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from sglang_indexcache.pattern import DENSE, FULL, SHARED
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """How blocks are chosen.
+    """How blocks are selected.
 
     Attributes:
-        roles: a letter a layer: `F` chooses for itself, `S` takes what the nearest `F` before it chose, `D` sees all.
-        share: of the blocks of what is in the cache.
-        tokens: of a block, counted from position 0.
-        sinks: first blocks that are always chosen.
-        recent: last blocks that are, the newest token's included.
+        roles: a letter a layer: `F` selects blocks, `S` reuses those of the nearest `F` before it, `D` sees all.
+        share: share of the cache's blocks to select.
+        tokens: tokens of a block, counted from position 0.
+        sinks: number of first blocks that are always selected.
+        recent: number of last blocks that are always selected, the newest token's included.
 
     Raises:
-        SearchError: if that can't be.
+        SearchError: if a value is out of range.
     """
 
     roles: str
@@ -51,18 +51,18 @@ class Blocks:
             raise SearchError(f"{self} can't be chosen; expected a share up to 1, and a recent block")
 
     def count(self, blocks: int) -> int:
-        """How many of so many are chosen."""
+        """Return the number of blocks to select of `blocks`."""
         return min(blocks, max(math.ceil(blocks * self.share), self.sinks + self.recent))
 
 
 @dataclass
 class _State:
-    """What decoding carries along.
+    """State of decoding between layers and steps.
 
     Attributes:
-        sums: by layer that chooses, `[batch, blocks, G * D]`: of the keys of each block.
-        counted: by layer, tokens that are in those.
-        chosen: what was chosen last, `[batch, N]`, int32.
+        sums: by selecting layer, `[batch, blocks, G * D]`: sums of the keys of each block.
+        counted: by layer, tokens in these sums.
+        chosen: the last selection, `[batch, N]`, int32.
     """
 
     blocks: Blocks
@@ -80,15 +80,15 @@ _running: list[_State] = []
 def apply_block_decoding(
     model: Any, blocks: Blocks, cache: StaticCache, backend: BlockBackend = "auto"
 ) -> Iterator[None]:
-    """Decode with `model` over chosen blocks inside the `with` block; prompts are read as ever.
+    """Decode with `model` over selected blocks inside the `with` block; prompts are read as usual.
 
-    A block's score is the product of the query, summed over its heads, and the block's mean key; all heads have one
-    choice. With share 1 the outputs are those of attention to everything up to rounding.
+    A block's score is the product of the query, summed over its heads, and the block's mean key. All heads share one
+    selection. With share 1 the outputs are those of attention to everything up to rounding.
 
     Args:
         model: one of the family `dense_gqa`, on a CPU.
-        blocks: how they are chosen.
-        cache: what the model is given, see `cache_argument`; sequences of one length, without padding.
+        blocks: how they are selected.
+        cache: the model's cache, see `cache_argument`; sequences of one length, without padding.
         backend: see `indexcache_kernels.block_attention`.
 
     Raises:
@@ -138,7 +138,7 @@ def _attention(
 
 
 def _choose(state: _State, layer: int, query: Tensor, key: Tensor, length: int) -> Tensor:
-    """`[batch, N]`, int32: blocks that the newest token attends to."""
+    """Select the blocks that the newest token attends to, `[batch, N]`, int32."""
     blocks, (batch, kv_heads, _, dim) = state.blocks, key.shape
     size, number = blocks.tokens, -(-length // blocks.tokens)
     if state.counted.get(layer) != length - 1:

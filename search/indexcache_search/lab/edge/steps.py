@@ -1,4 +1,4 @@
-"""How long decode steps of a dense model take on this CPU, with and without chosen blocks."""
+"""Time of a dense model's decode steps on this CPU, with and without selected blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TURNS = 2
 
 
 def load(model: str) -> Any:
-    """A dense model in float32.
+    """Load a dense model in float32.
 
     Raises:
         SearchError: if it can't be found or loaded, or has indexers.
@@ -34,7 +34,7 @@ def load(model: str) -> Any:
 
 
 def measured(model: Any, plans: Mapping[str, Blocks | None], contexts: Sequence[int]) -> Iterator[dict[str, float]]:
-    """For each context the milliseconds of a step by plan: medians, of plans that take turns in one process."""
+    """Yield for each context the milliseconds of a step by plan: medians, with plans taking turns in one process."""
     for context in contexts:
         cache = _filled(model.config, context, STEPS * TURNS * len(plans))
         times: dict[str, list[float]] = {name: [] for name in plans}
@@ -45,7 +45,7 @@ def measured(model: Any, plans: Mapping[str, Blocks | None], contexts: Sequence[
 
 
 def _filled(config: Any, context: int, more: int) -> StaticCache:
-    """A cache with `context` random tokens, and room for `more`: what they hold changes no time."""
+    """Make a cache with `context` random tokens, which take as long as real ones, and room for `more`."""
     cache = StaticCache(config=config, max_cache_len=context + more)
     generator = torch.Generator().manual_seed(0)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

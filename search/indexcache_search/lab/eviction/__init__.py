@@ -1,1 +1,1 @@
-"""Training NOSA's eviction heads."""
+"""Training of NOSA's eviction heads."""

@@ -22,7 +22,7 @@ COMMAND = "indexcache-lab eviction"
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsChoice:
-    """What eviction heads learn, and how fast; see `EvictionSettings`."""
+    """Learning rate and use of eviction heads; see `EvictionSettings`."""
 
     lr: Annotated[float, RATE] = 1e-2
     bias: Literal["always", "training"] = "always"
@@ -31,7 +31,7 @@ class HeadsChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class BodyChoice:
-    """How the model learns beside its heads."""
+    """Training of the model beside its heads."""
 
     lr: Annotated[float, RATE] = 7.3e-6
 

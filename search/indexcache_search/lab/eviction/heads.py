@@ -1,4 +1,4 @@
-"""NOSA's eviction heads on transformers' dense models: how important a token is, whoever asks (arXiv 2510.13602)."""
+"""NOSA's eviction heads on transformers' dense models: the importance of a token for any query (arXiv 2510.13602)."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from sglang_indexcache.files.naming import naming
 
-FILE = Path("eviction_heads") / "heads.safetensors"  # apart from the model's own, which engines load by their ending
+FILE = Path("eviction_heads") / "heads.safetensors"  # apart from the model's own, which engines load by their suffix
 BiasUse = Literal["always", "training"]
 USES: tuple[BiasUse, ...] = get_args(BiasUse)
 
 
 class EvictionHeads(nn.Module):
-    """A bias for each token and key head of each layer, made of the token's values.
+    """A bias for each token and key head of each layer, computed from the token's values.
 
         b[g, t] = scale[g] softplus(weight[g] . v[t]),  v[t] the values of all key heads one after the other
 
-    It is added to the scaled products before the softmax (equation 8), which is how it learns. The scale begins at 0,
-    so that nothing changes at first.
+    It is added to the scaled products before the softmax (equation 8), which gives it a gradient. The scale begins at
+    0, so that nothing changes at first.
 
     Args:
-        layers: of the model.
+        layers: layers of the model.
         groups: key heads.
         dim: dimensions of a value.
-        use: `always` adds it wherever pages are chosen (the paper's ED-DMA); `training` takes its gradient alone, and
-            attends without it (S-DMA), as kernels that know no bias do.
+        use: `always` adds it wherever pages are selected (the paper's ED-DMA); `training` uses its gradient only, and
+            attends without it (S-DMA), like kernels without a bias.
     """
 
     def __init__(self, layers: int, groups: int, dim: int, use: BiasUse) -> None:
@@ -47,7 +47,7 @@ class EvictionHeads(nn.Module):
 
     @classmethod
     def like(cls, config: Any, use: BiasUse, seed: int) -> Self:
-        """For a model of this configuration; `seed` decides the weights."""
+        """Make heads for a model of this configuration; `seed` decides the weights."""
         heads = config.num_attention_heads
         groups = getattr(config, "num_key_value_heads", None) or heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -56,7 +56,7 @@ class EvictionHeads(nn.Module):
             return cls(config.num_hidden_layers, groups, dim, use)
 
     def forward(self, layer: int, value: Tensor) -> Tensor:
-        """`[batch, key_heads, keys]`, float32, of values `[batch, key_heads, keys, dim]`; values get no gradient."""
+        """Compute `[batch, key_heads, keys]` float32 of `[batch, key_heads, keys, dim]`; values get no gradient."""
         with torch.autocast(value.device.type, enabled=False):
             vectors = value.detach().float().transpose(1, 2).flatten(2)  # [batch, keys, key_heads * dim]
             bias = F.softplus(vectors @ self.weight[layer].float().mT) * self.scale[layer].float()
@@ -65,13 +65,13 @@ class EvictionHeads(nn.Module):
     def attend(
         self, layer: int, attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, mask: Tensor
     ) -> Tensor:
-        """Attention of a layer with its bias, as `use` has it; see `hf.pages.Importance`."""
+        """Attend in a layer with its bias, according to `use`; see `hf.pages.Importance`."""
         training = torch.is_grad_enabled() and self.scale.requires_grad
         if self.use == "training" and not training:
             plain: Tensor = attend(query, key, value, mask)[0]
             return plain
         bias = self(layer, value).repeat_interleave(query.shape[1] // key.shape[1], 1)[:, :, None]
-        # What is left out has the lowest number there is: with a bias below 0 it would be none any more.
+        # Masked keys have the lowest number of the dtype; the sum with a negative bias must not overflow.
         biased: Tensor = attend(query, key, value, (mask + bias).clamp_min(torch.finfo(mask.dtype).min).to(mask.dtype))[
             0
         ]
@@ -90,10 +90,10 @@ class EvictionHeads(nn.Module):
 
     @classmethod
     def load(cls, path: Path, config: Any) -> Self:
-        """Read what `save` wrote, for a model of this configuration.
+        """Read heads written by `save`, for a model of this configuration.
 
         Raises:
-            SearchError: if it is something else.
+            SearchError: if the file holds something else.
         """
         heads = cls.like(config, "always", 0)
         try:
@@ -114,12 +114,12 @@ class EvictionHeads(nn.Module):
 
 
 def attach(model: Any, heads: EvictionHeads) -> None:
-    """Let `model` have these eviction heads; they go with it to its device, not into its checkpoint."""
+    """Attach eviction heads to `model`; they move with it to its device, but not into its checkpoint."""
     model.importance = heads.to(model.device)
 
 
 def attach_saved(engine: TransformersEngine) -> None:
-    """Let an engine's model have those in its folder, where there are any.
+    """Attach the eviction heads in the model's folder to an engine's model, if there are any.
 
     Raises:
         SearchError: if they are damaged, or another model's.
@@ -127,4 +127,4 @@ def attach_saved(engine: TransformersEngine) -> None:
     """
     if engine.files is not None and (path := engine.files.folder / FILE).is_file():
         attach(engine.torch_model, EvictionHeads.load(path, engine.torch_model.config))
-        engine.check_unchanged()  # they were read behind their digest
+        engine.check_unchanged()  # the digest was taken before they were read

@@ -41,11 +41,10 @@ from sglang_indexcache.pattern.reuse import NO_MEMORY
 def run(
     model: str, data: Data, settings: EvictionSettings, runtime: Runtime, folders: Folders, console: Console
 ) -> tuple[Mapping[str, Any], list[Path]]:
-    """Train eviction heads of `model`, write model/, pattern.yaml, log.jsonl and metrics.json; metrics and what was
-    written.
+    """Train eviction heads of `model`, write the results, and return the metrics and the files written.
 
     Raises:
-        IndexCacheError: if something asked for can't be done.
+        IndexCacheError: if a request can't be fulfilled.
         NonFiniteLossError: if a loss is NaN or infinite; the last good checkpoint stays.
     """
     set_quiet()
@@ -78,7 +77,7 @@ def run(
 
 
 def _others(pattern: Pattern, native: Pattern) -> dict[str, Pattern]:
-    """What the heads are compared with, of the same size: attention to everything, and plans without training."""
+    """List patterns to compare with, of the same size: attention to everything, and plans without training."""
     selection, steps = pattern.selection, pattern.selection.steps if pattern.selection else NO_MEMORY
     assert selection is not None
     return {
@@ -96,10 +95,10 @@ def _load(
     processes: Processes,
     files: ModelFiles,
 ) -> Any:
-    """The model with new heads, on its device; float32 where that is computed in.
+    """Load the model with new heads to its device, in float32 where that is computed in.
 
     Raises:
-        ModelConfigError: if it is not what `files` were.
+        ModelConfigError: if the model differs from `files`.
     """
     loaded, found = load_model(model, description, "auto")
     files.check_loaded(found)
@@ -115,7 +114,7 @@ def _load(
 
 
 def _export(model: Any, source: str, settings: EvictionSettings, folder: Path) -> None:
-    """Fill `folder` with the checkpoint that the model came from, with its heads, and if it trained its weights."""
+    """Fill `folder` with the original checkpoint and the heads; a trained body replaces the original weights."""
     origin = local_folder(source)
     copy_files(origin, folder, weights=not settings.body)
     if settings.body:
@@ -128,7 +127,7 @@ def _export(model: Any, source: str, settings: EvictionSettings, folder: Path) -
 
 
 def terminal_table(metrics: Mapping[str, Any]) -> Table:
-    """Held-out losses for a terminal."""
+    """Make the table of held-out losses for a terminal."""
     table = Table(title=f"{metrics['model']}: {metrics['settings']['pattern']}")
     for column in ("", "loss", "more than attending to everything", "KL"):
         table.add_column(column, justify="left" if not column else "right")

@@ -1,4 +1,4 @@
-"""What a training of eviction heads is asked to do."""
+"""Settings of a training of eviction heads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sglang_indexcache.pattern import SHARED
 
 @dataclass(frozen=True, kw_only=True)
 class EvictionSettings(TrainingSettings):
-    """What the heads depend on; the pattern is of D and F, with a selection whose steps are `nosa` with heads.
+    """Inputs of the heads; the pattern is of D and F, with a selection whose steps are `nosa` with heads.
 
     Attributes:
-        use: where the heads' bias is added, see `EvictionHeads`.
-        body: whether the model trains, too: by the language modelling loss. Else the heads learn alone, from the
-            divergence to the model that attends to everything.
-        steps: how many.
+        use: when the heads' bias is added, see `EvictionHeads`.
+        body: train the model, too, by the language modelling loss. Otherwise only the heads learn, from the divergence
+            to the model with attention to everything.
+        steps: number of steps.
         heads_lr: peak learning rate of the heads.
     """
 
@@ -28,10 +28,10 @@ class EvictionSettings(TrainingSettings):
     heads_lr: float
 
     def check(self, processes: int) -> None:
-        """See `TrainingSettings.check`.
+        """Check the settings; see `TrainingSettings.check`.
 
         Raises:
-            SearchError: if there is nothing to train, or it can't be trained so.
+            SearchError: if there is nothing to train, or training is not possible in this way.
         """
         if processes > 1:
             raise SearchError(f"eviction heads are trained in one process, found {processes}")
@@ -45,5 +45,5 @@ class EvictionSettings(TrainingSettings):
         super().check(processes)
 
     def rate(self, step: int) -> float:
-        """What the peak learning rates are multiplied with at a step, counted from 0."""
+        """Return the factor of the peak learning rates at a step, counted from 0."""
         return rate(self.schedule, self.ramp_steps, step, self.steps)

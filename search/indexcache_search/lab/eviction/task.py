@@ -1,4 +1,4 @@
-"""What eviction heads train on, step by step."""
+"""Training of eviction heads, step by step."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class EvictionTask:
     """The heads of one model, with its body or without, as a `training.loop.Task`.
 
     Args:
-        processes: the one that trains.
+        processes: the single process of the run.
         model: has eviction heads.
-        settings: what the run is asked to do.
-        train: training sequences; `scored` says which tokens count.
+        settings: of the run.
+        train: training sequences; `scored` marks the tokens of the loss.
         held_out: evaluation sequences.
     """
 
@@ -68,7 +68,7 @@ class EvictionTask:
         self._order = Order(train.num_sequences, settings.seed)
 
     def step(self, number: int) -> dict[str, Any]:
-        """One optimizer step.
+        """Take one optimizer step.
 
         Raises:
             NonFiniteLossError: if a loss or gradient is NaN or infinite; the step is not taken.
@@ -92,11 +92,11 @@ class EvictionTask:
 
     @torch.no_grad()
     def evaluate(self, pattern: Pattern | None = None) -> dict[str, Any]:
-        """Held-out losses with the plan, or another one.
+        """Measure held-out losses with the run's pattern, or another one.
 
         Returns:
-            `losses`: sum over each sequence's scored tokens; `tokens`: how many those are; `held_out_loss`: mean over
-            tokens, then over sources; `held_out_kl`: likewise, of the same weights attending to everything.
+            `losses`: sum over each sequence's scored tokens; `tokens`: their number; `held_out_loss`: mean over tokens,
+            then over sources; `held_out_kl`: likewise, to the same weights with attention to everything.
         """
         pattern, data = pattern or self._settings.pattern, self._held_out
         self.model.eval()
@@ -130,9 +130,9 @@ class EvictionTask:
         weight: float | None,
         pattern: Pattern | None = None,
     ) -> Tensor:
-        """Sum of each sequence's scored losses, `[sequences]`; with a `weight` their gradients are added up.
+        """Return the sum of each sequence's scored losses, `[sequences]`; with a `weight`, accumulate their gradients.
 
-        Backward passes belong where the roles are applied: gradient checkpointing runs layers again.
+        Backward passes run while the roles are applied, since gradient checkpointing runs layers again.
         """
         tokens = torch.from_numpy(data.tokens[rows].astype(np.int64)).to(self._processes.device)
         prompt = None if data.prompt is None else torch.from_numpy(data.prompt[rows]).to(tokens.device)
@@ -151,7 +151,7 @@ class EvictionTask:
     def _sums(self, hidden: Tensor, dense: Tensor | None, tokens: Tensor, scored: NDArray[np.bool_]) -> Tensor:
         sums = []
         for number, counts in enumerate(scored):
-            targets = torch.from_numpy(np.flatnonzero(counts[1:])).to(tokens.device)  # predicted by these
+            targets = torch.from_numpy(np.flatnonzero(counts[1:])).to(tokens.device)  # positions that predict them
             labels = tokens[number, targets + 1]
             total = hidden.new_zeros((), dtype=torch.float32)
             for start in range(0, len(targets), LOGIT_ROWS):
@@ -164,7 +164,7 @@ class EvictionTask:
         return torch.stack(sums)
 
     def _block(self, hidden: Tensor, labels: Tensor, teacher: Tensor | None) -> Tensor:
-        """The sum of some tokens' losses; their logits are made again for the gradients."""
+        """Return the sum of some tokens' losses; their logits are computed again for the gradients."""
         logits = F.linear(hidden.float(), self._head.float())
         if teacher is None:
             return objectives.nll(logits, labels).sum()

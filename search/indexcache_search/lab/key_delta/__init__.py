@@ -1,1 +1,1 @@
-"""Keys of dense models as differences above thresholds (DeltaLLM), beside what leaves out as much."""
+"""Keys of dense models as differences above thresholds (DeltaLLM), beside other plans that leave out as much."""

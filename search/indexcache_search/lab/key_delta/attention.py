@@ -1,4 +1,4 @@
-"""Plans for keys on transformers' dense models: differences, bits, windows and blocks, with what they save counted."""
+"""Plans for keys on transformers' dense models: differences, bits, windows and blocks, with their savings counted."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ from indexcache_search.hf.pages import check_layers
 from indexcache_search.lab.key_delta.plan import BITS_GROUP, BLOCK, SINKS, KeyPlan, Stage
 
 Watcher = Callable[[int, Tensor], None]
-"""Called with a layer and its keys, `[batch, G, L, D]`, as they are."""
+"""A callback with a layer and its unchanged keys, `[batch, G, L, D]`."""
 
 
 @dataclass
 class Work:
-    """Multiply-adds of queries with keys: what was computed, and what attention to everything computes.
+    """Multiply-adds of queries with keys: those computed, and those of attention to everything.
 
     Attributes:
         computed: by stage, `[sequences]`, int64, over all layers and heads.
-        everything: likewise.
+        everything: the same for attention to everything.
     """
 
     computed: dict[Stage, Tensor] = field(default_factory=dict)
     everything: dict[Stage, Tensor] = field(default_factory=dict)
 
     def add(self, stage: Stage, computed: Tensor, everything: Tensor) -> None:
+        """Add counts to those of a stage."""
         for sums, more in ((self.computed, computed), (self.everything, everything)):
             sums[stage] = sums[stage] + more if stage in sums else more
 
 
 class KeyDeltaCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """A cache of DeltaLLM's: differences of keys, values, and the last `plan.recent` keys as they were.
+    """A cache of DeltaLLM: differences of keys, values, and the last `plan.recent` keys unchanged.
 
-    Decoding with it reads a prompt in one piece and then a token at a time, inside `apply_key_plan(..., cache=cache)`.
+    Decoding with it reads a prompt in one piece and then single tokens, inside `apply_key_plan(..., cache=cache)`.
     A layer with threshold 0 keeps its keys.
     """
 
@@ -55,7 +56,7 @@ class KeyDeltaCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
 
 class _DeltaLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
-    """`keys` are differences `[batch, G, L, D]`; `fresh` are the keys of the running pass as they are."""
+    """A layer with differences `[batch, G, L, D]` as `keys`, and the running pass's unchanged keys as `fresh`."""
 
     def __init__(self, threshold: float, recent: int) -> None:
         super().__init__()
@@ -75,14 +76,14 @@ class _DeltaLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
 
 @dataclass
 class _State:
-    """What a pass under a plan needs to know.
+    """State of a pass under a plan.
 
     Attributes:
-        plan: a value a layer.
+        plan: has a value for each layer.
         read: `[batch, queries]`, bool: tokens of prompts.
-        work: counts, added up while the pass runs.
-        cache: what keys come from, if not from the pass itself.
-        watch: told the keys of each layer.
+        work: counts, accumulated during the pass.
+        cache: source of the keys, if not the pass itself.
+        watch: receives the keys of each layer.
     """
 
     plan: KeyPlan
@@ -103,21 +104,21 @@ def apply_key_plan(
     cache: KeyDeltaCache | None = None,
     watch: Watcher | None = None,
 ) -> Iterator[Work]:
-    """Run `model` with `plan` inside the `with` block; undo it afterwards.
+    """Run `model` with `plan` inside the `with` block, and restore it afterwards.
 
-    Without a `cache` a pass takes whole sequences without padding, and computes for each token what reading or decoding
-    it would. Where a plan changes nothing (threshold 0, 16 bits, share 1) the outputs are those of transformers' eager
-    attention bit for bit.
+    Without a `cache` a pass takes whole sequences without padding, and computes for each token the result of reading or
+    decoding it. Where a plan changes nothing (threshold 0, 16 bits, share 1) the outputs are those of transformers'
+    eager attention bit for bit.
 
     Args:
         model: one of the family `dense_gqa`.
         plan: has a value for each layer.
-        read: `[batch, queries]`, bool: tokens of prompts, which are read at once; all by default.
-        cache: what the model is given (see `cache_argument`), for decoding for real.
+        read: `[batch, queries]`, bool: tokens of prompts, which are read at once; by default all tokens.
+        cache: the model's cache (see `cache_argument`), for actual decoding.
         watch: see `Watcher`.
 
     Yields:
-        What the passes cost; with a `cache` nothing is counted.
+        The counts of the passes; with a `cache` nothing is counted.
 
     Raises:
         SearchError: if the plan does not fit the model, or its layers can't take one.
@@ -142,7 +143,7 @@ def _attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' eager attention with other scores; `query` is `[batch, heads, queries, dim]`."""
+    """Attend like transformers' eager attention with other scores; `query` is `[batch, heads, queries, dim]`."""
     [state] = _running
     layer: Any = module.layer_idx
     assert attention_mask is not None
@@ -155,7 +156,7 @@ def _attention(
 
 
 def _for_heads(item: Tensor, query: Tensor) -> Tensor:
-    """`[batch, heads, keys, dim]` of `[batch, key heads, keys, dim]`."""
+    """Repeat `[batch, key heads, keys, dim]` to `[batch, heads, keys, dim]`."""
     return item.repeat_interleave(query.shape[1] // item.shape[1], 1)
 
 
@@ -164,7 +165,7 @@ def _products(query: Tensor, key: Tensor, scaling: float) -> Tensor:
 
 
 def _scores(state: _State, layer: int, query: Tensor, key: Tensor, scaling: float) -> Tensor:
-    """`[batch, heads, queries, keys]` of whole sequences; -inf where a query does not look."""
+    """Return scores of whole sequences, `[batch, heads, queries, keys]`; -inf where a query does not look."""
     batch, _, tokens, _ = query.shape
     if key.shape[2] != tokens:
         raise SearchError("a plan for keys takes whole sequences, or a cache of its own")
@@ -197,7 +198,7 @@ def _scores(state: _State, layer: int, query: Tensor, key: Tensor, scaling: floa
 
 
 def _cached_scores(state: _State, layer: int, query: Tensor, key: Tensor, scaling: float) -> Tensor:
-    """The same with a cache: `key` is what its layer holds."""
+    """Return scores with a cache, whose layer holds `key`."""
     assert state.cache is not None
     held: Any = state.cache.layers[layer]
     if not held.threshold:
@@ -215,14 +216,14 @@ def _cached_scores(state: _State, layer: int, query: Tensor, key: Tensor, scalin
 
 
 def exact_from(plan: KeyPlan, read: Tensor) -> Tensor:
-    """`[batch, queries]`: the first key that each query sees as it was."""
+    """Return the first key that each query sees unchanged, `[batch, queries]`."""
     position = torch.arange(read.shape[1], device=read.device)
     squares = torch.tensor([plan.square(count) for count in read.sum(1).tolist()], device=read.device)[:, None]
     return torch.where(read, position // squares * squares, (position - plan.recent + 1).clamp_min(0))
 
 
 def rounded(k: Tensor, bits: int) -> Tensor:
-    """Keys `[..., L, D]` in 2^bits steps between the least and the largest of each number over 32 tokens (KIVI)."""
+    """Round keys `[..., L, D]` to 2^bits steps between each number's least and largest value over 32 tokens (KIVI)."""
     tokens = k.shape[-2]
     *others, _, dim = k.shape
     last = k[..., -1:, :].expand(*others, -tokens % BITS_GROUP, dim)  # changes no range
@@ -234,10 +235,10 @@ def rounded(k: Tensor, bits: int) -> Tensor:
 
 
 def chosen_blocks(query: Tensor, key: Tensor, share: float) -> Tensor:
-    """`[batch, key heads, queries, keys]`, bool: keys of the blocks that each query looks at, the future included.
+    """Select keys by blocks for each query, future ones included: `[batch, key heads, queries, keys]`, bool.
 
-    The first block, its own and the one before always; of the others those whose mean key it agrees with most, until
-    they are `share` of all that it could look at.
+    The first block, the query's own and the one before are always selected. Of the others those with the best mean
+    keys follow, until `share` of all visible blocks is selected.
     """
     batch, kv_heads, tokens, dim = key.shape
     blocks = -(-tokens // BLOCK)
@@ -256,7 +257,7 @@ def chosen_blocks(query: Tensor, key: Tensor, share: float) -> Tensor:
 
 
 def _count(state: _State, read: Tensor, moved: Tensor, near: Tensor) -> None:
-    """`moved` is `[batch, key heads, L, D]`, `near` as of `exact_from`."""
+    """Count a layer's products with differences; `moved` is `[batch, key heads, L, D]`, `near` as of `exact_from`."""
     position = torch.arange(read.shape[1], device=read.device)
     for stage, rows in _stages(read):
         computed, everything = [], []
@@ -268,7 +269,7 @@ def _count(state: _State, read: Tensor, moved: Tensor, near: Tensor) -> None:
 
 
 def _count_looks(state: _State, read: Tensor, looks: Tensor, dim: int) -> None:
-    """`looks` is `[batch, key heads, queries, keys]`."""
+    """Count a layer's products with selected keys; `looks` is `[batch, key heads, queries, keys]`."""
     seen = looks.sum((1, 3)) * dim  # [batch, queries]
     visible = torch.arange(1, read.shape[1] + 1, device=read.device) * dim * looks.shape[1]
     for stage, rows in _stages(read):

@@ -17,7 +17,7 @@ from sglang_indexcache import process
 
 @dataclass(frozen=True, kw_only=True)
 class NearChoice:
-    """What stays exact near a query; see `KeyPlan`, whose defaults stand for what is not given."""
+    """Keys that stay exact near a query; the defaults of `KeyPlan` stand for settings that are not given."""
 
     window: Annotated[float, Bounds(0, 1)] | None = None
     max_window: Annotated[int, TOKENS] | None = None

@@ -1,4 +1,4 @@
-"""Plans for keys beside each other: differences at some thresholds, and what else saves as much."""
+"""Comparison of plans for keys: differences at some thresholds, and other plans that save as much."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ BITS = (8, 4)
 
 @dataclass(frozen=True)
 class Asked:
-    """A threshold for all layers, or those of a file; it waits for a model.
+    """A threshold for all layers, or those of a file, before the model is known.
 
     Attributes:
-        thresholds: either.
-        near: `window`, `max_window` and `recent` of a `KeyPlan`, in the place of its own or of the file's.
-        text: as it was written.
+        thresholds: either of the two.
+        near: `window`, `max_window` and `recent` of a `KeyPlan`, instead of its own or the file's.
+        text: as the user wrote it.
     """
 
     thresholds: float | KeyFile
@@ -51,10 +51,10 @@ class Asked:
     text: str
 
     def plan(self, model: ModelLayers) -> KeyPlan:
-        """For `model`.
+        """Make the plan for `model`.
 
         Raises:
-            SearchError: if the file is of another one, or a value is not a threshold.
+            SearchError: if the file is of another model, or a value is not a threshold.
         """
         if isinstance(self.thresholds, KeyFile):
             return replace(self.thresholds.for_model(model), **self.near)
@@ -63,13 +63,13 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyCandidates(Candidates):
-    """What is compared of a dense model: plans for keys, and patterns beside them.
+    """Plans for keys of a dense model, and patterns beside them.
 
-    Texts count behind their first quarter, and are read at once; replies are decoded.
+    Positions behind the first quarter of a text count, and are read at once; replies are decoded.
 
     Attributes:
         asked: plans of `key_delta`, see `asked_for`.
-        rivals: whether sinks and a window, blocks, and keys of 8 and 4 bits stand beside them, at equal savings.
+        rivals: also compare sinks and a window, blocks, and keys of 8 and 4 bits, at equal savings.
     """
 
     command: ClassVar[str] = "indexcache-lab key-delta eval"
@@ -81,11 +81,11 @@ class KeyCandidates(Candidates):
 
     @property
     def _files(self) -> dict[str, KeyFile]:
-        """Files that hold thresholds, by their paths."""
+        """Files with thresholds, by their paths."""
         return {item.text: item.thresholds for item in self.asked if isinstance(item.thresholds, KeyFile)}
 
     def check(self) -> None:
-        """Nothing needs to be named: there are thresholds."""
+        """Accept any candidates, since there are always thresholds."""
 
     def reads(self) -> dict[str, Sequence[str]]:
         """See `Candidates.reads`."""
@@ -128,10 +128,10 @@ class KeyCandidates(Candidates):
 
 
 def asked_for(thresholds: str, near: Mapping[str, Any]) -> tuple[Asked, ...]:
-    """Numbers and files with commas between them; `near` as of `Asked`.
+    """Read numbers and files, separated by commas; `near` as of `Asked`.
 
     Raises:
-        SearchError: if one is neither a number nor a file.
+        SearchError: if a word is neither a number nor a file.
     """
     asked = []
     for word in (item.strip() for item in thresholds.split(",")):
@@ -145,11 +145,11 @@ def asked_for(thresholds: str, near: Mapping[str, Any]) -> tuple[Asked, ...]:
 
 
 def dense_model(model: str, seq_len: int) -> ModelLayers:
-    """What config.json says of a dense model; texts count behind the first quarter of a sequence.
+    """Describe a dense model by its config.json; positions behind the first quarter of a sequence count.
 
     Raises:
         SearchError: if the model has indexers.
-        ModelConfigError: if it is of no known family.
+        ModelConfigError: if the model is of no known family.
     """
     description = describe_model(model)
     if not description.dense:
@@ -165,7 +165,7 @@ def compare(
     done: Done,
     rivalled: Sequence[Plan | None],
 ) -> list[Compared]:
-    """Evaluate the baseline, `lines`, and what leaves out as much as those of `rivalled` that are plans for keys."""
+    """Evaluate the baseline, `lines`, and plans that leave out as much as the plans for keys among `rivalled`."""
     costs = {stage: Costs(engine, built.data, journal, stage) for stage in STAGES}
     compared = measure.patterns(engine, journal, lines, built, done)
     more = rival_lines(rivalled, costs[main_stage(built.data)])
@@ -175,7 +175,7 @@ def compare(
 
 
 def _skipped(line: Line, costs: Mapping[Stage, Costs]) -> dict[str, Estimate]:
-    """What a plan leaves out while prompts are read and while replies are decoded, by the title of its column."""
+    """Return the shares that a plan leaves out in reading and in decoding, by the title of the column."""
     assert line.pattern is not None
     nothing = Estimate(0.0, 0.0)
     return {
@@ -186,7 +186,7 @@ def _skipped(line: Line, costs: Mapping[Stage, Costs]) -> dict[str, Estimate]:
 
 
 def figures(held_out: HeldOutResult) -> dict[str, Markup]:
-    """Divergence against what is left out of the products of queries with keys, a line for each way to do it."""
+    """Draw the divergence over the share of products of queries with keys left out, a curve for each method."""
     rows = [row for row in held_out.rows if row.kind != BASELINE and row.extra and row.kl is not None]
     title = next(iter(rows[0].extra or {}))
     figure, axes = blank(8, 3.6)
@@ -212,7 +212,7 @@ def figures(held_out: HeldOutResult) -> dict[str, Markup]:
 
 
 def rival_lines(plans: Sequence[Plan | None], costs: Costs) -> list[Line]:
-    """What leaves out as much as each plan of differences; and keys in few bits."""
+    """List plans that leave out as much as each plan of differences, and keys in few bits."""
     of_keys, lines = [plan for plan in plans if isinstance(plan, KeyPlan)], []
     for plan in of_keys:
         skipped = costs.skipped(plan).mean
@@ -228,7 +228,7 @@ def _rival(plan: KeyPlan, method: KeyMethod, value: float) -> Line:
 
 
 def window_of(skipped: float, counted: NDArray[np.bool_]) -> int:
-    """The window that leaves out about `skipped` of all pairs of a query and a key; `counted` are the queries."""
+    """Return the window that leaves out about `skipped` of the pairs of queries and keys; `counted` are the queries."""
     visible, times = _visible(counted)
 
     def left(window: int) -> float:
@@ -239,18 +239,18 @@ def window_of(skipped: float, counted: NDArray[np.bool_]) -> int:
 
 
 def share_of(skipped: float, counted: NDArray[np.bool_]) -> float:
-    """The share of the blocks that leaves out about `skipped` of all pairs; to three digits."""
+    """Return the share of the blocks, to three digits, that leaves out about `skipped` of all pairs."""
     visible, times = _visible(counted)
     blocks = -(-visible // BLOCK)
 
     def left(share: float) -> float:
         wanted = np.minimum(np.maximum(np.ceil(blocks * share - 1e-6), 3), blocks)
-        seen = (wanted - 1) * BLOCK + (visible - 1) % BLOCK + 1  # a query's own block is one of them
+        seen = (wanted - 1) * BLOCK + (visible - 1) % BLOCK + 1  # a query's own block is among them
         return float((seen * times).sum() / (visible * times).sum())
 
     return min((number / 1000 for number in range(1, 1001)), key=lambda share: abs(left(share) - (1 - skipped)))
 
 
 def _visible(counted: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """How many keys queries see, and how many queries see so many."""
+    """Count visible keys: their numbers, and how many queries see each number."""
     return np.unique(np.nonzero(counted)[1] + 1, return_counts=True)

@@ -1,4 +1,4 @@
-"""How much of the products of queries with keys plans leave out."""
+"""Shares of the products of queries with keys that plans leave out."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from indexcache_search.lab.key_delta.runs import KeyRuns, in_stage, read_tokens
 
 
 class Costs:
-    """How many products of queries with keys plans leave out while prompts are read, or replies decoded.
+    """Counts of the products of queries with keys that plans leave out, in reading or in decoding.
 
-    `part` goes before the stage in the journal.
+    `part` precedes the stage in the journal.
 
     Attributes:
-        stage: which of the two.
-        counted: `[sequences, tokens]`, the tokens in it.
-        rows: the sequences that have such tokens.
+        stage: reading or decoding.
+        counted: `[sequences, tokens]`, the tokens in that stage.
+        rows: sequences with such tokens.
     """
 
     def __init__(self, engine: KeyEngine, data: TokenSet, journal: Journal, stage: Stage, part: str = "") -> None:
@@ -36,14 +36,14 @@ class Costs:
         self._evaluator = Evaluator(_Counting(engine.runs, stage), data, "nll", journal, f"{part}{stage}")
 
     def skipped(self, plan: Plan) -> Estimate:
-        """The share that `plan` leaves out."""
+        """Return the share of the products that `plan` leaves out."""
         done = self._evaluator.evaluations([plan], self.rows)[0]
         computed = estimates.loss(done, self._data)
         return Estimate(1.0 - computed.mean, computed.stderr)
 
 
 class _Counting:
-    """An engine whose loss is what is computed, and whose tokens are what attention to everything computes."""
+    """An engine whose losses are the products computed, and whose tokens are those of attention to everything."""
 
     def __init__(self, runs: KeyRuns, stage: Stage) -> None:
         self._runs, self._stage = runs, stage
@@ -74,5 +74,5 @@ class _Counting:
 
 
 def main_stage(data: TokenSet) -> Stage:
-    """The stage that more tokens are in."""
+    """Return the stage of the majority of tokens."""
     return "reading" if read_tokens(data).mean() >= 0.5 else "decoding"

@@ -20,11 +20,11 @@ from sglang_indexcache.errors import PatternError
 
 
 class KeyEngine(TransformersEngine):
-    """Evaluates plans for keys, and patterns as ever."""
+    """An engine that evaluates plans for keys, and patterns as usual."""
 
     @cached_property
     def runs(self) -> KeyRuns:
-        """What the last plans gave, and what all of them cost."""
+        """Outputs of the last plans, and costs of all plans."""
         return KeyRuns(self.torch_model, self._cache.limit)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Thresholds that a search found, as a file."""
+"""A file of thresholds that a search found."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ LIMIT = 1 << 20
 
 
 class KeyFile(BaseModel):
-    """thresholds.json: a threshold for each layer, and what was measured on the calibration data.
+    """Content of thresholds.json: a threshold for each layer, and measurements on the calibration data.
 
     Attributes:
-        skipped: the share of multiply-adds of queries with keys that was asked for.
-        measured: the share that is left out there.
-        kl: divergence from the model as it is.
-        uniform: the one threshold for all layers that leaves out as much, and its divergence.
-        calibration_sha256: of the tokens.
-        sketch: tells later comparisons that a text was calibrated on.
+        skipped: the requested share of the multiply-adds of queries with keys to leave out.
+        measured: the share left out on the calibration data.
+        kl: divergence from the unchanged model.
+        uniform: the single threshold for all layers that leaves out as much, and its divergence.
+        calibration_sha256: digest of the tokens.
+        sketch: lets later comparisons recognise the calibration texts.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
@@ -50,7 +50,7 @@ class KeyFile(BaseModel):
 
     @property
     def plan(self) -> KeyPlan:
-        """What the file says.
+        """The plan in the file.
 
         Raises:
             SearchError: if a value is not a threshold.
@@ -64,10 +64,10 @@ class KeyFile(BaseModel):
         )
 
     def for_model(self, model: ModelLayers) -> KeyPlan:
-        """The plan, if it was made for this model.
+        """Return the plan if it was made for this model.
 
         Raises:
-            SearchError: if not.
+            SearchError: if it was not.
         """
         try:
             self.model.check(model)
@@ -76,10 +76,10 @@ class KeyFile(BaseModel):
         return self.plan
 
     def calibrated_on(self) -> Sketch:
-        """What the thresholds were found on.
+        """Return the sketch of the calibration texts.
 
         Raises:
-            SearchError: if that can't be read.
+            SearchError: if it can't be read.
         """
         try:
             return Sketch.decode(self.sketch)
@@ -91,7 +91,7 @@ class KeyFile(BaseModel):
         """Read a file.
 
         Raises:
-            SearchError: one line that says what is wrong with it.
+            SearchError: naming the file and the error.
         """
         try:
             file = cls.model_validate_json(json.dumps(read_json_object(path, LIMIT)))
@@ -105,5 +105,5 @@ class KeyFile(BaseModel):
         return file
 
     def dumps(self) -> str:
-        """The file's text; `load` gives back an equal object."""
+        """Return the file's text; `load` returns an equal object."""
         return json.dumps(self.model_dump(mode="json", by_alias=True), indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""What the layers of a dense model do with keys: see them rounded to earlier ones, in few bits, or see only some."""
+"""Plans for the keys of a dense model: rounded to earlier ones, in few bits, or only some of them."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ METHODS: tuple[KeyMethod, ...] = get_args(KeyMethod)
 Stage = Literal["reading", "decoding"]
 """A prompt is read at once; a reply is decoded token by token."""
 STAGES: tuple[Stage, ...] = get_args(Stage)
-SINKS = 4  # first keys that `sink_window` always sees
+SINKS = 4  # number of first keys that `sink_window` always sees
 BLOCK = 16  # keys of a block
-LONG = 512  # tokens of a sequence, where nobody says otherwise
+LONG = 512  # default tokens of a sequence
 BITS_GROUP = 32  # tokens that share the range of their bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyPlan:
-    """One value for each layer, and what near a query is left as it is.
+    """One value for each layer, and the keys near a query that stay exact.
 
-    | method | a value | what a query sees |
+    | method | a value | keys that a query sees |
     |---|---|---|
     | `key_delta` | a threshold, 0 for none | keys as differences to the key before (DeltaLLM, arXiv 2507.19608) |
     | `key_bits` | 2 to 16 bits | keys rounded, each number in a range of its own for 32 tokens |
-    | `sink_window` | a number of keys | that many before it, and the first 4 |
+    | `sink_window` | a number of keys | that many before the query, and the first 4 |
     | `key_blocks` | a share, up to 1 | that share of the blocks of 16 keys, the best by their mean key |
 
     Attributes:
-        method: one of those.
+        method: one of these.
         values: one for each layer.
         window: of `key_delta` and `key_bits`: while a prompt is read, keys in the query's own square along the diagonal
-            are exact; its size as a share of the prompt. Bits round whole groups of tokens before it.
-        max_window: its size at most, in tokens; `None` for no bound.
-        recent: likewise: the last keys that are exact while a reply is written, the query's own included.
+            are exact; the square's size as a share of the prompt. Bits round whole groups of tokens before it.
+        max_window: largest size of the square in tokens; `None` for no limit.
+        recent: of the same methods: last keys that are exact while a reply is written, the query's own included.
 
     Raises:
-        SearchError: if a value is not one of the method's.
+        SearchError: if a value does not fit the method.
     """
 
     method: KeyMethod
@@ -65,16 +65,16 @@ class KeyPlan:
 
     @property
     def key(self) -> str:
-        """All that the plan says, in one word; see `from_key`."""
+        """The whole plan in one word; see `from_key`."""
         near = f"{self.window!r},{self.max_window or ''},{self.recent}"
         return "|".join((self.method, near, ",".join(repr(float(value)) for value in self.values)))
 
     @classmethod
     def from_key(cls, key: str) -> Self:
-        """Read back what `key` gives.
+        """Read a plan from its `key`.
 
         Raises:
-            SearchError: if it is something else.
+            SearchError: if it is not a key.
         """
         try:
             method, near, values = key.split("|")
@@ -97,7 +97,7 @@ class KeyPlan:
 
     @property
     def name(self) -> str:
-        """For people, short."""
+        """Short name for messages."""
         low, high = min(self.values), max(self.values)
         value = f"{low:g}" if low == high else f"{low:g} to {high:g}"
         return {
@@ -108,10 +108,10 @@ class KeyPlan:
         }[self.method]
 
     def with_value(self, layer: int, value: float) -> Self:
-        """This plan with another value for one layer."""
+        """Return this plan with another value for one layer."""
         return replace(self, values=(*self.values[:layer], value, *self.values[layer + 1 :]))
 
     def square(self, prompt: int) -> int:
-        """The size of the squares along the diagonal while a prompt of so many tokens is read (equation 5)."""
+        """Return the size of the squares along the diagonal for a prompt of `prompt` tokens (equation 5)."""
         size = int(self.window * prompt)
         return max(1, size if self.max_window is None else min(size, self.max_window))

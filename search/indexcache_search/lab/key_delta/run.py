@@ -46,12 +46,12 @@ COMMAND = "indexcache-lab key-delta search"
 
 @dataclass(frozen=True, kw_only=True)
 class KeySettings:
-    """What a search for thresholds is asked to do.
+    """Settings of a search for thresholds.
 
     Attributes:
-        shares: of the products of queries with keys to leave out.
-        near: `window`, `max_window` and `recent` of a `KeyPlan`, in the place of its own.
-        seed: order of the calibration documents.
+        shares: shares of the products of queries with keys to leave out.
+        near: `window`, `max_window` and `recent` of a `KeyPlan`, instead of its own.
+        seed: seed of the order of the calibration documents.
     """
 
     shares: tuple[float, ...]
@@ -61,12 +61,12 @@ class KeySettings:
 
 @dataclass(frozen=True)
 class KeyResult:
-    """What a search for thresholds found.
+    """Result of a search for thresholds.
 
     Attributes:
-        comparison: held-out, with windows, blocks and few bits beside it.
-        gains: by share, how much less KL than one threshold for all layers; paired.
-        files: where the thresholds are.
+        comparison: on held-out data, with windows, blocks and few bits.
+        gains: by share, KL saved over one threshold for all layers; paired.
+        files: the files of thresholds.
     """
 
     comparison: ComparisonResult
@@ -75,7 +75,7 @@ class KeyResult:
 
 
 def shares_of(text: str) -> tuple[float, ...]:
-    """Shares with commas between them.
+    """Read shares, separated by commas.
 
     Raises:
         SearchError: if one is not a number between 0 and 1.
@@ -99,7 +99,7 @@ def run(model: str, data: Data, runtime: Runtime, settings: KeySettings, files: 
     """Search thresholds of `model`, a dense one, and write them with a comparison on held-out data.
 
     Raises:
-        IndexCacheError: if something asked for can't be done.
+        IndexCacheError: if a request can't be fulfilled.
         NonFiniteLossError: if a loss is NaN or infinite.
     """
     names = [*map(_file_name, settings.shares), *result.FILES]
@@ -205,7 +205,7 @@ def _text(found: Thresholds, model: ModelLayers, chooses: Evaluator, costs: Cost
 
 
 def show(found: KeyResult, model: str, out: Console) -> None:
-    """Print the comparison, what the search gains, where the files are, and what to do next."""
+    """Print the comparison, the gain of the search, the files, and the next command."""
     for table in tables.terminal_tables(found.comparison.held_out, out.width):
         out.print(table)
     for share, gain in found.gains.items():

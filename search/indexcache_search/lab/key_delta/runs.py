@@ -1,4 +1,4 @@
-"""Runs of a dense model under plans for keys: what the last ones gave, and what all of them cost."""
+"""Runs of a dense model under plans for keys, with the last outputs kept and all costs counted."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from sglang_indexcache.pattern.selection import CHUNK, COMPRESSED_KEYS, STRIDE
 
 
 class KeyRuns:
-    """Runs each plan on sequences once, whichever of its figures is asked for first.
+    """Runner of plans. Each plan runs once on a sequence, for both loss and costs.
 
     Args:
         model: a dense model of transformers.
-        limit: bytes of host memory for what layers of the untouched model give, so that a plan runs from the first
+        limit: bytes of host memory for outputs of the unchanged model's layers, so that a plan runs from the first
             layer that it changes (without room for one batch it runs in full); and as many for the last runs' hidden
-            states, since loss and divergence are asked for one after the other.
+            states, since loss and divergence are requested one after the other.
     """
 
     def __init__(self, model: Any, limit: float = 0.0) -> None:
@@ -40,7 +40,7 @@ class KeyRuns:
 
     @torch.inference_mode()
     def hidden(self, plan: KeyPlan, rows: Sequence[int], data: TokenSet) -> Tensor:
-        """Post-norm hidden states `[rows, tokens, hidden]`."""
+        """Return post-norm hidden states, `[rows, tokens, hidden]`."""
         key = (plan, data.sha256, tuple(rows))
         if key not in self._hidden:
             device = self._model.device
@@ -50,7 +50,7 @@ class KeyRuns:
             below = below if plan.method == "key_delta" else 0
             outputs = self._outputs(plan, key[1:], tokens, read) if below else []
             layers = self._model.model.layers[: below if outputs else 0]
-            given = outputs[below - 1].to(device) if outputs else None  # by all of them; the last one's is used
+            given = outputs[below - 1].to(device) if outputs else None  # of all of them; the last one's is used
             with (
                 replaced(*((layer, "forward", lambda *_, **__: given) for layer in layers)),
                 apply_key_plan(self._model, plan, read) as work,
@@ -58,7 +58,7 @@ class KeyRuns:
                 self._hidden[key] = self._model.model(input_ids=tokens, use_cache=False).last_hidden_state
             ran = len(plan.values) - len(layers)
             for stage, computed in work.computed.items():
-                left = work.everything[stage] // ran * len(layers)  # of the layers that need not run
+                left = work.everything[stage] // ran * len(layers)  # products of the layers that need not run
                 pairs = zip((computed + left).tolist(), (work.everything[stage] + left).tolist(), strict=True)
                 for row, pair in zip(rows, pairs, strict=True):
                     self._work[plan, data.sha256, row, stage] = pair
@@ -67,7 +67,7 @@ class KeyRuns:
         return self._hidden[key]
 
     def _outputs(self, plan: KeyPlan, batch: tuple[str, tuple[int, ...]], tokens: Tensor, read: Tensor) -> list[Tensor]:
-        """What each layer of the untouched model gives, `[rows, tokens, hidden]`; nothing if there is no room."""
+        """Return each layer's output in the unchanged model, `[rows, tokens, hidden]`; none if there is no room."""
         model = self._model
         size = tokens.numel() * model.config.hidden_size * model.dtype.itemsize * len(plan.values)
         if size > self._limit:
@@ -90,15 +90,15 @@ class KeyRuns:
 
     @torch.inference_mode()
     def watch(self, plan: KeyPlan, row: int, data: TokenSet, watch: Watcher) -> None:
-        """Run a sequence under `plan`, and show `watch` the keys of each layer, `[1, G, L, D]`."""
+        """Run a sequence under `plan`, and call `watch` with the keys of each layer, `[1, G, L, D]`."""
         tokens = torch.from_numpy(data.tokens[[row]].astype(np.int64)).to(self._model.device)
         with apply_key_plan(self._model, plan, watch=watch):
             self._model.model(input_ids=tokens, use_cache=False)
 
     def work(self, plan: Plan, row: int, data: TokenSet, stage: Stage) -> tuple[int, int]:
-        """Products of queries with keys of a sequence: computed, and those of attention to everything.
+        """Count a sequence's products of queries with keys: those computed, and those of attention to everything.
 
-        Of plans for keys multiply-adds, counted in the run; of patterns pairs of a query and a key.
+        Plans for keys count multiply-adds during the run; patterns count pairs of a query and a key.
         """
         if isinstance(plan, Pattern):
             return pairs_of(plan, read_tokens(data)[row], None if data.prompt is None else data.prompt[row], stage)
@@ -110,24 +110,24 @@ class KeyRuns:
 
 
 def read_tokens(data: TokenSet) -> NDArray[np.bool_]:
-    """`[sequences, tokens]`: what is read at once: prompts, and texts that nobody replied in."""
+    """Return the mask of tokens that are read at once, `[sequences, tokens]`: prompts, and texts without replies."""
     if data.prompt is None:
         return np.ones_like(data.tokens, dtype=bool)
     return np.asarray(data.prompt | ~data.prompt.any(axis=1, keepdims=True))
 
 
 def in_stage(read: NDArray[np.bool_], stage: Stage) -> NDArray[np.bool_]:
-    """Of `read_tokens`, those that `stage` is about."""
+    """Return the part of `read_tokens` in `stage`."""
     return read if stage == "reading" else ~read
 
 
 def pairs_of(
     pattern: Pattern, read: NDArray[np.bool_], prompt: NDArray[np.bool_] | None, stage: Stage
 ) -> tuple[int, int]:
-    """Pairs of a query and a key in all layers: those that a pattern of a dense model leaves, and all.
+    """Count pairs of a query and a key in all layers: those under a pattern of a dense model, and all.
 
-    A prompt attends to everything, and so does an `F` layer that chooses by its attention; compressed keys count as
-    keys. `read` and `prompt` are `[tokens]`; without a prompt every token chooses, as if the text was written.
+    A prompt attends to everything, and so does an `F` layer that selects by its attention. Compressed keys count as
+    keys. `read` and `prompt` are `[tokens]`; without a prompt every token selects, as if the text was a reply.
     """
     selection = pattern.selection
     assert selection is not None

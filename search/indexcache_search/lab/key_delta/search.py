@@ -1,8 +1,7 @@
-"""Thresholds for each layer: as much of the products of queries with keys left out as asked for, at the least loss.
+"""Search of thresholds for each layer: a requested share of the products of queries with keys left out, at least loss.
 
-What a layer alone skips and costs at a threshold is measured, the best mix by the sum of that is found exactly, and
-then layers trade what they skip while that helps. Sums mislead where layers add to each other's errors, which is what
-the trades are for.
+For each layer alone, savings and losses are measured at some thresholds. The best mix by the sum of losses is found
+exactly. Then layers trade savings while that helps, since the sum misleads where layers add to each other's errors.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ TRADES, ROUNDS, TRADED = 6, 3, (0.1, 0.2)
 
 @dataclass(frozen=True)
 class Curves:
-    """What each layer skips at which threshold, on keys of the model as it is.
+    """Shares that each layer skips by threshold, on keys of the unchanged model.
 
     Attributes:
         thresholds: `[layers, points]`, ascending from 0.
-        skipped: `[layers, points]`, likewise.
+        skipped: `[layers, points]`, shares at these thresholds.
     """
 
     thresholds: Floats
     skipped: Floats
 
     def threshold(self, layer: int, skipped: float) -> float:
-        """At which a layer skips that share; the largest measured one where it never does."""
+        """Return the threshold at which a layer skips that share; the largest measured one if it never does."""
         return round(float(np.interp(skipped, self.skipped[layer], self.thresholds[layer])), 4)
 
     def uniform(self, skipped: float) -> float:
-        """The one threshold for all layers at which they skip that share together."""
+        """Return the single threshold at which all layers together skip that share."""
         low, high = 0.0, float(self.thresholds.max())
         for _ in range(40):
             middle = (low + high) / 2
@@ -62,7 +61,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What was found for one share: a plan, and the one threshold for all layers that skips as much."""
+    """Result for one share: a plan, and the single threshold for all layers that skips as much."""
 
     asked: float
     plan: KeyPlan
@@ -71,11 +70,11 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class KeyListeners:
-    """Who hears of a search while it runs.
+    """Callbacks of a search.
 
     Attributes:
-        planned: how many plans of single layers will be evaluated; mixes of them follow.
-        notice: what else is worth a line.
+        planned: receives the number of plans of single layers to evaluate; mixes of them follow.
+        notice: receives other messages.
     """
 
     planned: Callable[[int], None] = lambda plans: None
@@ -83,14 +82,14 @@ class KeyListeners:
 
 
 class KeySearch:
-    """Looks for thresholds on calibration data.
+    """Search of thresholds on calibration data.
 
     Args:
-        runs: of the dense model.
+        runs: runs the dense model.
         evaluator: evaluates `kl` on the calibration set.
-        costs: counts what is skipped there, in the stage that counts.
-        near: the plan with threshold 0 everywhere; says what stays exact.
-        listeners: hear of what happens.
+        costs: counts skipped products on that set, in the stage that counts.
+        near: the plan with threshold 0 everywhere; defines the keys that stay exact.
+        listeners: receive messages and counts.
     """
 
     def __init__(
@@ -107,10 +106,10 @@ class KeySearch:
         self._layers = len(near.values)
 
     def find(self, shares: Sequence[float]) -> list[Thresholds]:
-        """Thresholds for each share.
+        """Find thresholds for each share.
 
         Raises:
-            SearchError: if a share is more than what was measured of single layers can skip.
+            SearchError: if a share is larger than the measurements of single layers reach.
         """
         curves = self._curves()
         reach = [[share for share in OWN_SHARES if share < most] for most in curves.skipped[:, -1]]
@@ -124,12 +123,12 @@ class KeySearch:
         return [self._thresholds(share, curves, prices) for share in shares]
 
     def _curves(self) -> Curves:
-        """On the sequences of the first share, of the model as it is."""
+        """Measure the unchanged model on the sequences of the first share."""
         data = self._evaluator.data.taken(self._judge.shares[0])
         read = torch.from_numpy(read_tokens(data))
         counted = torch.from_numpy(self._costs.counted[self._judge.shares[0]])
         rows = [row for row in range(data.num_sequences) if bool(counted[row].any())]
-        steps = np.zeros(self._layers)  # of each layer, from a key to the next
+        steps = np.zeros(self._layers)  # mean step of each layer, from a key to the next
         computed, everything = np.zeros((self._layers, len(FACTORS))), np.zeros(self._layers)
 
         def measure(layer: int, key: torch.Tensor) -> None:
@@ -152,7 +151,7 @@ class KeySearch:
         return Curves(np.hstack([zeros, steps[:, None] * np.asarray(FACTORS)]), np.hstack([zeros, skipped]))
 
     def _prices(self, curves: Curves, reach: list[list[float]]) -> Floats:
-        """`[layers, steps]`: what a layer costs alone at each multiple of STEP; infinite where it skips no more."""
+        """Price each layer alone at each multiple of STEP, `[layers, steps]`; infinite where it skips no more."""
         plans = [
             self._nothing.with_value(layer, curves.threshold(layer, share))
             for layer in range(self._layers)
@@ -196,7 +195,7 @@ class KeySearch:
         return replace(self._nothing, values=values)
 
     def _traded(self, plan: KeyPlan, shares: list[float], curves: Curves, prices: Floats) -> KeyPlan:
-        """`plan` after trades: one layer skips more and another as much less, while the loss falls."""
+        """Trade while the loss falls: one layer skips more and another as much less."""
         for number in range(ROUNDS):
             options = self._trades(shares, prices)
             plans = [self._plan(curves, option) for option in options]
@@ -211,7 +210,7 @@ class KeySearch:
         return plan
 
     def _trades(self, shares: list[float], prices: Floats) -> list[list[float]]:
-        """Those whose sum of prices rises least, each pair of layers once."""
+        """List the trades whose sum of prices rises least, each pair of layers once."""
         ranked = []
         at = [round(share / STEP) for share in shares]
         for more in range(self._layers):
@@ -226,7 +225,7 @@ class KeySearch:
         trades: list[list[float]] = []
         used: set[int] = set()
         for _, more, less, traded in sorted(ranked):
-            if len(trades) < TRADES and not {more, less} & used:  # no layer twice: six different guesses
+            if len(trades) < TRADES and not {more, less} & used:  # no layer twice, so that guesses differ
                 used |= {more, less}
                 option = list(shares)
                 option[more], option[less] = option[more] + traded, option[less] - traded
@@ -234,7 +233,7 @@ class KeySearch:
         return trades
 
     def _uniform(self, skipped: float, curves: Curves) -> KeyPlan:
-        """The plan with one threshold that skips `skipped`, measured."""
+        """Find the plan with a single threshold that skips `skipped` as measured."""
         aim = skipped
         for _ in range(4):
             plan = replace(self._nothing, values=(round(curves.uniform(aim), 4),) * self._layers)
@@ -246,7 +245,7 @@ class KeySearch:
 
 
 def allocate(prices: Floats, share: float) -> list[float] | None:
-    """Shares of layers with the least sum of prices, whose mean is `share`, to one STEP of one layer.
+    """Find shares of layers with the least sum of prices, whose mean is `share`, to one STEP of one layer.
 
     Args:
         prices: `[layers, steps]`, of each layer at each multiple of STEP.

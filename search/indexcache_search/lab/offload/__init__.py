@@ -1,1 +1,1 @@
-"""A cache whose larger part is in host memory: what has to be brought to the device, step by step."""
+"""Decoding with most of the cache in host memory: the traffic to the device, step by step."""

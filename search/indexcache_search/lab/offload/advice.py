@@ -1,4 +1,4 @@
-"""From misses to bytes, time and requests."""
+"""Conversion of misses to bytes, time and requests."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class CacheBytes:
     """Bytes of a token in one layer's cache.
 
     Attributes:
-        kv: of keys and values, which are offloaded.
-        index: of what a layer that chooses needs of every token, on the device.
-        item: tokens that travel together.
-        piece: bytes of an item that lie together.
+        kv: bytes of keys and values, which are offloaded.
+        index: bytes that a selecting layer keeps of every token, on the device.
+        item: tokens that are copied together.
+        piece: contiguous bytes of an item.
         beside: tokens of room beside a buffer.
     """
 
@@ -38,10 +38,10 @@ class CacheBytes:
 
     @classmethod
     def of_dsa(cls, config: Any, kv_dtype: KvDtype) -> CacheBytes:
-        """As SGLang 0.5.23 lays out a DSA model's cache (`calculate_mla_kv_cache_dim`); tokens travel one by one.
+        """Return the sizes of a DSA model's cache in SGLang 0.5.23 (`calculate_mla_kv_cache_dim`); an item is a token.
 
         Raises:
-            SearchError: if a size is missing in the configuration.
+            SearchError: if the configuration lacks a size.
         """
         rank, rope, width = (
             getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim")
@@ -53,7 +53,7 @@ class CacheBytes:
 
     @classmethod
     def of_dense(cls, config: Any, kv_dtype: KvDtype, selection: Selection) -> CacheBytes:
-        """Of a dense model: pages travel; compressed keys, where they choose, stay there in bfloat16."""
+        """Return a dense model's sizes. Items are pages; compressed keys stay on the device in bfloat16."""
         heads = config.num_attention_heads
         groups = getattr(config, "num_key_value_heads", None) or heads
         width = groups * (getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -63,30 +63,30 @@ class CacheBytes:
         return cls(kv=kv, index=index, item=selection.page_tokens, piece=piece, beside=0)
 
     def on_device(self, pattern: Pattern, size: int, context: int) -> int:
-        """Of one request: `D` layers hold all, others `size` tokens, or all where that covers the context."""
+        """Return a request's bytes on the device: `D` layers hold all tokens, others `size`, at most the context."""
         offloaded = len(pattern) - pattern.roles.count(DENSE)
         held = context if size >= context else size + self.beside
         tokens = (len(pattern) - offloaded) * context + offloaded * held
         return tokens * self.kv + len(choosing(pattern)) * context * self.index
 
     def on_host(self, pattern: Pattern, context: int) -> int:
-        """Of one request, all tokens of the layers that are offloaded."""
+        """Return a request's bytes in host memory: all tokens of the offloaded layers."""
         return (len(pattern) - pattern.roles.count(DENSE)) * context * self.kv
 
 
 def choosing(pattern: Pattern) -> tuple[int, ...]:
-    """The layers that choose what they or others attend to, ascending."""
+    """List the layers that select for themselves or others, ascending."""
     shared = {pattern.source_layers[layer] for layer in pattern.shared_layers}
     return tuple(layer for layer, role in enumerate(pattern.roles) if role == FULL or layer in shared)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a prediction needs to know; what is `None` is not predicted.
+    """Inputs of a prediction; quantities that depend on `None` are not predicted.
 
     Attributes:
         bandwidth: bytes a second from host memory to the device.
-        step_ms: of a decode step of `batch` requests with all of the cache on the device.
+        step_ms: time of a decode step of `batch` requests with all of the cache on the device.
         batch: requests of a step.
         memory: bytes of device memory for caches.
         context: tokens of a request.
@@ -100,17 +100,17 @@ class Machine:
 
 
 def stall_ms(pattern: Pattern, misses: Mapping[int, float], item_bytes: int, machine: Machine) -> float | None:
-    """What a decode step takes longer than without offloading.
+    """Predict how much longer a decode step takes than without offloading.
 
-    An `F` layer waits for what it chose. Then what it chose travels for the layers that share it, one after the other,
-    beside the computation, and each of these waits for what has not come yet; so it does behind a `D` layer that chose.
-    Layers take equally long.
+    An `F` layer waits for its selection. The same blocks are then copied for the layers that share it, one after the
+    other, beside the computation, and each of these waits for its copy. Layers behind a selecting `D` layer wait in the
+    same way. All layers take equally long.
 
     Args:
-        pattern: who chooses.
-        misses: items of a step and request, by layer that chooses.
-        item_bytes: of an item.
-        machine: bandwidth and time of a step; `None` if one is not known.
+        pattern: its source layers select.
+        misses: items of a step and request, by selecting layer.
+        item_bytes: bytes of an item.
+        machine: bandwidth and time of a step; the result is `None` if one is unknown.
     """
     if machine.bandwidth is None or machine.step_ms is None:
         return None
@@ -130,6 +130,6 @@ def stall_ms(pattern: Pattern, misses: Mapping[int, float], item_bytes: int, mac
 
 
 def hisparse_config(top_k: int, size: int, context: int) -> str:
-    """The value of SGLang's `--hisparse-config`: host memory for requests of `context` tokens beside the buffers."""
+    """Return the value of SGLang's `--hisparse-config`, with host memory for requests of `context` tokens."""
     ratio = max(2, math.ceil(context / (size + PAGE)))
     return json.dumps({"top_k": top_k, "device_buffer_size": size, "host_to_device_ratio": ratio})

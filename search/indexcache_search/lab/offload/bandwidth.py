@@ -1,4 +1,4 @@
-"""How fast a device reads pinned host memory."""
+"""Speed at which a device reads pinned host memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from indexcache_kernels.block_swap import WORD
 
 SIZE = 256 << 20  # bytes of host memory
 TIMES = 7
-ROWS, PART = 64, 4  # rows of memory that are gathered from, and one of so many pieces of each
+ROWS, PART = 64, 4  # rows of memory to gather from, and the inverse of the share of pieces gathered
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """GB/s of one large copy from pinned host memory to a CUDA device, the median."""
+    """Measure GB/s of one large copy from pinned host memory to a CUDA device, the median."""
     host, memory = (
         torch.empty(SIZE, dtype=torch.uint8, pin_memory=True),
         torch.empty(SIZE, dtype=torch.uint8, device=device),
@@ -27,14 +27,14 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def gather_bandwidth(device: torch.device, piece: int) -> float:
-    """GB/s of pieces of so many bytes, from anywhere in pinned host memory to a CUDA device, the median.
+    """Measure GB/s of gathering pieces of `piece` bytes from pinned host memory to a CUDA device, the median.
 
-    A kernel of the device reads them, as HiSparse's and `indexcache_kernels.copy_blocks` do. Small ones come slower
+    A kernel of the device reads them, like HiSparse's and `indexcache_kernels.copy_blocks`. Small pieces are slower
     than one large copy.
 
     Args:
         device: a CUDA device.
-        piece: bytes; what is over a multiple of 8 is left out.
+        piece: bytes, rounded down to a multiple of 8.
     """
     piece = max(WORD, piece // WORD * WORD)
     there = max(PART, SIZE // ROWS // piece)
@@ -49,7 +49,7 @@ def gather_bandwidth(device: torch.device, piece: int) -> float:
 
 
 def _milliseconds(call: Callable[[], Any]) -> float:
-    """The median."""
+    """Return the median time of a call."""
     times: list[float] = []
     for _ in range(TIMES):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

@@ -159,7 +159,7 @@ def offload(
 
 
 def _show(found: OffloadResult, model: str | None, folder: Path, out: Console) -> None:
-    """Print a table for each plan, what is best, and where the files are."""
+    """Print a table for each plan, the best plan, and the names of the files."""
     from indexcache_search.lab.offload import result
 
     for plan in found.plans:
@@ -175,7 +175,7 @@ def _show(found: OffloadResult, model: str | None, folder: Path, out: Console) -
 
 
 def _limits(max_transfer: float | None, max_device_gb: float | None) -> Limits | None:
-    """What the flags say."""
+    """Convert the flags; `None` if there are none."""
     from indexcache_search.lab.offload.result import Limits
 
     if max_transfer is None and max_device_gb is None:
@@ -187,10 +187,10 @@ def _limits(max_transfer: float | None, max_device_gb: float | None) -> Limits |
 
 
 def _sizes(text: str) -> tuple[float, ...]:
-    """Numbers from 1 on, ascending.
+    """Read numbers of at least 1, in ascending order.
 
     Raises:
-        typer.BadParameter: if one is something else.
+        typer.BadParameter: naming the first other word.
     """
     sizes = []
     for word in text.split(","):

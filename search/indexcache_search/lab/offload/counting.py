@@ -1,4 +1,4 @@
-"""How many tokens or pages decode steps bring to the device."""
+"""Counts of tokens or pages that decode steps copy to the device."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def count_misses(
     steps: int,
     done: Callable[[], None] = lambda: None,
 ) -> NDArray[np.int64]:
-    """Misses of the last `steps` tokens of each sequence, as if they were decoded behind the others.
+    """Count misses of the last `steps` tokens of each sequence, as if these were decoded.
 
     Args:
         engine: runs the model.
-        data: sequences, longer than what a query selects by more than `steps`; of dense models the rest is a prompt.
-        journal: remembers what was counted; its identity names the data, in which these alone are scored.
-        pattern: who chooses.
-        sizes: of buffers, in tokens a layer and request, or of dense models in pages.
+        data: sequences, more than `steps` longer than a selection. For dense models the other tokens are a prompt.
+        journal: keeps earlier counts; its identity includes the data, of which only these tokens are scored.
+        pattern: decides which layers select.
+        sizes: of buffers, a layer and request: in tokens, or for dense models in pages.
         steps: decode steps.
-        done: told of every sequence.
+        done: called after every sequence.
 
     Returns:
-        `[sequences, sizes, chooses]`: tokens, or of dense models pages, of the layers that choose, in order. A layer
-        that shares misses what its source does.
+        `[sequences, sizes, layers]`: tokens, or for dense models pages, of the selecting layers, in order. A layer that
+        shares a selection misses the same.
     """
     layers, counted = choosing(pattern), []
     if not layers:
@@ -65,7 +65,7 @@ def _of_sequence(
     steps: int,
     sizes: Sequence[int],
 ) -> dict[int, list[int]]:
-    """By layer that chooses, misses with each size; servers count themselves, since selections are large."""
+    """Count a sequence's misses for each size, by selecting layer; servers count, since selections are large."""
     if isinstance(engine, SglangEngine):
         return engine.misses(pattern, data, row, steps, sizes)
     selected = engine.selections(pattern, data, row, steps)
@@ -76,7 +76,7 @@ def _of_sequence(
 
 
 def _misses(selected: NDArray[np.int32], size: int, tokens: int, selection: Selection | None) -> int:
-    """Of one layer, `[steps, k]`; `tokens` are in the cache at last."""
+    """Count misses of one layer's selections, `[steps, k]`; `tokens` is the cache's final length."""
     first = tokens - len(selected)
     if selection is not None:
         return page_misses(selected, size, [at // selection.page_tokens for at in range(first, tokens)])

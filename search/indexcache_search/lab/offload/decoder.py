@@ -1,4 +1,4 @@
-"""Decoding a dense model of transformers with most of its cache in host memory (NOSI, arXiv 2510.13602)."""
+"""Decoding of a dense transformers model with most of its cache in host memory (NOSI, arXiv 2510.13602)."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class _Layer:
     """Keys and values of one layer, `[2, B, G, tokens, D]`.
 
     Attributes:
-        device: of a `D` layer all of them; else the slots of the buffer, and behind them the block that is written.
-        host: of the others `[2, B, G, blocks, block tokens, D]`, pinned where there is a CUDA device; every block that
-            is full.
-        ready: recorded behind what was copied beside the computation.
+        device: of a `D` layer all tokens; of others the buffer's slots, and behind them the block being written.
+        host: of layers other than `D`, every full block, `[2, B, G, blocks, block tokens, D]`; pinned if there is
+            a CUDA device.
+        ready: recorded after the copies that run beside the computation.
     """
 
     device: Tensor
@@ -45,15 +45,15 @@ class _Layer:
 
 @dataclass
 class _Chooser:
-    """What a layer that chooses remembers.
+    """State of a selecting layer.
 
     Attributes:
-        number: among the layers that choose.
-        compressed: `[B, G, C + 1, D]`, means of 32 keys, 16 tokens apart; the last place is for what nobody reads.
+        number: index among the selecting layers.
+        compressed: `[B, G, C + 1, D]`, means of 32 keys, 16 tokens apart; the last one is a dummy that nobody reads.
         last: `[B, G, 32, D]`, the last keys, at their position modulo 32.
-        average: `[B, blocks]`, of `ema`.
-        begun: `[B]`, bool: which requests it is of.
-        buffer: which blocks are on the device, in its layer and those that share its choice.
+        average: `[B, blocks]`, of the policy `ema`.
+        begun: `[B]`, bool: requests with an average.
+        buffer: blocks on the device, of this layer and those that share its selection.
     """
 
     number: int
@@ -66,12 +66,12 @@ class _Chooser:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What a layer and those behind it read.
+    """Blocks that a layer and those that share with it read.
 
     Attributes:
         slots: `[B, K]`, int32, of the buffer.
-        copies: wanted blocks, their slots, and whether they are missing, `[2 B G, K]` each.
-        born: the slot of the block that the token before filled, and whether it has one, `[2 B G, 1]` each.
+        copies: selected blocks, their slots, and whether they are missing, `[2 B G, K]` each.
+        born: slot of the block that the previous token filled, and whether it has one, `[2 B G, 1]` each.
     """
 
     slots: Tensor
@@ -81,13 +81,13 @@ class _Choice:
 
 @dataclass
 class _Step:
-    """One decode step; nothing in it waits for the device, so that a CUDA graph can hold it.
+    """One decode step. Nothing in it waits for the device, so that a CUDA graph can hold it.
 
     Attributes:
         positions: of the new tokens, `[B]`, int64.
-        lengths: one more, int32.
-        full: `[B]`, bool: requests whose written block was filled by the token before.
-        choice: of the nearest layer that chose.
+        lengths: positions plus 1, int32.
+        full: `[B]`, bool: requests whose previous token filled its block.
+        choice: selection of the nearest selecting layer.
     """
 
     positions: Tensor
@@ -100,26 +100,26 @@ _running: list[OffloadedDecoder] = []
 
 
 class OffloadedDecoder:
-    """A batch of requests, read densely and decoded with a plan; each has a length of its own.
+    """Decoder of a batch of requests with a plan; prompts are read densely, and each request has its own length.
 
-    `D` layers keep all of their cache on the device. What the others hold there is a buffer of blocks for each request,
-    least recently used first; blocks that `F` layers miss are copied before they attend, those of the `S` layers
-    behind them meanwhile, on a stream of their own.
+    `D` layers keep all of their cache on the device. Other layers keep a buffer of blocks for each request there, and
+    replace the least recently used. Blocks that `F` layers miss are copied before they attend. Blocks for the `S`
+    layers behind them are copied meanwhile, on a stream of their own.
 
     Args:
         model: one of the family `dense_gqa`, in evaluation mode.
-        pattern: letters with a selection by compressed keys, whose steps are `none` or `ema`, and that says how many
-            pages stay on the device.
-        requests: how many.
-        room: tokens that a request may grow to.
-        graph: whether steps behind the first one are a CUDA graph.
+        pattern: roles with a selection by compressed keys, whose steps are `none` or `ema`, and with a number of pages
+            on the device.
+        requests: number of requests.
+        room: maximum tokens of a request.
+        graph: run steps after the first one as a CUDA graph.
 
     Attributes:
-        lengths: tokens of each request, that of the last step included.
+        lengths: tokens of each request, the last step's included.
 
     Raises:
         PatternError: if the pattern does not fit the model.
-        SearchError: if the plan can't be decoded so, host memory does not suffice, or there is no device for a graph.
+        SearchError: if the plan is not supported, host memory does not suffice, or there is no device for a graph.
     """
 
     def __init__(self, model: Any, pattern: Pattern, requests: int, room: int, *, graph: bool = False) -> None:
@@ -156,16 +156,16 @@ class OffloadedDecoder:
 
     @property
     def misses(self) -> dict[int, int]:
-        """Blocks that were brought, by layer that chooses, summed over requests and steps."""
+        """Blocks copied to the device, by selecting layer, summed over requests and steps."""
         return dict(zip(self._choosers, self._missed.tolist(), strict=True))
 
     def _check_memory(self) -> None:
-        """Before anything is allocated."""
+        """Refuse sizes beyond the host memory before anything is allocated."""
         offloaded = len(self._pattern) - self._pattern.roles.count(DENSE)
         values = 2 * self._requests * self._groups * self._blocks * self._selection.page_tokens * self._dim
         layer = values * self._model.dtype.itemsize
         if self._model.device.type == "cuda":
-            layer = 1 << (layer - 1).bit_length()  # pinned memory comes in powers of two
+            layer = 1 << (layer - 1).bit_length()  # pinned memory is allocated in powers of two
         need = offloaded * layer
         free = psutil.virtual_memory().available
         if need > free:
@@ -184,7 +184,7 @@ class OffloadedDecoder:
         return _Layer(device, None if role == DENSE else self._in_host_memory())
 
     def _in_host_memory(self) -> Tensor:
-        """What `_Layer.host` is."""
+        """Allocate `_Layer.host`."""
         shape = (2, self._requests, self._groups, self._blocks, self._selection.page_tokens, self._dim)
         return torch.empty(shape, dtype=self._model.dtype, pin_memory=self._model.device.type == "cuda")
 
@@ -202,10 +202,10 @@ class OffloadedDecoder:
 
     @torch.inference_mode()
     def read(self, request: int, tokens: Tensor) -> Tensor:
-        """Read a prompt, `[tokens]`, in the place of whatever the request was; the logits behind it, `[vocabulary]`.
+        """Read a prompt, `[tokens]`, as a new `request`, and return the logits behind it, `[vocabulary]`.
 
         Raises:
-            SearchError: if it has no choice yet, or leaves no room.
+            SearchError: if the prompt is too short for a selection, or leaves no room.
         """
         length, least = len(tokens), self._selection.tokens
         if not least < length < self._blocks * self._selection.page_tokens:
@@ -226,9 +226,9 @@ class OffloadedDecoder:
         return logits[0, -1]
 
     def _put(self, request: int, layer: _Layer, item: Tensor) -> None:
-        """What was read, where it belongs: the buffer begins with the last blocks that are full."""
+        """Store a prompt's keys and values; the buffer begins with the last full blocks."""
         size, length, own = self._selection.page_tokens, item.shape[2], layer.device[:, request]
-        full = (length - 1) // size  # the last block is the one that is written, be it full
+        full = (length - 1) // size  # the last block is being written, even if it is full
         if layer.host is None:
             own[:, :, :length] = item
             return
@@ -253,10 +253,10 @@ class OffloadedDecoder:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
-        """Decode the next token of every request, `[B]`: the logits behind it, `[B, vocabulary]`.
+        """Decode the next token of every request, `[B]`, and return the logits behind it, `[B, vocabulary]`.
 
         Raises:
-            SearchError: if a request was not read, or has no room.
+            SearchError: if a request has no prompt, or no room.
         """
         size = self._selection.page_tokens
         if min(self.lengths) == 0 or max(self.lengths) >= self._blocks * size:
@@ -271,13 +271,13 @@ class OffloadedDecoder:
                 self._forward()
             self._captured.replay()
         else:
-            self._forward()  # compiles what a graph holds
+            self._forward()  # compiles the kernels of the graph
             self._warm = True
         self.lengths = [length + 1 for length in self.lengths]
         return self._logits.clone()
 
     def _forward(self) -> None:
-        """A step over what lies at fixed places."""
+        """Run a step on tensors at fixed addresses."""
         lengths, size = (self._positions + 1).int(), self._selection.page_tokens
         self._step = _Step(self._positions, lengths, self._positions % size == 0)
         with self._attached():
@@ -296,7 +296,7 @@ class OffloadedDecoder:
             yield
 
     def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention of the new tokens in one layer, `[B, H, D]`; `key` and `value` are theirs, `[B, G, D]`."""
+        """Attend in one layer, `[B, H, D]`; `key` and `value` are the new tokens', `[B, G, D]`."""
         step, layer, size = self._step, self._layers[number], self._selection.page_tokens
         assert step is not None
         item, chooses = torch.stack([key, value]), number in self._choosers
@@ -327,14 +327,14 @@ class OffloadedDecoder:
         return out
 
     def _remember(self, chooser: _Chooser, step: _Step, key: Tensor) -> None:
-        """The new keys, `[B, G, D]`, and the compressed keys that they complete."""
+        """Store the new keys, `[B, G, D]`, and the compressed keys that they complete."""
         chooser.last[self._rows, :, step.positions % CHUNK] = key
         begins = step.positions + 1 - CHUNK
         place = torch.where((begins >= 0) & (begins % STRIDE == 0), begins // STRIDE, chooser.compressed.shape[2] - 1)
         chooser.compressed[self._rows, :, place] = chooser.last.float().mean(2).to(key.dtype)
 
     def _choose(self, number: int, query: Tensor, scale: float) -> _Choice:
-        """Find the blocks beside the one that is written, and give them places in the buffer."""
+        """Select blocks beside the one being written, and assign them slots in the buffer."""
         step, chooser = self._step, self._choosers[number]
         assert step is not None
         wanted = self._wanted(number, query, scale)
@@ -350,11 +350,11 @@ class OffloadedDecoder:
         )
 
     def _by_group(self, item: Tensor) -> Tensor:
-        """`[B, ...]` for keys and values of every key head, `[2 B G, ...]`."""
+        """Repeat `[B, ...]` for keys and values of every key head, `[2 B G, ...]`."""
         return item.repeat_interleave(self._groups, 0).repeat(2, 1)
 
     def _wanted(self, number: int, query: Tensor, scale: float) -> Tensor:
-        """`[B, K]`, int32, ascending."""
+        """Select blocks by score, `[B, K]`, int32, ascending."""
         selection, chooser, step = self._selection, self._choosers[number], self._step
         assert step is not None
         size = selection.page_tokens
@@ -370,21 +370,21 @@ class OffloadedDecoder:
         newest = (step.positions // size)[:, None]
         fixed = (block < selection.sink_pages) | (block > newest - selection.recent_pages)
         scores.masked_fill_(fixed, torch.inf).masked_fill_(block >= newest, -torch.inf)
-        # A compressed key that touches two blocks gives both one score: the lower one goes first, as in `Chooser`.
+        # A compressed key in two blocks gives both one score. The lower one goes first, as in the reference.
         ranked = scores.sort(dim=1, descending=True, stable=True).indices
         return ranked[:, : selection.pages - 1].sort(1).values.int()
 
     def _bring(self, layer: _Layer, choice: _Choice) -> None:
-        """Copy what a layer is missing."""
+        """Copy the blocks that a layer misses."""
         assert layer.host is not None
         copy_blocks(layer.host.flatten(0, 2), self._slots_of(layer), *choice.copies)
 
     def _slots_of(self, layer: _Layer) -> Tensor:
-        """`[2 B G, slots + 1, block tokens, D]`."""
+        """Return a view of the buffer, `[2 B G, slots + 1, block tokens, D]`."""
         return layer.device.view(2 * self._requests * self._groups, -1, self._selection.page_tokens, self._dim)
 
     def _bring_beside(self, number: int, step: _Step) -> None:
-        """Copy for the layers that share what was chosen, while others compute."""
+        """Copy blocks for the layers that share the selection, while others compute."""
         assert step.choice is not None
         for layer in self._layers[number + 1 : self._end_of(number)]:
             if self._copies is None:
@@ -397,12 +397,12 @@ class OffloadedDecoder:
                 layer.ready.record()
 
     def _end_of(self, number: int) -> int:
-        """The first layer behind those that share what layer `number` chose."""
+        """Return the first layer behind those that share layer `number`'s selection."""
         sources = self._pattern.source_layers
         return next((n for n in range(number + 1, len(sources)) if sources[n] != number), len(sources))
 
     def _keep_full(self, layer: _Layer, step: _Step, choice: _Choice) -> None:
-        """Blocks that the token before filled: into host memory, and from where they were written to their slots."""
+        """Copy blocks that the previous token filled to host memory, and to their slots in the buffer."""
         assert layer.host is not None
         held, (slot, has_one) = self._slots_of(layer), choice.born
         written = torch.full_like(slot, self._slots)
@@ -428,7 +428,7 @@ def _attention(
 
 
 class PassedOn(Cache):  # type: ignore[misc]  # transformers is not typed
-    """A cache that holds nothing: attention finds keys and values elsewhere."""
+    """A cache that holds nothing, since attention finds keys and values elsewhere."""
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers=[_Nothing() for _ in range(layers)])
@@ -440,7 +440,7 @@ class _Nothing(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
 
 
 def generate(decoder: OffloadedDecoder, prompts: Sequence[Tensor], steps: int) -> list[list[int]]:
-    """Greedy replies of `steps` tokens to prompts, one for each request of `decoder`."""
+    """Generate greedy replies of `steps` tokens to prompts, one for each request of `decoder`."""
     logits = torch.stack([decoder.read(request, prompt) for request, prompt in enumerate(prompts)])
     replies: list[list[int]] = [[] for _ in prompts]
     for number in range(steps):

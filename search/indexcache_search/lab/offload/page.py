@@ -1,4 +1,4 @@
-"""offload.json and offload.html of what was counted."""
+"""Rendering of offload.json and offload.html."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def texts(result: OffloadResult) -> dict[str, str]:
 
 
 def misses_figure(plans: Sequence[PlanTraffic]) -> Markup:
-    """Tokens that a decode step of a request brings, by the size of its buffer: all of them, and those exposed."""
+    """Draw the tokens copied in a request's decode step over the size of the buffer: all, and the exposed ones."""
     figure, axes = blank(8, 3.6)
     for number, plan in enumerate(plan for plan in plans if plan.buffers):
         times = [buffer.times for buffer in plan.buffers]

@@ -1,4 +1,4 @@
-"""offload.json: what was counted and predicted; the table and the page read nothing else."""
+"""Content of offload.json: counts and predictions. The table and the page read nothing else."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class _Section(BaseModel):
 
 
 class Buffer(_Section):
-    """A buffer's size, what a decode step of one request misses, and what that means.
+    """Size of a buffer, and the misses of one request's decode step.
 
     Attributes:
         size: tokens a layer.
-        times: the same in units of what a query selects.
-        exposed: items (tokens, of dense models pages) of the layers that wait for what they choose, all together.
-        hidden: items of the layers that share.
-        by_layer: items of each layer that chooses.
-        bytes_a_step: of both.
-        device_bytes: of a request's caches.
-        stall_ms: what a step takes longer; `None` where bandwidth or step time are not known.
-        step_ms: what it takes then.
-        requests: that fit into the memory; `None` where that is not known.
-        hisparse_config: for SGLang, whose HiSparse runs no dense models.
+        times: the size in units of a query's selection.
+        exposed: items (tokens, for dense models pages) of all layers that wait for their own selection.
+        hidden: items of the layers that share a selection.
+        by_layer: items of each selecting layer.
+        bytes_a_step: bytes of exposed and hidden items.
+        device_bytes: bytes of a request's caches on the device.
+        stall_ms: added time of a step; `None` if bandwidth or step time are unknown.
+        step_ms: time of a step with that.
+        requests: number that fits into the memory; `None` if that is unknown.
+        hisparse_config: for SGLang, whose HiSparse does not run dense models.
     """
 
     size: int
@@ -52,16 +52,16 @@ class PlanTraffic(_Section):
     """One pattern with buffers of several sizes.
 
     Attributes:
-        selection: of dense models, all of it in one word.
+        selection: for dense models, in one word.
         selected: tokens that a query selects.
-        item: tokens that travel together.
-        kv_bytes: of a token and layer.
-        loss: more than the baseline's on the decoded tokens, in nats.
-        kl: of the baseline to this, likewise.
-        everything: bytes of a request whose cache is all on the device.
-        host_bytes: of a request in host memory.
-        requests: that fit without offloading.
-        buffers: none where every layer attends to everything.
+        item: tokens that are copied together.
+        kv_bytes: bytes of a token in a layer.
+        loss: increase over the baseline's on the decoded tokens, in nats.
+        kl: divergence of the baseline to this, on the same tokens.
+        everything: bytes of a request with all of its cache on the device.
+        host_bytes: bytes of a request in host memory.
+        requests: number that fits without offloading.
+        buffers: empty if every layer attends to everything.
     """
 
     name: str
@@ -79,27 +79,27 @@ class PlanTraffic(_Section):
 
 
 class Limits(_Section):
-    """What a plan may bring in a step, and hold on the device, in bytes; `None` for no limit."""
+    """Limits of a plan's bytes: copied in a step, and held on the device; `None` for no limit."""
 
     bytes_a_step: float | None
     device_bytes: float | None
 
 
 class Choice(_Section):
-    """The plan of least KL within the limits, and the smallest of its buffers that is within them."""
+    """The plan of least KL within the limits, and the smallest of its buffers that fits."""
 
     name: str
     buffer: Buffer
 
 
 class OffloadResult(_Section):
-    """Everything that was counted and predicted.
+    """All counts and predictions.
 
     Attributes:
         steps: decode steps of each sequence.
-        bandwidth_gbs: from host memory to the device, and how it is known.
-        limits: what was asked for, if anything was.
-        choice: what is best within them, if anything is.
+        bandwidth_gbs: from host memory to the device; `bandwidth_from` names its source.
+        limits: the requested limits, if any.
+        choice: the best plan within them, if any.
     """
 
     schema_: str = Field(alias="schema")
@@ -118,11 +118,12 @@ class OffloadResult(_Section):
     choice: Choice | None
 
     def as_json(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
         return self.model_dump(by_alias=True, mode="json")
 
 
 def best(plans: Sequence[PlanTraffic], limits: Limits) -> Choice | None:
-    """Of the plans that are offloaded, the one of least KL that has a buffer within `limits`, and its smallest such."""
+    """Return the offloaded plan of least KL with a buffer within `limits`, and its smallest such buffer."""
     most, room = limits.bytes_a_step, limits.device_bytes
     within = [
         (plan.kl.mean, buffer.device_bytes, Choice(name=plan.name, buffer=buffer))
@@ -134,7 +135,7 @@ def best(plans: Sequence[PlanTraffic], limits: Limits) -> Choice | None:
 
 
 def sentence(result: OffloadResult) -> str | None:
-    """What is best within the limits, for people; `None` where nobody asked."""
+    """Describe the best plan within the limits; `None` if no limits were requested."""
     if result.limits is None:
         return None
     if result.choice is None:
@@ -151,7 +152,7 @@ COLUMNS = ("buffer", "tokens", "exposed", "hidden", "MB a step", "GB a request",
 
 
 def cells(buffer: Buffer) -> list[str]:
-    """A buffer's texts, in the order of `COLUMNS`."""
+    """Return a buffer's cells, in the order of `COLUMNS`."""
     return [
         f"{buffer.times:g}x",
         str(buffer.size),
@@ -166,14 +167,14 @@ def cells(buffer: Buffer) -> list[str]:
 
 
 def heading(plan: PlanTraffic) -> str:
-    """What a pattern is without offloading."""
+    """Describe a pattern without offloading."""
     fits = "" if plan.requests is None else f"; {plan.requests} requests fit without offloading"
     loss = f"loss {_with_error(plan.loss, '+.4f')}, KL {_with_error(plan.kl, '.4f')}"
     return f"{plan.name}: {loss}; {plan.everything / 1e9:.3f} GB a request{fits}"
 
 
 def terminal_tables(plan: PlanTraffic, width: int) -> list[Table]:
-    """One pattern for a terminal of `width` columns."""
+    """Make the table of one pattern for a terminal of `width` columns."""
     return fitted(heading(plan), [COLUMNS, *map(cells, plan.buffers)], 1, width)
 
 

@@ -53,21 +53,21 @@ FAMILIES = ("dsa", "dense_gqa")
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What is counted.
+    """Inputs of a count.
 
     Attributes:
-        patterns: as `spec.PatternSpec`, with `NAME=` before it if it is to have one; the checkpoint's own is always
-            among them.
-        selections: of dense models, what each pattern selects, in the place of what its file says.
-        sources: text.
-        rows: how their rows are understood.
+        patterns: as of `spec.PatternSpec`, optionally with `NAME=` before it; the checkpoint's own is always counted,
+            too.
+        selections: of dense models; each pattern is counted with each of these, instead of its file's.
+        sources: texts.
+        rows: how rows of sources are read.
         seq_len: tokens a sequence; `None` means 4 x `first_sparse_position`.
-        sequences: how many.
-        steps: last tokens of each that count as decoded.
-        buffers: sizes, in units of what a query selects.
-        kv_dtype: of the cache that is server.
-        endpoints: servers in calibration mode that run a DSA model; without any it runs here.
-        limits: what the plan that is written may cost; `None` writes none.
+        sequences: number of sequences.
+        steps: last tokens of each sequence, which count as decoded.
+        buffers: sizes, in units of a query's selection.
+        kv_dtype: dtype of the served cache.
+        endpoints: servers in calibration mode that run a DSA model; without any it runs in this process.
+        limits: limits of the plan to write; `None` writes none.
     """
 
     patterns: tuple[str, ...]
@@ -86,10 +86,10 @@ class Asked:
 def run(
     model: str, asked: Asked, server: Server, runtime: Runtime, output: Path, restart: bool, console: Console
 ) -> OffloadResult:
-    """Count what decoding would bring from host memory; write offload.json, offload.html and maybe pattern.yaml.
+    """Count the traffic of decoding from host memory; write offload.json, offload.html and maybe pattern.yaml.
 
     Raises:
-        IndexCacheError: if something asked for can't be done.
+        IndexCacheError: if a request can't be fulfilled.
         NonFiniteLossError: if a loss is NaN or infinite.
     """
     set_quiet()
@@ -104,7 +104,7 @@ def run(
 def _run(
     model: str, asked: Asked, server: Server, runtime: Runtime, out: Outputs, restart: bool, console: Console
 ) -> tuple[OffloadResult, PatternFile | None]:
-    """What was counted, and the file of what was chosen."""
+    """Return all counts, and the pattern file of the best plan."""
     given = asked.selections[0] if asked.selections else None
     specs = [(name, PatternSpec.read(text, given, DEFAULT)) for name, text in map(split_name, asked.patterns)]
     fewest = min(asked.selections, key=lambda item: item.tokens, default=None)
@@ -185,7 +185,7 @@ _Engine = TransformersEngine | SglangEngine
 def _engine(
     model: str, description: ModelLayers, asked: Asked, runtime: Runtime, fewest: Selection | None, console: Console
 ) -> _Engine:
-    """What runs the model: this process, or servers that do already."""
+    """Return the engine that runs the model: in this process, or on servers."""
     if not asked.endpoints:
         engine = TransformersEngine.load(
             model, runtime.device, runtime.dtype, 1, runtime.prefix_cache_gb, runtime.attention, fewest
@@ -197,7 +197,7 @@ def _engine(
 
 
 def _file(pattern: Pattern, choice: Choice, model: ModelLayers, engine: _Engine) -> PatternFile:
-    """The pattern file of what was chosen; of dense models with the size of its buffer."""
+    """Make the pattern file of the best plan; for dense models with the size of its buffer."""
     selection = pattern.selection
     if selection is not None:
         selection = replace(selection, buffer_pages=choice.buffer.size // selection.page_tokens)
@@ -215,7 +215,7 @@ def _file(pattern: Pattern, choice: Choice, model: ModelLayers, engine: _Engine)
 def _named(
     specs: Sequence[tuple[str | None, PatternSpec]], selections: Sequence[Selection], model: ModelLayers
 ) -> list[tuple[str, Pattern]]:
-    """The patterns that were asked for, each with all selections.
+    """List the requested patterns, each with all selections.
 
     Raises:
         IndexCacheError: if one was made for another model, or does not fit this one, or two have one name.
@@ -232,7 +232,7 @@ def _named(
 
 
 def _decoded(data: TokenSet, steps: int, dense: bool) -> TokenSet:
-    """Only the last `steps` tokens count; of dense models the others are a prompt."""
+    """Score only the last `steps` tokens; for dense models the others are a prompt."""
     last = np.broadcast_to(np.arange(data.seq_len) >= data.seq_len - steps, data.tokens.shape)
     return replace(data, scored=last.copy(), prompt=~last if dense else None)
 
@@ -244,7 +244,7 @@ def _bytes(config: Any, kv_dtype: KvDtype, selection: Selection | None) -> Cache
 
 
 def _bandwidth(server: Server, engine: _Engine, piece: int) -> tuple[float | None, str | None]:
-    """GB/s, and how that is known."""
+    """Return GB/s, and the source of that number."""
     if server.bandwidth is not None:
         return server.bandwidth, "given"
     if isinstance(engine, SglangEngine):
@@ -254,7 +254,7 @@ def _bandwidth(server: Server, engine: _Engine, piece: int) -> tuple[float | Non
 
 
 class _Work:
-    """Counts and predicts plan after plan."""
+    """Counter and predictor for one plan after another."""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ class _Work:
         self._divergences = Evaluator(engine, data, "kl", journal, "kl")
 
     def plan(self, name: str, pattern: Pattern, done: Any) -> PlanTraffic:
-        """What `pattern` loses and brings, by the size of the buffer."""
+        """Measure the loss and the traffic of `pattern`, by the size of the buffer."""
         data, selection, native = self._data, pattern.selection, self._engine.model.native
         selected = self._engine.model.index_topk if selection is None else selection.pages
         sizes = [round(times * selected) for times in self._asked.buffers]
@@ -304,7 +304,7 @@ class _Work:
     def _buffer(
         self, pattern: Pattern, times: float, size: int, misses: NDArray[np.int64], size_of: CacheBytes
     ) -> Buffer:
-        """One size; `misses` is `[sequences, chooses]`."""
+        """Predict the traffic of one size; `misses` is `[sequences, selecting layers]`."""
         layers, machine = choosing(pattern), self._machine
         own = np.array([pattern[layer] == FULL for layer in layers], np.int64)
         followers = np.array([pattern.source_layers.count(layer) - 1 for layer in layers], np.int64)
@@ -332,7 +332,7 @@ class _Work:
         )
 
     def _a_step(self, pattern: Pattern, counts: NDArray[np.int64]) -> Estimate:
-        """Mean over sources and steps of `[sequences]` counts; a page's first step brings nothing."""
+        """Return the mean over sources and steps of `[sequences]` counts; with pages, the first step copies nothing."""
         steps, rows = self._asked.steps - pattern.dense, tuple(range(len(counts)))
         sums = Losses(rows=rows, losses=tuple(map(float, counts)), tokens=(steps,) * len(counts))
         return estimates.loss(sums, self._data)

@@ -11,15 +11,15 @@ from indexcache_search.lab.offload.advice import KvDtype
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """What is known of the machine that serves; see `advice.Machine`.
+    """Known properties of the serving machine; see `advice.Machine`.
 
     Attributes:
-        bandwidth: GB/s from host memory to the device; `None` where it is to be measured.
-        step_ms: what a decode step of `batch` requests takes with all of the cache on the device.
+        bandwidth: GB/s from host memory to the device; `None` if it is to be measured.
+        step_ms: time of a decode step of `batch` requests with all of the cache on the device.
         batch: requests of a decode step.
         memory_gb: device memory for caches.
-        context: tokens of a served request; `None` for those of a sequence.
-        kv_dtype: of the served cache.
+        context: tokens of a served request; `None` for the length of a sequence.
+        kv_dtype: dtype of the served cache.
     """
 
     bandwidth: Annotated[float, Bounds(1e-3, 1e6)] | None = None
