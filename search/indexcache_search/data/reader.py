@@ -260,7 +260,7 @@ def _overlapping(pieces: list[tuple[int, int]], spans: tuple[tuple[int, int], ..
         return [False] * len(pieces)
     begins, ends = np.asarray(pieces, np.int64).reshape(-1, 2).T
     starts, stops = np.asarray(spans, np.int64).T
-    following = np.searchsorted(stops, begins, side="right")  # the first span that ends behind a piece's begin
+    following = np.searchsorted(stops, begins, side="right")  # the first span that ends after a piece begins
     flags: list[bool] = (starts[np.minimum(following, len(spans) - 1)] < ends).tolist()
     return [flag and int(at) < len(spans) for flag, at in zip(flags, following, strict=True)]
 

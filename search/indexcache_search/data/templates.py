@@ -125,7 +125,7 @@ class ChatTemplate:
                 return render(self._tokenizer, form, tools, asks)
             except DataError:
                 raise
-            except Exception as error:  # templates raise what they like
+            except Exception as error:  # templates may raise anything
                 first = first or error
         raise RowError(f"the chat template refuses it: {one_line(first, 200) or type(first).__name__}")
 

@@ -132,6 +132,6 @@ class Engine(Evaluates, Protocol):
         """Check, before results are written, that the model is still the one that was loaded.
 
         Raises:
-            IndexCacheError: naming what changed.
+            IndexCacheError: if a file of the model changed; the error names it.
         """
         ...

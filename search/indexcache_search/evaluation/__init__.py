@@ -1,1 +1,1 @@
-"""Evaluate patterns on tokens, remember each result on disk, and judge which is best."""
+"""Evaluate patterns on tokens, record each result on disk, and compare patterns."""

@@ -1,10 +1,9 @@
-"""From per-sequence sums to one number, and how sure it is.
+"""Estimates from per-sequence sums: a mean and its standard error.
 
 A set's loss is the mean over its sources of the mean over their sequences of the loss per scored token. With one source
-of packed text that is the paper's per-token loss. With several, each source counts the same, however many tokens of it
-are scored; and so does each sequence of a source, for where answers are long and short a mean over tokens hardly sees
-the short ones, and what a pattern does to them. Standard errors are over sequences; differences are paired, since every
-pattern sees the same sequences.
+of packed text that is the paper's per-token loss. With several, each source counts the same, and so does each sequence
+of a source, since a mean over tokens would hardly show the effect on short answers. Standard errors are over sequences.
+Differences are paired, since every pattern sees the same sequences.
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ from indexcache_search.engines.base import Losses
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and its standard error over sequences; `stderr` is None where one sequence allows none."""
+    """Mean and its standard error over sequences; `stderr` is `None` if there are too few."""
 
     mean: float
     stderr: float | None
 
 
 def loss(evaluation: Losses, data: TokenSet, source: int | None = None) -> Estimate:
-    """Loss per scored token, of all sources or of one."""
+    """Return the loss per scored token, of all sources or of one."""
     return _mean(np.asarray(evaluation.losses), evaluation, data, source)
 
 
 def increase(evaluation: Losses, baseline: Losses, data: TokenSet, source: int | None = None) -> Estimate:
-    """Loss per scored token above the baseline's, paired by sequence."""
+    """Return the loss per scored token above the baseline's, paired by sequence."""
     return _mean(np.asarray(evaluation.losses) - np.asarray(baseline.losses), evaluation, data, source)
 
 
 def share(counts: NDArray[np.float64], evaluation: Losses, data: TokenSet, source: int | None = None) -> Estimate:
-    """`counts` per sequence as a share of the scored tokens, for instance of `evaluation.correct`."""
+    """Return `counts` per sequence, such as `evaluation.correct`, as a share of the scored tokens."""
     return _mean(counts, evaluation, data, source)
 
 
 def _mean(sums: NDArray[np.float64], evaluation: Losses, data: TokenSet, source: int | None) -> Estimate:
-    """Of `sums` per scored token. Sequences without such a token don't count, nor do sources without such sequences."""
+    """Average `sums` per scored token; skip sequences without scored tokens, and sources without sequences."""
     tokens, source_of = np.asarray(evaluation.tokens), data.source_of[list(evaluation.rows)]
     values, source_of = sums[tokens > 0] / tokens[tokens > 0], source_of[tokens > 0]
     numbers = sorted(set(source_of.tolist())) if source is None else [source]

@@ -1,4 +1,4 @@
-"""Evaluations with memory: journal first, engine else."""
+"""Evaluations with memory: read from the journal if recorded, else run by the engine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from indexcache_search.evaluation.plan import Plan
 
 @dataclass(frozen=True)
 class Cost:
-    """What evaluations cost.
+    """Cost of evaluations.
 
     Attributes:
-        evaluations: patterns that were evaluated, on all sequences or a part of them.
+        evaluations: patterns evaluated on all sequences or a part of them.
         sequences: runs of one sequence under one pattern.
-        layer_tokens: layers that really ran x tokens.
-        seconds: time that the engine took.
+        layer_tokens: layers that ran x tokens.
+        seconds: time of the engine.
     """
 
     evaluations: int
@@ -33,11 +33,11 @@ class Cost:
 
 @dataclass
 class Evaluator:
-    """Evaluates patterns on one token set, each at most once on a sequence over all runs of a search.
+    """Evaluator of patterns on one token set, which runs each sequence at most once over all runs of a search.
 
     Attributes:
         part: the set's name in the journal.
-        on_evaluation: told of every evaluation asked for the first time, whether it was run or recorded.
+        on_evaluation: called with every evaluation at its first request, run or recorded.
     """
 
     engine: Evaluates
@@ -53,7 +53,7 @@ class Evaluator:
     def evaluations(
         self, patterns: Sequence[Plan], rows: Sequence[int] | None = None, repeat: int = 0
     ) -> list[Evaluation]:
-        """Evaluations of `patterns` on `rows`, all by default, in order.
+        """Evaluate `patterns` on `rows`, all by default; return results in order.
 
         `repeat` 1 evaluates afresh what `repeat` 0 recorded.
 
@@ -85,10 +85,10 @@ class Evaluator:
             self.on_evaluation(evaluation.on(new))
 
     def recorded(self, pattern: Plan, repeat: int = 0) -> Evaluation:
-        """What was evaluated before of a pattern, on all sequences it was evaluated on.
+        """Return the recorded evaluation of a pattern, on all sequences it was evaluated on.
 
         Raises:
-            KeyError: if nothing was.
+            KeyError: if there is none.
         """
         evaluation = self.journal.evaluation(self.part, pattern, repeat)
         if evaluation is None:
@@ -97,7 +97,7 @@ class Evaluator:
 
     @property
     def cost(self) -> Cost:
-        """Of everything asked for, also of what an earlier run recorded."""
+        """Cost of all requested evaluations, including those that an earlier run recorded."""
         parts = [self.recorded(pattern, repeat).on(sorted(rows)) for (pattern, repeat), rows in self._asked.items()]
         return Cost(
             len(parts),

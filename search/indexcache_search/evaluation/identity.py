@@ -1,4 +1,4 @@
-"""What results depend on, as journals and logs remember it."""
+"""Conditions on which results depend, as recorded in journals and logs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ JOURNAL_FORMAT = 5
 
 
 def identity(engine: Engine, calibration: TokenSet, held_out: TokenSet, objective: Objective) -> dict[str, Any]:
-    """What evaluations depend on: the journal's identity."""
+    """Return the journal's identity: everything that evaluations depend on."""
     return {
         **engine_identity(engine),
         "objective": objective,
@@ -23,7 +23,7 @@ def identity(engine: Engine, calibration: TokenSet, held_out: TokenSet, objectiv
 
 
 def engine_identity(engine: Engine) -> dict[str, Any]:
-    """The part of a journal's identity that says what evaluates."""
+    """Return the part of a journal's identity that describes the engine and model."""
     return {
         "format": JOURNAL_FORMAT,
         "model": engine.model.name,
@@ -35,10 +35,10 @@ def engine_identity(engine: Engine) -> dict[str, Any]:
 
 
 def engine_words(engine: Engine) -> str:
-    """The same for people, in one line."""
+    """Describe the engine for users, in one line."""
     return f"{engine.name}, {', '.join(f'{key} {value}' for key, value in engine.settings.items())}"
 
 
 def today() -> dict[str, str]:
-    """Facts a journal remembers from the first run."""
+    """Return the facts that a journal keeps from the first run."""
     return {"created": time.strftime("%Y-%m-%d")}

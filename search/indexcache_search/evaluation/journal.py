@@ -1,4 +1,4 @@
-"""The journal: every evaluation on disk the moment it is done, so that a killed search loses at most one."""
+"""The journal: every evaluation is on disk as soon as it is done, so that a killed search loses at most one."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _Key = tuple[str, Plan, int]  # set, pattern, repeat
 
 
 class Journal:
-    """An append-only JSON-lines file that belongs to one search; use it in a `with` block.
+    """Append-only JSON-lines file of one search, for use in a `with` block.
 
-    Its first line says what results depend on; a later run with another model, data or objective is refused. Results
-    do not depend on the strategy, so strategies share them. A line that was cut off by a kill is dropped; every line
-    has a checksum, and what does not check is refused.
+    Its first line holds the identity; a later run with another model, data or objective is refused. Results do not
+    depend on the strategy, so strategies share them. A line cut off by a kill is dropped. Every line has a checksum,
+    and a line that fails it is refused.
 
     Args:
-        folder: the work directory; created. Who shares it with other processes holds it (`owned.outputs`).
-        identity: what results depend on.
-        facts: remembered from the first run, for instance the date; not compared.
-        restart: discard what is there.
-        parse: reads back the keys of plans; raises `PatternError` for anything else.
+        folder: the work directory, created if missing. Callers hold it against other processes (`owned.outputs`).
+        identity: conditions on which results depend.
+        facts: facts of the first run, such as the date; not compared.
+        restart: discard earlier records.
+        parse: parses the keys of plans; raises `PatternError` for other text.
 
     Raises:
         JournalError: if the folder holds another search, or is damaged.
@@ -93,7 +93,7 @@ class Journal:
         self._file.close()
 
     def evaluation(self, part: str, pattern: Plan, repeat: int = 0) -> Evaluation | None:
-        """What is recorded of `pattern` on the set named `part`: all sequences it was evaluated on, if any."""
+        """Return the recorded evaluation of `pattern` on the set named `part`, on all its sequences, if any."""
         return self._evaluations.get((part, pattern, repeat))
 
     def add_evaluation(self, part: str, evaluation: Evaluation, repeat: int = 0) -> None:
@@ -118,7 +118,7 @@ class Journal:
         self._evaluations[key] = evaluation if earlier is None else earlier + evaluation
 
     def matrix(self, name: str) -> list[list[float]] | None:
-        """A recorded measurement."""
+        """Return a recorded measurement, if there is one."""
         return self._matrices.get(name)
 
     def add_matrix(self, name: str, values: list[list[float]]) -> None:
@@ -131,7 +131,7 @@ class Journal:
 
 
 def recorded(path: Path) -> list[tuple[str, Evaluation]]:
-    """Every evaluation in a journal's file with the set it is on, whichever search it belongs to.
+    """Return every evaluation in a journal's file with the name of its set, for any search.
 
     Raises:
         JournalError: if the file is damaged.
@@ -190,10 +190,10 @@ class _Line(_Record):
 def _records(
     content: bytes, path: Path, sealer: Sealer, parse: Callable[[str], Plan]
 ) -> Iterator[_Header | _Matrix | tuple[_Key, Evaluation]]:
-    """What stands in a journal, line by line.
+    """Parse the records of a journal, line by line.
 
     Raises:
-        JournalError: if a line is damaged, or its pattern is none of this version.
+        JournalError: if a line is damaged, or this version can't parse its pattern.
     """
     for number, record in opened(content, str(path), sealer):
         try:
@@ -203,7 +203,7 @@ def _records(
                 yield _Matrix.model_validate(record)
             else:
                 yield _Line.model_validate(record).parse(parse)
-        except PatternError as error:  # of a version with other patterns
+        except PatternError as error:  # written by a version with other patterns
             raise JournalError(f"{path}: line {number}: {error}; --restart discards the file") from None
         except ValidationError:
             raise damaged(path, number) from None

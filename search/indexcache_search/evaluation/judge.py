@@ -1,4 +1,4 @@
-"""Which of several patterns is best: on all sequences, or by racing them over growing shares of the set."""
+"""Compare patterns on all sequences, or by racing them over growing shares of the set."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Choice:
     """The best of several patterns.
 
     Attributes:
-        best: its place among them.
+        best: its index among them.
         loss: its loss on all sequences.
         increases: each pattern's loss minus the reference's, on the sequences it was evaluated on.
     """
@@ -39,15 +39,15 @@ class Choice:
 
 
 class Judge:
-    """Compares patterns for a strategy.
+    """Comparison of patterns for a strategy.
 
-    Racing: all patterns run on a small share of the sequences. Those that are worse than the leader by more than a
-    paired confidence bound drop out, and of the others the better half go on to a share twice as large, until one is
-    left. What is chosen has always run on all sequences.
+    In a race all patterns first run on a small share of the sequences. The better half go on to a share twice as large,
+    except those worse than the leader by more than a paired confidence bound, until all sequences are used. The winner
+    has always run on all sequences.
 
     Args:
         evaluator: evaluates patterns on the calibration set.
-        shares: growing sets of sequences, the last of all; by default that one alone, which is no race.
+        shares: growing sets of sequences, the last with all; by default that one alone, which is no race.
     """
 
     def __init__(self, evaluator: Evaluator, shares: Sequence[Sequence[int]] | None = None) -> None:
@@ -56,20 +56,20 @@ class Judge:
 
     @classmethod
     def racing(cls, evaluator: Evaluator) -> Self:
-        """A judge whose first share holds 1/8 of the sequences."""
+        """Create a judge whose first share holds 1/8 of the sequences."""
         return cls(evaluator, growing_shares(evaluator.data, math.ceil(evaluator.data.num_sequences / FIRST_SHARE)))
 
     @property
     def half(self) -> Sequence[int]:
-        """The last share but one, about half of the sequences; all where there is no other."""
+        """The second to last share, about half of the sequences; all if there is only one."""
         return self.shares[max(0, len(self.shares) - 2)]
 
     def losses(self, patterns: Sequence[Plan]) -> list[float]:
-        """Mean losses on all sequences."""
+        """Return mean losses on all sequences."""
         return [estimates.loss(item, self._data).mean for item in self._evaluator.evaluations(patterns)]
 
     def choose(self, patterns: Sequence[Plan], reference: Plan) -> Choice:
-        """The best of different `patterns`; ties go to the first. `reference` is what increases are over."""
+        """Return the best of different `patterns`, ties to the first; increases are over `reference`."""
         alive = list(range(len(patterns)))
         increases = [math.inf] * len(patterns)
         for number, rows in enumerate(self.shares):
@@ -88,22 +88,22 @@ class Judge:
         return Choice(best, estimates.loss(evaluations[best], self._data).mean, increases)
 
     def scout(self, patterns: Sequence[Plan], reference: Plan, rows: Sequence[int] | None = None) -> list[Estimate]:
-        """Increases of `patterns` over `reference` on some rows alone, by default the first share."""
+        """Estimate increases of `patterns` over `reference` on `rows` alone, by default the first share."""
         rows = self.shares[0] if rows is None else rows
         base = self._evaluator.evaluations([reference], rows)[0]
         evaluations = self._evaluator.evaluations(patterns, rows)
         return [estimates.increase(item, base, self._data) for item in evaluations]
 
     def ranked(self, patterns: Sequence[P], reference: Plan, rows: Sequence[int] | None = None) -> dict[P, float]:
-        """What `scout` says of different `patterns`, the lowest increase first; ties stay in order."""
+        """Rank different `patterns` by the increases of `scout`, lowest first; ties stay in order."""
         increases = [item.mean for item in self.scout(patterns, reference, rows)]
         return dict(sorted(zip(patterns, increases, strict=True), key=itemgetter(1)))
 
     def telling(self, pattern: Plan, reference: Plan) -> list[int]:
-        """The rows that tell most about patterns near `pattern`, which runs on all sequences.
+        """Return the most informative rows for patterns near `pattern`, which runs on all sequences.
 
-        The first share, where something may be lost, and as many others on which `pattern` costs most over `reference`,
-        where something is to be gained.
+        These are the first share, which shows losses, and as many others on which `pattern` costs most over
+        `reference`, which show gains.
         """
         rows, data = self.shares[-1], self._data
         first, second = self._evaluator.evaluations([pattern, reference], rows)
@@ -116,16 +116,16 @@ class Judge:
         return sorted([*self.shares[0], *others[: len(self.shares[0])]])
 
     def difference(self, pattern: Plan, other: Plan, rows: Sequence[int] | None = None) -> Estimate:
-        """How much `pattern` costs more than `other`, both run on `rows`, by default on all sequences; paired."""
+        """Return how much more `pattern` costs than `other`, paired, on `rows`, by default all sequences."""
         first, second = (self._evaluator.evaluations([item], rows)[0] for item in (pattern, other))
         return estimates.increase(first, second, self._data)
 
     def noise(self, pattern: Plan, reference: Plan) -> float:
-        """Standard error of the difference between two patterns that ran on all sequences; 0 where it is not known."""
+        """Return the standard error of the difference of two patterns on all sequences; 0 if unknown."""
         return self.difference(pattern, reference).stderr or 0.0
 
     def clearly_worse(self, pattern: Plan, leader: Plan, rows: Sequence[int]) -> bool:
-        """Whether `pattern` costs more than `leader` on some rows, by more than a paired confidence bound."""
+        """Return true if `pattern` costs more than `leader` on `rows` by more than a paired confidence bound."""
         difference = self.difference(pattern, leader, rows)
         if difference.stderr is None:
             return False
@@ -134,5 +134,5 @@ class Judge:
 
 
 def student(z: float, degrees: int) -> float:
-    """The quantile of Student's t where the normal distribution has `z`; infinite without a degree of freedom."""
+    """Return the quantile of Student's t at the level of normal quantile `z`; infinite without degrees of freedom."""
     return float(t.ppf(norm.cdf(z), degrees)) if degrees > 0 else math.inf

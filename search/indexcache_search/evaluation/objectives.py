@@ -1,4 +1,4 @@
-"""What a search minimises: a number for each scored token."""
+"""Objectives of a search: a number for each scored token."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Objective = Literal["nll", "kl"]
-"""`nll`: the loss on the text, the paper's. `kl`: the divergence from the model with its own pattern."""
+"""`nll`: the paper's loss on the text. `kl`: the divergence from the model with its own pattern."""
 
 
 def nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy, `[tokens]`, in nats.
+    """Return the cross entropy, `[tokens]`, in nats.
 
     Args:
         logits: `[tokens, vocabulary]`, float32.
-        labels: `[tokens]`, int64, what really came.
+        labels: `[tokens]`, int64, the actual next tokens.
     """
     from torch.nn.functional import cross_entropy
 
@@ -24,7 +24,7 @@ def nll(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def kl(logits: Tensor, baseline: Tensor) -> Tensor:
-    """KL(baseline || pattern) over the whole vocabulary, `[tokens]`, in nats.
+    """Return KL(baseline || pattern) over the whole vocabulary, `[tokens]`, in nats.
 
     Args:
         logits: `[tokens, vocabulary]`, float32, under the pattern.

@@ -1,6 +1,6 @@
-"""JSON lines that can be trusted: each ends with a checksum of itself and of all lines before it.
+"""JSON lines with checksums, each over its line and all lines before it.
 
-A changed, missing or exchanged line is damage. A last line that a kill cut off is not: it has no line break.
+A changed, missing or exchanged line is damage. A last line without a line break was cut off by a kill, and is not.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import IO, Any
 from indexcache_search.errors import JournalError
 from sglang_indexcache.files.naming import naming
 
-_LONGEST = 1 << 20  # of a first line
+_LONGEST = 1 << 20  # bytes of a first line
 _END = re.compile(rb', "check": "([0-9a-f]{16})"\}$')
 
 
 class Sealer:
-    """Makes the lines of one file, in order."""
+    """Writer and reader of one file's lines, in order."""
 
     def __init__(self) -> None:
         self._chain = b""
 
     def seal(self, record: Mapping[str, Any]) -> bytes:
-        """The next line, with its line break.
+        """Return the next line, with its line break.
 
         Raises:
             ValueError: for NaN and infinity, which JSON does not have.
@@ -36,7 +36,7 @@ class Sealer:
         return text[:-1] + b', "check": "' + self._next(text) + b'"}\n'
 
     def open(self, line: bytes) -> dict[str, Any] | None:
-        """The record of the next line, without its line break; `None` if it is damaged."""
+        """Return the record of the next line, given without line break; `None` if it is damaged."""
         end = _END.search(line)
         if end is None:
             return None
@@ -63,14 +63,14 @@ def append(file: IO[bytes], sealer: Sealer, record: Mapping[str, Any]) -> None:
 
 
 def check_identity(path: Path, what: str, option: str, recorded: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Check that what lies in `path` belongs to this run.
+    """Check that the records in `path` belong to this run.
 
     Args:
         path: the file that holds `recorded`.
-        what: it belongs to, for people: `search`.
-        option: names another place.
-        recorded: what its results depend on.
-        own: what this run's results depend on.
+        what: kind of run for messages, such as `search`.
+        option: the option that names another folder.
+        recorded: the identity in the file.
+        own: the identity of this run.
 
     Raises:
         JournalError: naming the first difference.
@@ -84,12 +84,12 @@ def check_identity(path: Path, what: str, option: str, recorded: Mapping[str, An
 
 
 def complete(content: bytes) -> bytes:
-    """`content` without a last line that was cut off."""
+    """Return `content` without a last line that was cut off."""
     return content[: content.rfind(b"\n") + 1]
 
 
 def may_be_sealed(path: Path) -> bool:
-    """Whether a file can be one of ours, whole, damaged or cut: a line ends as ours do, or there is none yet."""
+    """Return true if a file may be a sealed one, whole, damaged or cut off: it is empty, or a line has a checksum."""
     with path.open("rb") as file:
         first = file.readline(_LONGEST)
         if not first.endswith(b"\n"):
@@ -98,7 +98,7 @@ def may_be_sealed(path: Path) -> bool:
 
 
 def opened(content: bytes, name: str, sealer: Sealer) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and records of complete lines; `sealer` goes on from there.
+    """Yield numbers and records of complete lines; `sealer` continues from the last.
 
     Raises:
         JournalError: naming the first damaged line.
@@ -111,4 +111,5 @@ def opened(content: bytes, name: str, sealer: Sealer) -> Iterator[tuple[int, dic
 
 
 def damaged(name: object, number: int) -> JournalError:
+    """Return the error for a damaged line."""
     return JournalError(f"{name}: line {number} is damaged; --restart discards the file")

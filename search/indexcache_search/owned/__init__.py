@@ -1,1 +1,1 @@
-"""Folders that commands write to, and what in them is theirs: nothing of anybody else's is overwritten or deleted."""
+"""Folders that commands write to. A command never overwrites or deletes files that it did not write."""

@@ -1,4 +1,4 @@
-"""A folder whose own files are known by its mark."""
+"""A folder whose mark lists the files that a command wrote."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from sglang_indexcache.files.atomic import write_atomically
 
 
 class OwnFolder:
-    """A folder that a command writes files to; whatever else is in it stays as it is.
+    """Folder that a command writes files to, leaving everything else in it alone.
 
-    A file is the command's own if the mark names it and it holds what was written there. One that is there without
-    that, or was changed since, is somebody's, and is never overwritten or removed.
+    A file is the command's own if the mark names it and its content is unchanged. Any other file belongs to the user,
+    and is never overwritten or removed.
 
     Args:
-        path: of the folder; made when it is held.
-        command: that writes.
-        names: of the files that it may write.
-        option: that names another folder.
+        path: the folder, created when it is held.
+        command: the command that writes.
+        names: names of the files that it may write.
+        option: the option that names the folder.
 
     Attributes:
         written: files of this run, in order.
@@ -39,15 +39,15 @@ class OwnFolder:
         self._mark: Mark | None = None
 
     def check(self) -> None:
-        """Check that all of our names are free or our own; nothing is made.
+        """Check that all names are free or the command's own; create nothing.
 
         Raises:
-            FolderError: naming what is in the way.
+            FolderError: if another file or folder is in the way.
         """
         try:
             self._check_all()
         except FolderError:
-            self._check_all()  # a run that was just writing changes its mark first, then the file
+            self._check_all()  # a run that was writing changes its mark before the file
 
     def _check_all(self) -> None:
         if os.path.lexists(self.path) and not self.path.is_dir():
@@ -58,7 +58,7 @@ class OwnFolder:
 
     @contextmanager
     def held(self) -> Iterator[Self]:
-        """Be its only writer inside the `with` block.
+        """Hold the folder as its only writer inside the `with` block.
 
         Raises:
             FolderError: as `check`, and if another process writes there.
@@ -78,7 +78,7 @@ class OwnFolder:
                     break
 
     def write(self, name: str, text: str) -> None:
-        """Write a file as a whole, in the place of our own older one.
+        """Write a whole file, replacing the command's own older one.
 
         Raises:
             FolderError: if somebody else's is there.
@@ -91,7 +91,7 @@ class OwnFolder:
             self.written.append(self.path / name)
 
     def growing(self, name: str) -> Path:
-        """The path of a file that is appended to, marked as our own.
+        """Mark a file that is appended to as the command's own; return its path.
 
         Raises:
             FolderError: if somebody else's is there.
@@ -101,10 +101,10 @@ class OwnFolder:
         return self.path / name
 
     def clear(self, growing: bool = False) -> list[Path]:
-        """Remove what earlier runs wrote here, and say which files those were; files that grow only if asked.
+        """Remove the files of earlier runs, with `growing` also those that grow; return their paths.
 
         Raises:
-            FolderError: before anything is removed, if one of them was changed since.
+            FolderError: if one of them was changed since; then none is removed.
         """
         if self._mark is None:
             return []
@@ -124,7 +124,7 @@ class OwnFolder:
             self._mark.write(self.path)
 
     def _check(self, name: str) -> str | None:
-        """The sha256 of our own file, empty if it grows; `None` if none is there."""
+        """Return the sha256 of the command's own file, empty if it grows; `None` if there is no file."""
         path = self.path / name
         if not os.path.lexists(path):
             return None
@@ -149,7 +149,7 @@ class OwnFolder:
 
 
 def checked_mark(folder: Path, command: str, holds: str, option: str) -> Mark | None:
-    """The mark of `folder`, if there is one.
+    """Return the mark of `folder`, if there is one.
 
     Raises:
         FolderError: if it is damaged, or another command's.

@@ -1,4 +1,4 @@
-"""One writer a folder at a time: a lock that ends with its process, and says who holds it."""
+"""Lock that gives a folder a single writer, ends with its process, and names its holder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 class _Holder(BaseModel):
-    """Who holds a lock."""
+    """Holder of a lock."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -35,12 +35,12 @@ class _Holder(BaseModel):
 
 @contextmanager
 def locked(folder: Path, command: str) -> Iterator[None]:
-    """Be the only writer of `folder` inside the `with` block; what a killed one left does not count.
+    """Hold `folder` as its only writer inside the `with` block; ignore a lock left by a killed process.
 
-    On NFS the lock holds for all hosts where the server keeps locks (Linux turns flock into one of those).
+    On NFS the lock holds for all hosts if the server keeps locks (Linux maps flock to them).
 
     Raises:
-        FolderError: if another process writes there, naming it, or the file system has no locks.
+        FolderError: if another process, which it names, writes there, or the file system has no locks.
     """
     path = folder / LOCK
     descriptor = _taken(path)
@@ -53,13 +53,13 @@ def locked(folder: Path, command: str) -> Iterator[None]:
     finally:
         try:
             with suppress(OSError):
-                path.unlink()  # while it is held: whoever opened it meanwhile sees that it is gone
+                path.unlink()  # while held, so that a process that has opened it sees that it is gone
         finally:
             os.close(descriptor)
 
 
 def _taken(path: Path) -> int:
-    """A descriptor of the lock file that holds the lock."""
+    """Return a descriptor of the lock file that holds the lock."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     while True:
         descriptor = os.open(path, flags, 0o644)
@@ -79,7 +79,7 @@ def _taken(path: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # whoever held it has ended, and took the file along
+        os.close(descriptor)  # its holder has ended and removed the file
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

@@ -1,4 +1,4 @@
-"""The mark of a folder that a command of this project writes to: what made it, and which of its files are its own."""
+"""The mark of a folder: the command that wrote it, and the files that are the command's own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_indexcache.files.atomic import read_regular, reason, write_atomicall
 
 MARK = "indexcache-run.json"
 Holds = Literal["files", "model", "work", "events"]
-"""`files`: those that it names. `model`: likewise, written as a whole. `work`, `events`: what a training run keeps."""
+"""`files`: the files it names. `model`: the same, written as a whole. `work`, `events`: files of a training run."""
 _RESULTS = re.compile(
     r"(pattern|pattern\.partial)\.yaml|(metrics|eval|offload|thresholds-[0-9.e+-]{1,30})\.json|(report|eval|offload)\.html"
     r"|curves\.svg|(log|journal)\.jsonl|server\.log"
@@ -30,15 +30,15 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Mark(BaseModel):
-    """What stands in a mark.
+    """Contents of a mark.
 
     Attributes:
-        command: that wrote the folder.
-        version: of this package.
-        created: when it began to, UTC.
-        holds: what the folder is for.
-        files: paths below the folder, and the sha256 of what the command wrote there; two where a kill may have come
-            between. `None` of files that grow.
+        command: the command that wrote the folder.
+        version: version of this package.
+        created: start of the command, UTC.
+        holds: purpose of the folder.
+        files: paths below the folder, with the sha256 of their content; two where a kill may have left either one;
+            `None` for files that grow.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=True)
@@ -62,7 +62,7 @@ class Mark(BaseModel):
 
     @classmethod
     def new(cls, command: str, holds: Holds, files: Mapping[str, list[str] | None]) -> Self:
-        """A mark of now."""
+        """Create a mark dated now."""
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         return cls(
             schema="indexcache-run/v1",
@@ -75,10 +75,10 @@ class Mark(BaseModel):
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """The mark of `folder`; `None` if it has none.
+        """Read the mark of `folder`; return `None` if it has none.
 
         Raises:
-            FolderError: if it can't be read or is damaged: then nothing says what in the folder is whose.
+            FolderError: if it can't be read or is damaged, so that ownership of files is unknown.
         """
         path = folder / MARK
         if not os.path.lexists(path):
@@ -95,7 +95,7 @@ class Mark(BaseModel):
             raise FolderError(f"{error}; {_NEXT}") from None
 
     def write(self, folder: Path) -> None:
-        """Write the mark into `folder`, as a whole or not at all."""
+        """Write the mark into `folder` atomically."""
         write_atomically(folder / MARK, self.model_dump_json(by_alias=True, indent=1) + "\n")
 
 
@@ -103,17 +103,17 @@ _NEXT = "nothing here is touched without a whole mark; move the folder away, or 
 
 
 def is_below(name: str) -> bool:
-    """Whether `name` is a plain path below a folder: no `..`, nothing absolute, as it is spelt."""
+    """Return true if `name` is a plain relative path below a folder, without `..`."""
     path = PurePosixPath(name)
     plain = "\0" not in name and "\\" not in name and str(path) == name and not path.is_absolute()
     return plain and bool(path.parts) and not {".", ".."} & {*path.parts}
 
 
 def digest_of(path: Path) -> str:
-    """sha256 of a regular file; a link is not followed.
+    """Return the sha256 of a regular file; do not follow links.
 
     Raises:
-        FolderError: if it is something else, or can't be read.
+        FolderError: if it is not a regular file, or can't be read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""The two folders of a command that evaluates: for its results, and for its journal."""
+"""The results folder and the journal folder of a command that evaluates."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _WORK = (FILE_NAME, SERVER_LOG, PARTIAL)
 
 @dataclass(frozen=True)
 class Outputs:
-    """Folders that this process alone writes to; maybe one and the same."""
+    """Folders held by this process alone; they may be the same one."""
 
     results: OwnFolder
     work: OwnFolder
 
     def replace(self, contents: Mapping[str, str], console: Console) -> None:
-        """Write results in the place of all earlier ones, and say which of these are gone without a new one."""
+        """Write results over all earlier ones; print which of these are gone without a new one."""
         removed = [*self.work.clear(), *self.results.clear()]
         for name, text in contents.items():
             self.results.write(name, text)
@@ -35,7 +35,7 @@ class Outputs:
                 console.print(f"removed {path}, which an earlier run wrote", markup=False, soft_wrap=True)
 
     def journal(self) -> Path:
-        """The journal's folder, its file marked as our own."""
+        """Mark the journal's file as the command's own; return its folder."""
         return self.work.growing(FILE_NAME).parent
 
 
@@ -46,14 +46,14 @@ def outputs(
     """Hold both folders inside the `with` block.
 
     Args:
-        command: that writes.
-        folder: of the results.
-        work: of the journal, which several commands may share one after the other.
-        names: of the results.
-        reads: options, and what they name, see `check_apart`.
+        command: the command that writes.
+        folder: the results folder.
+        work: the journal's folder, which several commands may use in turn.
+        names: file names of the results.
+        reads: input options and their values, see `check_apart`.
 
     Raises:
-        FolderError: if something of somebody else's is in the way, or another process writes there.
+        FolderError: if a file of somebody else is in the way, or another process writes there.
     """
     own = [*(folder / name for name in names), *(work / name for name in _WORK)]
     check_apart({"--output": folder, "--work-dir": work}, own, reads)

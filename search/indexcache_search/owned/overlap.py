@@ -1,4 +1,4 @@
-"""What a command reads and what it writes must lie apart."""
+"""Separation of the paths that a command reads from those that it writes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from indexcache_search.errors import FolderError
 
 
 def check_apart(writes: Mapping[str, Path], names: Iterable[Path], reads: Mapping[str, Iterable[str]]) -> None:
-    """Check that no folder that is read holds one that is written or lies in it, and that no file is both.
+    """Check that no folder that is read and none that is written contain each other, and that no file is both.
 
-    Links, `..`, and other spellings of the same place are seen through.
+    Paths are resolved, including links and `..`.
 
     Args:
-        writes: options and their folders.
-        names: files and folders that are written or replaced, whole.
-        reads: options, and what they name: files, folders, or what is no path at all.
+        writes: output options and their folders.
+        names: files and folders that are written or replaced as a whole.
+        reads: input options and their values: files, folders, or names that are not paths.
 
     Raises:
-        FolderError: naming both options.
+        FolderError: if paths overlap; it names both options.
     """
     own = list(names)
     for option, texts in reads.items():
@@ -39,12 +39,12 @@ def check_apart(writes: Mapping[str, Path], names: Iterable[Path], reads: Mappin
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # a name that can't be one
+    except (OSError, ValueError):  # not a valid path
         return False
 
 
 def _is_in(path: Path, folder: Path) -> bool:
-    """Whether `path`, there or not, is `folder` or lies in it."""
+    """Return true if `path`, which need not exist, is `folder` or lies in it."""
     if not _exists(folder):
         return False
     real = path.resolve()

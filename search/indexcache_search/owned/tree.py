@@ -1,4 +1,4 @@
-"""Folders that are written as a whole, such as an exported model, and that go as a whole."""
+"""Folders that are written and removed as a whole, such as an exported model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from indexcache_search.owned.lock import LOCK
 from indexcache_search.owned.mark import MARK, Mark, digest_of
 
 UNFINISHED = re.compile(r"unfinished-[0-9a-f]{32}")
-_PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.partial")  # what a killed `write_atomically` leaves
+_PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.partial")  # left by a killed `write_atomically`
 
 
 def is_whole(folder: Path, command: str) -> bool:
-    """Whether `folder` holds all that its mark says; `False` too if it is not there.
+    """Return true if `folder` exists and holds every file of its mark, unchanged.
 
     Raises:
-        FolderError: if it is there and not a run's of `command`.
+        FolderError: if it exists but `command` did not write it.
     """
     mark = _mark(folder, command)
     return mark is not None and all(
@@ -33,10 +33,10 @@ def is_whole(folder: Path, command: str) -> bool:
 
 
 def check_ours(folder: Path, command: str) -> None:
-    """Check that nothing in `folder` is anybody else's.
+    """Check that `command` wrote every file in `folder`.
 
     Raises:
-        FolderError: naming what is, or was changed.
+        FolderError: naming the first foreign or changed file.
     """
     mark = _mark(folder, command)
     if mark is None:
@@ -51,15 +51,15 @@ def check_ours(folder: Path, command: str) -> None:
 
 @contextmanager
 def replaced(folder: Path, work: Path, command: str) -> Iterator[Path]:
-    """An empty folder to fill, which takes the place of `folder` if the `with` block ends without an error.
+    """Yield an empty folder to fill; replace `folder` with it if the `with` block succeeds.
 
     Args:
-        folder: our own older one goes.
-        work: a folder of ours on the same file system, where it is filled.
-        command: that writes.
+        folder: the target, whose own older version is removed.
+        work: an own folder on the same file system, for the new version.
+        command: the command that writes.
 
     Raises:
-        FolderError: if what is there is not ours, or not all of it.
+        FolderError: if `folder` holds anything that `command` did not write.
     """
     check_ours(folder, command)
     unfinished = work / f"unfinished-{uuid4().hex}"
@@ -76,10 +76,10 @@ def replaced(folder: Path, work: Path, command: str) -> Iterator[Path]:
 
 
 def discard(folder: Path, work: Path, command: str) -> None:
-    """Remove a folder of ours: at once out of sight, so that no half of it looks whole.
+    """Remove an own folder: rename it first, so that a half-removed one never looks whole.
 
     Raises:
-        FolderError: if something in it is not ours; then all of it stays.
+        FolderError: if it holds a foreign file; then all of it stays.
     """
     check_ours(folder, command)
     if folder.exists():
@@ -89,7 +89,7 @@ def discard(folder: Path, work: Path, command: str) -> None:
 
 
 def open_subfolder(folder: Path, command: str, holds: str) -> None:
-    """Make a folder all of whose content will be ours, or check that it is one.
+    """Create a folder that only `command` writes to, or check that it is one.
 
     Raises:
         FolderError: if it is somebody else's.
@@ -97,11 +97,11 @@ def open_subfolder(folder: Path, command: str, holds: str) -> None:
     check_subfolder(folder, command, holds)
     folder.mkdir(parents=True, exist_ok=True)
     if Mark.read(folder) is None:
-        Mark.new(command, holds, {}).write(folder)  # type: ignore[arg-type]  # one of these
+        Mark.new(command, holds, {}).write(folder)  # type: ignore[arg-type]  # callers pass a literal
 
 
 def check_subfolder(folder: Path, command: str, holds: str) -> None:
-    """Check that a folder all of whose content will be ours is free, or such a one.
+    """Check that a folder that only `command` may write to is free or its own.
 
     Raises:
         FolderError: if it is somebody else's.
@@ -118,14 +118,14 @@ def check_subfolder(folder: Path, command: str, holds: str) -> None:
 
 
 def check_content(folder: Path, ours: re.Pattern[str]) -> None:
-    """Check that all files of a folder have names that only we give; what is marked within is left to its mark.
+    """Check that all files of a folder have names that only this package gives.
 
     Args:
-        folder: any; none is fine.
-        ours: matches whole paths below it.
+        folder: the folder; may be missing.
+        ours: pattern of whole paths below it.
 
     Raises:
-        FolderError: naming the first that has another, or is a link.
+        FolderError: naming the first file with another name, or the first link.
     """
     for path, name in _files(folder, UNFINISHED):
         known = name == MARK or ours.fullmatch(name) or _PARTIAL.fullmatch(path.name)
@@ -134,7 +134,7 @@ def check_content(folder: Path, ours: re.Pattern[str]) -> None:
 
 
 def empty(folder: Path) -> None:
-    """Remove what is in a folder of ours but its mark; check it before."""
+    """Remove everything but the mark from an own folder that was checked before."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -143,7 +143,7 @@ def empty(folder: Path) -> None:
 
 
 def _mark(folder: Path, command: str) -> Mark | None:
-    """The mark of a folder that was written as a whole; `None` if no folder is there."""
+    """Return the mark of a folder written as a whole; `None` if there is no folder."""
     if not os.path.lexists(folder):
         return None
     if folder.is_symlink() or not folder.is_dir():
@@ -162,11 +162,11 @@ def _unmarked(folder: Path, command: str) -> FolderError:
 
 
 def _files(folder: Path, passed_over: re.Pattern[str] | None = None) -> Iterator[tuple[Path, str]]:
-    """All that is in a folder but folders, and their paths below it; links are not followed, and count as files.
+    """Yield all files in a folder and their paths below it; links are not followed, and count as files.
 
     Args:
-        folder: any; none is fine.
-        passed_over: folders in it that are not looked into.
+        folder: the folder; may be missing.
+        passed_over: pattern of the names of subfolders to skip.
 
     Raises:
         OSError: if a folder can't be read.

@@ -1,1 +1,1 @@
-"""What was measured: variants beside each other, and tables of them."""
+"""Results of measurements: variants side by side, and tables of them."""

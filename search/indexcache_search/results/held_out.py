@@ -1,4 +1,4 @@
-"""What a search and a comparison found, as it stands in metrics.json and eval.json; reports read nothing else."""
+"""Results of a search and a comparison as in metrics.json and eval.json, the only input of reports."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class _Section(BaseModel):
 
 
 class Measured(_Section):
-    """What was measured of a pattern or server on one source; a comparison also says how it changed.
+    """Measurements of a pattern or server on one source; a comparison adds changes from the baseline.
 
     Attributes:
-        loss: a scored token's.
-        increase: how much the loss is above the baseline's, paired by sequence.
+        loss: mean of a scored token.
+        increase: loss above the baseline's, paired by sequence.
         accuracy: share of scored tokens that are the likeliest.
-        accuracy_change: from the baseline's.
+        accuracy_change: change from the baseline.
         kl: divergence from the baseline.
-        generated: share of a task's answers that the text holds.
-        generated_change: from the baseline's.
+        generated: share of a task's answers found in the generated text.
+        generated_change: change from the baseline.
     """
 
     loss: Estimate
@@ -38,9 +38,9 @@ class Measured(_Section):
 
 
 class Row(_Section):
-    """One line of a table: what it is (see `Line`), and what was measured over all sources and on each.
+    """One line of a table: its variant (see `Line`), and measurements over all sources and on each.
 
-    `extra` is what a study measures of its plans beside their losses, by the title of its column.
+    `extra` holds further measurements of a study's plans, by column title.
     """
 
     kind: Kind
@@ -60,8 +60,8 @@ class HeldOut(_Section):
     """A comparison on held-out data.
 
     Attributes:
-        answer_sources: those where a loss mask picks the tokens that count.
-        sha256: of the tokens.
+        answer_sources: sources with a loss mask.
+        sha256: digest of the tokens.
     """
 
     sources: list[str]
@@ -73,7 +73,7 @@ class HeldOut(_Section):
 
 
 class StepResult(_Section):
-    """A committed flip of `layer`; `candidates` are the losses of flips that ran on all sequences, by layer."""
+    """Committed flip of `layer`; `candidates` are the losses of flips run on all sequences, by layer."""
 
     layer: int
     full_layers: int
@@ -84,7 +84,7 @@ class StepResult(_Section):
 
 
 class CostResult(_Section):
-    """See `evaluator.Cost`; and the layer-tokens of the paper's Algorithm 1 to the same retention."""
+    """See `evaluator.Cost`; also the layer-tokens of the paper's Algorithm 1 to the same retention."""
 
     evaluations: int
     sequences: int
@@ -95,16 +95,16 @@ class CostResult(_Section):
 
 
 class SearchResult(_Section):
-    """metrics.json of a search.
+    """Contents of a search's metrics.json.
 
     Attributes:
         engine: its name and settings.
-        seconds: wall time of each phase of this run; resumed runs only count what they did.
-        look_alikes: a line for each pattern that calibration can't tell from the one found.
-        overlap: of what layers choose, `[layers, layers]`, None if it was not measured.
-        similarity: of attention outputs, likewise.
-        shift: of dense models, `[1, layers]`, see `page_signals`.
-        recall: of dense models, `[layers, layers]`, likewise.
+        seconds: wall time of each phase of this run; resumed runs count only their own.
+        look_alikes: a line for each pattern that calibration can't distinguish from the one found.
+        overlap: overlap of selections, `[layers, layers]`; `None` if it was not measured.
+        similarity: similarity of attention outputs, `[layers, layers]`; `None` if it was not measured.
+        shift: `[1, layers]`, for dense models, see `page_signals`.
+        recall: `[layers, layers]`, for dense models, see `page_signals`.
     """
 
     schema_: str = Field(alias="schema")
@@ -121,13 +121,13 @@ class SearchResult(_Section):
     recall: list[list[float]] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """What is written."""
+        """Return the contents to write."""
         content = self.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return {**content, "pattern_file": self.pattern_file.model_dump(mode="json", by_alias=True)}
 
 
 class ComparisonResult(_Section):
-    """eval.json; `findings` has a line for each row, where it is worse than the baseline."""
+    """Contents of eval.json; each line of `findings` says where a row is worse than the baseline."""
 
     schema_: str = Field(alias="schema")
     model: str
@@ -137,5 +137,5 @@ class ComparisonResult(_Section):
     findings: list[str]
 
     def as_json(self) -> dict[str, Any]:
-        """What is written."""
+        """Return the contents to write."""
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True)

@@ -1,4 +1,4 @@
-"""Names of what somebody asked for: each stands for one pattern."""
+"""Unique names for the patterns that a user requests."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _TAKEN = re.compile(r"baseline|uniform( \(paper's phase\)|, (mean of \d+ phases|
 
 
 def unique_names(asked: Sequence[tuple[str | None, PatternSpec, str]]) -> list[str]:
-    """A name for each pattern: the one that was given, else its label where no other has it, else what was written.
+    """Return a name for each pattern: the given one, else its label if unique, else its written form.
 
     Args:
-        asked: given names, patterns, and what is shown behind the name.
+        asked: given names, patterns, and suffixes shown after the name.
 
     Raises:
-        SearchError: if a given name is one of ours, or two can't be told apart.
+        SearchError: if a given name is reserved, or two names are equal.
     """
     for given, _, _ in asked:
         if given is not None and _TAKEN.fullmatch(given):
@@ -41,7 +41,7 @@ def unique_names(asked: Sequence[tuple[str | None, PatternSpec, str]]) -> list[s
 
 
 def file_names(patterns: Iterable[str]) -> list[str]:
-    """The files among patterns as they are written on a command line."""
+    """Return the files among patterns as written on a command line."""
     return [str(split_retention(split_name(text)[1])[0]) for text in patterns]
 
 
@@ -50,7 +50,7 @@ def _written(spec: PatternSpec) -> str:
 
 
 def suffix(selection: Selection | None, among: Iterable[Selection | None]) -> str:
-    """Name the fields in which `selection` differs from the others, for behind a variant's name."""
+    """Name the fields in which `selection` differs from the others, as a suffix of a variant's name."""
     others = {item for item in among if item is not None}
     if selection is None:
         return ""
@@ -64,6 +64,6 @@ def suffix(selection: Selection | None, among: Iterable[Selection | None]) -> st
         "buffer_pages": f"buffer {selection.buffer_pages}",
     }
     differ = [name for name in words if len({getattr(item, name) for item in others}) > 1]
-    if "pages" in differ and "recent_pages" in differ:  # which follows it, where nobody says otherwise
+    if "pages" in differ and "recent_pages" in differ:  # its default follows from `pages`
         differ.remove("recent_pages")
     return "".join(f", {words[name]}" for name in differ)

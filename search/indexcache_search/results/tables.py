@@ -15,12 +15,12 @@ from sglang_indexcache.pattern import FULL
 
 
 def extras(held_out: HeldOut) -> list[str]:
-    """Columns with what a study measures of its plans; none where patterns alone are compared."""
+    """Return the titles of a study's additional columns; none where patterns alone are compared."""
     return list(dict.fromkeys(title for row in held_out.rows for title in row.extra or ()))
 
 
 def shown_rows(held_out: HeldOut) -> list[Row]:
-    """Rows for people: single phases other than the paper's are summed up by their mean and best."""
+    """Return the rows to show: phases other than the paper's appear only as their mean and best."""
     shown = [row for row in held_out.rows if not _is_other_phase(row)]
     order = {retention: index for index, retention in enumerate(dict.fromkeys(row.retention for row in shown))}
     return sorted(shown, key=lambda row: (order[row.retention], row.increase.mean))
@@ -31,7 +31,7 @@ def _is_other_phase(row: Row) -> bool:
 
 
 def columns(held_out: HeldOut) -> list[str]:
-    """Column titles; sources with a loss mask show accuracy, which says more of answers, others the loss's increase."""
+    """Return column titles; a source shows accuracy if it has a loss mask, else the increase of the loss."""
     if more := extras(held_out):
         return ["plan", *more, "loss", "increase", "KL", *map(_short, held_out.sources)]
     letter = next((row.pattern[0] for row in held_out.rows if row.pattern), FULL)
@@ -39,7 +39,7 @@ def columns(held_out: HeldOut) -> list[str]:
 
 
 def cells(row: Row, held_out: HeldOut) -> list[str]:
-    """One row's texts, in the order of `columns`."""
+    """Return one row's texts, in the order of `columns`."""
     name = "uniform (paper's phase)" if row.kind == PHASE else str(row.name)
     full = "" if row.full_layers is None else str(row.full_layers)
     kept = [row.retention or "", full]
@@ -61,12 +61,12 @@ def cells(row: Row, held_out: HeldOut) -> list[str]:
 
 
 def label(row: Row) -> str:
-    """A row's name, with what it keeps unless that is everything."""
+    """Return a row's name, followed by its retention unless that is 1."""
     return f"{row.name} {row.retention}" if row.retention not in (None, "1") else str(row.name)
 
 
 def terminal_tables(held_out: HeldOut, width: int) -> list[Table]:
-    """The comparison for a terminal of `width` columns; sources have standard errors where one table holds it all."""
+    """Lay out the comparison for `width` columns; sources show standard errors if one table is enough."""
     shown = shown_rows(held_out)
     lines = [columns(held_out), *(cells(row, held_out) for row in shown)]
     title = "Held-out comparison: loss, its increase over the baseline; sources with a loss mask: accuracy"
@@ -85,14 +85,14 @@ def terminal_tables(held_out: HeldOut, width: int) -> list[Table]:
 def fitted(
     title: str, lines: Sequence[Sequence[str]], name: int, width: int, groups: Sequence[object] = ()
 ) -> list[Table]:
-    """A table for a terminal, or several below each other where one is too wide; what is in them is no markup.
+    """Lay out a table for a terminal, split into several if it is too wide; cells are no markup.
 
     Args:
-        title: of the first.
+        title: title of the first table.
         lines: titles of the columns, then the rows.
-        name: how many of the first columns each table begins with.
-        width: of the terminal.
-        groups: by row, what it belongs to; lines are drawn between groups.
+        name: number of leading columns that every table repeats.
+        width: columns of the terminal.
+        groups: group of each row; lines separate groups.
     """
     parts: list[list[int]] = []
     for column in range(name, len(lines[0])):
@@ -103,7 +103,7 @@ def fitted(
 
 
 def _width(lines: Sequence[Sequence[str]], part: Sequence[int]) -> int:
-    """What a table of some columns takes, borders included."""
+    """Return the width of a table of some columns, borders included."""
     return 1 + sum(3 + max(cell_len(line[column]) for line in lines) for column in part)
 
 
@@ -128,6 +128,6 @@ def _with_error(estimate: Estimate, form: str) -> str:
 
 
 def retentions(held_out: HeldOut) -> Sequence[str]:
-    """Retentions compared, the baseline's left out."""
+    """Return the retentions compared, without the baseline's."""
     rows = [row for row in held_out.rows if row.kind != BASELINE]
     return list(dict.fromkeys(row.retention for row in rows if row.retention is not None))

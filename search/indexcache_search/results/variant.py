@@ -1,4 +1,4 @@
-"""What a line of a comparison is; names are for people, and decide nothing."""
+"""Variants, the lines of a comparison. Their names are for display only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_indexcache.errors import PatternError
 from sglang_indexcache.pattern import uniform_pattern
 
 Kind = Literal["baseline", "named", "phase", "mean", "best"]
-"""`named`: what somebody asked for or a search found. `phase`: uniform at one phase; `mean`, `best`: over phases."""
+"""`named`: requested by the user or found by a search. `phase`: uniform at one phase; `mean`, `best`: over phases."""
 
 BASELINE: Kind = "baseline"
 NAMED: Kind = "named"
@@ -26,11 +26,10 @@ class Line:
     """One line of a comparison.
 
     Attributes:
-        kind: what it is.
-        name: for people.
-        retention: share of layers that are not shared, as it was asked for; `None` of a server, whose pattern is its
-            own affair.
-        pattern: what runs; `None` of a server.
+        kind: kind of variant.
+        name: name for display.
+        retention: requested share of layers that are not shared; `None` for a server, whose pattern is unknown.
+        pattern: the plan that runs; `None` for a server.
         phase: the layer at which uniform's F layers begin, see `Pattern.uniform`.
     """
 
@@ -42,13 +41,14 @@ class Line:
 
     @classmethod
     def baseline(cls, pattern: Pattern | None) -> Line:
+        """Return the baseline's line."""
         return cls(BASELINE, "baseline", None if pattern is None else Fraction(1), pattern)
 
 
 def uniform_lines(native: Pattern, retention: Fraction, more: str = "") -> list[Line]:
-    """Uniform at every phase, each pattern once; none where the retention is not 1/n, or too large for locked layers.
+    """Return uniform at every phase, each pattern once; none unless retention is 1/n and locked layers allow it.
 
-    `more` goes behind the names.
+    `more` is appended to the names.
     """
     lines: list[Line] = []
     for phase in range(retention.denominator):
@@ -56,7 +56,7 @@ def uniform_lines(native: Pattern, retention: Fraction, more: str = "") -> list[
             pattern = uniform_pattern(native, retention, phase)
         except PatternError:
             continue
-        if pattern in [line.pattern for line in lines]:  # of locked layers, the nearest free ones may be the same
+        if pattern in [line.pattern for line in lines]:  # locked layers may map two phases to the same free layers
             continue
         lines.append(Line(PHASE, f"uniform phase {phase}{more}", retention, pattern, phase))
     return lines

@@ -1,4 +1,4 @@
-"""Strategies by name; the first is the default. A new one is a module here and a line below."""
+"""Strategies by name; the first is the default. Add a new one as a module here and a line below."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ STRATEGIES: dict[str, Strategy] = {
 }
 DEFAULT_STRATEGY = next(iter(STRATEGIES))
 WITH_PRICES: dict[str, Strategy] = {Lazy.name: BudgetSearch()}
-"""What looks for patterns with blocks of queries, by the name of the strategy whose flips it follows."""
+"""Strategies for patterns with blocks of queries, by the name of the strategy whose flips they follow."""
 
 
 def measured_strategies(dense: bool) -> list[MeasuredStrategy]:
-    """The strategies that take their patterns from a measurement, of dense models or of others."""
+    """Return the strategies that derive patterns from a measurement, for dense models or for others."""
     return [item for item in STRATEGIES.values() if isinstance(item, MeasuredStrategy) and item.dense == dense]

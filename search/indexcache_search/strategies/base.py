@@ -1,4 +1,4 @@
-"""What a strategy is given, what it gives, and what is known of it before anything runs."""
+"""Interface of strategies: their goal, their tools and their outcome."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """One committed flip of `layer`, giving `pattern` with `loss`.
+    """Committed flip of `layer`, giving `pattern` with `loss`.
 
-    `losses` are those of the flips that ran on all sequences.
+    `losses` are the losses of flips that ran on all sequences, by layer.
     """
 
     layer: int
@@ -33,18 +33,18 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What a search is asked for.
+    """Goal of a search.
 
     Attributes:
-        native: the checkpoint's own pattern: nothing is shared but locked layers.
-        full_layers: how many `F` layers each retention keeps.
+        native: the checkpoint's own pattern, which shares only locked layers.
+        full_layers: number of `F` layers by retention.
         blocks: see `greedy`.
-        flips: how many flips a lazy step evaluates at least.
-        prices: what an `F` layer costs, by how many prompt queries it selects for at a time, 1 among them; empty where
-            all layers select for each query by itself. Patterns with prices may have other numbers of `F` layers than
-            `full_layers`, for together as much.
-        most_full: how many `F` layers such patterns have at most, for each of them runs its indexer while decoding;
-            `None` if that does not matter.
+        flips: minimum number of flips that a lazy step evaluates.
+        prices: cost of an `F` layer by the number of prompt queries per selection, including 1; empty if all layers
+            select for single queries. With prices, a pattern may have another number of `F` layers than `full_layers`
+            for the same total.
+        most_full: maximum number of `F` layers of such patterns, each of which runs its indexer while decoding; `None`
+            for no limit.
     """
 
     native: Pattern
@@ -56,22 +56,22 @@ class Goal:
 
     @property
     def fewest(self) -> int:
-        """`F` layers at the smallest retention."""
+        """Number of `F` layers at the smallest retention."""
         return min(self.full_layers.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A goal, and what helps to reach it.
+    """Goal of a search, and tools to reach it.
 
     Attributes:
-        goal: what is asked for.
+        goal: goal of the search.
         judge: compares patterns on the calibration set.
-        engine: name of what evaluates, for people.
-        measured: a matrix of the model by its name, see `Matrices`; None where it can't be measured.
-        on_step: told of every committed flip, and of all so far.
-        on_pattern: told of a retention whose pattern was found, and of all so far.
-        notice: told what else is worth a line.
+        engine: name of the engine, for messages.
+        measured: returns a matrix of the model by its name, see `Matrices`; `None` if it can't be measured.
+        on_step: called with every committed flip, and all so far.
+        on_pattern: called with a retention whose pattern was found, and all patterns so far.
+        notice: called with other lines for the user.
     """
 
     goal: Goal
@@ -83,7 +83,7 @@ class Problem:
     notice: Callable[[str], None]
 
     def needed(self, name: str) -> NDArray[np.float64]:
-        """A matrix that a strategy can't do without.
+        """Return a matrix that a strategy requires.
 
         Raises:
             SearchError: if it can't be measured with this engine.
@@ -96,13 +96,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a strategy found.
+    """Patterns that a strategy found.
 
     Attributes:
-        patterns: by retention.
-        steps: nested flips that lead to them; none where a pattern was found at once.
+        patterns: the patterns by retention.
+        steps: nested flips that lead to them; empty for strategies without steps.
         rivals: other patterns that ran on all sequences, by retention, the best first.
-        plain: where indexers have prices, the best pattern found for as much without blocks of queries.
+        plain: with prices, the best pattern of the same cost without blocks of queries, by retention.
     """
 
     patterns: dict[Fraction, Pattern]
@@ -112,12 +112,12 @@ class Outcome:
 
 
 class Strategy(ABC):
-    """A way to look for patterns.
+    """Method of searching for patterns.
 
     Attributes:
-        name: what it is called on the command line and in pattern files.
-        summary: what it evaluates, for `--help`.
-        settings: of `Settings`, which it reads; with race it compares patterns on growing shares of the sequences.
+        name: its name on the command line and in pattern files.
+        summary: description for `--help`.
+        settings: fields of `Settings` that it reads; with race it compares patterns on growing shares of sequences.
     """
 
     name: ClassVar[str]
@@ -125,7 +125,7 @@ class Strategy(ABC):
     settings: ClassVar[tuple[str, ...]] = ("race", "swaps")
 
     def check(self, goal: Goal) -> None:
-        """Check that `goal` can be reached, before anything expensive.
+        """Check that `goal` can be reached, before any expensive work.
 
         Raises:
             SearchError: if not.
@@ -135,42 +135,43 @@ class Strategy(ABC):
                 raise too_many(count, goal.native)
 
     def planned(self, goal: Goal) -> int | None:
-        """Patterns that will run on all sequences; None where that depends on what is found."""
+        """Return the number of patterns that will run on all sequences; `None` if it depends on results."""
         return None
 
     @abstractmethod
     def find(self, problem: Problem) -> Outcome:
-        """Look for the patterns of `problem.goal`.
+        """Find the patterns of `problem.goal`.
 
         Raises:
-            SearchError: if it can't be done with this engine.
+            SearchError: if this engine can't support it.
         """
 
 
 class DirectStrategy(Strategy):
-    """Finds the pattern of each retention by itself."""
+    """Strategy that finds the pattern of each retention independently."""
 
     @abstractmethod
     def ranked(self, problem: Problem, retention: Fraction) -> list[Pattern]:
-        """Patterns for one retention, the best first; those behind it have run on all sequences."""
+        """Return patterns for one retention, the best first; the others have run on all sequences."""
 
     def find(self, problem: Problem) -> Outcome:
+        """Find the pattern of each retention independently."""
         return find_each(problem, lambda retention: self.ranked(problem, retention))
 
 
 def by_count(native: Pattern, steps: Sequence[Step]) -> dict[int, Pattern]:
-    """`native` and what each step left of it, by the number of `F` layers."""
+    """Return `native` and the pattern after each step, by the number of `F` layers."""
     return {len(pattern.full_layers): pattern for pattern in (native, *(step.pattern for step in steps))}
 
 
 def too_many(count: int, native: Pattern) -> SearchError:
-    """More layers were to share nothing than can."""
+    """Return the error for more `F` layers than the model has."""
     available, what = len(native.full_layers), "are there" if native.dense else "have an indexer"
     return SearchError(f"{count} {native.full_role} layers were asked for, but only {available} layers {what}")
 
 
 def find_each(problem: Problem, ranked: Callable[[Fraction], list[Pattern]]) -> Outcome:
-    """The outcome of finding each retention's pattern by itself; see `DirectStrategy.ranked`."""
+    """Find each retention's pattern independently by `ranked`, see `DirectStrategy.ranked`."""
     patterns: dict[Fraction, Pattern] = {}
     rivals: dict[Fraction, list[Pattern]] = {}
     for retention in problem.goal.full_layers:

@@ -1,4 +1,4 @@
-"""Which layers of one pattern should select in blocks, so that its indexers cost no more than a budget."""
+"""Fit one pattern's indexers into a budget by making layers select in blocks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 if TYPE_CHECKING:
     from indexcache_search.evaluation.judge import Judge
 
-UNITS = 512  # of an `F` layer's price, in the knapsack
+UNITS = 512  # knapsack units per price of an `F` layer
 
 
 class BudgetFit:
-    """Makes one pattern as cheap as is asked for, where that costs least.
+    """Search for the blocks that make one pattern fit a budget at the least loss.
 
-    First every layer is tried with every block that it may have on the first share of the sequences; what an exact
-    knapsack over those picks is measured on half of them, until it picks what was measured so. Some blocks cost
-    nothing but on rare sequences: where a pick as a whole costs more than its blocks did, they are tried on those
-    sequences, too.
+    First every layer is tried with every block size on the first share of the sequences. An exact knapsack picks
+    blocks, and its picks are measured on up to half of the sequences, until all are. Some blocks cost something only on
+    rare sequences: if a pick costs more than its blocks together, they are also tried on those sequences.
 
     Args:
-        pattern: of `F` and `S`.
+        pattern: pattern of `F` and `S`.
         judge: evaluates on growing shares of the sequences.
-        prices: of an `F` layer, by how many queries select together.
+        prices: cost of an `F` layer by the number of queries per selection.
     """
 
     def __init__(self, pattern: Pattern, judge: Judge, prices: Mapping[int, float]) -> None:
@@ -44,7 +43,7 @@ class BudgetFit:
         self._measure([block for blocks in self._blocks.values() for block in blocks])
 
     def within(self, budget: float) -> Pattern | None:
-        """The pattern that is expected to lose least for at most `budget`; `None` if none costs so little."""
+        """Return the pattern with the least expected loss for at most `budget`; `None` if there is none."""
         while True:
             picked = self._picked(budget)
             if picked is None:
@@ -56,12 +55,12 @@ class BudgetFit:
             self._measure([block for block in rough if self._shares[block] == least])
 
     def expected(self, pattern: Pattern) -> float:
-        """The loss of `pattern` on all sequences, if its blocks cost together what each costs alone."""
+        """Return the loss of `pattern` on all sequences if the costs of its blocks add up."""
         [alone] = self._judge.losses([self._pattern])
         return alone + sum(self._costs[block] for block in pattern.indexers)
 
     def look_again(self, pattern: Pattern) -> None:
-        """Try the blocks of `pattern` where it costs most as a whole; elsewhere they can't cost much."""
+        """Measure the blocks of `pattern` on the rows where it costs most; elsewhere they can't cost much."""
         rows = self._judge.telling(pattern, self._pattern)
         share = len(rows) / len(self._judge.shares[-1])
         patterns = [with_blocks(self._pattern, [block]) for block in pattern.indexers]
@@ -69,7 +68,7 @@ class BudgetFit:
             self._costs[block] = max(self._costs[block], share * estimate.mean)
 
     def _measure(self, blocks: list[IndexerSetting]) -> None:
-        """Measure blocks on the share after the one they were measured on."""
+        """Measure blocks on the share after the last one they were measured on."""
         share = self._shares.get(blocks[0], -1) + 1
         patterns = [with_blocks(self._pattern, [block]) for block in blocks]
         estimates = self._judge.scout(patterns, self._pattern, self._judge.shares[share])
@@ -77,9 +76,9 @@ class BudgetFit:
             self._costs[block], self._shares[block] = estimate.mean, share
 
     def _picked(self, budget: float) -> list[IndexerSetting] | None:
-        """The knapsack, exact but for prices rounded up to one part in `UNITS`."""
+        """Solve the knapsack exactly, with prices rounded up to one part in `UNITS`."""
         room = math.floor(budget * UNITS + 1e-6)
-        least = np.zeros(room + 1)  # loss for at most so many units
+        least = np.zeros(room + 1)  # loss by available units
         choices = []
         for blocks in self._blocks.values():
             losses = np.full((1 + len(blocks), room + 1), np.inf)
@@ -98,7 +97,7 @@ class BudgetFit:
         return picked
 
     def _kinds(self, blocks: list[IndexerSetting]) -> list[tuple[int, float]]:
-        """Units and loss of a layer that selects for each query by itself, then of each of its `blocks`."""
+        """Return units and loss of a layer that selects for single queries, then of each of its `blocks`."""
         return [(self._units[1], 0.0), *((self._units[block.queries], self._costs[block]) for block in blocks)]
 
 

@@ -1,8 +1,7 @@
-"""Patterns whose `F` layers may select for several prompt queries at a time, for a budget in prices of indexers.
+"""Search for patterns whose `F` layers may select for several prompt queries, within a budget of indexer prices.
 
-What a block costs depends on what else the pattern shares: the layers that reuse a choice inherit it. So it is measured
-on patterns of `F` and `S`, with ever more `F` layers than can be paid in full, and `BudgetFit` makes each of them as
-cheap as is asked for.
+The cost of a block depends on the layers that reuse its selection. So it is measured on patterns of `F` and `S` with
+more `F` layers than the budget pays in full, and `BudgetFit` makes each of them fit the budget.
 """
 
 from __future__ import annotations
@@ -22,18 +21,19 @@ if TYPE_CHECKING:
     from indexcache_search.evaluation.judge import Judge
 
 DENSER = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)  # times as many `F` layers as can be paid in full
-LOOKS = 4  # at what a pattern costs more than its blocks do, at most
-ROUNDS = 3  # of the last check, at most
-TRIED = 8  # patterns that a round races
+LOOKS = 4  # maximum rounds of re-measuring blocks
+ROUNDS = 3  # maximum rounds of the last check
+TRIED = 8  # patterns raced per round
 
 
 class BudgetSearch(Strategy):
-    """Patterns on the way of `Lazy`, with several numbers of `F` layers, made as cheap as is asked for, then raced."""
+    """Strategy that fits patterns on the way of `Lazy` into the budget, then races them."""
 
     name = "budget"
     summary = "patterns on the way of lazy, with blocks of queries in the layers that bear them"
 
     def find(self, problem: Problem) -> Outcome:
+        """Fit patterns with several numbers of `F` layers into each budget, and improve the best."""
         goal, budgets = problem.goal, problem.goal.full_layers
         steps, ranked = trajectory(problem, goal.fewest, budgets.values())
         on_the_way = by_count(goal.native, steps)
@@ -54,7 +54,7 @@ class BudgetSearch(Strategy):
         return Outcome(outcome.patterns, rivals=outcome.rivals, plain=plain)
 
     def _checked(self, patterns: Sequence[Pattern], budget: float, problem: Problem) -> list[Pattern]:
-        """`patterns`, and what changes of a layer or a swap make of the best, all run on all sequences, best first."""
+        """Improve the best of `patterns` by changes of a layer and swaps; return all that ran, best first."""
         judge, prices, native = problem.judge, problem.goal.prices, problem.goal.native
         most = _most_full(problem.goal)
         losses = dict(zip(patterns, judge.losses(patterns), strict=True))
@@ -73,7 +73,7 @@ class BudgetSearch(Strategy):
 
 
 def _promising(plain: Pattern, fits: Sequence[BudgetFit], budget: float, judge: Judge) -> list[Pattern]:
-    """`plain`, and what each of `fits` makes of its own; anew while that should be the best of all, but is not."""
+    """Return `plain` and the picks of `fits`; re-measure picks that were expected to be best but are not."""
     losses = dict(zip([plain], judge.losses([plain]), strict=True))
     asked = list(fits)
     for _ in range(LOOKS):
@@ -87,17 +87,17 @@ def _promising(plain: Pattern, fits: Sequence[BudgetFit], budget: float, judge: 
 
 
 def _most_full(goal: Goal) -> int:
-    """`F` layers that a pattern has at most."""
+    """Return the maximum number of `F` layers of a pattern."""
     return len(goal.native.full_layers) if goal.most_full is None else goal.most_full
 
 
 def _counts(budget: int, goal: Goal) -> list[int]:
-    """Numbers of `F` layers that are looked at for `budget`."""
+    """Return the numbers of `F` layers to try for `budget`."""
     return sorted({min(_most_full(goal), math.ceil(times * budget)) for times in DENSER})
 
 
 def _neighbours(pattern: Pattern, prices: Mapping[int, float], native: Pattern) -> Iterator[Pattern]:
-    """Patterns of which a layer selects in another block, is shared or not, or an `F` and an `S` trade."""
+    """Yield patterns with a layer in another block, shared or unshared, or with an `F` and an `S` swapped."""
     shared = [layer for layer in pattern.shared_layers if native[layer] == native.full_role]
     for layer, now in pattern.queries.items():
         yield from (pattern.selecting_for(layer, number) for number in prices if number != now)

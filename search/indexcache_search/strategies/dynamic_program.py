@@ -1,4 +1,4 @@
-"""The exact dynamic program over patterns whose cost is a sum over runs of layers that share one index set."""
+"""Exact dynamic program over patterns whose cost is a sum over runs of layers that share one index set."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from sglang_indexcache import Pattern
 
 
 def cheapest_segments(costs: NDArray[np.float64], full_layers: int, native: Pattern) -> Pattern:
-    """The pattern with `full_layers` `F` layers whose segments, from an `F` layer to before the next, cost least.
+    """Return the cheapest pattern with `full_layers` `F` layers, as a sum of costs of its segments.
 
-    Ties go to the lowest layers. The recursion is the paper's Eq. 5 with costs of whole segments.
+    A segment is an `F` layer and the `S` layers after it. Ties go to the lowest layers. The recursion is the paper's
+    Eq. 5 with costs of whole segments.
 
     Args:
-        costs: `[N, N + 1]`, `[source, end]` of the segment of layers `source` to `end - 1`, which all use the indices
-            of `source`; what stands at `end <= source` is not read.
+        costs: `[N, N + 1]`, `[source, end]`: cost of layers `source` to `end - 1` with the indices of `source`; entries
+            with `end <= source` are ignored.
         full_layers: `F` layers, layer 0 included.
         native: the checkpoint's own pattern; its `S` layers are locked.
 
     Raises:
-        SearchError: if there are fewer layers that can be `F`.
+        SearchError: if fewer layers can be `F`.
     """
     allowed = native.full_layers
     if not 1 <= full_layers <= len(allowed):
@@ -38,7 +39,7 @@ def cheapest_segments(costs: NDArray[np.float64], full_layers: int, native: Patt
 def _extended(
     ways: dict[int, tuple[float, tuple[int, ...]]], costs: NDArray[np.float64], end: int
 ) -> tuple[float, tuple[int, ...]]:
-    """The cheapest of `ways`, with the segment from each one's latest `F` layer to `end` added."""
+    """Return the cheapest of `ways` after adding the segment from its latest `F` layer to `end`."""
     totals = {source: cost + float(costs[source, end]) for source, (cost, _) in ways.items() if source < end}
     source = min(totals, key=lambda source: (totals[source], source))
     return totals[source], (*ways[source][1], end)

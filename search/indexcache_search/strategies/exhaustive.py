@@ -1,4 +1,4 @@
-"""All patterns with as many `F` layers: the truth about a calibration set, where it can be afforded."""
+"""All patterns with a given number of `F` layers: the true optimum on a calibration set, where affordable."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ MOST_PATTERNS = 200_000
 
 
 def count_patterns(native: Pattern, full_layers: int) -> int:
-    """How many patterns have `full_layers` `F` layers, all where the checkpoint has one."""
+    """Count the patterns with `full_layers` `F` layers, all where the checkpoint has one."""
     return math.comb(len(native.full_layers) - 1, full_layers - 1)
 
 
 def every_pattern(native: Pattern, full_layers: int) -> Iterator[Pattern]:
-    """Each pattern with `full_layers` `F` layers, all where the checkpoint has one."""
+    """Yield each pattern with `full_layers` `F` layers, all where the checkpoint has one."""
     for kept in itertools.combinations(native.full_layers[1:], full_layers - 1):
         yield native.keeping([0, *kept])
 
 
 def layers_to_run(patterns: list[Pattern]) -> int:
-    """Layers that a walk through the tree of `patterns` runs, where those below the first difference are reused."""
+    """Count the layers run for all `patterns` if layers below the first difference are reused."""
     ordered = sorted(pattern.roles for pattern in patterns)
     total = len(ordered[0])
     for one, other in itertools.pairwise(ordered):
@@ -36,13 +36,14 @@ def layers_to_run(patterns: list[Pattern]) -> int:
 
 
 class Exhaustive(DirectStrategy):
-    """The best of all patterns; everything runs on all sequences."""
+    """Strategy that takes the best of all patterns; everything runs on all sequences."""
 
     name = "exhaustive"
     summary = "all patterns with as many F layers; says first what that costs"
     settings = ("swaps",)
 
     def check(self, goal: Goal) -> None:
+        """Check that `goal` can be reached with a feasible number of patterns."""
         super().check(goal)
         for retention, full_layers in goal.full_layers.items():
             number = count_patterns(goal.native, full_layers)
@@ -52,9 +53,11 @@ class Exhaustive(DirectStrategy):
                 )
 
     def planned(self, goal: Goal) -> int:
+        """Return the number of all patterns."""
         return sum(count_patterns(goal.native, full_layers) for full_layers in set(goal.full_layers.values()))
 
     def ranked(self, problem: Problem, retention: Fraction) -> list[Pattern]:
+        """Return the best of all patterns for one retention."""
         goal = problem.goal
         full_layers = goal.full_layers[retention]
         patterns = list(every_pattern(goal.native, full_layers))

@@ -15,15 +15,15 @@ EvaluateLosses = Callable[[Sequence[Pattern]], Sequence[float]]
 def greedy(start: Pattern, stop: int, evaluate: EvaluateLosses, blocks: int = 1) -> Iterator[Step]:
     """Flip layers from `F` to `S`, each time the one whose flip leaves the lowest loss.
 
-    With `blocks` P the layers are split into P contiguous blocks, whose first layers stay `F`; blocks are searched in
-    turn and the best flip of each is committed before the next is searched, so a round costs about as much as one step
-    of Algorithm 1 and commits up to P layers. Ties go to the lowest layer.
+    With `blocks` P the layers are split into P contiguous blocks, whose first layers stay `F`. The best flip of each
+    block is committed before the next block is searched, so a round costs about as much as one step of Algorithm 1 and
+    commits up to P layers. Ties go to the lowest layer.
 
     Args:
-        start: all `F`, but for locked layers.
-        stop: `F` layers to end with.
-        evaluate: losses of patterns, in order.
-        blocks: P.
+        start: pattern with all layers `F` except locked ones.
+        stop: final number of `F` layers.
+        evaluate: returns losses of patterns, in order.
+        blocks: number of blocks, P.
 
     Raises:
         SearchError: if `stop` can't be reached.
@@ -44,14 +44,14 @@ def greedy(start: Pattern, stop: int, evaluate: EvaluateLosses, blocks: int = 1)
 
 
 def split_blocks(num_layers: int, blocks: int) -> list[range]:
-    """Contiguous blocks of layers, the earlier ones one layer longer where it does not divide."""
+    """Split layers into contiguous blocks; the earlier ones are one longer if they don't divide evenly."""
     share, extra = divmod(num_layers, blocks)
     starts = [block * share + min(block, extra) for block in range(blocks + 1)]
     return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
 def fixed_layers(start: Pattern, blocks: int) -> set[int]:
-    """The first `F` layer of each block."""
+    """Return the first `F` layer of each block."""
     firsts = (
         next((layer for layer in span if start[layer] == start.full_role), None)
         for span in split_blocks(len(start), blocks)
@@ -77,7 +77,7 @@ def check_reachable(start: Pattern, stop: int, blocks: int = 1) -> None:
 
 
 def count_evaluations(start: Pattern, stop: int, blocks: int = 1) -> int:
-    """Evaluations `greedy` will make; for one block sum over steps s of (F layers - 1 - s) (paper, Section 3.1.2)."""
+    """Count the evaluations of `greedy`; one block has sum over s of (F layers - 1 - s) (paper, Section 3.1.2)."""
     asked = 0
 
     def evaluate(patterns: Sequence[Pattern]) -> list[float]:
@@ -91,20 +91,23 @@ def count_evaluations(start: Pattern, stop: int, blocks: int = 1) -> int:
 
 
 class Greedy(Strategy):
-    """Algorithm 1, in blocks if that is wanted; everything runs on all sequences."""
+    """Algorithm 1, optionally in blocks; everything runs on all sequences."""
 
     name = "greedy"
     summary = "every flip in every step, the paper's Algorithm 1; a trajectory that serves any retention"
     settings = ("blocks", "swaps")
 
     def check(self, goal: Goal) -> None:
+        """Check that every retention can be reached."""
         for full_layers in goal.full_layers.values():
             check_reachable(goal.native, full_layers, goal.blocks)
 
     def planned(self, goal: Goal) -> int:
+        """Return the number of evaluations of `greedy`."""
         return count_evaluations(goal.native, goal.fewest, goal.blocks)
 
     def find(self, problem: Problem) -> Outcome:
+        """Run `greedy` down to the smallest retention, and take each pattern from its steps."""
         goal, steps = problem.goal, list[Step]()
         for step in greedy(goal.native, goal.fewest, problem.judge.losses, goal.blocks):
             steps.append(step)

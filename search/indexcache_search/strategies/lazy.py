@@ -1,4 +1,4 @@
-"""Lazy greedy: as Algorithm 1, but most flips of a step keep what they cost when they were last evaluated.
+"""Lazy greedy: Algorithm 1, except that most flips of a step keep the cost of their last evaluation.
 
 Minoux, "Accelerated greedy algorithms for maximizing submodular set functions", 1978.
 """
@@ -17,40 +17,38 @@ from sglang_indexcache import Pattern
 if TYPE_CHECKING:
     from indexcache_search.evaluation.judge import Judge
 
-LAYERS_A_SWAP = 3  # the last check tries one swap for so many layers
+LAYERS_A_SWAP = 3  # the last check tries one swap per 3 layers
 
 
 class LazyFlips:
-    """Flips the `F` layer that costs least, again and again, and remembers what the others cost.
+    """Lazy search that repeatedly flips the cheapest `F` layer and remembers the cost of the others.
 
-    Once, every flip is looked at, on half of the sequences. Each step evaluates the few that were cheapest when last
-    seen, on all sequences; then more, while the next one's old cost is lower than what the best costs now. Old costs
-    mislead where flips interact, so the `F` layer above the last flip is evaluated in any case: what it would reuse has
-    just changed. What is clearly worse than the best so far on half of the sequences, and there dearer than that is on
-    all, does not run on the others.
+    Every flip is first evaluated on half of the sequences. Each step evaluates the few with the lowest last cost on all
+    sequences, then more while the next one's old cost is below the best new cost. Old costs mislead where flips
+    interact, so the `F` layer above the last flip is always evaluated: its source has just changed. A flip that on half
+    of the sequences is clearly worse than the best so far, and dearer than the best is on all, runs no further.
 
-    A step is not raced further: on few sequences some flip always looks cheaper than it is, and what is flipped stays
-    so.
+    A step is not raced on fewer sequences, where some flip always looks cheaper than it is, and flips are permanent.
 
     Args:
-        start: the pattern that the search begins with.
+        start: first pattern of the search.
         judge: compares patterns.
-        flips: how many flips a step evaluates at least, the layer above the last flip not counted.
+        flips: minimum number of flips that a step evaluates, besides the layer above the last flip.
 
     Attributes:
-        pattern: what is left of `start`.
+        pattern: the current pattern.
     """
 
     def __init__(self, start: Pattern, judge: Judge, flips: int) -> None:
         self.pattern = start
         self._judge, self._flips = judge, flips
         self._fixed = fixed_layers(start, 1)
-        self._costs: dict[int, float] = {}  # of flipping a layer, when last evaluated
-        self._flipped: dict[int, float] = {}  # what layers cost that were flipped, the last one last
+        self._costs: dict[int, float] = {}  # last evaluated cost of flipping each layer
+        self._flipped: dict[int, float] = {}  # cost of committed flips, in order
         self._seen: set[int] = set()  # layers whose flip the last step evaluated
 
     def flip(self) -> Step:
-        """The cheapest flip of `pattern`, which is then without it."""
+        """Commit the cheapest flip of `pattern`."""
         layers = self._layers()
         if not self._costs:
             self._measure(layers, self._judge.half)
@@ -65,9 +63,9 @@ class LazyFlips:
         return self._step(best, costs)
 
     def swaps(self) -> list[Pattern]:
-        """Trades of an `S` layer for an `F` layer that were not evaluated yet, those that promise most first.
+        """Return swaps of an `S` and an `F` layer that were not evaluated yet, the most promising first.
 
-        That is judged by what either's flip cost when it was last evaluated.
+        The promise is judged by the last evaluated costs of both flips.
         """
         *_, last = self._flipped
         promise = {
@@ -79,15 +77,15 @@ class LazyFlips:
         return sorted(promise, key=lambda pattern: (promise[pattern], pattern.roles))
 
     def _layers(self) -> list[int]:
-        """Those that can be flipped."""
+        """Return the layers that may still become `S`."""
         return [layer for layer in self.pattern.full_layers if layer not in self._fixed]
 
     def _once_cheaper(self, order: list[int], cost: float) -> list[int]:
-        """The first of `order` that this step has not seen, if it cost less than `cost` when last evaluated."""
+        """Return the first of `order` not yet seen in this step, if its last cost was below `cost`."""
         return [layer for layer in order if layer not in self._seen and self._costs[layer] < cost][:1]
 
     def _close(self, layers: list[int], best: int) -> list[int]:
-        """Those of `layers` whose flips may cost less than that of `best`, judging by half of the sequences."""
+        """Return those of `layers` whose flips may cost less than that of `best`, judging by half of the sequences."""
         most, half = self._costs[best], self._judge.half
         costs, flipped = self._measure(layers, half), self.pattern.share(best)
         return [
@@ -97,7 +95,7 @@ class LazyFlips:
         ]
 
     def _measure(self, layers: list[int], rows: Sequence[int]) -> dict[int, float]:
-        """What flipping each of `layers` alone costs on `rows`."""
+        """Measure the cost of flipping each of `layers` alone on `rows`."""
         estimates = self._judge.scout([self.pattern.share(layer) for layer in layers], self.pattern, rows)
         costs = {layer: item.mean for layer, item in zip(layers, estimates, strict=True)}
         self._costs |= costs
@@ -110,7 +108,7 @@ class LazyFlips:
 
 
 def trajectory(problem: Problem, stop: int, wanted: Collection[int]) -> tuple[list[Step], dict[int, list[Pattern]]]:
-    """Flips to `stop` `F` layers, and for each of the numbers in `wanted` what ran on all sequences, the best first."""
+    """Flip down to `stop` `F` layers; for each count in `wanted` rank the patterns run on all sequences."""
     native, judge = problem.goal.native, problem.judge
     flips, steps = LazyFlips(native, judge, problem.goal.flips), list[Step]()
     ranked, tries = {len(native.full_layers): [native]}, math.ceil(len(native) / LAYERS_A_SWAP)
@@ -128,13 +126,14 @@ def trajectory(problem: Problem, stop: int, wanted: Collection[int]) -> tuple[li
 
 
 class Lazy(Strategy):
-    """Algorithm 1 with few flips a step, and a look at swaps of each pattern that is asked for."""
+    """Algorithm 1 with few flips per step, and a check of swaps for each requested pattern."""
 
     name = "lazy"
     settings = ("flips", "race", "swaps")
     summary = "every flip once, then a few each step, then swaps; a trajectory that serves any retention"
 
     def find(self, problem: Problem) -> Outcome:
+        """Follow the lazy trajectory to the smallest retention, and check swaps at each one."""
         counts = problem.goal.full_layers
         steps, ranked = trajectory(problem, problem.goal.fewest, counts.values())
         return Outcome(

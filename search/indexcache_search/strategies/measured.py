@@ -1,4 +1,4 @@
-"""Strategies that take their patterns from one measurement of the model."""
+"""Strategies that derive patterns from one measurement of the model."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from sglang_indexcache import Pattern
 
 
 class MeasuredStrategy(DirectStrategy):
-    """Evaluates no pattern to find one: a rule reads them off the matrix of `Matrices` that has the strategy's name.
+    """Strategy that applies a rule to the matrix of `Matrices` with its own name, without evaluating patterns.
 
     Attributes:
-        dense: whether only layers that choose pages can be measured so.
+        dense: true if only layers that select pages can be measured so.
     """
 
     dense: ClassVar[bool]
 
     @abstractmethod
     def pattern(self, matrix: NDArray[np.float64], full_layers: int, native: Pattern) -> Pattern:
-        """The pattern that the rule takes.
+        """Derive a pattern from `matrix`.
 
         Args:
-            matrix: what was measured.
-            full_layers: layers that are not shared, layer 0 included.
+            matrix: the measurement.
+            full_layers: number of layers that are not shared, layer 0 included.
             native: the model's own pattern.
 
         Raises:
-            SearchError: if there are fewer layers that can do without sharing.
+            SearchError: if fewer layers can go unshared.
         """
 
     def check(self, goal: Goal) -> None:
+        """Check that the model supports the measurement and `goal` can be reached."""
         if self.dense and not goal.native.dense:
             raise SearchError(
                 f"--strategy {self.name} is for dense models, whose layers choose pages; expected another one"
@@ -44,8 +45,10 @@ class MeasuredStrategy(DirectStrategy):
         super().check(goal)
 
     def planned(self, goal: Goal) -> int:
+        """Return the number of retentions, each with one pattern."""
         return len(goal.full_layers)
 
     def ranked(self, problem: Problem, retention: Fraction) -> list[Pattern]:
+        """Return the derived pattern for one retention."""
         goal = problem.goal
         return [self.pattern(problem.needed(self.name), goal.full_layers[retention], goal.native)]

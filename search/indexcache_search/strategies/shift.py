@@ -8,17 +8,17 @@ from numpy.typing import NDArray
 from indexcache_search.strategies.measured import MeasuredStrategy
 from sglang_indexcache import Pattern
 
-FIXED = 3  # the paper's first layers: two that attend to everything, and one that also chooses
+FIXED = 3  # the paper's first layers: two that attend to everything, and one that also selects
 
 
 def shift_pattern(shift: NDArray[np.float64], full_layers: int, native: Pattern) -> Pattern:
-    """The first layers, and in each equal part of the others the one with the largest shift.
+    """Keep the first layers, and in each equal part of the others the one with the largest shift.
 
-    The paper takes "large shifts" that are "well distributed" and gives no rule; this is ours.
+    The paper asks for "large shifts" that are "well distributed", without a rule; this rule is the project's.
 
     Args:
-        shift: `[layers]`, how far each layer's attention lies from that of the layer below.
-        full_layers: `D` layers.
+        shift: `[layers]`, distance of each layer's attention from that of the layer below.
+        full_layers: number of `D` layers.
         native: the model's own pattern.
     """
     first = list(range(min(FIXED, full_layers)))
@@ -28,11 +28,12 @@ def shift_pattern(shift: NDArray[np.float64], full_layers: int, native: Pattern)
 
 
 class Shift(MeasuredStrategy):
-    """What the paper of DELTA does."""
+    """Calibrator of the DELTA paper."""
 
     name = "shift"
     summary = "dense models: no pattern, but how far attention moves from layer to layer (DELTA's calibrator)"
     dense = True
 
     def pattern(self, matrix: NDArray[np.float64], full_layers: int, native: Pattern) -> Pattern:
+        """Derive a pattern by `shift_pattern`."""
         return shift_pattern(matrix[0], full_layers, native)

@@ -11,15 +11,15 @@ from sglang_indexcache import Pattern
 
 
 def similarity_pattern(similarity: NDArray[np.float64], full_layers: int, native: Pattern) -> Pattern:
-    """The pattern with `full_layers` `F` layers whose `S` layers are most similar to the layer they reuse (Eq. 5).
+    """Return the pattern whose `S` layers are most similar to the `full_layers` `F` layers they reuse (Eq. 5).
 
     Args:
-        similarity: `[layers, layers]`, `[m, j]` how similar layer m's attention output stays with layer j's indices.
-        full_layers: `F` layers, layer 0 included.
+        similarity: `[layers, layers]`, `[m, j]`: similarity of layer m's attention output with layer j's indices.
+        full_layers: number of `F` layers, layer 0 included.
         native: the checkpoint's own pattern.
 
     Raises:
-        SearchError: if there are fewer layers that can be `F`.
+        SearchError: if fewer layers can be `F`.
     """
     below = np.cumsum(similarity, axis=0)  # [m, j] = sum of S[0..m, j]
     costs = np.zeros((len(similarity), len(similarity) + 1))
@@ -28,11 +28,12 @@ def similarity_pattern(similarity: NDArray[np.float64], full_layers: int, native
 
 
 class Similarity(MeasuredStrategy):
-    """One of the paper's baselines."""
+    """Similarity baseline of the paper."""
 
     name = "similarity"
     summary = "no pattern, but how similar attention outputs stay (the paper's Appendix C)"
     dense = False
 
     def pattern(self, matrix: NDArray[np.float64], full_layers: int, native: Pattern) -> Pattern:
+        """Derive a pattern by `similarity_pattern`."""
         return similarity_pattern(matrix, full_layers, native)

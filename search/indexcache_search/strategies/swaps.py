@@ -1,4 +1,4 @@
-"""Local search: trade one `F` for one `S` while that helps."""
+"""Local search: swap one `F` and one `S` while that lowers the loss."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from sglang_indexcache import Pattern
 if TYPE_CHECKING:
     from indexcache_search.evaluation.judge import Judge
 
-GAIN = 0.5  # standard errors of a difference by which the last check wants a swap to cost less
+GAIN = 0.5  # standard errors by which a swap must cost less in the last check
 
 
 class Flips:
-    """What a pattern costs when one layer alone is flipped in it, on the rows that tell most: one pattern a layer.
+    """Costs of flipping single layers of a pattern, on the most informative rows: one pattern per layer.
 
-    A swap costs about what its two flips cost together.
+    A swap costs about the sum of its two flips.
 
     Args:
-        pattern: where layers are flipped; it runs on all sequences.
-        native: the checkpoint's own; its `S` layers stay.
-        judge: evaluates.
+        pattern: pattern whose layers are flipped; it runs on all sequences.
+        native: the checkpoint's own pattern; its `S` layers stay.
+        judge: evaluates patterns.
     """
 
     def __init__(self, pattern: Pattern, native: Pattern, judge: Judge) -> None:
@@ -34,7 +34,7 @@ class Flips:
         self._rows = judge.telling(pattern, native)
 
     def ranked(self, patterns: Iterable[Pattern]) -> list[Pattern]:
-        """Patterns near the flipped one, those that promise most first."""
+        """Rank patterns near the flipped one, the most promising first."""
         return sorted(patterns, key=lambda item: (self._cost(item), item.roles))
 
     def _cost(self, pattern: Pattern) -> float:
@@ -42,7 +42,7 @@ class Flips:
 
     @cached_property
     def _costs(self) -> dict[int, float]:
-        """What each layer costs, flipped alone."""
+        """Cost of flipping each layer alone."""
         layers, before = self._native.full_layers[1:], self._pattern
         flipped = [
             before.share(layer) if before[layer] == before.full_role else before.unshare(layer) for layer in layers
@@ -52,11 +52,11 @@ class Flips:
 
 
 def last_check(best: Pattern, swaps: Sequence[Pattern], judge: Judge) -> list[Pattern]:
-    """What is to be taken of `best` and `swaps` of it; behind that, what else ran on all sequences.
+    """Return the better of `best` and a swap of it, then all others that ran on all sequences.
 
-    They run on growing shares of the sequences, and of those that cost less than `best` there the better half goes on.
-    What is left is taken if it costs less by more than half of the standard error of the difference: what costs less by
-    less is as likely to cost more on other text.
+    Swaps run on growing shares of the sequences; the better half of those cheaper than `best` goes on. The winner must
+    cost less by more than half of the standard error of the difference: a smaller gain is as likely to be a loss on
+    other text.
     """
     for rows in judge.shares[:-1]:
         cheaper = [swap for swap, cost in judge.ranked(swaps, best, rows).items() if cost < 0]
@@ -70,14 +70,13 @@ def last_check(best: Pattern, swaps: Sequence[Pattern], judge: Judge) -> list[Pa
 def improve(pattern: Pattern, native: Pattern, judge: Judge, tries: int) -> Iterator[Pattern]:
     """Swap layers of `pattern` while the loss falls by more than the standard error of the difference.
 
-    The `tries` swaps that `Flips` holds for best are raced, beside all moves of an `F` to the next layer, where sums
-    mislead most.
+    The `tries` best swaps by `Flips` are raced, and all moves of an `F` to the next layer, where sums mislead most.
 
     Args:
-        pattern: where to begin.
-        native: the checkpoint's own; its `S` layers stay.
+        pattern: first pattern.
+        native: the checkpoint's own pattern; its `S` layers stay.
         judge: compares patterns.
-        tries: swaps a round, moves to the next layer not counted.
+        tries: swaps per round, besides moves to the next layer.
     """
     while True:
         ranked = Flips(pattern, native, judge).ranked(pattern.neighbours(native.shared_layers))
@@ -93,24 +92,24 @@ def improve(pattern: Pattern, native: Pattern, judge: Judge, tries: int) -> Iter
 
 
 def swap_line(pattern: Pattern, swapped: Pattern, judge: Judge) -> str:
-    """For people: what changed, and what that costs now."""
+    """Describe a swap and the resulting loss for the user."""
     (shared, full), [loss] = _traded(pattern, swapped), judge.losses([swapped])
     kept, total, letter = len(swapped.full_layers), len(swapped), swapped.full_role
     return f"swap: layer {shared:>3} -> S, {full:>3} -> {letter}, {kept} of {total} {letter}, loss {loss:.4f}"
 
 
 def _traded(pattern: Pattern, swapped: Pattern) -> tuple[int, int]:
-    """The layer that became `S`, and the one that became `F`."""
+    """Return the layer that became `S`, and the one that became `F`."""
     [newly_shared] = set(pattern.full_layers) - set(swapped.full_layers)
     [newly_full] = set(swapped.full_layers) - set(pattern.full_layers)
     return newly_shared, newly_full
 
 
 class Swapping(Strategy):
-    """Another strategy, and local search from each pattern that it found.
+    """Strategy that adds local search from each pattern of another strategy.
 
     Args:
-        strategy: finds patterns.
+        strategy: the other strategy.
         tries: see `improve`.
     """
 
@@ -118,9 +117,11 @@ class Swapping(Strategy):
         self._strategy, self._tries = strategy, tries
 
     def check(self, goal: Goal) -> None:
+        """Check `goal` with the other strategy."""
         self._strategy.check(goal)
 
     def find(self, problem: Problem) -> Outcome:
+        """Find patterns with the other strategy, and improve each by swaps."""
         outcome = self._strategy.find(problem)
         patterns = {retention: self._improved(pattern, problem) for retention, pattern in outcome.patterns.items()}
         return replace(outcome, patterns=patterns)

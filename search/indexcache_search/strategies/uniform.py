@@ -10,18 +10,21 @@ from sglang_indexcache.pattern import uniform_pattern
 
 
 class Uniform(DirectStrategy):
-    """One of the paper's baselines."""
+    """Uniform baseline of the paper."""
 
     name = "uniform"
     summary = "the paper's uniform patterns"
 
     def check(self, goal: Goal) -> None:
+        """Check that each retention has a uniform pattern."""
         for retention in goal.full_layers:
             uniform_pattern(goal.native, retention)
         super().check(goal)
 
     def planned(self, goal: Goal) -> int:
+        """Return the number of retentions, each with one pattern."""
         return len(goal.full_layers)
 
     def ranked(self, problem: Problem, retention: Fraction) -> list[Pattern]:
+        """Return the uniform pattern for one retention."""
         return [uniform_pattern(problem.goal.native, retention)]
