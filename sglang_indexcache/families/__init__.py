@@ -1,4 +1,4 @@
-"""List the families of models that can be searched and served.
+"""The families of models that can be searched and served.
 
 A new one is a folder here with its three parts (see `base.Family`), and a name in `FAMILIES`.
 """
@@ -45,7 +45,7 @@ def family_of_modules(model: object) -> Family:
 
 
 def describe(config: Mapping[str, Any], name: str) -> ModelLayers:
-    """Read from a parsed config.json what a model's layers are.
+    """Describe a model's layers from a parsed config.json.
 
     Args:
         config: its content.

@@ -1,4 +1,4 @@
-"""Define what a family of models says of itself: its checkpoints, and how SGLang and transformers run them."""
+"""The parts of a family of models: its checkpoints, and how SGLang and transformers run them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 class CheckpointReader(ABC):
-    """Read what a checkpoint's files say of its layers.
+    """A reader of checkpoint files, which describes their layers.
 
     Attributes:
-        keys: which keys of a config.json the models' code reads, by architecture as it stands there.
+        keys: by architecture, the keys of a config.json that the models' code reads.
     """
 
     keys: ClassVar[Mapping[str, ConfigKeys]]
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """List the architectures, as in config.json."""
+        """Architectures, as in config.json."""
         return tuple(self.keys)
 
     @abstractmethod
@@ -52,7 +52,7 @@ class CheckpointReader(ABC):
         """Describe a model for patterns with `selection`; `None` keeps the one that it has.
 
         Raises:
-            PatternError: if its layers choose by themselves.
+            PatternError: if its own indexers select.
         """
         if selection is None:
             return model
@@ -63,10 +63,10 @@ class CheckpointReader(ABC):
 
     @abstractmethod
     def indexer_layers(self, tensors: Iterable[str]) -> frozenset[int]:
-        """Find the model layers that can choose, NextN/MTP layers included, by the names of a checkpoint's tensors."""
+        """Find the model layers that can select, NextN/MTP layers included, by the names of a checkpoint's tensors."""
 
     def check_overrides(self, overrides: Mapping[str, Any]) -> None:
-        """Refuse model overrides that a config.json is refused for.
+        """Refuse model overrides that a config.json would be refused for.
 
         Raises:
             ModelConfigError: naming the key.
@@ -84,9 +84,9 @@ class CheckpointReader(ABC):
 
 @dataclass(frozen=True)
 class SglangAdapter(ABC):
-    """Make SGLang serve these models with a pattern, and read back what it runs.
+    """An adapter that makes SGLang serve these models with a pattern, and reads back what it runs.
 
-    A letter of a pattern stands for a *site*: a place in the model that can choose. `ModelLayers.layers` alone says
+    A letter of a pattern stands for a *site*: a module of the model that can select. Only `ModelLayers.layers` says
     which model layer that is.
 
     Attributes:
@@ -95,15 +95,15 @@ class SglangAdapter(ABC):
         pipeline: what it must have for pipeline stages; `None` where no SGLang has them.
         variants: what it may have, for some of its flags.
         rule: what it must have to say itself which layers would run; `None` where its configuration has no roles.
-        begins_every_stage: whether the first site of a pipeline stage must choose, since stages hand nothing over.
-        proven_after: the function of SGLang behind which `loaded` is called and the roles are read back.
+        begins_every_stage: whether the first site of a pipeline stage must select, since stages hand nothing over.
+        proven_after: the function of SGLang after which `loaded` is called and the roles are read back.
         calibrated: whether a calibration server can switch patterns.
         selection_capture: what SGLang must have so that a calibration server can count what queries select; `None`
             where none can.
         refused_flags: attributes of SGLang's server arguments that can't be combined with S layers, and why.
         blocks: what SGLang must have for F layers that select for blocks of prompt queries; `None` where no server
             has them.
-        refused_with_blocks: as `refused_flags`, of patterns with such layers.
+        refused_with_blocks: like `refused_flags`, for patterns with such layers.
     """
 
     checkpoint: CheckpointReader
@@ -123,7 +123,7 @@ class SglangAdapter(ABC):
     # -- before SGLang loads the model
 
     def needed(self, pattern: Pattern) -> tuple[Feature, ...]:
-        """List what SGLang must have besides `serving` for a pattern: something if its layers select in blocks.
+        """Return the features besides `serving` that a pattern needs: one if its layers select in blocks.
 
         Raises:
             PatternError: if no server has such layers.
@@ -135,21 +135,21 @@ class SglangAdapter(ABC):
 
     @abstractmethod
     def to_overrides(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
-        """Add what makes SGLang run `pattern` to a user's `--json-model-override-args`, where SGLang reads it there.
+        """Add what makes SGLang run `pattern` to a user's `--json-model-override-args`, if SGLang reads it there.
 
         Raises:
-            SpellingError: if the user's say something else.
+            SpellingError: if the user's overrides say something else.
             PatternError: if no server runs such a pattern.
         """
 
     def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> Pattern | None:
-        """Ask the installed SGLang's own code what it would run; `None` without a `rule`.
+        """Ask the installed SGLang's own code which pattern it would run; `None` without a `rule`.
 
         Args:
             source: source tree of the SGLang that `import sglang` takes.
             model: folder or hub id.
             overrides: merged into the model's configuration.
-            letters: how many letters a pattern has.
+            letters: number of letters of the pattern.
 
         Raises:
             SglangError: if it can't be asked, or refuses the model.
@@ -159,7 +159,7 @@ class SglangAdapter(ABC):
     # -- the loaded model, on one rank
 
     def loaded(self, runner: Any, pattern: Pattern) -> None:  # noqa: B027  (most read a configuration instead)
-        """Make a `ModelRunner` run `pattern` where its configuration could not; called behind `proven_after`.
+        """Make a `ModelRunner` run `pattern` where its configuration could not; called after `proven_after`.
 
         Raises:
             ProofError: if that can't be done.
@@ -174,66 +174,67 @@ class SglangAdapter(ABC):
 
     @abstractmethod
     def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
-        """Find the modules that choose or reuse, by site; those of draft and NextN models are left out."""
+        """Yield the modules that select or reuse, by site; those of draft and NextN models are left out."""
 
     @abstractmethod
     def role(self, site: int, module: Any) -> str:
         """Read from a module of `modules` which letter of a pattern it would run.
 
-        Raises:
+        ProofError: if the module does not show it.
             ProofError: if that can't be told.
         """
 
     def selection(self, model: Any) -> Selection | None:
-        """Read which selection S layers of the loaded model would attend to; `None` where indexers choose."""
+        """Read the selection that S layers of the loaded model would attend to; `None` where indexers select."""
         return None
 
     def indexers(self, model: Any) -> tuple[IndexerSetting, ...]:
         """Read from the indexers of the loaded model which layers of this rank would select in blocks.
 
         Raises:
-            ProofError: if that can't be told.
+            ProofError: if an indexer does not show it.
         """
         return ()
 
     @abstractmethod
     def indexer(self, module: Any) -> nn.Module | None:
-        """Give the indexer of a module of `modules`, which an `F` needs loaded; `None` where there is none."""
+        """Return the indexer of a module of `modules`, which an `F` needs loaded; `None` where there is none."""
 
     @abstractmethod
     def switch(self, runner: Any, pattern: Pattern) -> None:
         """Make the layers of a `ModelRunner` run `pattern` from now on."""
 
     def positions(self, forward_batch: Any, site: int, selected: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
-        """Translate what queries of a forward pass selected into positions in their requests.
+        """Translate the selections of a forward pass into positions in their requests.
 
-        Only where SGLang has `selection_capture`.
+        It is called only where SGLang has `selection_capture`.
 
         Args:
             forward_batch: a `ForwardBatch`.
-            site: where they selected it.
-            selected: what SGLang has of it, `[rows, k]`.
-            rows: of the queries in the pass, `[rows]`.
-            requests: numbers of their requests in it, `[rows]`.
+            site: the site that selected.
+            selected: the selections in SGLang's form, `[rows, k]`.
+            rows: rows of the queries in the pass, `[rows]`.
+            requests: numbers of their requests in the pass, `[rows]`.
 
         Returns:
             `[rows, k]`, int32, -1 for none.
 
         Raises:
-            ProofError: if SGLang says it in a way that is not known.
+            ProofError: if SGLang's form is not known.
         """
         raise NotImplementedError
 
     @abstractmethod
     def configured(self, runner: Any) -> str:
-        """Read the letters of the whole model that this rank was given last; empty where it was given something else.
+        """Return the letters of the whole model that this rank was given last; empty if it was given something else.
 
-        Where SGLang's pipeline stages ask a configuration, it is that; after `switch` it agrees with the modules.
+        They come from the configuration where SGLang's pipeline stages read it; after `switch` it agrees with the
+        modules.
         """
 
 
 class TransformersAdapter(ABC):
-    """Find what chooses in a transformers model.
+    """An adapter that finds the indexers of a transformers model.
 
     Attributes:
         not_in_transformers: why transformers' model computes something else than the checkpoint; `None` if it does not.
@@ -245,18 +246,18 @@ class TransformersAdapter(ABC):
 
     @abstractmethod
     def indexer_modules(self, model: Any) -> list[nn.Module | None]:
-        """List the modules whose `forward` gives the indices that a site attends to; `None` where there is none."""
+        """Return the modules whose `forward` gives the indices that a site attends to; `None` where there is none."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Models whose layers choose what they attend to in the same way.
+    """Models whose layers select what they attend to in the same way.
 
     Attributes:
         name: short, for tables.
         checkpoint: reads their files.
         sglang: makes SGLang serve them with a pattern.
-        transformers: finds what chooses in transformers' models.
+        transformers: finds the indexers of transformers' models.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""The SGLang that is installed: what it offers, hooks on it, and refusals."""
+"""The installed SGLang: its features, hooks on it, and refusals."""

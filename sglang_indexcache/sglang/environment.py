@@ -1,4 +1,4 @@
-"""What this plugin can do with an SGLang: the feature table of `indexcache-check --environment`."""
+"""The features of this plugin on an SGLang: the table of `indexcache-check --environment`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Row:
 
     Attributes:
         required: a server is refused without it.
-        refused: why it is not enabled, `None` if it is.
-        otherwise: what happens then.
+        refused: why it is not enabled; `None` if it is.
+        otherwise: what happens without it.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Row:
 
 
 def family_features() -> tuple[Feature, ...]:
-    """List what the families need beside `FEATURES`, each once."""
+    """List the features of the families beside `FEATURES`, each once."""
     features = (
         item
         for served in (family.sglang for family in FAMILIES)
@@ -49,6 +49,7 @@ class Environment:
 
     @classmethod
     def of(cls, source: SglangSource) -> Environment:
+        """Check an SGLang for all features."""
         rows = tuple(
             Row(feature.name, feature.does, feature in REQUIRED, source.refusal(feature), feature.otherwise)
             for feature in (*FEATURES, *family_features())
@@ -57,12 +58,13 @@ class Environment:
 
     @property
     def can_serve(self) -> bool:
-        """Whether all that is required is there, and some family of models can be served."""
+        """True if all that is required is there, and some family of models can be served."""
         families = {family.sglang.serving.name for family in FAMILIES}
         required = all(row.refused is None for row in self.features if row.required)
         return required and any(row.refused is None for row in self.features if row.name in families)
 
     def as_text(self) -> str:
+        """Return the table for people."""
         lines = [f"SGLang {self.sglang} in {self.path}", ""]
         width = max(len(row.name) for row in self.features) + 2
         margin = " " * (9 + width)

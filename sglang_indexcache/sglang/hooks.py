@@ -1,4 +1,4 @@
-"""Hooks on SGLang that are all in, or end the process."""
+"""Hooks on SGLang: all of them are applied, or the process ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_indexcache.sglang.refusal import refuse, refuse_unforeseen
 
 
 def refusing(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """`hook`, ending the process on any error: SGLang would log some of them and serve on."""
+    """Wrap `hook` so that any error ends the process: SGLang would log some of them and serve on."""
 
     @functools.wraps(hook)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -34,7 +34,7 @@ def refusing(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refusing_around(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """As `refusing`, for a hook that calls what it is around; what fails in there is SGLang's, and passes."""
+    """Wrap a hook that calls its target, like `refusing`; an error of the target is SGLang's, and passes."""
 
     @functools.wraps(hook)
     def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -61,27 +61,27 @@ def refusing_around(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def bound_arguments(need: Need, args: Any, kwargs: Any) -> inspect.BoundArguments:
-    """The arguments of a hooked call by name; a hook's wrapper has its target's signature."""
+    """Return the arguments of a hooked call by name; a hook's wrapper has its target's signature."""
     target = resolve_name(f"sglang.{need.module}:{need.name}")
     return bound_to(getattr(target, "__func__", target), args, kwargs)  # with a classmethod's class
 
 
 def bound_to(original: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundArguments:
-    """The arguments of a call of `original` by name."""
+    """Return the arguments of a call of `original` by name."""
     bound = inspect.signature(original).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound
 
 
 def give_pattern(args: Any, kwargs: Any, plan_for: Callable[[str], tuple[Family, Pattern]]) -> tuple[Any, Any] | None:
-    """Arguments of `ModelConfig.__init__` with a pattern in their overrides; `None` for a draft model's.
+    """Return the arguments of `ModelConfig.__init__` with a pattern in their overrides; `None` for a draft model's.
 
     A NextN layer always runs its own indexer.
 
     Args:
         args: positional arguments of the hooked call.
         kwargs: its keyword arguments.
-        plan_for: gives the family and the pattern of the model at a path.
+        plan_for: returns the family and the pattern of the model at a path.
 
     Raises:
         IndexCacheError: if `plan_for` refuses, or the overrides say something else.
@@ -96,7 +96,7 @@ def give_pattern(args: Any, kwargs: Any, plan_for: Callable[[str], tuple[Family,
 
 
 def installed_source(features: Iterable[Feature]) -> SglangSource:
-    """The installed SGLang, with all that `features` need.
+    """Return the installed SGLang, which has all that `features` need.
 
     Raises:
         SglangError: if it is not there, or lacks something.
@@ -109,10 +109,10 @@ def installed_source(features: Iterable[Feature]) -> SglangSource:
 
 
 class Hooks:
-    """Hooks of ours, applied by SGLang's registry all at once.
+    """The hooks of this plugin, which SGLang's registry applies all at once.
 
-    The registry applies what was registered for a place once in a process, which may be long ago, and only logs what it
-    could not apply. So each place is handed to it here, whatever other plugins did there.
+    The registry applies the hooks of a function once in a process, which may be long ago, and only logs those that it
+    could not apply. So `apply` hands it each function again, whatever other plugins did there.
     """
 
     def __init__(self) -> None:
@@ -127,17 +127,17 @@ class Hooks:
         self._wanted.setdefault(need.target, []).append(("AFTER", refusing(function)))
 
     def around(self, need: Need, function: Callable[..., Any]) -> None:
-        """Run `function` in the place of `need`, which it gets first."""
+        """Run `function` instead of `need`, which is its first argument."""
         self._wanted.setdefault(need.target, []).append(("AROUND", refusing_around(function)))
 
     def apply(self, *registered: Need) -> None:
-        """Apply all of them.
+        """Apply all hooks.
 
         Args:
-            registered: places whose hooks SGLang's registry should have applied before.
+            registered: functions whose hooks SGLang's registry should have applied before.
 
         Raises:
-            SglangError: naming the place where that could not be done.
+            SglangError: naming the function whose hook could not be applied.
         """
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -1,4 +1,4 @@
-"""`--json-model-override-args`: how SGLang is told of another configuration."""
+"""`--json-model-override-args`: SGLang's flag for changes of a model's configuration."""
 
 from __future__ import annotations
 

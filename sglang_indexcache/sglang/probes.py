@@ -1,4 +1,4 @@
-"""What an SGLang offers, read from its source without importing it: one line for each thing that is missing.
+"""The features of an SGLang, read from its source without importing it: one line for each thing that is missing.
 
 Every feature lists what it needs. Nothing here compares versions, so a fork or a nightly is judged by what it has.
 """
@@ -21,15 +21,15 @@ class SglangError(IndexCacheError):
 
 @dataclass(frozen=True)
 class Need:
-    """One place in SGLang's source.
+    """A function, class or field of SGLang's source that a feature needs.
 
     Attributes:
         module: dotted name below `sglang.`
         name: function, `Class`, `Class.method` or `Class.field`.
         parameters: names that the function must take.
         mentions: attributes, string keys or called functions that must occur in the body.
-        without: the same that must not: with them, SGLang does by itself what we would do.
-        closed: whether the function must take no others; what stands in for it would not know what they say.
+        without: names that must not occur there: with them, SGLang does by itself what we would do.
+        closed: whether the function must take no other parameters, since a replacement would not know what they mean.
     """
 
     module: str
@@ -41,17 +41,17 @@ class Need:
 
     @property
     def target(self) -> str:
-        """The dotted path that a hook is registered on."""
+        """Dotted path that a hook is registered on."""
         return f"sglang.{self.module}.{self.name}"
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Something this plugin does.
+    """A feature of this plugin.
 
     Attributes:
         name: short, as in the table.
-        does: what a user has from it.
+        does: use of it for a user.
         needs: all of them, or the feature is refused.
         otherwise: what happens without it.
     """
@@ -174,7 +174,7 @@ class SglangSource:
 
     @classmethod
     def installed(cls) -> SglangSource | None:
-        """The one that `import sglang` would take, or `None`; imports nothing."""
+        """Return the SGLang that `import sglang` would take, or `None`; import nothing."""
         spec = find_spec("sglang")
         if spec is None or not spec.submodule_search_locations:
             return None
@@ -186,7 +186,7 @@ class SglangSource:
 
     @classmethod
     def at(cls, folder: Path) -> SglangSource:
-        """An unpacked wheel, or a checkout's `python` folder.
+        """Read an unpacked wheel, or a checkout's `python` folder.
 
         Raises:
             SglangError: if there is none.
@@ -198,7 +198,7 @@ class SglangSource:
         return cls(root, metadata[0].name.removeprefix("sglang-").removesuffix(".dist-info") if metadata else "unknown")
 
     def missing(self, need: Need) -> str | None:
-        """One line if this SGLang does not have it, or `None`."""
+        """Return one line if this SGLang lacks `need`, or `None`."""
         tree = self._tree(need.module)
         if tree is None:
             return f"needs sglang.{need.module}, which is not in SGLang {self.version}"
@@ -230,7 +230,7 @@ class SglangSource:
         return None
 
     def refusal(self, feature: Feature) -> str | None:
-        """Why this SGLang does not have `feature`: its first missing need, or `None`."""
+        """Return why this SGLang does not have `feature`: its first missing need, or `None`."""
         return next((reason for reason in map(self.missing, feature.needs) if reason is not None), None)
 
     def require(self, *features: Feature) -> None:
@@ -253,7 +253,7 @@ class SglangSource:
 
 
 def _definitions(node: ast.AST) -> Iterator[ast.AST]:
-    """What a module or class defines, also below `if` and `try`."""
+    """Yield the definitions in a module or class, also below `if` and `try`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.AnnAssign):
             yield child

@@ -1,6 +1,6 @@
-"""Ending the process rather than serving something else, and the variables that ask the plugin for something.
+"""Refusals, which end the process rather than serve something else, and the variables that switch the plugin on.
 
-Imports nothing of the project, so that whatever is broken there can still be refused.
+This module imports nothing of the project, so that whatever is broken there can still be refused.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ EXIT_CODE = 2
 def refuse(reason: str, cause: BaseException | None = None, at_once: bool = False) -> NoReturn:
     """End this process with one line, after the traceback of `cause` if there is one.
 
-    SGLang's plugin loader and hook registry log every `Exception` and go on; `SystemExit` is what they let through. In
-    another thread than the main one that would end the thread alone, so the process ends at once there; and with
-    `at_once`, where what the interpreter does at its end could wait for somebody who does not come.
+    SGLang's plugin loader and hook registry log every `Exception` and go on; they let `SystemExit` through. In another
+    thread than the main one, `SystemExit` would end only the thread, so there the process ends at once. With `at_once`
+    it does so anywhere: the interpreter's own end could wait for a process that does not come.
     """
     if cause is not None:
         traceback.print_exception(cause, file=sys.stderr)
@@ -35,6 +35,6 @@ def refuse(reason: str, cause: BaseException | None = None, at_once: bool = Fals
 
 
 def refuse_unforeseen(doing: str, cause: BaseException) -> NoReturn:
-    """End this process for an error that nobody thought of."""
+    """End this process for an unforeseen error."""
     line = " ".join(str(cause).split())[:200]
     refuse(f"{doing}: {type(cause).__name__}{': ' if line else ''}{line}; see the traceback above", cause)

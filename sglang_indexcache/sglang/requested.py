@@ -1,8 +1,8 @@
-"""What an engine is asked for: decided when it is launched, and carried with its server arguments.
+"""The request of an engine for a pattern or for calibration: decided at its launch, carried by its server arguments.
 
-A process may launch several engines, and its environment may change between them. So the environment is looked at once
-for each engine; all processes of the engine find on the server arguments, which SGLang hands them, what was decided.
-This module imports nothing that could be missing: it is asked for engines that nothing is asked of, too.
+A process may launch several engines, and its environment may change between them. So the environment is read once for
+each engine. SGLang hands the server arguments to all processes of the engine, and the decision with them. This module
+imports nothing that could be missing, since it also runs for engines without a request.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from sglang_indexcache.sglang.refusal import (
 
 KEY = "indexcache"  # in SGLang's model overrides, in /server_info and in what a scheduler says when it is ready
 ATTRIBUTE = "_indexcache"  # SGLang seals and shows the fields of its server arguments; others are pickled along
-_OFF = ("", "0")  # of variables that switch something on
+_OFF = ("", "0")  # values of a variable that is off
 _REQUESTED = ("calibrate", "spec", "own", "allow")
-_MEMOS = ("_model_config", "model_config")  # what SGLang made of server arguments, with the pattern in it
+_MEMOS = ("_model_config", "model_config")  # SGLang makes them of server arguments, with the pattern in them
 
 
 def environment_asks() -> bool:
-    """Whether the environment asks for anything now."""
+    """Return whether the environment requests anything now."""
     return bool(os.environ.get(PATTERN_VARIABLE)) or os.environ.get(CALIBRATE_VARIABLE, "") not in _OFF
 
 
 def is_decided(server_args: Any) -> bool:
-    """Whether it is decided what the engine with these server arguments is asked for."""
+    """Return whether the request of the engine with these server arguments is decided."""
     return getattr(server_args, ATTRIBUTE, None) is not None
 
 
 def asked_of(server_args: Any) -> dict[str, Any]:
-    """What the engine with these server arguments is asked for; empty for nothing.
+    """Return the request of the engine with these server arguments; empty without one.
 
-    Ends the process if that contradicts itself.
+    A request that contradicts itself ends the process.
     """
     asked: dict[str, Any] | None = getattr(server_args, ATTRIBUTE, None)
     if asked is None:
@@ -49,7 +49,7 @@ def asked_of(server_args: Any) -> dict[str, Any]:
 
 
 def ask_again(server_args: Any) -> dict[str, Any]:
-    """The same where an engine is launched: server arguments of an earlier one may be used again."""
+    """Decide the request of an engine at its launch: server arguments of an earlier engine may be used again."""
     before: dict[str, Any] | None = getattr(server_args, ATTRIBUTE, None)
     asked = _decide(server_args)
     same = before is not None and all(before.get(name) == asked.get(name) for name in _REQUESTED)
@@ -66,10 +66,10 @@ def ask_again(server_args: Any) -> dict[str, Any]:
 
 
 def refuse_unasked(launched: Any) -> None:
-    """End the process if a scheduler of an engine that is asked for nothing says that it has a pattern.
+    """End the process if a scheduler of an engine without a request says that it has a pattern.
 
     Args:
-        launched: what `Engine._launch_subprocesses` returned.
+        launched: the result of `Engine._launch_subprocesses`.
     """
     for item in launched if isinstance(launched, tuple) else ():
         for info in getattr(item, "scheduler_infos", None) or ():
@@ -91,7 +91,7 @@ def _decide(server_args: Any) -> dict[str, Any]:
 
 
 def _is_on(variable: str) -> bool:
-    """Whether a variable is `1`; ends the process if it is anything but that, `0` or empty."""
+    """Return whether a variable is `1`; end the process if it is anything but that, `0` or empty."""
     value = os.environ.get(variable, "")
     if value not in (*_OFF, "1"):
         refuse(f"{variable} is {value!r}, expected 1 or 0")
@@ -99,7 +99,7 @@ def _is_on(variable: str) -> bool:
 
 
 def _own_section(server_args: Any) -> Any:
-    """What the engine's own model overrides ask for; `None` for nothing."""
+    """Return the request in the engine's own model overrides; `None` without one."""
     text = getattr(server_args, "json_model_override_args", None)
     if not isinstance(text, str) or f'"{KEY}"' not in text:
         return None

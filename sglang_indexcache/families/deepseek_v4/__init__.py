@@ -1,9 +1,9 @@
-"""DeepSeek-V4: compressed sparse attention, whose layers choose among entries of four tokens each.
+"""DeepSeek-V4: compressed sparse attention, whose layers select among entries of four tokens each.
 
 Only some layers have an indexer: those with compression ratio 4 ("C4" in SGLang, "CSA" in transformers), every second
-one. A pattern has one letter for each of them, as vLLM's docs write it. All of them write their choice into one buffer
-of the forward pass, so a layer that does not run its indexer attends to what the last one chose: nothing is carried,
-and no configuration is read. Read: sglang/srt/models/deepseek_v4.py and layers/attention/dsv4 of 0.5.17 and 0.5.23;
+one. A pattern has one letter for each of them, as in vLLM's docs. All of them write their selection into one buffer of
+the forward pass, so a layer that does not run its indexer attends to the last selection: nothing is carried, and no
+configuration is read. Read: sglang/srt/models/deepseek_v4.py and layers/attention/dsv4 of 0.5.17 and 0.5.23;
 transformers/models/deepseek_v4 of 5.17 and 5.23.
 """
 
@@ -17,11 +17,12 @@ from sglang_indexcache.families.deepseek_v4.sglang import DeepseekV4Sglang
 
 
 class DeepseekV4Transformers(TransformersAdapter):
-    """Find the indexers inside the compressors."""
+    """An adapter that finds the indexers inside the compressors."""
 
     on_kernels = False
 
     def indexer_modules(self, model: Any) -> list[Any]:
+        """See `TransformersAdapter.indexer_modules`."""
         attentions = (layer.self_attn for layer in model.model.layers)
         indexers = (getattr(attention.compressor, "indexer", None) for attention in attentions)
         return [selector for selector in indexers if selector is not None]

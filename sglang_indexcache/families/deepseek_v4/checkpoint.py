@@ -20,11 +20,12 @@ _INDEXER_WEIGHT = re.compile(
 
 
 class DeepseekV4Checkpoint(CheckpointReader):
-    """Read checkpoints whose layers with compression ratio 4 are the sites."""
+    """A reader of checkpoints whose layers with compression ratio 4 are the sites."""
 
     keys: ClassVar[Mapping[str, ConfigKeys]] = KEYS
 
     def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> ModelLayers:
+        """See `CheckpointReader.describe`."""
         ratios = compression_ratios(config, name)
         layers = tuple(layer for layer, ratio in enumerate(ratios) if ratio == CHOOSING_RATIO)
         if not layers:
@@ -43,7 +44,7 @@ class DeepseekV4Checkpoint(CheckpointReader):
     def _facts(
         self, config: Mapping[str, Any], name: str, architecture: str, ratios: tuple[int, ...]
     ) -> dict[str, Any]:
-        """Collect what changes the model, schedules and rotary parameters in the one form that they are compared in.
+        """Collect the facts that change the model; schedules and rotary parameters have one form, so that they compare.
 
         Raises:
             ModelConfigError: if a key is not known, or of another kind.
@@ -57,4 +58,5 @@ class DeepseekV4Checkpoint(CheckpointReader):
         return facts
 
     def indexer_layers(self, tensors: Iterable[str]) -> frozenset[int]:
+        """See `CheckpointReader.indexer_layers`."""
         return frozenset(int(match[1]) for name in tensors if (match := _INDEXER_WEIGHT.search(name)))

@@ -1,4 +1,4 @@
-"""Which keys of a config.json the code of DeepSeek-V4 reads: transformers 5.17 and 5.23, SGLang 0.5.17 and 0.5.23."""
+"""Keys of a config.json that the code of DeepSeek-V4 reads: transformers 5.17 and 5.23, SGLang 0.5.17 and 0.5.23."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers of a DeepSeek-V4 compress what they attend to, and by how much."""
+"""The layers of a DeepSeek-V4 that compress what they attend to, and by how much."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _TRAINED_SHARING = ("index_source_layer_ids", "kv_source_layer_ids")
 
 
 def compression_ratios(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """Tokens an entry, by model layer: 0 for a window alone, 4 with an indexer, 128 without. NextN layers left out.
+    """Return the tokens of an entry by model layer: 0 for a window alone, 4 with an indexer, 128 without.
 
-    A release says it in `compress_ratios`, which may go on for its NextN layers; transformers saves `layer_types`.
+    NextN layers are left out. Releases have `compress_ratios`, which may go on for their NextN layers; transformers
+    saves `layer_types`.
 
     Raises:
-        ModelConfigError: if a config.json says neither, or something else; DeepSeek-V4.1 does.
+        ModelConfigError: if a config.json has neither, or another kind of layer, as DeepSeek-V4.1 does.
     """
     if config.get("model_type") == "deepseek_v41" or any(config.get(key) for key in _TRAINED_SHARING):
         raise ModelConfigError(f"{name}: DeepSeek-V4.1 was trained with indexers that layers share; expected V4")
@@ -54,10 +55,10 @@ def _ratio(value: Any, key: str, layer: int, name: str) -> int:
 
 
 def hash_layers(config: Mapping[str, Any], num_layers: int, name: str) -> int:
-    """How many of the first layers route tokens by a table: `num_hash_layers`, or what `mlp_layer_types` says.
+    """Return how many of the first layers route tokens by a table: `num_hash_layers`, or by `mlp_layer_types`.
 
     Raises:
-        ModelConfigError: if it is no number, or others than the first do.
+        ModelConfigError: if it is no number, or other layers than the first do.
     """
     kinds = config.get("mlp_layer_types")
     if kinds is None:
@@ -78,10 +79,10 @@ def hash_layers(config: Mapping[str, Any], num_layers: int, name: str) -> int:
 
 
 def rotary(config: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
-    """Rotary parameters of layers that see a window alone, and of those that compress, as transformers puts them.
+    """Return the rotary parameters of layers that see a window alone, and of those that compress, as in transformers.
 
     Raises:
-        ModelConfigError: if they are none.
+        ModelConfigError: if they are invalid.
     """
     saved = config.get("rope_parameters")
     if not config.get("rope_scaling") and isinstance(saved, Mapping) and {"main", "compress"} <= set(saved):

@@ -1,8 +1,8 @@
-"""Make SGLang run a pattern on DeepSeek-V4: an S layer's indexer does nothing, its attention reads the last choice.
+"""Make SGLang run a pattern on DeepSeek-V4: an S layer's indexer does nothing, its attention reads the last selection.
 
-`DSV4AttnMetadata.c4_sparse_page_indices` is made once a forward pass; each `C4Indexer` writes its choice into it, and
-the attention of its layer reads it. Slots in the pool are the same for all layers (one `c4_out_loc`), so nothing is
-translated. Every caller goes through the module's `forward`: prefill, decode, several streams. Read:
+SGLang makes `DSV4AttnMetadata.c4_sparse_page_indices` once for each forward pass. Each `C4Indexer` writes its selection
+into it, and the attention of its layer reads it. Slots in the pool are the same for all layers (one `c4_out_loc`), so
+nothing is translated. Every caller goes through the module's `forward`: prefill, decode, several streams. Read:
 sglang/srt/models/deepseek_v4.py, layers/attention/deepseek_v4_backend.py and dsv4/indexer.py of 0.5.17 and 0.5.23.
 """
 
@@ -37,14 +37,14 @@ _LETTERS = "_indexcache_letters"
 
 
 class Shared:
-    """Replace a `C4Indexer.forward`, and leave the buffer as the last F layer wrote it."""
+    """A replacement of `C4Indexer.forward`, which leaves the buffer as the last F layer wrote it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Take whatever a version of SGLang passes."""
+        """Accept whatever a version of SGLang passes."""
 
 
 class DeepseekV4Sglang(SglangAdapter):
-    """Write the roles once SGLang has loaded the model."""
+    """An adapter that writes the roles once SGLang has loaded the model."""
 
     serving = Feature("deepseek_v4", "patterns of F and S on DeepSeek-V4", _NEEDS, "no server for DeepSeek-V4")
     pipeline: ClassVar[Feature | None] = Feature(
@@ -65,6 +65,7 @@ class DeepseekV4Sglang(SglangAdapter):
     )
 
     def to_overrides(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
+        """See `SglangAdapter.to_overrides`."""
         pattern.check_plain("is not served yet")
         for key in _SCHEDULE_KEYS:
             if key in overrides:
@@ -76,6 +77,7 @@ class DeepseekV4Sglang(SglangAdapter):
         return dict(overrides)
 
     def loaded(self, runner: Any, pattern: Pattern) -> None:
+        """See `SglangAdapter.loaded`."""
         self.switch(runner, pattern)
 
     def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
@@ -95,15 +97,18 @@ class DeepseekV4Sglang(SglangAdapter):
             yield site, module
 
     def role(self, site: int, module: Any) -> str:
+        """See `SglangAdapter.role`."""
         forward = module.__dict__.get("forward")
         if forward is not None and not isinstance(forward, Shared):
             raise ProofError(f"the indexer of letter {site} runs another forward: {type(forward).__name__}")
         return FULL if forward is None else SHARED
 
     def indexer(self, module: Any) -> Any:
+        """See `SglangAdapter.indexer`."""
         return module
 
     def switch(self, runner: Any, pattern: Pattern) -> None:
+        """See `SglangAdapter.switch`."""
         for site, module in self.modules(runner.model):
             if pattern[site] == SHARED:
                 module.forward = Shared()
@@ -112,4 +117,5 @@ class DeepseekV4Sglang(SglangAdapter):
         setattr(runner, _LETTERS, pattern.roles)
 
     def configured(self, runner: Any) -> str:
+        """See `SglangAdapter.configured`."""
         return str(getattr(runner, _LETTERS, ""))  # no configuration has them

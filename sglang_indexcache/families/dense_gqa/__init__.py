@@ -1,6 +1,6 @@
 """Dense models with grouped-query attention: Llama, Qwen2, Qwen3 (also its MoE) and Mistral (DELTA, arXiv 2510.09883).
 
-Nothing in them chooses, so a pattern brings along what is chosen: pages of the cache. While decoding, a `D` layer
+These models have no indexers, so a pattern says what is selected: pages of the cache. While decoding, a `D` layer
 attends to everything, and one that an `S` follows also scores the pages; `S` layers attend to the best of them. Prompts
 are read as ever. Read: sglang/srt/layers/radix_attention.py and layers/attention of 0.5.17 and 0.5.23, and the four
 models in transformers 5.17 and 5.23.
@@ -16,9 +16,10 @@ from sglang_indexcache.families.dense_gqa.sglang import DenseGqaSglang
 
 
 class DenseGqaTransformers(TransformersAdapter):
-    """Find no indexer in any layer."""
+    """An adapter that finds no indexer in any layer."""
 
     def indexer_modules(self, model: Any) -> list[Any]:
+        """See `TransformersAdapter.indexer_modules`."""
         return [None] * len(model.model.layers)
 
 

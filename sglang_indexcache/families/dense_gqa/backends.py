@@ -1,4 +1,4 @@
-"""SGLang's attention backends that can decode over chosen pages, by their classes."""
+"""SGLang's attention backends that can decode over selected pages, by their classes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from sglang_indexcache.errors import ProofError
 from sglang_indexcache.sglang.probes import Feature, Need, SglangSource
 
-_STOCK = "indexcache_stock"  # of a subclass: the class that it was made of
+_STOCK = "indexcache_stock"  # on a subclass: the class that it was made of
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One of them.
+    """An attention backend that can decode over selected pages.
 
     Attributes:
-        name: as `--attention-backend` has it.
-        module: below `sglang.`
+        name: as in `--attention-backend`.
+        module: dotted name below `sglang.`
         stock: SGLang's class.
         home: module beside this one whose `make_backend_class` makes the subclass; imported when it is needed.
         decode: what its class must have.
@@ -33,6 +33,7 @@ class Backend:
 
     @property
     def feature(self) -> Feature:
+        """Feature of serving with this backend."""
         return Feature(
             self.name, f"dense models with --attention-backend {self.name}", self.decode, "no server with that backend"
         )
@@ -75,10 +76,10 @@ BACKENDS = (TORCH_NATIVE, FLASHINFER, FLASH_ATTENTION)
 
 
 def make_backend_class(stock: Any) -> Any:
-    """Make the subclass of an attention backend that decodes by each `LayerRole`; itself, where it is one already.
+    """Make the subclass of an attention backend that decodes by each `LayerRole`; return such a subclass as it is.
 
     Raises:
-        ProofError: if it is a backend that nobody wrote one for, or this SGLang's lacks what that needs.
+        ProofError: if nobody wrote a subclass for the backend, or this SGLang lacks what the subclass needs.
     """
     if hasattr(stock, _STOCK):
         return stock

@@ -20,11 +20,12 @@ _QUERIES = re.compile(r"^(?:(?!mtp|nextn|draft)\w+\.)*layers\.(\d+)\.self_attn\.
 
 
 class DenseGqaCheckpoint(CheckpointReader):
-    """Read checkpoints in which every layer is a site."""
+    """A reader of checkpoints in which every layer is a site."""
 
     keys: ClassVar[Mapping[str, ConfigKeys]] = KEYS
 
     def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> ModelLayers:
+        """See `CheckpointReader.describe`."""
         num_layers = layer_count(config, name)
         check_layers(config, name, num_layers, architecture)
         heads = positive(config, "num_attention_heads", name)
@@ -42,7 +43,7 @@ class DenseGqaCheckpoint(CheckpointReader):
         )
 
     def _facts(self, config: Mapping[str, Any], name: str, architecture: str) -> dict[str, Any]:
-        """Collect what changes the model, sizes that follow from others written out.
+        """Collect the facts that change the model; sizes that follow from others are written out.
 
         Raises:
             ModelConfigError: if a key is not known, or of another kind.
@@ -58,7 +59,9 @@ class DenseGqaCheckpoint(CheckpointReader):
         return {**facts, **rope_facts(rope_parameters({**lengths, **config}, name), name)}
 
     def selecting(self, model: ModelLayers, selection: Selection | None) -> ModelLayers:
+        """See `CheckpointReader.selecting`; `None` is the paper's selection."""
         return super().selecting(model, selection or DEFAULT)
 
     def indexer_layers(self, tensors: Iterable[str]) -> frozenset[int]:
+        """See `CheckpointReader.indexer_layers`."""
         return frozenset(int(match[1]) for name in tensors if (match := _QUERIES.search(name)))

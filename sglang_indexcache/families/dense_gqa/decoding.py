@@ -1,4 +1,4 @@
-"""Share what decoding over chosen pages needs, whatever the attention backend."""
+"""Functions for decoding over selected pages that all attention backends share."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def role_of(layer: Any) -> LayerRole:
 
 
 def note_captured(backend: Any, batch: Any, layer: Any, letter: str) -> None:
-    """Remember what a layer runs in the CUDA graph that is being captured, if one is."""
+    """Record what a layer runs in the CUDA graph that is being captured, if one is."""
     if batch.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
         captured: dict[int, dict[int, str]] = backend.__dict__.setdefault(CAPTURED, {})
         captured.setdefault(batch.batch_size, {})[layer.layer_id] = letter
 
 
 def budget_of(selection: Selection) -> PageBudget:
-    """Write a selection as the kernels do."""
+    """Return a selection in the form of the kernels."""
     return PageBudget(selection.page_tokens, selection.pages, selection.recent_pages, selection.sink_pages)
 
 
 def kept_tokens(lengths: Tensor, selection: Selection) -> Tensor:
-    """Count the tokens that S layers attend to, from those in the cache; any choice of pages has as many."""
+    """Count the tokens that S layers attend to, from those in the cache; every selection of pages has as many."""
     pages = -(-lengths // selection.page_tokens)
     return pages.clamp_max(selection.pages) * selection.page_tokens - (pages * selection.page_tokens - lengths)

@@ -1,7 +1,7 @@
-"""SGLang's `fa3` backend, decoding S layers over chosen pages: page table and lengths are read anew by each layer.
+"""SGLang's `fa3` backend, decoding S layers over selected pages: each layer reads page table and lengths anew.
 
 Read: sglang/srt/layers/attention/flashattention_backend.py of 0.5.23. It needs no plan, so nothing runs outside a CUDA
-graph; what a layer chooses lies in tensors that the graph keeps.
+graph; the selection of a layer lies in tensors that the graph keeps.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def make_backend_class(stock: Any) -> Any:
             return chosen
 
         def _choose(self, q: Tensor, lse: Tensor, layer: Any, selection: Selection) -> tuple[Tensor, Tensor]:
-            """Page table `[B, entries]` and lengths `[B]`, int32, of what S layers attend to; `lse` is `[B, H]`."""
+            """Return page table `[B, entries]` and lengths `[B]`, int32, for S layers; `lse` is `[B, H]`."""
             metadata, budget = self.forward_metadata, budget_of(selection)
             table, lengths = metadata.page_table, metadata.cache_seqlens_int32
             queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)

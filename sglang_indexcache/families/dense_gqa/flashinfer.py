@@ -1,7 +1,7 @@
-"""SGLang's `flashinfer` backend: S layers run its decode attention, planned a second time, over the chosen tokens.
+"""SGLang's `flashinfer` backend: S layers run its decode attention, planned a second time, over the selected tokens.
 
-A plan needs lengths alone, and how many tokens are chosen does not depend on which. So the second plan is made beside
-the first, before a forward pass or a replay, and the choosing layers write the tokens that it reads.
+A plan needs lengths alone, and the number of selected tokens does not depend on which are selected. So the second plan
+is made beside the first, before a forward pass or a replay. The selecting layers write the tokens that it reads.
 
 Read: sglang/srt/layers/attention/flashinfer_backend.py of 0.5.17 and 0.5.23, flashinfer/decode.py of 0.6.15.
 """
@@ -26,13 +26,13 @@ from sglang_indexcache.pattern.selection import Selection
 
 @dataclass
 class _Plan:
-    """What decodes S layers.
+    """The plan for decoding S layers.
 
     Attributes:
-        wrapper: flashinfer's, planned for the chosen tokens.
+        wrapper: flashinfer's, planned for the selected tokens.
         sizes: `[2 B + 1]`, int32: tokens in the cache, and where each request begins in `tokens`.
-        tokens: int32, the chosen slots of all requests.
-        kept: `[B]`, int32, tokens chosen.
+        tokens: int32, the selected slots of all requests.
+        kept: `[B]`, int32, number of selected tokens.
     """
 
     wrapper: Any
@@ -42,17 +42,17 @@ class _Plan:
 
     @property
     def lengths(self) -> Tensor:
-        """`[B]`, a part of `sizes`."""
+        """Tokens in the cache, `[B]`, the first part of `sizes`."""
         return self.sizes[: len(self.kept)]
 
     @property
     def starts(self) -> Tensor:
-        """`[B + 1]`, the other."""
+        """Begin of each request in `tokens`, `[B + 1]`, the second part of `sizes`."""
         return self.sizes[len(self.kept) :]
 
 
 class _Denominators:
-    """In the place of a decode wrapper: runs it, and keeps the logarithm of what it divides by."""
+    """A stand-in for a decode wrapper: it runs the wrapper, and keeps the logarithm of the denominator."""
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper, self.lse = wrapper, torch.empty(0)
@@ -69,7 +69,7 @@ def make_backend_class(stock: Any) -> Any:
     home = sys.modules[stock.__module__]
 
     class ChoosingBackend(stock):  # type: ignore[misc]
-        indexcache_selection: Selection  # written by `attention.install`
+        indexcache_selection: Selection  # written by `DenseGqaSglang.loaded`
         _indexcache_plan: _Plan  # of the pass that is running, or being captured
         _indexcache_plans: dict[int, _Plan] | None = None  # of CUDA graphs, by batch size
         _indexcache_wrapper: Any = None  # of passes without a graph
@@ -165,7 +165,7 @@ def make_backend_class(stock: Any) -> Any:
             return _Plan(wrapper, *(torch.zeros(count, dtype=torch.int32, device=device) for count in counts))
 
         def _fill(self, plan: _Plan, batch: Any, fixed_split_size: int | None, disable_split_kv: bool) -> None:
-            """Plan for the lengths of a batch, and make it the plan of the pass."""
+            """Plan for the lengths of a batch, and make this the plan of the pass."""
             size, updater = batch.batch_size, self.indices_updater_decode
             lengths = batch.seq_lens[:size].cpu() if batch.seq_lens_cpu is None else batch.seq_lens_cpu[:size]
             sizes = torch.zeros(2 * size + 1, dtype=torch.int32, pin_memory=plan.sizes.is_cuda)
@@ -173,7 +173,7 @@ def make_backend_class(stock: Any) -> Any:
             starts = sizes[size:]
             torch.cumsum(kept_tokens(lengths, self.indexcache_selection), 0, dtype=torch.int32, out=starts[1:])
             plan.sizes.copy_(sizes, non_blocking=True)
-            fast = isinstance(plan.wrapper.begin_forward, partial)  # which is told what the host knows
+            fast = isinstance(plan.wrapper.begin_forward, partial)  # this one takes the lengths that the host knows
             plan.wrapper.begin_forward(
                 plan.starts,
                 plan.tokens,

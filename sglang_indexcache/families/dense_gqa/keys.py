@@ -1,4 +1,4 @@
-"""Which keys of a config.json the code of dense models reads: transformers 5.17 and 5.23, SGLang 0.5.17 and 0.5.23."""
+"""Keys of a config.json that the code of dense models reads: transformers 5.17 and 5.23, SGLang 0.5.17 and 0.5.23."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ KEYS = {
         model_type="qwen3_moe",
         defaults=_QWEN3_MOE,
         aliases={"num_local_experts": "num_experts"},
-        only={"use_qk_norm": True},  # which its code does whatever it says
+        only={"use_qk_norm": True},  # its code does so, whatever the key says
         read_elsewhere=WINDOW_KEYS,
     ),
     "MistralForCausalLM": ConfigKeys(model_type="mistral", defaults=_MISTRAL, read_elsewhere=WINDOW_KEYS),

@@ -1,9 +1,9 @@
 """Make SGLang run a pattern on dense models: S layers run its decode attention over another page table.
 
-SGLang builds one attention backend a rank; each `RadixAttention` calls it with itself. Once it is built, its class
-becomes a subclass that decodes S layers over the pages that were chosen. Prefill is SGLang's own. Read:
-sglang/srt/layers/radix_attention.py, layers/attention/torch_native_backend.py and
-ModelRunner.init_attention_backends of 0.5.17 and 0.5.23.
+SGLang builds one attention backend a rank; each `RadixAttention` calls it with itself. Once the backend is built, its
+class becomes a subclass that decodes S layers over the selected pages. Prefill is SGLang's own. Read:
+sglang/srt/layers/radix_attention.py, layers/attention/torch_native_backend.py and ModelRunner.init_attention_backends
+of 0.5.17 and 0.5.23.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ CAPTURED = "indexcache_captured"
 
 @dataclass
 class LayerRole:
-    """Say what one layer does while it decodes.
+    """The role of one layer while it decodes.
 
     Attributes:
         role: its letter.
-        chooses: whether it also chooses pages for the layers above.
-        selection: how.
+        chooses: whether it also selects pages for the layers above.
+        selection: how it selects them.
     """
 
     role: str
@@ -55,7 +55,7 @@ class LayerRole:
 
 
 class DenseGqaSglang(SglangAdapter):
-    """Write the roles once SGLang has built its attention backend."""
+    """An adapter that writes the roles once SGLang has built its attention backend."""
 
     serving = Feature(
         "dense_gqa", "patterns of D and S on Llama, Qwen2, Qwen3 and Mistral", _NEEDS, "no server for these"
@@ -80,6 +80,7 @@ class DenseGqaSglang(SglangAdapter):
     )
 
     def to_overrides(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
+        """See `SglangAdapter.to_overrides`."""
         self.checkpoint.check_overrides(overrides)
         for key in ("num_hidden_layers", *WINDOW_KEYS):
             if key in overrides:
@@ -96,6 +97,7 @@ class DenseGqaSglang(SglangAdapter):
         return dict(overrides)
 
     def loaded(self, runner: Any, pattern: Pattern) -> None:
+        """See `SglangAdapter.loaded`."""
         chosen = pattern.selection
         assert chosen is not None
         self._check_layers(runner.model)
@@ -151,6 +153,7 @@ class DenseGqaSglang(SglangAdapter):
                 )
 
     def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
+        """See `SglangAdapter.modules`."""
         attentions = [module for module in model.modules() if type(module).__name__ == "RadixAttention"]
         yield from sorted(((module.layer_id, module) for module in attentions), key=lambda item: item[0])
 
@@ -172,9 +175,11 @@ class DenseGqaSglang(SglangAdapter):
         return found.pop() if found else None
 
     def indexer(self, module: Any) -> None:
+        """See `SglangAdapter.indexer`."""
         return None
 
     def switch(self, runner: Any, pattern: Pattern) -> None:
+        """See `SglangAdapter.switch`."""
         assert pattern.selection is not None
         for layer, module in self.modules(runner.model):
             above = pattern.roles[layer + 1 : layer + 2]
@@ -182,4 +187,5 @@ class DenseGqaSglang(SglangAdapter):
             setattr(module, _ROLE, LayerRole(letter, letter != SHARED and above == SHARED, pattern.selection))
 
     def configured(self, runner: Any) -> str:
+        """See `SglangAdapter.configured`."""
         return "".join(self.role(layer, module) for layer, module in self.modules(runner.model))

@@ -1,4 +1,4 @@
-"""SGLang's `torch_native` backend, decoding S layers over chosen pages: eager, what kernels are held against."""
+"""SGLang's `torch_native` backend, decoding S layers over selected pages: eager, the reference for kernels."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_backend_class(stock: Any) -> Any:
             return output
 
         def _choose(self, q: Tensor, layer: Any, batch: Any, selection: Selection) -> tuple[Tensor, Tensor]:
-            """Table `[B, tokens]` of slots and lengths `[B]`, int32, of what S layers attend to."""
+            """Return a table `[B, tokens]` of slots and lengths `[B]`, int32, of what S layers attend to."""
             budget = budget_of(selection)
             lengths = batch.seq_lens.int()
             width = max(int(lengths.max()), selection.page_tokens)
@@ -56,7 +56,7 @@ def make_backend_class(stock: Any) -> Any:
 
 
 def _denominators(q: Tensor, k: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """`[B, H]`, float32: logarithm of the attention's denominator, which stock attention keeps to itself."""
+    """Return the logarithm of the attention's denominator, `[B, H]`, float32; stock attention keeps it to itself."""
     rows = []
     for row, length in enumerate(lengths.tolist()):
         keys = k[table[row, :length].long()].float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)

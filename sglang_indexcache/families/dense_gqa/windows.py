@@ -1,4 +1,4 @@
-"""Which layers of a dense model see a sliding window, as transformers reads its config.json."""
+"""The layers of a dense model that see a sliding window, as transformers reads its config.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_layers(config: Mapping[str, Any], name: str, num_layers: int, architec
     """Check that every layer attends to everything.
 
     Raises:
-        ModelConfigError: naming what says otherwise.
+        ModelConfigError: naming the key that says otherwise.
     """
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or set(map(str, kinds)) - {_FULL_ATTENTION}):
@@ -35,7 +35,7 @@ def check_layers(config: Mapping[str, Any], name: str, num_layers: int, architec
 
 
 def sliding_window(config: Mapping[str, Any], architecture: str) -> Any:
-    """The window of layers that have one; `None` where none has."""
+    """Return the window of layers that have one; `None` where none has."""
     if architecture in _SWITCHED:
         return config.get("sliding_window", _DEFAULT_WINDOW) if config.get("use_sliding_window") else None
     return config.get("sliding_window", _DEFAULT_WINDOW if architecture == "MistralForCausalLM" else None)

@@ -1,10 +1,10 @@
 """F layers of SGLang's DSA models that select for blocks of neighbouring prompt queries.
 
-`Indexer._get_topk_ragged` selects for all queries of a prefill; decoding goes through another method. On the indexers
-of layers that select in blocks, and on no other, a `BlockSelection` takes its place. It hands SGLang's method two lots
-of rows: those that select for themselves, and a *leader* for each block. What a block is, and what its queries attend
-to, is in `indexcache_search.hf.indexers`; here a block is one whose queries are all in the forward pass, and the last
-`EXACT_ROWS` queries of each request in it select for themselves: nobody can tell whether a chunk is a prompt's last.
+`Indexer._get_topk_ragged` selects for all queries of a prefill; decoding goes through another method. A
+`BlockSelection` replaces it on the indexers of layers that select in blocks, and on no others. It hands SGLang's method
+two lots of rows: queries that select for themselves, and a *leader* for each block. `indexcache_search.hf.indexers`
+says what a block is, and what its queries attend to. Here all queries of a block are in the forward pass. The last
+`EXACT_ROWS` queries of each request in it select for themselves: nobody can know whether a chunk is a prompt's last.
 
 Read: dsa_indexer.py, dsa_indexer_metadata.py, dsa_topk_backend.py and dsa_prefill_cuda_graph.py in
 sglang/srt/layers/attention/dsa of 0.5.17 and 0.5.23.
@@ -34,9 +34,9 @@ class Blocks:
     """The blocks of a forward pass, request by request.
 
     Attributes:
-        rows: the row of each block's first query.
-        begins: its position in its request.
-        requests: the number of its request.
+        rows: row of each block's first query.
+        begins: position of that query in its request.
+        requests: number of that request.
     """
 
     rows: tuple[int, ...]
@@ -45,18 +45,18 @@ class Blocks:
 
 
 def blocks_of(prefixes: Sequence[int], lengths: Sequence[int], queries: int, topk: int) -> Blocks:
-    """Which queries share a selection: blocks that are whole, not at a request's end, and have something to choose.
+    """Find the blocks whose queries share a selection: whole ones, not at a request's end, with something to select.
 
     Args:
         prefixes: tokens of each request that were computed before.
         lengths: tokens of each request in this forward pass.
-        queries: of a block.
+        queries: number of queries of a block.
         topk: tokens of a selection; up to there everything is selected.
     """
     found: list[tuple[int, int, int]] = []
     row = 0
     for request, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
-        choice = (topk // queries) * queries  # the block of the first query that has one
+        choice = (topk // queries) * queries  # the block of the first query that selects
         first = max(-(-prefix // queries) * queries, choice)
         end = prefix + length - EXACT_ROWS
         found += [(row + begin - prefix, begin, request) for begin in range(first, end - queries + 1, queries)]
@@ -66,13 +66,13 @@ def blocks_of(prefixes: Sequence[int], lengths: Sequence[int], queries: int, top
 
 
 class BlockSelection:
-    """Stands in for an F layer's `Indexer._get_topk_ragged`, and selects for the queries of a prompt in blocks.
+    """A replacement of an F layer's `Indexer._get_topk_ragged`, which selects for the queries of a prompt in blocks.
 
-    What goes wrong here ends the process.
+    An error in here ends the process.
 
     Args:
         indexer: SGLang's.
-        queries: of a block.
+        queries: number of queries of a block.
     """
 
     def __init__(self, indexer: Any, queries: int) -> None:
@@ -111,7 +111,7 @@ class BlockSelection:
         return result
 
     def _plan(self, forward_batch: Any, device: torch.device) -> _Plan | None:
-        """Where the rows of a forward pass are, worked out once for all layers; `None` where no block is."""
+        """Return where the rows of a forward pass are, computed once for all layers; `None` without blocks."""
         plans: dict[tuple[int, int], _Plan | None] = forward_batch.__dict__.setdefault(_PLANS, {})
         key = (self.queries, self.indexer.index_topk)
         if key not in plans:
@@ -126,7 +126,7 @@ class BlockSelection:
 
 @dataclass(frozen=True)
 class _Plan:
-    """`Blocks` on a device; B blocks of Q queries, E other rows."""
+    """The `Blocks` on a device: B blocks of Q queries, E other rows."""
 
     members: Tensor  # [B, Q], rows
     begins: Tensor  # [B], positions, int32
@@ -147,7 +147,7 @@ class _Plan:
 
 
 class _Rows:
-    """A `DSAIndexerMetadata` of some rows; what is not of rows is the whole's."""
+    """A `DSAIndexerMetadata` for some rows; all that does not depend on rows is the full metadata's."""
 
     def __init__(self, metadata: Any, rows: Tensor, requests: Tensor) -> None:
         self._metadata, self._requests = metadata, requests
@@ -170,7 +170,7 @@ class _Rows:
         return self._requests
 
     def topk_transform(self, logits: Tensor, topk: int, **given: Any) -> Tensor:
-        """As the whole's, which without `ke_offset` takes the rows for all of its own."""
+        """Select like the full metadata's method, which without `ke_offset` assumes all rows, for these rows only."""
         if given.get("ke_offset") is None:
             given["ke_offset"] = self._lengths
             if self.attn_metadata.topk_indices_offset is not None:
@@ -184,13 +184,13 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Offsets:
-    """All that is asked of the attention's metadata of some rows."""
+    """The part of the attention's metadata that is read, for some rows."""
 
     topk_indices_offset: Tensor | None
 
 
 class _Leaders(_Rows):
-    """A `DSAIndexerMetadata` of blocks, which select from what stands before them; positions, the best first."""
+    """A `DSAIndexerMetadata` of blocks, which select from the tokens before them; positions, the best first."""
 
     def __init__(self, metadata: Any, rows: Tensor, requests: Tensor, begins: Tensor) -> None:
         super().__init__(metadata, rows, requests)
@@ -208,16 +208,16 @@ class _Leaders(_Rows):
 
 
 def _take(values: Tensor, rows: Tensor) -> Tensor:
-    """`values[rows]`, also of fp8, which has no indexing."""
+    """Return `values[rows]`, also for fp8, which has no indexing."""
     return values.view(torch.uint8)[rows].view(values.dtype)
 
 
 def _with_own(own: Tensor, best: Tensor) -> Tensor:
-    """What the queries of blocks attend to, `[blocks, queries, k]`: the block up to the query, then the best before it.
+    """Return what queries attend to, `[blocks, queries, k]`: their block up to themselves, then the best before it.
 
     Args:
         own: the tokens of each block, `[blocks, queries]`.
-        best: those before it, the best first, `[blocks, k]`.
+        best: tokens before each block, the best first, `[blocks, k]`.
     """
     size, topk = own.shape[1], best.shape[1]
     query = torch.arange(size, device=best.device)[:, None]

@@ -20,11 +20,12 @@ _INDEXER_WEIGHT = re.compile(r"^(?:(?!mtp|nextn|draft)\w+\.)*layers\.(\d+)\.(?:s
 
 
 class DsaCheckpoint(CheckpointReader):
-    """Read checkpoints in which every layer is a site."""
+    """A reader of checkpoints in which every layer is a site."""
 
     keys: ClassVar[Mapping[str, ConfigKeys]] = KEYS
 
     def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> ModelLayers:
+        """See `CheckpointReader.describe`."""
         num_layers = layer_count(config, name)
         try:
             native = self.native(config, num_layers)
@@ -42,7 +43,7 @@ class DsaCheckpoint(CheckpointReader):
         )
 
     def _facts(self, config: Mapping[str, Any], name: str, architecture: str, native: Pattern) -> dict[str, Any]:
-        """Collect what changes the model, the schedules of its layers in the one form that they are compared in.
+        """Collect the facts that change the model; the schedules of its layers have one form, so that they compare.
 
         Raises:
             ModelConfigError: if a key is not known, or says what these models don't have.
@@ -64,9 +65,10 @@ class DsaCheckpoint(CheckpointReader):
         """Read the pattern that a config.json declares; all `F` where it says nothing.
 
         Raises:
-            SpellingError: if it can't be told.
+            SpellingError: if its sharing keys can't be read.
         """
         return read_spelling(config, num_layers, Rule.SGLANG_TYPES_FIRST).pattern
 
     def indexer_layers(self, tensors: Iterable[str]) -> frozenset[int]:
+        """See `CheckpointReader.indexer_layers`."""
         return frozenset(int(match[1]) for name in tensors if (match := _INDEXER_WEIGHT.search(name)))

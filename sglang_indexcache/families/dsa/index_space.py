@@ -1,8 +1,8 @@
-"""How SGLang's DSA backend says what a query selects.
+"""The index spaces in which SGLang's DSA backend returns selections.
 
-Positions in its request, where selecting and translating are two steps; else slots of the cache (`PAGED`), or places
-among the keys of all requests of the pass (`RAGGED`). Read: dsa_indexer_metadata.py and dsa_topk_backend.py in
-sglang/srt/layers/attention/dsa of 0.5.17 and 0.5.23.
+A selection holds positions in its request where SGLang selects and translates in two steps. Otherwise it holds slots of
+the cache (`PAGED`), or indices among the keys of all requests of the pass (`RAGGED`). Read: dsa_indexer_metadata.py and
+dsa_topk_backend.py in sglang/srt/layers/attention/dsa of 0.5.17 and 0.5.23.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ PAGED, RAGGED = "PAGED", "RAGGED"
 
 
 def in_index_space(metadata: Any, positions: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
-    """Positions as what `metadata.topk_transform` gives, for the same forward pass.
+    """Translate positions into the index space of `metadata.topk_transform`, for the same forward pass.
 
     Args:
         metadata: a `DSAIndexerMetadata`.
         positions: `[rows, k]`, int32, -1 for none.
-        rows: their places in the pass, `[rows]`.
-        requests: their requests' numbers in it, `[rows]`.
+        rows: their rows in the pass, `[rows]`.
+        requests: numbers of their requests in the pass, `[rows]`.
 
     Raises:
-        ProofError: if SGLang gives something that is not known here.
+        ProofError: if SGLang's index space is not known here.
     """
     kind, attention = _kind(metadata), metadata.attn_metadata
     if kind is None:
@@ -41,10 +41,10 @@ def in_index_space(metadata: Any, positions: Tensor, rows: Tensor, requests: Ten
 
 
 def positions_of(metadata: Any, selected: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
-    """The positions that `in_index_space` would make `selected` of; `[rows, k]`, int32, -1 for none.
+    """Translate `selected` into positions, as the inverse of `in_index_space`; `[rows, k]`, int32, -1 for none.
 
     Raises:
-        ProofError: if SGLang gives something that is not known here, or what is no token that a row sees.
+        ProofError: if SGLang's index space is not known here, or an index is of no token that its row sees.
     """
     kind, attention, none = _kind(metadata), metadata.attn_metadata, selected < 0
     length = metadata.get_seqlens_expanded()[rows][:, None]
@@ -58,7 +58,7 @@ def positions_of(metadata: Any, selected: Tensor, rows: Tensor, requests: Tensor
             own = requests == request
             slots, order = attention.page_table_1[request, : int(length[own].max())].sort()
             place = torch.searchsorted(slots, selected[own].to(slots.dtype)).clamp_max(len(slots) - 1)
-            found = torch.where(slots[place] == selected[own], order[place], len(slots))  # what is no slot of it
+            found = torch.where(slots[place] == selected[own], order[place], len(slots))  # where there is no such slot
             positions[own] = found.to(selected.dtype)
     if ((positions < 0) | (positions >= length))[~none].any():
         raise ProofError(f"a query selects what is no token before it, read as {kind or 'positions'}")
@@ -66,7 +66,7 @@ def positions_of(metadata: Any, selected: Tensor, rows: Tensor, requests: Tensor
 
 
 def _kind(metadata: Any) -> str | None:
-    """What `metadata.topk_transform` gives; `None` for positions."""
+    """Return the index space of `metadata.topk_transform`; `None` for positions."""
     from sglang.srt.environ import envs
 
     if metadata.force_unfused_topk or not envs.SGLANG_DSA_FUSE_TOPK.get():

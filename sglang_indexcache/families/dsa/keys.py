@@ -1,4 +1,4 @@
-"""Which keys of a config.json the code of DSA models reads: transformers 5.17 and 5.23, SGLang 0.5.17 and 0.5.23."""
+"""Keys of a config.json that the code of DSA models reads: transformers 5.17 and 5.23, SGLang 0.5.17 and 0.5.23."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang_indexcache.model.config_keys import ConfigKeys
 
 ALIASES = {"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}
 ONLY = {"index_kpool": 1, "index_kpool_compress": False, "mla_nope": False, "use_mla_nope": False}
-# The head of rotary dimensions and that of queries follow from others; the schedules are read by the family.
+# The head dimension of rotary embeddings and that of queries follow from others; the family reads the schedules.
 READ_ELSEWHERE = (
     "head_dim",
     "qk_head_dim",

@@ -1,4 +1,4 @@
-"""List what SGLang must have to serve DSA models, to select in blocks, and to count what is selected."""
+"""Needs of serving DSA models, of selecting in blocks, and of counting what is selected."""
 
 from __future__ import annotations
 

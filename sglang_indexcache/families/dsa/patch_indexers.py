@@ -54,10 +54,10 @@ def _check_patchable(layer: int, indexer: Any) -> None:
 
 
 def installed(modules: Iterable[tuple[int, Any]]) -> Iterator[IndexerSetting]:
-    """The layers whose indexers select in blocks, read from the attention modules.
+    """Yield the layers whose indexers select in blocks, read from the attention modules.
 
     Raises:
-        ProofError: if something else took the place of the indexers' methods.
+        ProofError: if something else replaced the indexers' methods.
     """
     for layer, module in modules:
         indexer = getattr(module, "indexer", None)

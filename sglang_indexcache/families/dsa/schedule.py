@@ -1,4 +1,4 @@
-"""What a config.json says of a DSA model's layers, indexers apart."""
+"""The facts of a config.json about a DSA model's layers, indexers apart."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _SPARSE_NAMES = ("indexed_attention", "deepseek_sparse_attention")  # of transfo
 
 
 def expert_layers(num_layers: int, dense: int) -> list[str]:
-    """`mlp_layer_types` where a config.json has none: the first layers are dense."""
+    """Return `mlp_layer_types` for a config.json that has none: the first layers are dense."""
     return ["dense"] * min(dense, num_layers) + ["sparse"] * max(num_layers - dense, 0)
 
 
 def check_layer_types(config: Mapping[str, Any], name: str) -> None:
-    """Check that all layers have an indexer, or reuse what one chose.
+    """Check that all layers have an indexer, or reuse another layer's selection.
 
     Raises:
-        ModelConfigError: naming what else one has, or a list that is none.
+        ModelConfigError: naming another kind of layer, or a list that is invalid.
     """
     for key in ("layer_types", "mlp_layer_types"):
         kinds = config.get(key)

@@ -38,7 +38,7 @@ _UNTRIED = "layers that select for blocks of queries were never tried with it"
 
 
 class DsaSglang(SglangAdapter):
-    """Give SGLang the pattern in its configuration, which it reads while it builds the model."""
+    """An adapter that hands SGLang the pattern in its configuration, which SGLang reads while it builds the model."""
 
     serving = Feature("dsa", "patterns of F and S on DeepSeek-V3.2 and GLM-5", needs.ATTENTIONS, "no server for these")
     pipeline: ClassVar[Feature | None] = Feature(
@@ -112,12 +112,14 @@ class DsaSglang(SglangAdapter):
         return Pattern(roles)
 
     def loaded(self, runner: Any, pattern: Pattern) -> None:
+        """See `SglangAdapter.loaded`."""
         if pattern.indexers:
             from sglang_indexcache.families.dsa import patch_indexers
 
             patch_indexers.install(self.modules(runner.model), pattern)
 
     def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
+        """See `SglangAdapter.modules`."""
         for module in model.modules():
             shares = getattr(module, "skip_topk", None) is not None and hasattr(module, "next_skip_topk")
             if shares and not getattr(module, "is_nextn", False):  # NextN modules always run their own indexer
@@ -132,11 +134,13 @@ class DsaSglang(SglangAdapter):
         return FULL if runs else SHARED
 
     def indexers(self, model: Any) -> tuple[IndexerSetting, ...]:
+        """See `SglangAdapter.indexers`."""
         from sglang_indexcache.families.dsa import patch_indexers
 
         return tuple(patch_indexers.installed(self.modules(model)))
 
     def indexer(self, module: Any) -> Any:
+        """See `SglangAdapter.indexer`."""
         return getattr(module, "indexer", None)
 
     def switch(self, runner: Any, pattern: Pattern) -> None:
@@ -150,6 +154,7 @@ class DsaSglang(SglangAdapter):
                 setattr(config, key, value)
 
     def positions(self, forward_batch: Any, site: int, selected: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
+        """See `SglangAdapter.positions`."""
         from sglang.srt.model_executor.forward_context import get_attn_backend
 
         from sglang_indexcache.families.dsa.index_space import positions_of

@@ -1,4 +1,4 @@
-"""How engines spell a pattern in their configuration, read and written exactly.
+"""The spellings of a pattern in the configuration of engines, read and written exactly.
 
 | engine                  | keys, in the order in which they win                                                  |
 |-------------------------|---------------------------------------------------------------------------------------|
@@ -32,7 +32,7 @@ _TYPE_NAMES = {FULL: "full", SHARED: "shared"}
 
 
 class Rule(Enum):
-    """Whose way of reading a configuration."""
+    """An engine's way of reading a configuration."""
 
     SGLANG_PATTERN_FIRST = "SGLang 0.5.11 to 0.5.18"
     SGLANG_TYPES_FIRST = "SGLang 0.5.20 to 0.5.23"
@@ -55,7 +55,7 @@ class Reading:
     Attributes:
         pattern: the effective pattern.
         key: the key that decided, or `None` if nothing is declared and every layer is `F`.
-        notes: what a person should know: keys that are ignored, a freq that is not the paper's uniform.
+        notes: facts that a person should know: keys that are ignored, a freq that is not the paper's uniform.
     """
 
     pattern: Pattern
@@ -64,7 +64,7 @@ class Reading:
 
 
 def freq_pattern(num_layers: int, freq: int, offset: int = DEFAULT_OFFSET) -> Pattern:
-    """The schedule of `index_topk_freq`: layer l is `F` if max(l - offset + 1, 0) is a multiple of `freq`.
+    """Return the schedule of `index_topk_freq`: layer l is `F` if max(l - offset + 1, 0) is a multiple of `freq`.
 
     Raises:
         SpellingError: if `freq` or `offset` is not positive (offset 0 would make layer 0 shared).
@@ -80,7 +80,7 @@ def read_spelling(config: Mapping[str, Any], num_layers: int, rule: Rule) -> Rea
     """Read the pattern that an engine with `rule` takes from `config` (a config.json, overrides merged in).
 
     Engines are lenient: a pattern that is too short leaves the tail `F`, other letters count as `F`. Here both are
-    errors, since nobody means them. One that is longer by no more than the NextN layers is cut.
+    errors, since nobody means them. A pattern that is longer by no more than the NextN layers is cut.
 
     Raises:
         SpellingError: if the winning key has a wrong length, letter or type.
@@ -127,7 +127,7 @@ def _read_key(config: Mapping[str, Any], key: str, num_layers: int) -> Pattern:
 
 
 def _nextn_layers(config: Mapping[str, Any]) -> int:
-    """How many NextN layers come behind the last one, as far as a config.json says it."""
+    """Return the number of NextN layers behind the last one, as far as a config.json gives it."""
     given = config.get("num_nextn_predict_layers")
     return given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else 0
 
@@ -143,7 +143,7 @@ def _roles_of_types(value: Any) -> str:
 
 
 def indexer_types(pattern: Pattern) -> list[str]:
-    """transformers' spelling: `["full", "shared", ...]`.
+    """Return transformers' spelling: `["full", "shared", ...]`.
 
     Raises:
         PatternError: as `to_vllm`.
@@ -153,12 +153,12 @@ def indexer_types(pattern: Pattern) -> list[str]:
 
 
 def to_transformers(pattern: Pattern) -> dict[str, Any]:
-    """Configuration keys that make transformers build a GLM-5 model with `pattern`."""
+    """Return configuration keys that make transformers build a GLM-5 model with `pattern`."""
     return {TYPES_KEY: indexer_types(pattern)}
 
 
 def to_sglang(pattern: Pattern) -> dict[str, Any]:
-    """One override that every SGLang from 0.5.11 to 0.5.23 reads as `pattern`.
+    """Return one override that every SGLang from 0.5.11 to 0.5.23 reads as `pattern`.
 
     Both spellings are needed: up to 0.5.18 only the letters are read; from 0.5.20 `indexer_types` is read first, and
     transformers fills it for GLM-5 before SGLang applies overrides, so letters alone have no effect there.
@@ -167,7 +167,7 @@ def to_sglang(pattern: Pattern) -> dict[str, Any]:
 
 
 def to_vllm(pattern: Pattern) -> dict[str, Any]:
-    """`--hf-overrides` that make vLLM serve `pattern`.
+    """Return the `--hf-overrides` that make vLLM serve `pattern`.
 
     Raises:
         PatternError: if a layer is to select in blocks, which no engine's configuration says.

@@ -17,7 +17,8 @@ def attentions(model: Any) -> list[Any]:
 
 
 class DsaTransformers(TransformersAdapter):
-    """Find one indexer in each attention module."""
+    """An adapter that finds one indexer in each attention module."""
 
     def indexer_modules(self, model: Any) -> list[Any]:
+        """See `TransformersAdapter.indexer_modules`."""
         return [module.indexer for module in attentions(model)]

@@ -2,8 +2,8 @@
 
 SGLang's `HYV4Attention` is a `DeepseekV2AttentionMLA`, so roles, weights and switching are those of DSA. Its
 configuration class fills in the schedule that a config.json leaves out, and there are no pipeline stages. Read:
-sglang/srt/configs/hy_v4.py and srt/models/hunyuan_v4.py of 0.5.23; transformers/models/hy_v4 of 5.19 and 5.23. That
-rotary embeddings are on pairs: SGLang and vLLM 0.33, github.com/local-inference-lab/rtx6kpro/issues/90.
+sglang/srt/configs/hy_v4.py and srt/models/hunyuan_v4.py of 0.5.23; transformers/models/hy_v4 of 5.19 and 5.23. For
+rotary embeddings on pairs: SGLang and vLLM 0.33, github.com/local-inference-lab/rtx6kpro/issues/90.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ MODEL = Need("srt.models.hunyuan_v4", "HYV4Attention")
 
 
 class HyV4Checkpoint(DsaCheckpoint):
-    """Read checkpoints whose layers 0, 1, 5, 9, ... have an indexer; the others are locked."""
+    """A reader of checkpoints whose layers 0, 1, 5, 9, ... have an indexer; the others are locked."""
 
     keys = KEYS
 
     def native(self, config: Mapping[str, Any], num_layers: int) -> Pattern:
+        """See `DsaCheckpoint.native`; the freq is 4 without `indexer_types`."""
         if config.get(TYPES_KEY) is not None:
             return super().native(config, num_layers)
         return freq_pattern(num_layers, 4)
 
 
 class HyV4Sglang(DsaSglang):
-    """Serve HY-V4 as DSA, without pipeline stages and blocks."""
+    """An adapter that serves HY-V4 as DSA, without pipeline stages and blocks."""
 
     serving = Feature("hy_v4", "patterns of F and S on HY-V4", (MODEL, *ATTENTIONS), "no server for HY-V4")
     pipeline = None
@@ -44,7 +45,7 @@ class HyV4Sglang(DsaSglang):
 
 
 class HyV4Transformers(DsaTransformers):
-    """Refuse HY-V4, which transformers computes in another way."""
+    """An adapter that refuses HY-V4, which transformers computes in another way."""
 
     not_in_transformers = (
         "transformers 5.15 to 5.23 rotates halves of its rotary dimensions, where the checkpoint was trained on pairs"

@@ -1,11 +1,11 @@
-"""Which keys of a config.json the code of HY-V4 reads: transformers 5.19 and 5.23, SGLang 0.5.23."""
+"""Keys of a config.json that the code of HY-V4 reads: transformers 5.19 and 5.23, SGLang 0.5.23."""
 
 from __future__ import annotations
 
 from sglang_indexcache.families.dsa.keys import ALIASES, DEEPSEEK, ONLY, READ_ELSEWHERE
 from sglang_indexcache.model.config_keys import ConfigKeys
 
-_DENSE_LAYERS = "first_k_dense_replace"  # which is one, whatever stands there
+_DENSE_LAYERS = "first_k_dense_replace"  # the number of dense layers is one, whatever the key says
 _HY_V4 = {
     **{key: value for key, value in DEEPSEEK.items() if key != _DENSE_LAYERS},
     "vocab_size": 120832,
