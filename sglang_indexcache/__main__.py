@@ -1,4 +1,4 @@
-"""Entry point of indexcache-check; nothing is imported before `process.run` answers Ctrl-C."""
+"""The entry point of `indexcache-check`; nothing is imported before `process.run` answers Ctrl-C."""
 
 from __future__ import annotations
 

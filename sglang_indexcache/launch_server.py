@@ -149,7 +149,7 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
 
 def main(arguments: Sequence[str]) -> None:
     """Start the server; the plugin does the rest in every process."""
-    if "--version" in arguments:  # which SGLang does not have
+    if "--version" in arguments:  # SGLang has no such flag
         sys.stdout.write(f"sglang-indexcache {__version__}\n")
         return
     try:

@@ -26,7 +26,7 @@ _controllers: dict[Calibration, Controller] = {}
 
 
 def hooks() -> Hooks:
-    """The hooks of calibration mode beside those of serving; each does nothing where no calibration server runs.
+    """Return the hooks of calibration mode beside those of serving; without a calibration server they do nothing.
 
     Raises:
         SglangError: if this SGLang lacks what switching needs.
@@ -44,10 +44,10 @@ def hooks() -> Hooks:
 
 
 def begin(plan: engines.Plan) -> None:
-    """Make what measures on the server of one engine, once in each of its processes.
+    """Make the controller of one engine, once in each of its processes.
 
     Raises:
-        CalibrationError: if the environment limits it to something that is no number.
+        CalibrationError: if the memory limit in the environment is no number.
     """
     assert isinstance(plan, Calibration)
     if plan not in _controllers:
@@ -59,12 +59,12 @@ def begin(plan: engines.Plan) -> None:
 
 
 def before_loading() -> None:
-    """In a process that loads the model: all tensor-parallel ranks attend to what the first one selected."""
+    """Make all tensor-parallel ranks attend to what the first one selected, in a process that loads the model."""
     os.environ["SGLANG_DSA_TOPK_BROADCAST"] = "1"
 
 
 def after_loading(plan: engines.Plan) -> None:
-    """In a process that has loaded the model, before it says so.
+    """Check the files of the model, in a process that has loaded it, before it reports so.
 
     Raises:
         ModelConfigError: if a file of the model changed meanwhile.
@@ -74,13 +74,13 @@ def after_loading(plan: engines.Plan) -> None:
 
 
 def _of_process() -> Controller | None:
-    """The one whose model this process has loaded: logits know of no server."""
+    """Return the controller whose model this process has loaded: logits know of no server."""
     plan = engines.plan_of_process()
     return _controllers[plan] if isinstance(plan, Calibration) else None
 
 
 def around_logprobs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around `InputLogprobProcessor.forward`."""
+    """Measure divergences (around `InputLogprobProcessor.forward`)."""
     controller = _of_process()
     if controller is None or controller.divergence is None:
         return original(*args, **kwargs)
@@ -88,7 +88,7 @@ def around_logprobs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def around_all_logits(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around `LogitsProcessor.forward`: one hook, since SGLang warns of two around the same place."""
+    """Note the requests of a pass and run the LM head; SGLang warns of two hooks around `LogitsProcessor.forward`."""
     controller = _of_process()
     if controller is None:
         return original(*args, **kwargs)
@@ -96,7 +96,7 @@ def around_all_logits(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def before_forward(*args: Any, **kwargs: Any) -> None:
-    """Before `ModelRunner.forward`."""
+    """Find the rows to measure (before `ModelRunner.forward`)."""
     controller = _of_process()
     if controller is not None and controller.overlap is not None and controller.selections is not None:
         controller.overlap.before_forward(*args, **kwargs)
@@ -104,7 +104,7 @@ def before_forward(*args: Any, **kwargs: Any) -> None:
 
 
 def handle_control(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """Around `Scheduler.handle_dumper_control`."""
+    """Answer control requests (around `Scheduler.handle_dumper_control`)."""
     plan = engines.plan_of(scheduler.server_args)
     if not isinstance(plan, Calibration):
         return original(scheduler, recv_req)
@@ -112,7 +112,7 @@ def handle_control(original: Callable[..., Any], scheduler: Any, recv_req: Any) 
 
 
 def serve(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around `_setup_and_run_http_server`, whose application belongs to the process: the route goes with the server."""
+    """Add the route while a server runs (around `_setup_and_run_http_server`): its application is the process's."""
     arguments = bound_to(original, args, kwargs).arguments
     if not isinstance(engines.plan_of(arguments["server_args"]), Calibration):
         return original(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Control requests on a rank: switch its pattern, checked first and then applied, and hand over what was measured."""
+"""Control requests on a rank: switch its pattern, checked first and then applied, and hand over measurements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ METHOD = "indexcache"
 _UNMEASURED = "with pipeline stages, nor by an SGLang without the places for it (indexcache-check --environment)"
 _Position = Annotated[int, Field(strict=True, ge=0, lt=1 << 40)]
 _RANGES: TypeAdapter[list[tuple[int, int]]] = TypeAdapter(list[tuple[_Position, _Position]])
-_FLAGS = (  # of SGLang, that losses depend on
+_FLAGS = (  # SGLang's flags that losses depend on
     "json_model_override_args",
     "quantization",
     "load_format",
@@ -41,11 +41,11 @@ _GRAPH_RUNNERS = ("prefill_cuda_graph_runner", "decode_cuda_graph_runner", "grap
 
 
 class Controller:
-    """Answers control requests on one rank.
+    """A handler of control requests on one rank.
 
     Args:
         calibration: knows the schedule that the server started with; its S layers have no indexer.
-        divergence: measures KL, or `None` where this SGLang has no place for it.
+        divergence: measures KL, or `None` where this SGLang can't.
         overlap: samples indices, or `None` likewise.
         selections: records what is selected, or `None` likewise.
     """
@@ -72,7 +72,7 @@ class Controller:
         }
 
     def handle(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-        """Hook around `Scheduler.handle_dumper_control`: requests of method `indexcache` are ours, no others."""
+        """Answer requests of method `indexcache`, and no others (around `Scheduler.handle_dumper_control`)."""
         if recv_req.method != METHOD:
             return original(scheduler, recv_req)
         from sglang.srt.managers.io_struct import DumperControlReqOutput
@@ -87,10 +87,11 @@ class Controller:
         """Carry out one request on this rank.
 
         Args:
-            body: `action`, what it takes, and `dp_rank` if it is meant for one data-parallel rank; others only answer.
+            scheduler: SGLang's, on this rank.
+            body: `action`, its arguments, and `dp_rank` if it is meant for one data-parallel rank; others only answer.
 
         Returns:
-            The pattern that this rank runs now, and what was asked for.
+            The pattern that this rank runs now, and the result of the action.
 
         Raises:
             IndexCacheError: if it can't be done; nothing has changed then.
@@ -98,7 +99,7 @@ class Controller:
         action = self._actions.get(str(body.get("action")))
         if action is None:
             raise CalibrationError(f"action is {body.get('action')!r}, expected {', '.join(self._actions)}")
-        if self._calibration.proven.lost is not None:  # what is measured would be said of weights that are gone
+        if self._calibration.proven.lost is not None:  # measurements would be of weights that are gone
             raise CalibrationError(f"the server's weights are {self._calibration.proven.lost}; expected a new server")
         rank, meant_for = data_parallel_rank(scheduler), body.get("dp_rank")
         runner, native = scheduler.tp_worker.model_runner, self._calibration.pattern
@@ -167,7 +168,7 @@ class Controller:
         return self._recorded(scheduler.tp_worker.model_runner).end(sizes_of(body))
 
     def _measures(self, runner: Any) -> list[str]:
-        """What can be measured beside logprobs; not with pipeline stages, whose first one answers alone."""
+        """Return the measurements beside logprobs; none with pipeline stages, whose first one answers alone."""
         whole = len(self._roles(runner)) == len(self._calibration.pattern)
         places: dict[str, object] = {protocol.KL: self.divergence, protocol.OVERLAP: self.overlap}
         if self._calibration.has(self._calibration.family.sglang.selection_capture):
@@ -202,7 +203,7 @@ def apply(adapter: SglangAdapter, runner: Any, pattern: Pattern) -> None:
 
 
 def _ranges(given: Any) -> list[tuple[int, int]]:
-    """`[[first, last], ...]` from a request."""
+    """Read `[[first, last], ...]` from a request."""
     try:
         ranges = _RANGES.validate_python(given)
     except ValidationError:
@@ -213,7 +214,7 @@ def _ranges(given: Any) -> list[tuple[int, int]]:
 
 
 def _versions(runner: Any) -> dict[str, str]:
-    """What losses depend on beside the pattern."""
+    """Return what losses depend on beside the pattern."""
     import torch
 
     parameter = next(runner.model.parameters())

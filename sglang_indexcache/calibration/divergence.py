@@ -37,7 +37,7 @@ class Rows:
         self._pieces.append((first, values))
 
     def take(self, first: int, last: int) -> list[Tensor] | None:
-        """Pieces of `[first, last)`; `None` if a position is missing."""
+        """Return the pieces of `[first, last)`; `None` if a position is missing."""
         pieces, position = [], first
         for start, values in self._pieces:
             stop = start + len(values)
@@ -48,7 +48,7 @@ class Rows:
 
 
 class Divergence:
-    """Hooks around SGLang's logits, and what they gathered.
+    """The measurement of divergences: hooks around SGLang's logits, and their results.
 
     Args:
         limit_gb: host memory of one rank for hidden states of the baseline.
@@ -71,7 +71,7 @@ class Divergence:
             row_bytes: bytes of one hidden state.
 
         Returns:
-            Sequences whose baseline is not here yet.
+            Sequences whose baseline is missing.
 
         Raises:
             CalibrationError: if it would take more memory than allowed.
@@ -88,9 +88,9 @@ class Divergence:
         return [number for number in range(len(ranges)) if self._baseline(number) is None]
 
     def sums(self, requests: Mapping[str, Sequence[Range]]) -> dict[str, tuple[float | None, float | None, int]]:
-        """Sum, sum of squares and count of the divergence over positions, for requests by id; forgets them.
+        """Return sum, sum of squares and count of the divergence over positions, for requests by id; forget them.
 
-        What is not finite is `None`, since JSON has no number for it.
+        A value that is not finite is `None`, since JSON has no number for it.
 
         Raises:
             CalibrationError: if a position was not measured.
@@ -110,26 +110,26 @@ class Divergence:
         return answer
 
     def switched(self, is_baseline: bool) -> None:
-        """Another pattern runs now; what was not asked for is forgotten."""
+        """Note that another pattern runs now, and forget results that nobody requested."""
         self.keeping = is_baseline
         self._found.clear()
 
     def begin_pass(self, metadata: Any) -> None:
-        """A pass comes to its logits; `LogitsProcessor.forward` is the last place that knows the requests.
+        """Note the requests of a pass; `LogitsProcessor.forward` is the last function that knows them.
 
         Args:
-            metadata: a `ForwardBatch`, or what else SGLang hands over there, which has no requests.
+            metadata: a `ForwardBatch`, or another object that SGLang hands over there, which has no requests.
         """
         self._parts = tuple(parts(metadata)) if hasattr(metadata, "rids") else ()
 
     def around_logprobs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Hook around `InputLogprobProcessor.forward`, which takes hidden states to logits in chunks."""
+        """Measure where hidden states become logits in chunks (around `InputLogprobProcessor.forward`)."""
         if not any(part.measured is not None and part.measured.what in (KEEP, KL) for part in self._parts):
             return original(*args, **kwargs)
         bound = inspect.signature(original).bind(*args, **kwargs)
         states, get_logits = bound.arguments["pruned_states"], bound.arguments["get_logits_fn"]
         if len(states) != sum(part.scored for part in self._parts):
-            return original(*args, **kwargs)  # nothing is measured then, and asking for it says so
+            return original(*args, **kwargs)  # nothing is measured then, and a request for the sums says so
         self._keep(states)
         bound.arguments["get_logits_fn"] = self._measuring(get_logits)
         return original(*bound.args, **bound.kwargs)
@@ -146,7 +146,7 @@ class Divergence:
             row += part.scored
 
     def _measuring(self, get_logits: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`get_logits`, called for all rows in chunks one after the other, measuring on the way."""
+        """Wrap `get_logits`, which SGLang calls for all rows in chunks, so that it measures on the way."""
         done = 0
 
         def measured(states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -171,7 +171,7 @@ class Divergence:
         return measured
 
     def _overlap(self, sequence: int, first: int, last: int) -> Range:
-        """The part of `[first, last)` that is wanted of a sequence; empty if it was not announced."""
+        """Return the announced part of `[first, last)` of a sequence; empty if it was not announced."""
         if sequence >= len(self._ranges):
             return 0, 0
         start, stop = self._ranges[sequence]
@@ -182,7 +182,7 @@ class Divergence:
 
 
 def limit_gb() -> float:
-    """Host memory that one rank may use, from the environment.
+    """Return the host memory that one rank may use, in GB, from the environment.
 
     Raises:
         CalibrationError: if that is no positive number.
@@ -198,7 +198,7 @@ def limit_gb() -> float:
 
 
 def kl_rows(expected: Tensor, logits: Tensor) -> Tensor:
-    """KL(softmax(expected) || softmax(logits)) of each row, in float32.
+    """Return KL(softmax(expected) || softmax(logits)) of each row, in float32.
 
     Args:
         expected: `[rows, vocabulary]`.

@@ -15,7 +15,7 @@ from sglang_indexcache.calibration.divergence import Divergence
 
 
 def around_logits(divergence: Divergence | None) -> Callable[..., Any]:
-    """Hook around `LogitsProcessor.forward`, which tells `divergence` whose tokens these are."""
+    """Return the hook around `LogitsProcessor.forward`, which hands the requests of a pass to `divergence`."""
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -29,7 +29,7 @@ def around_logits(divergence: Divergence | None) -> Callable[..., Any]:
 
 @contextmanager
 def _tensor_cores(weight: Any) -> Iterator[None]:
-    """Let float32 products run in TF32; leaves all that is not bf16 on CUDA alone."""
+    """Let float32 products run in TF32 if `weight` is bf16 on CUDA; change nothing otherwise."""
     import torch
 
     if weight is None or not weight.is_cuda or weight.dtype is not torch.bfloat16:

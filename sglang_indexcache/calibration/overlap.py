@@ -1,4 +1,4 @@
-"""How many indices the layers have in common, on a few sampled queries: a stand-in for SGLang's top-k capturer."""
+"""Common indices of the layers, on a few sampled queries: a stand-in for SGLang's top-k capturer counts them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Overlap:
-    """Counts common indices of all pairs of layers; registered with SGLang only while sampling.
+    """A counter of common indices of all pairs of layers; registered with SGLang only while sampling.
 
     Memory: queries x layers x top-k x 4 bytes for the indices of one forward pass (41 MB for 64 queries of 78 layers
     with 2048), four times that while they are compared. Nothing grows with the context.
@@ -54,7 +54,7 @@ class Overlap:
         return {"overlap": (self._total.cpu() / self._queries).tolist(), "queries": self._queries}
 
     def before_forward(self, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-        """Hook before `ModelRunner.forward`: which rows of this pass are sampled."""
+        """Find the rows of this pass that are sampled (before `ModelRunner.forward`)."""
         if not self._positions:
             return
         import torch
@@ -70,7 +70,7 @@ class Overlap:
         self._rows = torch.tensor(rows, device=runner.device) if rows else None
 
     def capture(self, layer_id: int, topk_indices: Tensor) -> None:
-        """Called by SGLang for each layer in order, S layers included; indices `[tokens, k]`."""
+        """Take the indices `[tokens, k]` of a layer; SGLang calls this for each layer in order, S layers included."""
         if self._rows is None:
             return
         self._sets.append(topk_indices[self._rows].sort(-1).values)
@@ -78,10 +78,10 @@ class Overlap:
             self._count()
 
     def on_forward_end(self, *args: Any, **kwargs: Any) -> None:
-        """Called by SGLang; nothing goes with the pass."""
+        """Return nothing to go with a pass; SGLang calls this."""
 
     def get_topk(self, *args: Any, **kwargs: Any) -> None:
-        """Called by SGLang for each request; nothing goes with it."""
+        """Return nothing to go with a request; SGLang calls this."""
 
     def _count(self) -> None:
         import torch
@@ -94,10 +94,10 @@ class Overlap:
 
 
 def common_indices(sets: Tensor) -> Tensor:
-    """Sizes of the intersections of all pairs of layers.
+    """Count the common indices of all pairs of layers.
 
     Args:
-        sets: `[layers, queries, k]` sorted indices; -1 is none and is common to no one.
+        sets: `[layers, queries, k]` sorted indices; -1 is none, and common to nobody.
 
     Returns:
         `[queries, layers, layers]` int64.

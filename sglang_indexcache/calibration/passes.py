@@ -1,4 +1,4 @@
-"""Where a forward pass has which part of which request."""
+"""The parts of requests in a forward pass."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Part:
 
     Attributes:
         measured: what is measured on the request, if anything.
-        row: where its first token stands among the tokens of the pass.
+        row: index of its first token among the tokens of the pass.
         first: position of that token in the request.
-        tokens: how many there are.
+        tokens: number of its tokens.
         scored: tokens at its end for which SGLang computes logits, at least one.
     """
 
@@ -29,7 +29,7 @@ class Part:
 
 
 def parts(forward_batch: Any) -> Iterator[Part]:
-    """The requests of a prefill pass in order (`ForwardBatch` of SGLang); none of a decode or idle pass."""
+    """Yield the requests of a prefill pass in order (`ForwardBatch` of SGLang); none of a decode or idle pass."""
     if not forward_batch.forward_mode.is_extend() or forward_batch.rids is None:
         return
     row = 0

@@ -1,4 +1,4 @@
-"""Before a calibration server is built: nothing that remembers an earlier pattern, and all layers F."""
+"""Checks before a calibration server is built: nothing remembers an earlier pattern, and all layers are F."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CalibrationError(IndexCacheError):
 
 
 class Calibration:
-    """What a calibration server must be (`serving.engines.Plan`), and the schedule that it starts with."""
+    """The plan of a calibration server (`serving.engines.Plan`), with the schedule that it starts with."""
 
     serves = False
     source = "calibration"
@@ -53,20 +53,20 @@ class Calibration:
 
     @property
     def pattern(self) -> Pattern:
-        """The checkpoint's own schedule: all F, unless layers are locked."""
+        """Schedule of the checkpoint: all F, unless layers are locked."""
         if self._pattern is None:
             raise CalibrationError("the model is not known yet")
         return self._pattern
 
     @property
     def family(self) -> Family:
-        """The family of the model."""
+        """Family of the model."""
         if self._family is None:
             raise CalibrationError("the model is not known yet")
         return self._family
 
     def check(self, server_args: Any) -> None:
-        """Flags that are missing or too many.
+        """Refuse flags that are missing or too many.
 
         Raises:
             CalibrationError: naming the flag.
@@ -100,7 +100,7 @@ class Calibration:
             )
 
     def has(self, feature: Feature | None) -> bool:
-        """Whether this SGLang has what a family may ask of it."""
+        """Return whether this SGLang has a feature that a family may need."""
         return feature is not None and self._sglang.refusal(feature) is None
 
     def require(self, feature: Feature, flag: str) -> None:
@@ -114,10 +114,10 @@ class Calibration:
             raise CalibrationError(f"{flag} can't be combined with calibration on this SGLang: {reason}")
 
     def schedule(self, model: str) -> tuple[Family, Pattern]:
-        """The checkpoint's own schedule, spelled out.
+        """Return the family of the model, and the checkpoint's own schedule, spelled out.
 
         Raises:
-            IndexCacheError: if the model is none that can be calibrated.
+            IndexCacheError: if the model can't be calibrated.
         """
         if self._pattern is None:
             checkpoint = Checkpoint.read(model)
@@ -135,10 +135,10 @@ class Calibration:
         return self.family, self._pattern
 
     def check_loaded(self) -> None:
-        """Check, once the model is loaded, that its files are still those whose digest a search is told.
+        """Check, once the model is loaded, that its files are still those whose digest a search gets.
 
         Raises:
-            ModelConfigError: naming one that is not.
+            ModelConfigError: naming a file that is not.
         """
         if self._files is not None:
             self._files.check()

@@ -1,7 +1,7 @@
-"""What a calibration server and its client both know: routes, actions, status codes, and ids of measured requests.
+"""The protocol of a calibration server and its client: routes, actions, status codes, and ids of measured requests.
 
 `POST /indexcache/{action}` with a JSON body answers `{"ranks": [...]}`, one entry a data-parallel rank, or
-`{"error": "..."}`. What is measured on a forward pass is asked for in the id of its request.
+`{"error": "..."}`. The id of a request says what is measured on its forward pass.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _PREFIX = "indexcache"
 
 
 def path(action: str) -> str:
-    """The route of an action."""
+    """Return the route of an action."""
     return f"/indexcache/{action}"
 
 
 def busy(reason: str) -> str:
-    """An error that will pass: the same request may be made again."""
+    """Return an error that will pass: the same request may be made again."""
     return f"{_BUSY}{reason}"
 
 
 def status_code(error: str) -> int:
-    """What an error is answered with: SGLang hands errors from its schedulers on as text alone."""
+    """Return the status code of an error: SGLang hands errors from its schedulers on as text alone."""
     return CONFLICT if error.startswith(_BUSY) else BAD_REQUEST
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What is measured on a request.
+    """A measurement on a request.
 
     Attributes:
-        what: `keep` the baseline's hidden states, `kl` to them, index `overlap`, or what a buffer `misses`.
+        what: `keep` the baseline's hidden states, `kl` to them, index `overlap`, or the `misses` of a buffer.
         sequence: number of the sequence in the data set that the control request announced.
         nonce: makes the id unique among all requests.
     """
@@ -55,17 +55,17 @@ class Measured:
 
     @classmethod
     def new(cls, what: str, sequence: int) -> Measured:
-        """One more request that measures `what`."""
+        """Create one more request that measures `what`."""
         return cls(what, sequence, uuid4().hex)
 
     @property
     def rid(self) -> str:
-        """The request id that says so."""
+        """Request id that says so."""
         return f"{_PREFIX}:{self.what}:{self.sequence}:{self.nonce}"
 
     @classmethod
     def parse(cls, rid: str) -> Measured | None:
-        """What `rid` asks for; `None` for an ordinary request."""
+        """Read the measurement from `rid`; `None` for an ordinary request."""
         words = rid.split(":")
         if len(words) != 4 or words[0] != _PREFIX or words[1] not in _MEASURED or not words[2].isdecimal():
             return None

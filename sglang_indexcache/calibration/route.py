@@ -1,4 +1,4 @@
-"""`POST /indexcache/{action}` of a calibration server; an admin's, by SGLang's own levels."""
+"""The route `POST /indexcache/{action}` of a calibration server; an admin's, by SGLang's own levels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_indexcache.calibration.control import METHOD
 
 @contextmanager
 def with_route(tokenizer_manager: Any) -> Iterator[None]:
-    """Answer control requests for as long as the block runs: SGLang has one application for all servers of a process.
+    """Answer control requests while the block runs: SGLang has one application for all servers of a process.
 
     Args:
         tokenizer_manager: the server's.

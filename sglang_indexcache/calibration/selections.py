@@ -1,4 +1,4 @@
-"""What the last queries of a request select, and what a buffer on the device would miss if they were decoded."""
+"""Selections of the last queries of a request, and what a buffer on the device would miss if they were decoded."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Selections:
-    """Records selections of one request after the other; registered with SGLang only while it does.
+    """A recorder of selections of one request after the other; registered with SGLang only while it records.
 
-    In a causal pass every query selects from what stands before it, so the last queries of a prompt select what
-    decoding their tokens would. What is counted stays here, since the selections themselves are large: queries x layers
-    x top-k x 4 bytes of host memory (82 MB for 128 queries of 78 layers with 2048).
+    In a causal pass every query selects from the tokens before it, so the last queries of a prompt select what decoding
+    their tokens would. The selections stay here, and only counts leave, since they are large: queries x layers x top-k
+    x 4 bytes of host memory (82 MB for 128 queries of 78 layers with 2048).
 
     Args:
         calibration: knows the model's family once it is loaded.
@@ -43,8 +43,8 @@ class Selections:
 
         Args:
             first: at least 1.
-            tokens: of the request.
-            roles: a letter a layer; what `F` layers select is recorded, what others do follows from it.
+            tokens: length of the request.
+            roles: a letter a layer; only `F` layers are recorded, since the selections of others follow from theirs.
 
         Raises:
             CalibrationError: if there is no such query.
@@ -57,7 +57,7 @@ class Selections:
         set_global_indexer_capturer(self)
 
     def end(self, sizes: Sequence[int]) -> dict[str, Any]:
-        """Stop recording, and count.
+        """Stop recording, and count misses.
 
         Returns:
             `misses`: by `F` layer, for each of `sizes`, the tokens that SGLang's HiSparse would bring with a buffer of
@@ -69,7 +69,7 @@ class Selections:
         from sglang.srt.state_capturer.indexer_topk import set_global_indexer_capturer
 
         set_global_indexer_capturer(None)
-        import numpy as np  # which SGLang brings, as what imports it below
+        import numpy as np  # SGLang brings it, as does the module below
 
         from sglang_indexcache.residency import hisparse_misses
 
@@ -89,7 +89,7 @@ class Selections:
         return {"misses": misses}
 
     def before_forward(self, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-        """Hook before `ModelRunner.forward`: which rows of this pass are recorded."""
+        """Find the rows of this pass that are recorded (before `ModelRunner.forward`)."""
         if not self._tokens:
             return
         import torch
@@ -108,7 +108,7 @@ class Selections:
             self._rows, self._requests = (torch.tensor(item, device=runner.device) for item in (rows, requests))
 
     def capture(self, layer_id: int, topk_indices: Tensor) -> None:
-        """Called by SGLang for each layer in order, S layers included; what is selected, `[tokens, k]`."""
+        """Take the selections `[tokens, k]` of a layer; SGLang calls this for each layer in order, also S layers."""
         if self._rows is None or self._roles[layer_id] != "F":
             return
         assert self._requests is not None
@@ -117,17 +117,17 @@ class Selections:
         self._found.setdefault(layer_id, []).append(positions.cpu().numpy())
 
     def on_forward_end(self, *args: Any, **kwargs: Any) -> None:
-        """Called by SGLang; nothing goes with the pass."""
+        """Return nothing to go with a pass; SGLang calls this."""
 
     def get_topk(self, *args: Any, **kwargs: Any) -> None:
-        """Called by SGLang for each request; nothing goes with it."""
+        """Return nothing to go with a request; SGLang calls this."""
 
 
 def sizes_of(body: Mapping[str, Any]) -> list[int]:
-    """`sizes` of a request: of buffers, in tokens.
+    """Read `sizes` from a request: sizes of buffers, in tokens.
 
     Raises:
-        CalibrationError: if they are none.
+        CalibrationError: if they are missing or invalid.
     """
     sizes = body.get("sizes")
     if not isinstance(sizes, list) or not sizes or not all(type(size) is int and size > 0 for size in sizes):

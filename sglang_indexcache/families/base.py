@@ -152,7 +152,7 @@ class SglangAdapter(ABC):
             letters: number of letters of the pattern.
 
         Raises:
-            SglangError: if it can't be asked, or refuses the model.
+            SglangError: if that code can't be called, or refuses the model.
         """
         return None
 
@@ -180,8 +180,8 @@ class SglangAdapter(ABC):
     def role(self, site: int, module: Any) -> str:
         """Read from a module of `modules` which letter of a pattern it would run.
 
-        ProofError: if the module does not show it.
-            ProofError: if that can't be told.
+        Raises:
+            ProofError: if the module does not show it.
         """
 
     def selection(self, model: Any) -> Selection | None:

@@ -1,4 +1,4 @@
-"""Architectures that people ask for, and why patterns are not for them."""
+"""Architectures that people try, and why patterns are not for them."""
 
 from __future__ import annotations
 

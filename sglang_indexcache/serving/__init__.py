@@ -1,12 +1,12 @@
 """Serving a pattern in SGLang: handed over through SGLang's own configuration, proven on the loaded model.
 
-What is hooked, and when each runs:
+The hooks, and when each runs:
 
 | hook | module | what for |
 |---|---|---|
 | around `Engine._launch_subprocesses` | here, `ready` | no server before every scheduler has sent its proof |
 | around `Engine._launch_scheduler_processes` | here, `ready` | the same where SGLang had loaded no plugins before |
-| around `ModelConfig.from_server_args` | here, `preflight` | what the command line must not ask for |
+| around `ModelConfig.from_server_args` | here, `preflight` | flags that the command line must not have |
 | before `ModelConfig.__init__` | here, `preflight` | the model fits; the pattern is merged into its overrides |
 | after `_initialize_model`, `ModelRunner.load_model` | `proof`, `ranks` | roles and weights of each rank, all alike |
 | after `ModelRunner.init_attention_backends` | `proof`, `ranks` | the same of dense models: its backend has the roles |
@@ -18,11 +18,10 @@ What is hooked, and when each runs:
 | after `HiCacheController._generate_storage_config` | `identity` | keys of HiCache storage |
 | before `CommonKVManager.__init__` | `identity` | the handshake of prefill and decode servers |
 
-The first three and `Scheduler.__init__` are watched from the start (`plugin`); the others are applied once an engine is
-asked for something.
-Hooks can't be taken back, and a process may have several engines: each looks up the plan of the engine at hand
-(`engines`), and does nothing where there is none. On DSA models nothing runs in the forward pass, but for layers that
-select in blocks; with metrics on, two counters are added to after it.
+The first three and `Scheduler.__init__` are watched from the start (`plugin`); the others are applied once an engine
+has a request. Hooks can't be taken back, and a process may have several engines: each hook looks up the plan of the
+engine at hand (`engines`), and does nothing where there is none. On DSA models nothing runs in the forward pass, but
+for layers that select in blocks; with metrics on, two counters are added to after it.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def require() -> None:
 
 
 def follower(target: str) -> Callable[..., Any]:
-    """What runs in the place of one of the watched functions, for an engine that is asked for something."""
+    """Return the hook that runs instead of a watched function, for an engine with a request."""
     followers = {
         probes.LAUNCH.target: launch,
         probes.SERVER_ARGS.target: configure,
@@ -72,10 +71,10 @@ def follower(target: str) -> Callable[..., Any]:
 
 
 def launch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around `Engine._launch_subprocesses`: nothing is built unless all flags allow it, nothing served unproven.
+    """Launch an engine if all flags allow it, and serve nothing unproven (around `Engine._launch_subprocesses`).
 
     Raises:
-        IndexCacheError: one line.
+        IndexCacheError: if a flag does not allow it, or a scheduler has not proven the pattern.
     """
     arguments = bound_to(original, args, kwargs).arguments
     server_args = arguments["server_args"]
@@ -87,10 +86,10 @@ def launch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def start(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around `Engine._launch_scheduler_processes`, of a launch that has loaded the plugins itself: the same.
+    """Do the same around `Engine._launch_scheduler_processes`, for a launch that has loaded the plugins itself.
 
     Raises:
-        IndexCacheError: one line.
+        IndexCacheError: as `launch`.
     """
     server_args = bound_to(original, args, kwargs).arguments["server_args"]
     plan = _plan(server_args)
@@ -99,10 +98,10 @@ def start(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def configure(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around `ModelConfig.from_server_args`: the flags allow it, and the configuration is the engine's.
+    """Build a configuration for its engine, if the flags allow it (around `ModelConfig.from_server_args`).
 
     Raises:
-        IndexCacheError: one line.
+        IndexCacheError: if a flag does not allow it.
     """
     server_args = bound_to(original, args, kwargs).arguments["server_args"]
     _plan(server_args).check(server_args)
@@ -111,10 +110,10 @@ def configure(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around `Scheduler.__init__`: metrics, once its model is proven.
+    """Add metrics to a scheduler whose model is proven (around `Scheduler.__init__`).
 
     Raises:
-        IndexCacheError: one line.
+        IndexCacheError: if the request can't be served, or the model was not proven.
     """
     plan = _plan(bound_to(original, args, kwargs).arguments["server_args"])
     original(*args, **kwargs)
@@ -167,7 +166,7 @@ def _serving_hooks() -> Hooks:
 
 
 def hand_over(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Before `ModelConfig.__init__`: the pattern is merged into its overrides.
+    """Merge the pattern into the overrides of a configuration (before `ModelConfig.__init__`).
 
     Raises:
         IndexCacheError: if it does not fit the model, or the overrides say something else.
@@ -182,7 +181,7 @@ def hand_over(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any
 
 
 def new_model(model: Any, *args: Any, **kwargs: Any) -> None:
-    """After `_initialize_model`, before weights are loaded.
+    """Meet the other ranks, and mark indexers before weights are loaded (after `_initialize_model`).
 
     Raises:
         ProofError: if a rank does not come.
@@ -197,7 +196,7 @@ def new_model(model: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def prover(need: probes.Need) -> Callable[..., None]:
-    """The hook after `need`, a method of `ModelRunner`: the loaded model runs the pattern, on every rank."""
+    """Return the hook after `need`, a method of `ModelRunner`: it proves the loaded model, on every rank."""
 
     def after(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         plan = engines.plan_of_runner(runner)
@@ -210,10 +209,10 @@ def prover(need: probes.Need) -> Callable[..., None]:
 
 
 def captured(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """After `ModelRunner.init_cuda_graphs`.
+    """Check the captured CUDA graphs (after `ModelRunner.init_cuda_graphs`).
 
     Raises:
-        ProofError: if what was captured is not the pattern.
+        ProofError: if they were not captured with the pattern.
     """
     plan = engines.plan_of_runner(runner)
     if plan is not None:
@@ -221,11 +220,11 @@ def captured(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def scheduler_ready(info: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """After `Scheduler.get_init_info`.
+    """Send the proof of a scheduler with its readiness (after `Scheduler.get_init_info`).
 
     Raises:
         ProofError: if its model was not proven.
-        ModelConfigError: if a search would be told of another model than was loaded.
+        ModelConfigError: if a search would get the digest of another model than was loaded.
     """
     plan = engines.plan_of(scheduler.server_args)
     if plan is not None:
@@ -237,7 +236,7 @@ def scheduler_ready(info: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def status(reply: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """After `Scheduler.get_internal_state`: what was proven, in `/server_info` of each DP rank.
+    """Report what was proven in `/server_info` of each DP rank (after `Scheduler.get_internal_state`).
 
     Raises:
         ProofError: if its model was not proven.
@@ -248,14 +247,14 @@ def status(reply: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def cache_keys(config: Any, *args: Any, **kwargs: Any) -> None:
-    """After `HiCacheController._generate_storage_config`, which knows no server arguments."""
+    """Mark the keys of HiCache storage (after `HiCacheController._generate_storage_config`)."""
     plan = engines.plan_of_process()
     if plan is not None and plan.serves:
         identity.mark_cache_keys(plan.pattern, config)
 
 
 def handshake(*args: Any, **kwargs: Any) -> None:
-    """Before `CommonKVManager.__init__`."""
+    """Mark the handshake of prefill and decode servers (before `CommonKVManager.__init__`)."""
     arguments = bound_arguments(probes.PEER, args, kwargs).arguments
     plan = engines.plan_of(arguments["server_args"])
     if plan is not None and plan.serves:

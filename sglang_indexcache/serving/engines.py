@@ -1,4 +1,4 @@
-"""What the engines of this process are asked for: each has a plan of its own, found by its server arguments."""
+"""The plans of the engines of this process: each engine has its own, found by its server arguments."""
 
 from __future__ import annotations
 
@@ -18,33 +18,36 @@ from sglang_indexcache.sglang.requested import ATTRIBUTE, asked_of
 
 
 class Plan(Protocol):
-    """What one engine must run; in each of its processes there is one, and a scheduler's is proven."""
+    """The plan of one engine: each of its processes has one, and a scheduler's is proven."""
 
     @property
-    def pattern(self) -> Pattern: ...
+    def pattern(self) -> Pattern:
+        """Pattern that the engine must run."""
 
     @property
-    def family(self) -> Family: ...
+    def family(self) -> Family:
+        """Family of the engine's model."""
 
     @property
     def source(self) -> str:
-        """Where the pattern comes from, for people."""
+        """Origin of the pattern, for people."""
 
     @property
-    def proven(self) -> Proven: ...
+    def proven(self) -> Proven:
+        """Proof of the engine in this process."""
 
     @property
     def serves(self) -> bool:
-        """Whether it serves one pattern, rather than switching for a search."""
+        """True if it serves one pattern, rather than switching for a search."""
 
     def require(self, feature: probes.Feature, flag: str) -> None:
         """Refuse a flag that needs what the installed SGLang does not have."""
 
     def check(self, server_args: Any) -> None:
-        """Refuse what these server arguments must not ask for besides."""
+        """Refuse flags that the engine must not have."""
 
     def schedule(self, model: str) -> tuple[Family, Pattern]:
-        """The family of the model at a path, and the pattern that it is to be configured with."""
+        """Return the family of the model at a path, and the pattern for its configuration."""
 
 
 _plans: dict[str, Plan] = {}  # by the engine's name
@@ -54,10 +57,10 @@ _loaded: list[Plan | None] = [None]
 
 
 def plan_of(server_args: Any) -> Plan | None:
-    """The plan of the engine with these server arguments; `None` if it is asked for nothing.
+    """Return the plan of the engine with these server arguments; `None` without a request.
 
     Raises:
-        IndexCacheError: if what it is asked for can't be used.
+        IndexCacheError: if its request can't be served.
     """
     asked = asked_of(server_args)
     if not asked:
@@ -77,7 +80,7 @@ def _new_plan(asked: dict[str, Any]) -> Plan:
 
 
 class configuring:  # noqa: N801  (a context)
-    """While SGLang builds the configuration of a model for the engine with these server arguments."""
+    """A context in which SGLang builds a model's configuration for the engine with these server arguments."""
 
     def __init__(self, server_args: Any) -> None:
         self._engine = asked_of(server_args)["engine"]
@@ -90,24 +93,24 @@ class configuring:  # noqa: N801  (a context)
 
 
 def configured() -> Plan | None:
-    """The plan of the engine whose model's configuration is being built."""
+    """Return the plan of the engine whose model's configuration is being built."""
     engine = _configured.get()
     return None if engine is None else _plans[engine]
 
 
 def mark(model_config: Any) -> None:
-    """Note on a configuration which engine it is built for."""
+    """Note on a configuration the engine that it is built for."""
     setattr(model_config, ATTRIBUTE, _configured.get())
 
 
 def plan_of_config(model_config: Any) -> Plan | None:
-    """The plan of the engine that a configuration was built for."""
+    """Return the plan of the engine that a configuration was built for."""
     engine = getattr(model_config, ATTRIBUTE, None)
     return None if engine is None else _plans.get(engine)
 
 
 def plan_of_runner(runner: Any) -> Plan | None:
-    """The plan of the engine whose target model a `ModelRunner` runs; `None` of draft models.
+    """Return the plan of the engine whose target model a `ModelRunner` runs; `None` for draft models.
 
     Raises:
         ProofError: if its model's configuration was not built for that engine.
@@ -126,5 +129,5 @@ def loaded_here(plan: Plan | None) -> None:
 
 
 def plan_of_process() -> Plan | None:
-    """The plan of the model that this process has loaded."""
+    """Return the plan of the model that this process has loaded."""
     return _loaded[0]

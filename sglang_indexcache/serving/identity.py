@@ -1,8 +1,8 @@
 """Cached and transferred KV is only good for the pattern that wrote it: an S layer leaves no index keys behind.
 
-In dense models it leaves its keys, whose values depend on the pattern where they were decoded; prefill servers know no
-pattern there. SGLang restores such holes silently, so the fingerprint goes where SGLang itself compares: into the keys
-of HiCache storage, and into the data type that prefill and decode servers compare when they meet.
+In dense models it leaves its keys, whose values depend on the pattern while decoding; prefill servers know no pattern
+there. SGLang restores such holes silently, so the fingerprint goes where SGLang itself compares: into the keys of
+HiCache storage, and into the data type that prefill and decode servers compare when they meet.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from sglang_indexcache.pattern import Pattern
 
 
 def tag(pattern: Pattern) -> str:
-    """Short form of the fingerprint for names; all-F has one too, since a served all-F is not an unknown pattern."""
+    """Return a short form of the fingerprint for names; all-F has one too, since it is not an unknown pattern."""
     return f"indexcache-{pattern.fingerprint[:16]}"
 
 
 def mark_cache_keys(pattern: Pattern, config: Any) -> None:
-    """After `HiCacheController._generate_storage_config`: the model name in storage keys carries the pattern."""
+    """Add the pattern to the model name in storage keys (after `HiCacheController._generate_storage_config`)."""
     config.model_name = f"{config.model_name or ''}-{tag(pattern)}"
 
 
 def mark_handshake(pattern: Pattern, args: Any) -> None:
-    """Before `CommonKVManager.__init__`: peers compare `kv_cache_dtype_str` and refuse each other if it differs.
+    """Add the pattern to `kv_cache_dtype_str`, which peers compare (before `CommonKVManager.__init__`).
 
-    A decode server then says: KV cache dtype mismatch: prefill server has kv_cache_dtype=bfloat16+indexcache-...
+    Peers refuse each other if it differs. A decode server then says: KV cache dtype mismatch: prefill server has
+    kv_cache_dtype=bfloat16+indexcache-...
     """
     if pattern.dense:
         return  # all layers of a dense model write their keys, whoever prefills

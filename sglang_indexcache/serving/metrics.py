@@ -1,4 +1,4 @@
-"""sglang:indexcache_* in `/metrics`, with SGLang's own labels; nothing is made where metrics are off."""
+"""The metrics sglang:indexcache_* in `/metrics`, with SGLang's own labels; none are made where metrics are off."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_indexcache.sglang.hooks import refusing
 
 
 def report(plan: Plan, scheduler: Any) -> None:
-    """After `Scheduler.__init__`: make the metrics if this scheduler reports any, and count its forward passes."""
+    """Make the metrics if this scheduler reports any, and count its forward passes (after `Scheduler.__init__`)."""
     context = scheduler.metrics_collector_context
     if not context.current_scheduler_metrics_enabled:
         return
@@ -31,14 +31,15 @@ def make_metrics(
     """Create gauges and counters for this rank's layers.
 
     Args:
-        pattern: the one that was proven.
+        pattern: the proven pattern.
         source: the file that it came from.
-        labels: what SGLang's own metrics on this rank are labelled with.
+        labels: labels of SGLang's own metrics on this rank.
         full: layers on this rank that share nothing; a pipeline stage has some of the layers only.
         shared: S layers on this rank.
 
     Returns:
-        What to call after each forward pass, with whether it decodes; and whenever it is proven, or not any more.
+        Two functions: one to call after each forward pass, with whether it decodes; one to call when the pattern is
+        proven, or no longer.
     """
     from prometheus_client import Counter, Gauge  # not before SGLang has set up its multiprocess folder
 
@@ -79,7 +80,7 @@ def make_metrics(
 
 
 def counted(forward: Callable[..., Any], count: Callable[[bool], None]) -> Callable[..., Any]:
-    """`ModelRunner.forward` of one runner, which replays of CUDA graphs go through too; idle passes have no tokens."""
+    """Count the passes of a `ModelRunner.forward`, replays of CUDA graphs included; idle passes have no tokens."""
     count = refusing(count)
 
     @functools.wraps(forward)

@@ -1,4 +1,4 @@
-"""Before a model is built: the command line allows a pattern, the model takes this one, and it gets it."""
+"""Checks before a model is built: the command line allows a pattern, the model takes this one, and it gets it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class PreflightError(IndexCacheError):
 
 
 def flag(name: str) -> str:
-    """The flag of an attribute of SGLang's server arguments."""
+    """Return the flag of an attribute of SGLang's server arguments."""
     return "--" + name.replace("_", "-")
 
 
 def refused_flags(refused: Mapping[str, str], arguments: Any) -> Iterator[tuple[str, str]]:
-    """What SGLang's server arguments ask for that is among `refused` (attributes and why), by the flag."""
+    """Yield the flags in SGLang's server arguments that are among `refused` (attributes and why), with the reason."""
     for name, reason in refused.items():
         given = getattr(arguments, name, None)
         if given is True or (given and given != 1):
@@ -36,7 +36,7 @@ def refused_flags(refused: Mapping[str, str], arguments: Any) -> Iterator[tuple[
 
 
 class Preflight:
-    """What an engine that is asked for a pattern must be, before SGLang builds anything (`engines.Plan`)."""
+    """The plan of an engine that serves a pattern, checked before SGLang builds anything (`engines.Plan`)."""
 
     serves = True
 
@@ -47,17 +47,17 @@ class Preflight:
 
     @property
     def pattern(self) -> Pattern:
-        """What was asked for."""
+        """Requested pattern."""
         return self._request.pattern
 
     @property
     def source(self) -> str:
-        """The file that it stands in, as the user wrote it."""
+        """File of the pattern, as the user wrote it."""
         return self._request.source
 
     @property
     def family(self) -> Family:
-        """The family of the model that is served.
+        """Family of the model that is served.
 
         Raises:
             ProofError: if no configuration of it was built.
@@ -67,7 +67,7 @@ class Preflight:
         return next(iter(self._checkpoints.values())).family
 
     def check(self, server_args: Any) -> None:
-        """Flags that S layers, or blocks of queries, can't be combined with.
+        """Refuse flags that S layers, or blocks of queries, can't be combined with.
 
         Raises:
             PreflightError: naming the flag.
@@ -103,7 +103,7 @@ class Preflight:
             self.require(probes.CACHE_KEYS, f"--hicache-storage-backend {server_args.hicache_storage_backend}")
 
     def schedule(self, model: str) -> tuple[Family, Pattern]:
-        """What the model at a path is to be configured with.
+        """Return the family of the model at a path, and the pattern for its configuration.
 
         Raises:
             IndexCacheError: as `family_at`.
@@ -111,7 +111,7 @@ class Preflight:
         return self.family_at(model), self.pattern
 
     def family_at(self, model: str) -> Family:
-        """The family of a model, checked once for an engine, however many configurations SGLang builds of it.
+        """Return the family of a model, checked once for an engine, however many configurations SGLang builds of it.
 
         Args:
             model: folder or hub id.
@@ -130,10 +130,10 @@ class Preflight:
         return self._checkpoints[model].family
 
     def misfit(self, model: str) -> str | None:
-        """Why weights of the checkpoint at a path can't take the place of those that are loaded, or `None`.
+        """Return why weights of the checkpoint at a path can't replace those that are loaded, or `None`.
 
         Raises:
-            IndexCacheError: if it can't be read, or not told.
+            IndexCacheError: if the checkpoint can't be read.
         """
         return next((str(error) for error in Checkpoint.read(model).misfits(self.pattern)), None)
 

@@ -1,6 +1,6 @@
-"""After loading: every attention module of every rank does what the pattern says, with weights from the checkpoint.
+"""The proof after loading: every attention module of every rank does what the pattern says, with loaded weights.
 
-What was proven of an engine is all that its `/server_info`, metrics and the word to the main process ever report.
+`/server_info`, metrics and the message to the main process report only what was proven of an engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHECKPOINT_NAMES = (".weight", ".bias", ".weight_scale_inv", ".ape")
 
 @dataclass(frozen=True)
 class Effective:
-    """What an attention module will do.
+    """The behaviour of an attention module.
 
     Attributes:
         role: its letter.
@@ -40,12 +40,12 @@ class Effective:
 
 @dataclass(frozen=True)
 class Proof:
-    """What all ranks of this process's model were found to run.
+    """The pattern that all ranks of this process's model were found to run.
 
     Attributes:
-        pattern: read from the loaded modules of all ranks, layer by layer.
+        pattern: the pattern, read from the loaded modules of all ranks, layer by layer.
         modules: attention modules on this rank.
-        ranks: how many agreed.
+        ranks: number of ranks that agreed.
     """
 
     pattern: Pattern
@@ -53,7 +53,7 @@ class Proof:
     ranks: int
 
     def status(self, source: str) -> dict[str, Any]:
-        """Plain types, for `/server_info`; `source` is the file that was asked for."""
+        """Return plain types, for `/server_info`; `source` is the requested file."""
         selection = self.pattern.selection
         return {
             **({} if selection is None else {"selection": selection.as_dict()}),
@@ -74,21 +74,21 @@ class Proven:
         self._proof: Proof | None = None
         self._lost: tuple[str, str] | None = None
         self.graphs_captured = False
-        self.tell: Callable[[bool], None] = lambda holds: None  # whoever wants to know, such as a metric
+        self.tell: Callable[[bool], None] = lambda holds: None  # a listener, such as a metric
 
     def set(self, proof: Proof) -> None:
-        """The loaded model was found to run this."""
+        """Record that the loaded model was found to run `proof`."""
         self._proof, self._lost = proof, None
         self.tell(True)
 
     def lose(self, reason: str) -> None:
-        """From now on it is not known that it still does."""
+        """Record that the proof is lost: the model may run something else."""
         self._lost = (datetime.now(UTC).isoformat(timespec="seconds"), one_line(reason, 300))
         self.tell(False)
 
     @property
     def proof(self) -> Proof:
-        """What the model was found to run when it was loaded, or proven again last.
+        """Proof of the model from loading it, or from proving it again.
 
         Raises:
             ProofError: if the model was loaded without a proof.
@@ -99,11 +99,11 @@ class Proven:
 
     @property
     def lost(self) -> str | None:
-        """Since when and why it is not proven any more, on one line; `None` while it is."""
+        """Time and reason of losing the proof, on one line; `None` while it holds."""
         return None if self._lost is None else "not proven since {}: {}".format(*self._lost)
 
     def status(self, source: str) -> dict[str, Any]:
-        """Plain types, for `/server_info`; `source` is the file that was asked for.
+        """Return plain types, for `/server_info`; `source` is the requested file.
 
         Raises:
             ProofError: as `proof`.
@@ -113,20 +113,23 @@ class Proven:
 
 
 class Asked(Protocol):
-    """Whoever knows which pattern must run, on what kind of model, and whether it was proven."""
+    """The part of a plan that proving needs: the pattern that must run, the kind of model, and the proof."""
 
     @property
-    def pattern(self) -> Pattern: ...
+    def pattern(self) -> Pattern:
+        """Pattern that must run."""
 
     @property
-    def family(self) -> Family: ...
+    def family(self) -> Family:
+        """Family of the model."""
 
     @property
-    def proven(self) -> Proven: ...
+    def proven(self) -> Proven:
+        """Proof in this process."""
 
 
 def prepare(adapter: SglangAdapter, model: Any) -> None:
-    """After `_initialize_model`, before weights are loaded: meet the other ranks, mark what must be loaded."""
+    """Meet the other ranks, and mark indexers before weights are loaded (after `_initialize_model`)."""
     if next(adapter.modules(model), None) is not None:  # draft models have none
         meet_all_ranks()
         mark_unloaded(adapter, model)
@@ -142,9 +145,9 @@ def mark_unloaded(adapter: SglangAdapter, model: Any) -> None:
 
 
 def indexer_tensors(adapter: SglangAdapter, model: Any) -> Iterator[tuple[int, Any, str, Any]]:
-    """Layer, indexer, name and parameter of what every checkpoint has for layers that choose, and that can hold NaN.
+    """Yield layer, indexer, name and parameter of the indexer weights of F layers that can hold NaN.
 
-    Quantisation adds parameters that have defaults.
+    Every checkpoint has them. Quantisation adds parameters that have defaults, which are left out.
     """
     for site, module in adapter.modules(model):
         indexer = adapter.indexer(module)
@@ -155,12 +158,12 @@ def indexer_tensors(adapter: SglangAdapter, model: Any) -> Iterator[tuple[int, A
 
 
 def current_roles(adapter: SglangAdapter, model: Any) -> dict[int, str]:
-    """The letter of each site of this rank."""
+    """Return the letter of each site of this rank."""
     return {site: adapter.role(site, module) for site, module in adapter.modules(model)}
 
 
 def effective_roles(adapter: SglangAdapter, model: Any) -> dict[int, Effective]:
-    """What the loaded sites of this rank will do."""
+    """Return the behaviour of the loaded sites of this rank."""
     unloaded: dict[int, str] = {}
     for site, _, name, parameter in indexer_tensors(adapter, model):
         if site not in unloaded and parameter.data.float().isnan().any().item():
@@ -172,12 +175,12 @@ def effective_roles(adapter: SglangAdapter, model: Any) -> dict[int, Effective]:
 
 
 def mismatch(pattern: Pattern, effective: dict[int, Effective], begins_every_stage: bool = False) -> str | None:
-    """One line if the loaded layers differ from `pattern`; pipeline stages hold some of the layers only.
+    """Return one line if the loaded layers differ from `pattern`; pipeline stages hold some of the layers only.
 
     Args:
-        pattern: what must run.
-        effective: what this rank's layers would do, by letter.
-        begins_every_stage: whether the first of them must choose.
+        pattern: the pattern that must run.
+        effective: behaviour of this rank's layers, by letter.
+        begins_every_stage: whether the first of them must select.
     """
     if not effective:
         return "the loaded model has no attention module that can choose, so the pattern can't take effect"
@@ -200,7 +203,7 @@ def mismatch(pattern: Pattern, effective: dict[int, Effective], begins_every_sta
 
 
 def other_indexers(pattern: Pattern, layers: Collection[int], found: Iterable[IndexerSetting]) -> str | None:
-    """One line if indexers of this rank's `layers` would score something else than `pattern` says."""
+    """Return one line if indexers of this rank's `layers` would score something else than `pattern` says."""
     wanted = {item.layer: item for item in pattern.indexers if item.layer in layers}
     loaded = {item.layer: item for item in found}
     for layer in sorted({*wanted, *loaded}):
@@ -213,10 +216,10 @@ def other_indexers(pattern: Pattern, layers: Collection[int], found: Iterable[In
 
 
 def prove(asked: Asked, runner: Any, need: Need = LOAD_MODEL) -> None:
-    """After a method of `ModelRunner`: compare this rank with the pattern, and all ranks with each other.
+    """Compare this rank with the pattern, and all ranks with each other, after a method of `ModelRunner`.
 
-    Does nothing unless it is the one behind which the family has its roles. Every rank hears of every other's problem
-    and ends with the same line.
+    It does nothing unless the family has its roles after this method. Every rank gets every other's problem, and all
+    end with the same line.
 
     Raises:
         ProofError: if anything differs.
@@ -239,12 +242,12 @@ def prove(asked: Asked, runner: Any, need: Need = LOAD_MODEL) -> None:
 
 
 def look_at(asked: Asked, runner: Any, told: Callable[[], None] = lambda: None) -> RankReport:
-    """What this rank's loaded model runs; any error is its problem, since the other ranks must hear of it.
+    """Report what this rank's loaded model runs; any error is its problem, since the other ranks must know of it.
 
     Args:
-        asked: what it must run.
+        asked: the plan, with the pattern that it must run.
         runner: a `ModelRunner`.
-        told: does what must come first.
+        told: called first.
     """
     effective: dict[int, Effective] = {}
     indexers: tuple[IndexerSetting, ...] = ()
@@ -264,17 +267,17 @@ def look_at(asked: Asked, runner: Any, told: Callable[[], None] = lambda: None) 
 
 
 def check_captured(asked: Asked, runner: Any) -> None:
-    """After `ModelRunner.init_cuda_graphs`: what was captured is the pattern, on all ranks, or all hear that it is not.
+    """Check that all ranks captured their CUDA graphs with the pattern (after `ModelRunner.init_cuda_graphs`).
 
     Raises:
-        ProofError: if it is not.
+        ProofError: if one did not, on every rank.
     """
     problem = None
     try:
         asked.family.sglang.captured(runner, asked.pattern)
     except Exception as error:
         problem = _line(error)
-    if not asked.proven.graphs_captured:  # captured again after an update, pipeline stages are not there together
+    if not asked.proven.graphs_captured:  # graphs are captured again after an update, where pipeline stages don't meet
         asked.proven.graphs_captured = True
         problem = first_problem(problem)
     if problem is not None:

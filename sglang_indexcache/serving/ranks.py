@@ -1,4 +1,4 @@
-"""All ranks of a server, on all its nodes, serve one pattern, or none does."""
+"""Agreement of ranks: all ranks of a server, on all its nodes, serve one pattern, or none does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEET_VARIABLE = "SGLANG_INDEXCACHE_MEET_SECONDS"
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank found; `roles` has a letter for each layer, `-` for layers that are on other ranks.
+    """The report of one rank; `roles` has a letter for each layer, `-` for layers that are on other ranks.
 
     `indexers` are those of this rank's layers that select in blocks.
     """
@@ -31,12 +31,12 @@ class RankReport:
     indexers: tuple[IndexerSetting, ...] = ()
 
     def with_problem(self, problem: str) -> RankReport:
-        """The same with another problem."""
+        """Return this report with another problem."""
         return replace(self, problem=problem)
 
 
 def disagreement(pattern: Pattern, reports: list[RankReport]) -> str | None:
-    """One line if a rank has a problem, another pattern, or a layer is on no rank."""
+    """Return one line if a rank has a problem or another pattern, or a layer is on no rank."""
     for rank, report in enumerate(reports):
         prefix = f"rank {rank}: " if len(reports) > 1 else ""
         if report.problem is not None:
@@ -53,7 +53,7 @@ def disagreement(pattern: Pattern, reports: list[RankReport]) -> str | None:
 
 
 def read_back(reports: list[RankReport], selection: Selection | None) -> Pattern:
-    """The pattern that all ranks together run: of each layer what the first rank with that layer found."""
+    """Return the pattern that all ranks together run: for each layer the role that its first rank found."""
     roles = "".join(
         next(role for role in column if role != "-") for column in zip(*(r.roles for r in reports), strict=True)
     )
@@ -64,8 +64,8 @@ def read_back(reports: list[RankReport], selection: Selection | None) -> Pattern
 def meet_all_ranks() -> None:
     """Wait for every rank to get here: a node that was started without the pattern never does.
 
-    Then the process ends at once, with what torch says of the ranks that did not come: its process group would wait for
-    them again while the interpreter ends.
+    Then the process ends at once, with torch's words about the missing ranks: its process group would wait for them
+    again while the interpreter ends.
 
     Raises:
         ProofError: if the time to wait is no number.
@@ -95,13 +95,13 @@ def _meet_seconds() -> int:
 
 
 def all_agree(pattern: Pattern, report: RankReport) -> tuple[str | None, list[RankReport]]:
-    """One line if not all ranks run `pattern`, the same on each; and what each found."""
+    """Return one line if not all ranks run the same `pattern`, and the report of each rank."""
     reports = all_ranks(report)
     return disagreement(pattern, reports), reports
 
 
 def first_problem(problem: str | None) -> str | None:
-    """The problem of the first rank that has one, on each rank."""
+    """Return the problem of the first rank that has one, on each rank."""
     problems = all_ranks(problem)
     found = next((rank for rank, line in enumerate(problems) if line is not None), None)
     if found is None:
@@ -110,7 +110,7 @@ def first_problem(problem: str | None) -> str | None:
 
 
 def all_ranks(told: Told) -> list[Told]:
-    """What each of the tensor and pipeline ranks, those of data-parallel attention among them, tells the others."""
+    """Gather a value from each of the tensor and pipeline ranks, those of data-parallel attention among them."""
     from sglang.srt.distributed.parallel_state import get_world_group
 
     group = get_world_group()
@@ -118,7 +118,7 @@ def all_ranks(told: Told) -> list[Told]:
 
 
 def data_parallel_rank(scheduler: Any) -> int:
-    """Of a scheduler's data-parallel group, as requests are routed to; 0 without any."""
+    """Return a scheduler's data-parallel rank, as requests are routed to it; 0 without any."""
     ranks = getattr(scheduler, "ps", scheduler)  # `ps` from 0.5.13 to 0.5.20
     if not hasattr(ranks, "dp_rank"):
         from sglang.srt.runtime_context import get_parallel  # 0.5.22 and newer

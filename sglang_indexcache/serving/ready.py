@@ -1,7 +1,8 @@
-"""No server is ready before every scheduler has sent its proof to the process that was told the pattern.
+"""The proofs of schedulers: no server is ready before the main process has one from each.
 
-A scheduler sends it with the word that it is ready. A data-parallel controller keeps that word to itself, so schedulers
-also leave their proof in a folder that the main process makes for the engine, and names on its server arguments.
+A scheduler sends its proof with the message that it is ready. A data-parallel controller keeps that message to itself,
+so schedulers also leave their proof in a folder. The main process makes the folder for the engine, and names it on its
+server arguments.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from sglang_indexcache.sglang.hooks import refusing
 from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE
 from sglang_indexcache.sglang.requested import KEY, asked_of
 
-_PROOFS = "proofs"  # among what is carried: the folder
+_PROOFS = "proofs"  # key of the folder, beside what the server arguments carry
 _LIMIT = 1 << 20
 
 
 def report(plan: Plan, info: dict[str, Any], scheduler: Any) -> None:
-    """After `Scheduler.get_init_info`, the word that a scheduler is ready: it carries the proof, or is not said.
+    """Add the proof to the message that a scheduler is ready (after `Scheduler.get_init_info`).
 
     Raises:
         ProofError: if the model of this process was not proven.
@@ -41,7 +42,7 @@ def report(plan: Plan, info: dict[str, Any], scheduler: Any) -> None:
 
 
 def launch(plan: Plan, server_args: Any, start: Callable[[], Any]) -> Any:
-    """Do what `start` does, `Engine._launch_subprocesses`, which returns when all schedulers of this node are ready.
+    """Run `start`, which is `Engine._launch_subprocesses`, and check the proofs of this node's schedulers.
 
     Raises:
         ProofError: if one of them has not proven the pattern.
@@ -58,7 +59,7 @@ def launch(plan: Plan, server_args: Any, start: Callable[[], Any]) -> Any:
 
 
 def launch_processes(plan: Plan, server_args: Any, start: Callable[[], Any]) -> Any:
-    """The same of `Engine._launch_scheduler_processes`, whose result waits for the schedulers later."""
+    """Run `start`, which is `Engine._launch_scheduler_processes`, and check the proofs when its result waits."""
     folder = _new_folder(server_args)
     started = start()
     launched = started[0]
@@ -98,11 +99,11 @@ def check(
     """Check that every scheduler has proven the pattern.
 
     Args:
-        pattern: what was asked for.
-        sent: what each scheduler said of its proof, `None` for one that said nothing.
-        left: what schedulers behind a data-parallel controller left in the folder.
+        pattern: the requested pattern.
+        sent: the proof that each scheduler sent, `None` for one that sent none.
+        left: proofs that schedulers behind a data-parallel controller left in the folder.
         replicas: data-parallel size.
-        together: whether the data-parallel ranks are one group of ranks, on several nodes even, which proves as one.
+        together: whether the data-parallel ranks are one group, on several nodes even, which has one proof.
 
     Raises:
         ProofError: naming what is missing.

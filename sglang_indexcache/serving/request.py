@@ -1,4 +1,4 @@
-"""The pattern that an engine is asked for, and what travels with the server arguments to its schedulers."""
+"""The requested pattern of an engine, and the form in which server arguments carry it to the schedulers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Request:
 
     Attributes:
         source: the file and retention, or the letters, as the user wrote it.
-        pattern: what it says.
-        file: its content; `None` for letters, and in a process that has the pattern from the server arguments, whose
-            main process checked it.
+        pattern: the pattern that it names.
+        file: content of the file; `None` for letters, and in a process that has the pattern from the server arguments,
+            since the main process checked it.
         allow_config_mismatch: whether the file may be made for another config.json.
     """
 
@@ -43,7 +43,7 @@ class Request:
 
     @classmethod
     def of(cls, asked: dict[str, Any]) -> Self:
-        """The pattern of an engine that is asked for `asked` (`asked.asked_of`), which carries it from then on.
+        """Return the pattern of the request `asked` (`requested.asked_of`), which carries it from then on.
 
         Raises:
             IndexCacheError: if it can't be used, or the environment and the engine's own overrides differ.

@@ -1,9 +1,9 @@
-"""Weights that are updated while a server runs: proven again, or known not to be proven any more.
+"""Updates of weights while a server runs: the pattern is proven again, or known not to be proven any more.
 
-An update from disk brings a whole checkpoint. Where the names of its tensors say that an F layer would have no indexer,
-it is refused, and nothing changes; else indexers are marked as before the first load, and what was not loaded is put
-back, so that no request ever meets a marked one. All other updates may bring some tensors only, and memory that was
-released may come back with anything in it: after those nobody knows.
+An update from disk brings a whole checkpoint. It is refused, and nothing changes, if the names of its tensors say that
+an F layer would have no indexer. Otherwise indexers are marked as before the first load, and those that were not loaded
+are put back, so that no request ever meets a marked one. All other updates may bring some tensors only, and released
+memory may come back with anything in it: after those the pattern is not proven any more.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FROM_DISK = "update_weights_from_disk"
-_WEIGHTS = "weights"  # SGLang's name for that part of the memory; no names are all parts
+_WEIGHTS = "weights"  # SGLang's name for that part of the memory; no names mean all parts
 _DRAFT = "draft"
 
 
 def around(method: str) -> Callable[..., Any]:
-    """The hook around a scheduler's method that updates weights, or releases or resumes their memory."""
+    """Return the hook around a scheduler's method that updates weights, or releases or resumes their memory."""
 
     def hook(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
         runner = manager.tp_worker.model_runner
@@ -71,17 +71,17 @@ def _from_disk(plan: Preflight, runner: Any, path: str, update: Callable[[], Any
 
 
 def _misfit(plan: Preflight, path: str) -> str | None:
-    """Why the checkpoint at `path` can't run the pattern; `None` too where only loading can tell."""
+    """Return why the checkpoint at `path` can't run the pattern; `None` also where only loading can show it."""
     try:
         return plan.misfit(path)
     except IndexCacheError:
         return None
-    except Exception as error:  # the other ranks must hear of it
+    except Exception as error:  # the other ranks must know of it
         return f"{type(error).__name__}: {error}"
 
 
 class _Marked:
-    """Indexers of a loaded model that are marked as not loaded, and what was in them, in host memory."""
+    """The indexers of a loaded model that are marked as not loaded, with their former content in host memory."""
 
     def __init__(self, plan: Preflight, model: Any) -> None:
         tensors = indexer_tensors(plan.family.sglang, model)
@@ -91,11 +91,11 @@ class _Marked:
         mark_unloaded(plan.family.sglang, model)
 
     def untouched(self) -> bool:
-        """Whether nothing was loaded into any of them."""
+        """Return whether nothing was loaded into any of them."""
         return bool(self._before) and all(_has_nan(indexer, name) for indexer, name, _ in self._before)
 
     def put_back(self) -> None:
-        """Give those that were not loaded what they had; ends the process where that can't be done."""
+        """Restore those that were not loaded; end the process where that can't be done."""
         for indexer, name, before in self._before:
             if _has_nan(indexer, name):
                 data = indexer.get_parameter(name).data

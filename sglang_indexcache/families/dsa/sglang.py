@@ -92,8 +92,8 @@ class DsaSglang(SglangAdapter):
     def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> Pattern:
         """See `SglangAdapter.would_run`.
 
-        Build the configuration object as a server would, and ask the one function that model construction and KV
-        pools ask (0.5.14 and newer).
+        Build the configuration object as a server would, and call the one function that model construction and KV
+        pools call (0.5.14 and newer).
         """
         source.require(needs.RULE)
         with warnings.catch_warnings():
@@ -144,7 +144,7 @@ class DsaSglang(SglangAdapter):
         return getattr(module, "indexer", None)
 
     def switch(self, runner: Any, pattern: Pattern) -> None:
-        """See `SglangAdapter.switch`; also write the configuration that pipeline stages ask."""
+        """See `SglangAdapter.switch`; also write the configuration that pipeline stages read."""
         for layer, module in self.modules(runner.model):
             module.skip_topk = pattern[layer] == SHARED
             module.next_skip_topk = layer + 1 < len(pattern) and pattern[layer + 1] == SHARED
