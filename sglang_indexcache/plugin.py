@@ -19,7 +19,7 @@ from sglang_indexcache.sglang.requested import ask_again, asked_of, environment_
 LAUNCH = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
 CONFIGURE = "sglang.srt.configs.model_config.ModelConfig.from_server_args"
 SCHEDULE = "sglang.srt.managers.scheduler.Scheduler.__init__"
-START = "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes"  # of a launch that loaded the plugins itself
+START = "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes"  # for a launch that loads the plugins itself
 WATCHED = (LAUNCH, CONFIGURE, SCHEDULE, START)
 
 

@@ -46,7 +46,7 @@ class _Process:
     command = ""
     extra = "search"
     resumes = True
-    identity = -1  # of the process that has begun; not of its children
+    identity = -1  # id of the process that has begun; its children have others
     raising = False  # True while work is running that must end by itself
     stopped: int | None = None
     output: _Output | None = None
@@ -78,7 +78,7 @@ def begin(command: str, extra: str = "", resumes: bool = False) -> None:
     """Answer signals with one line and an exit code, and replace streams by ones that accept every write."""
     _this.command, _this.extra, _this.resumes, _this.identity = command, extra, resumes, os.getpid()
     for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as of nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, _stop)
     sys.unraisablehook = _unraisable
     for descriptor in (0, 1, 2):

@@ -99,7 +99,7 @@ def hisparse_misses(steps: Iterable[tuple[Items, int]], size: int, prompt_tokens
     Raises:
         IndexCacheError: if a step selects more than the buffer holds, or the lengths don't rise by one.
     """
-    buffer: Residency | None = None  # as long as it holds everything
+    buffer: Residency | None = None  # `None` as long as it holds everything
     expected, misses = prompt_tokens + 1, list[int]()
     for selected, length in steps:
         if length != expected:

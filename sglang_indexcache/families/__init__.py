@@ -49,7 +49,7 @@ def describe(config: Mapping[str, Any], name: str) -> ModelLayers:
 
     Args:
         config: its content.
-        name: what people call the model.
+        name: name of the model, for people.
 
     Raises:
         ModelConfigError: if its architecture is of no family, or a needed key is missing or wrong.

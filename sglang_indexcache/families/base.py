@@ -41,7 +41,7 @@ class CheckpointReader(ABC):
 
         Args:
             config: its content.
-            name: what people call the model.
+            name: name of the model, for people.
             architecture: the one of `architectures` that it names.
 
         Raises:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_NUMBER = re.compile(r"\(os error (\d+)\)")  # of libraries that are written in Rust
+_NUMBER = re.compile(r"\(os error (\d+)\)")  # in errors of libraries that are written in Rust
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def load(data: bytes) -> Any:
     events = _events(text)
     try:
         return _document(events)
-    except RecursionError:  # of PyYAML's scanner
+    except RecursionError:  # raised by PyYAML's scanner
         raise PatternFileError("not a pattern file: nested too deeply") from None
 
 

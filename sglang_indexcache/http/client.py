@@ -22,7 +22,7 @@ from sglang_indexcache.http.redaction import KEY_VARIABLE, keep_secret
 
 SECONDS = 30.0
 MAX_BYTES = 4 << 20
-_DETAIL_BYTES = 64 << 10  # of an error's text, of which a line is shown
+_DETAIL_BYTES = 64 << 10  # largest text of an error, of which one line is shown
 
 Answer = TypeVar("Answer")
 

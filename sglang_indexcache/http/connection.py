@@ -32,7 +32,7 @@ class Budget:
 
     Args:
         seconds: for everything, from the connection to the last byte.
-        max_bytes: of everything that is received.
+        max_bytes: largest number of bytes that are received.
     """
 
     def __init__(self, seconds: float, max_bytes: int) -> None:

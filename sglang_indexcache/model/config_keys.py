@@ -72,7 +72,7 @@ class ConfigKeys:
 
         Args:
             config: content of a config.json.
-            name: what people call the model.
+            name: name of the model, for people.
 
         Raises:
             ModelConfigError: if a key has a value of another kind, or `check` refuses one.

@@ -25,7 +25,7 @@ class ModelLayers:
             output.
         native: the checkpoint's own pattern; nothing is shared unless it was trained so.
         config_sha256: digest of `config`, see `config_keys.facts_digest`.
-        config: what config.json says beyond its architecture's defaults that changes what the model computes.
+        config: values of config.json that differ from its architecture's defaults and change the model.
         earlier_sha256: digest of config.json itself, as in earlier pattern files.
         redundant: keys of config.json with the value that their absence means, or without effect on the model.
     """

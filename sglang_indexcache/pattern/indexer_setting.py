@@ -44,7 +44,7 @@ class IndexerSetting:
         """Read `6q16`: layer 6 selects for 16 queries at a time.
 
         Raises:
-            PatternError: if it is something else.
+            PatternError: if `word` has another form.
         """
         if _CANDIDATES_WORD.fullmatch(word):
             raise PatternError(f"indexer is {word[:40]!r}, but {NO_CANDIDATES}; expected an F layer with q, as 6q16")

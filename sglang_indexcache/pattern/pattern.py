@@ -83,7 +83,7 @@ class Pattern:
         """Read roles and indexers as `letters` writes them: `FSSFSSFS+3q16+6q4`.
 
         Raises:
-            PatternError: if it is something else.
+            PatternError: if `text` has another form.
         """
         if not isinstance(text, str):
             return cls(text, selection)
@@ -142,7 +142,7 @@ class Pattern:
         """Read the text of a `key`.
 
         Raises:
-            PatternError: if it is something else.
+            PatternError: if `key` has another form.
         """
         letters, mark, selection = key.partition("|")
         return cls.parse(letters, Selection.parse(selection) if mark else None)

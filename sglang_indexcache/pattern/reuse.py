@@ -83,7 +83,7 @@ class Steps:
         """Read the text that `str` gives.
 
         Raises:
-            PatternError: if it is something else.
+            PatternError: if `text` has another form.
         """
         policy, _, rest = text.partition(":")
         number, _, importance = rest.partition(":")

@@ -119,7 +119,7 @@ class Selection:
         """Read the text that `str` gives.
 
         Raises:
-            PatternError: if it is something else.
+            PatternError: if `text` has another form.
         """
         words = text.split("|")
         if len(words) not in (5, 7) or not all(map(_is_number, [*words[:4], *filter(None, words[6:])])):

@@ -5,11 +5,11 @@ The hooks, and when each runs:
 | hook | module | what for |
 |---|---|---|
 | around `Engine._launch_subprocesses` | here, `ready` | no server before every scheduler has sent its proof |
-| around `Engine._launch_scheduler_processes` | here, `ready` | the same where SGLang had loaded no plugins before |
+| around `Engine._launch_scheduler_processes` | here, `ready` | for a launch that loads the plugins itself |
 | around `ModelConfig.from_server_args` | here, `preflight` | flags that the command line must not have |
 | before `ModelConfig.__init__` | here, `preflight` | the model fits; the pattern is merged into its overrides |
 | after `_initialize_model`, `ModelRunner.load_model` | `proof`, `ranks` | roles and weights of each rank, all alike |
-| after `ModelRunner.init_attention_backends` | `proof`, `ranks` | the same of dense models: its backend has the roles |
+| after `ModelRunner.init_attention_backends` | `proof`, `ranks` | of dense models, whose backend has the roles |
 | after `ModelRunner.init_cuda_graphs` | `proof` | of dense models: each graph was captured with the roles |
 | around `Scheduler.__init__` | `metrics` | metrics, if they are on |
 | after `Scheduler.get_init_info` | `ready` | a scheduler is not ready without its proof, and sends it along |
@@ -45,7 +45,7 @@ from sglang_indexcache.sglang.requested import KEY
 
 logger = logging.getLogger(__name__)
 
-_WATCHED = (probes.LAUNCH, probes.SERVER_ARGS, probes.SCHEDULER, probes.START)  # as `plugin` does
+_WATCHED = (probes.LAUNCH, probes.SERVER_ARGS, probes.SCHEDULER, probes.START)  # the functions that `plugin` watches
 _lock = RLock()
 _applied: set[str] = set()
 

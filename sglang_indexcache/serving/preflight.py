@@ -42,7 +42,7 @@ class Preflight:
 
     def __init__(self, request: Request, source: SglangSource) -> None:
         self._request, self._sglang = request, source
-        self._checkpoints: dict[str, Checkpoint] = {}  # that were checked
+        self._checkpoints: dict[str, Checkpoint] = {}  # checked ones
         self.proven = Proven()
 
     @property

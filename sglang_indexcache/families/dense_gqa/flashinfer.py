@@ -70,9 +70,9 @@ def make_backend_class(stock: Any) -> Any:
 
     class ChoosingBackend(stock):  # type: ignore[misc]
         indexcache_selection: Selection  # written by `DenseGqaSglang.loaded`
-        _indexcache_plan: _Plan  # of the pass that is running, or being captured
-        _indexcache_plans: dict[int, _Plan] | None = None  # of CUDA graphs, by batch size
-        _indexcache_wrapper: Any = None  # of passes without a graph
+        _indexcache_plan: _Plan  # plan of the pass that runs, or is captured
+        _indexcache_plans: dict[int, _Plan] | None = None  # plans of CUDA graphs, by batch size
+        _indexcache_wrapper: Any = None  # wrapper of passes without a graph
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             super().init_forward_metadata(forward_batch)
@@ -100,7 +100,7 @@ def make_backend_class(stock: Any) -> Any:
                 self._indexcache_plans[batch_size] = plan
             plan = self._indexcache_plans[batch_size]
             self._fill(plan, forward_batch, None, self.disable_cuda_graph_kv_split)
-            if in_capture:  # as SGLang does with its own: the first plan loads what the fast one uses
+            if in_capture:  # SGLang does so with its own: the first plan loads what the fast one uses
                 plan.wrapper.begin_forward = partial(home.fast_decode_plan, plan.wrapper)
 
         def forward_decode(

@@ -28,7 +28,7 @@ _NEEDS = (LOAD_BACKENDS, LOAD_GRAPHS, LAYER)
 _UNTRIED = "it was never tried with one on dense models"
 _CHOSEN_IN_DECODING = "pages are chosen while single tokens are decoded"
 
-_ROLE = "indexcache"  # of a `LayerRole`, on a RadixAttention
+_ROLE = "indexcache"  # attribute of a RadixAttention that holds its `LayerRole`
 CAPTURED = "indexcache_captured"
 """On a backend, by batch size and layer: the letters that ran while CUDA graphs were captured."""
 

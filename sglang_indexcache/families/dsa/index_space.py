@@ -58,7 +58,7 @@ def positions_of(metadata: Any, selected: Tensor, rows: Tensor, requests: Tensor
             own = requests == request
             slots, order = attention.page_table_1[request, : int(length[own].max())].sort()
             place = torch.searchsorted(slots, selected[own].to(slots.dtype)).clamp_max(len(slots) - 1)
-            found = torch.where(slots[place] == selected[own], order[place], len(slots))  # where there is no such slot
+            found = torch.where(slots[place] == selected[own], order[place], len(slots))  # len(slots): no such slot
             positions[own] = found.to(selected.dtype)
     if ((positions < 0) | (positions >= length))[~none].any():
         raise ProofError(f"a query selects what is no token before it, read as {kind or 'positions'}")
