@@ -1,4 +1,4 @@
-"""What was found beside the paper's baselines, on held-out data."""
+"""Compare the patterns found with the paper's baselines, on held-out data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def comparison_lines(
     measured: Mapping[str, NDArray[np.float64] | None],
     plain: Mapping[Fraction, Pattern],
 ) -> list[Line]:
-    """The baseline, what was found, and what the papers would take, each as far as it is known.
+    """List the baseline, the patterns found, and those of the papers, each as far as it is known.
 
     Without uniform where a retention is not 1/n or a locked layer would be `F`. `indexcache-eval` compares with uniform
     at every phase.

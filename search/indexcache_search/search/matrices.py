@@ -17,7 +17,7 @@ ROWS = 64  # queries a sequence for what layers choose
 
 
 class Matrices:
-    """Measured when they are asked for, on a part of the calibration set.
+    """Matrices that are measured when first used, on a part of the calibration set.
 
     Args:
         engine: measures.
@@ -30,7 +30,7 @@ class Matrices:
         self._sample = calibration.taken(growing_shares(calibration, MATRIX_SEQUENCES)[0])
 
     def measured(self, name: str) -> NDArray[np.float64] | None:
-        """A matrix by its name; None where the engine can't measure it.
+        """Return a matrix by its name; None where the engine can't measure it.
 
         `overlap` of what layers choose and `similarity` of their outputs, both `[layers, layers]`; of dense models
         `shift`, `[1, layers]`, and `recall`, `[layers, layers]`, see `page_signals`.

@@ -35,7 +35,7 @@ def collect(
     matrices: Mapping[str, NDArray[np.float64] | None],
     seconds: Mapping[str, float],
 ) -> SearchResult:
-    """The result of a finished search.
+    """Collect the result of a finished search.
 
     Args:
         found: its outcome.
@@ -78,7 +78,7 @@ def _steps(found: Found) -> list[StepResult]:
 
 
 def held_out(rows: Sequence[Row], data: TokenSet, first_sparse_position: int) -> HeldOut:
-    """The held-out comparison: every pattern, and uniform's mean and best over phases where there are several."""
+    """Tabulate the held-out comparison: every pattern, and uniform's mean and best over phases where there are several."""
     baseline = next(row.evaluation for row in rows if row.line.kind == BASELINE)
     table = [TableRow(**described(row.line), **_measure(row.evaluation, baseline, data)) for row in rows]
     uniform = [row for row in rows if row.line.kind == PHASE]
@@ -98,7 +98,7 @@ def held_out(rows: Sequence[Row], data: TokenSet, first_sparse_position: int) ->
 
 
 def described(line: Line) -> dict[str, Any]:
-    """The columns of a `results.Row` that say what it is."""
+    """Return the columns of a `results.Row` that identify it."""
     plan = line.pattern
     return {
         "kind": line.kind,
@@ -111,13 +111,13 @@ def described(line: Line) -> dict[str, Any]:
 
 
 def _answer_sources(data: TokenSet, first_sparse_position: int) -> list[str]:
-    """Sources of which a loss mask picks the tokens that count: questions with answers, rather than running text."""
+    """Return the sources of which a loss mask picks the tokens that count: questions with answers, rather than running text."""
     all_counted = np.asarray(data.scored[:, first_sparse_position + 1 :].all(axis=1))
     return [name for number, name in enumerate(data.sources) if not all_counted[data.source_of == number].all()]
 
 
 def _group(row: Row) -> tuple[Fraction | None, Selection | None]:
-    """What uniform's phases have in common."""
+    """Summarise uniform's phases."""
     return row.line.retention, row.line.pattern.selection if isinstance(row.line.pattern, Pattern) else None
 
 
@@ -140,7 +140,7 @@ def _phase_summaries(phases: Sequence[Row], baseline: Losses, data: TokenSet, mo
 def _measure(
     evaluation: Losses, baseline: Losses, data: TokenSet, correct: NDArray[np.float64] | None = None
 ) -> dict[str, Any]:
-    """The columns of a `results.Row` that say what was measured."""
+    """Return the columns of a `results.Row` that were measured."""
     hits = np.asarray(evaluation.correct, np.float64) if correct is None else correct
     return {
         "loss": estimates.loss(evaluation, data),

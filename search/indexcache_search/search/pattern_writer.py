@@ -29,11 +29,11 @@ class FileWriter:
 
     @cached_property
     def _sketch(self) -> str:
-        """What tells later comparisons that a text was calibrated on."""
+        """Fingerprints by which later comparisons recognise calibration text."""
         return Sketch.of(self._calibration.tokens).encode()
 
     def file(self, found: Found, default: Pattern) -> PatternFile:
-        """The file of `found`, which serves `default` where nothing else is asked for."""
+        """Return the file of `found`, which serves `default` unless a retention is requested."""
         data, settings = self._calibration, self._settings
         walked = {self._engine.model.native, *(step.pattern for step in found.steps)}
         others = {key: pattern for key, pattern in found.patterns.items() if not found.steps or pattern not in walked}

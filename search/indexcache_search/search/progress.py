@@ -1,4 +1,4 @@
-"""What a person sees while a search runs."""
+"""Progress of a search on a terminal."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ PACE = 120.0  # seconds over which the pace is taken: what a journal has is done
 
 
 class Remaining(ProgressColumn):
-    """How long the rest takes at the pace of the last two minutes; nothing where the end is not known."""
+    """Time that the rest takes at the pace of the last two minutes; nothing where the end is not known."""
 
     max_refresh = 0.5
 
     def render(self, task: Task) -> Text:
+        """Render the time left."""
         left = task.time_remaining
         if task.finished or task.total is None or left is None:
             return Text("")
@@ -44,7 +45,7 @@ class Remaining(ProgressColumn):
 
 
 def bar(console: Console, *columns: ProgressColumn) -> Progress:
-    """A bar with counts, time, what is left of it and `columns`; nothing on something that is no terminal."""
+    """Make a bar with counts, time, what is left of it and `columns`; nothing on something that is no terminal."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
@@ -118,7 +119,7 @@ class SearchProgress:
         self._progress.update(self._task, completed=self._done, best=best)
 
     def compared(self, row: Row, baseline: Row) -> None:
-        """Say how a line of the held-out comparison came out, where somebody asked for it."""
+        """Print a line of the held-out comparison if its pattern was requested."""
         assert self._data is not None
         if row.line.kind == NAMED:
             rise = estimates.increase(row.evaluation, baseline.evaluation, self._data)

@@ -1,4 +1,4 @@
-"""A whole run: from a model's name and data sources to the files a person wanted."""
+"""Run a whole search: from a model's name and data sources to its files."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Runtime:
 
     @property
     def server_flags(self) -> tuple[str, ...]:
-        """What one's own server is started with, `device` and `dtype` included."""
+        """Flags of the search's own server, `device` and `dtype` included."""
         device = () if self.device == "auto" else ("--device", self.device)
         dtype = () if self.dtype is None else ("--dtype", self.dtype)
         return (*device, *dtype, *self.server_arguments)
@@ -112,7 +112,7 @@ def run(model: str, data: Data, runtime: Runtime, settings: Settings, files: Fil
     """Search `model`, write pattern.yaml, metrics.json and report.html, and return what they show.
 
     Raises:
-        IndexCacheError: if something asked for can't be done.
+        IndexCacheError: if a request can't be met.
         NonFiniteLossError: if a loss is NaN or infinite.
     """
     reads = {"--model": [model], "--calibration": data.calibration, "--evaluation": data.evaluation}

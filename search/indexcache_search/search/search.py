@@ -39,7 +39,7 @@ class LookAlike:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a strategy has found, in the end or so far.
+    """Results of a strategy, final or so far.
 
     Attributes:
         steps: nested flips, where there are such.
@@ -157,7 +157,7 @@ class Search:
     def _look_alikes(
         self, retention: Fraction, patterns: Mapping[Fraction, Pattern], rivals: Mapping[Fraction, list[Pattern]]
     ) -> list[LookAlike]:
-        """Those of `rivals` that calibration can't tell from the one found, and that keep other layers."""
+        """Return the `rivals` that calibration can't tell from the one found, and that keep other layers."""
         best, alike = patterns[retention], []
         for other in rivals[retention]:
             difference = self._judge.difference(other, best)

@@ -1,4 +1,4 @@
-"""What a search is asked to do."""
+"""Settings of a search."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from sglang_indexcache.pattern.indexer_setting import QUERIES
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a search is asked to do.
+    """Settings of a search, before the model is known.
 
     Attributes:
-        retain: retentions wanted; the first is the pattern file's default.
+        retain: retentions to search; the first is the pattern file's default.
         strategy: a name among `STRATEGIES`.
         blocks: parts that block-wise greedy divides the layers into; 1 is Algorithm 1.
         flips: how many flips a lazy step evaluates at least.
@@ -49,11 +49,11 @@ class Settings:
 
     @property
     def races(self) -> bool:
-        """Whether patterns are compared on growing shares of the sequences."""
+        """True if patterns are compared on growing shares of the sequences."""
         return self.race and "race" in STRATEGIES[self.strategy].settings
 
     def chosen_strategy(self) -> Strategy:
-        """The strategy, and local search behind it if that is asked for.
+        """Return the strategy, followed by local search if that is requested.
 
         Raises:
             SearchError: if there is no such strategy.
@@ -68,7 +68,7 @@ class Settings:
         return Swapping(strategy, self.swaps) if self.swaps else strategy
 
     def goal(self, model: ModelLayers) -> Goal:
-        """What the strategy is asked for on `model`; checked, before anything expensive.
+        """Return the goal of the search on `model`, checked before anything expensive.
 
         Raises:
             SearchError: if a retention can't be reached, or a search would not end.

@@ -14,7 +14,7 @@ from sglang_indexcache import Pattern
 
 
 def render(result: SearchResult) -> str:
-    """The page of a search: no script, no file beside it, no network."""
+    """Render the page of a search: no script, no file beside it, no network."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     held_out, search = result.held_out, result.pattern_file.search

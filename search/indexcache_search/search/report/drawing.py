@@ -1,4 +1,4 @@
-"""What all figures are drawn with."""
+"""Drawing shared by all figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLUE, RED, GREY = "#2563a8", "#c8352b", "#7a7f87"
 
 
 def svg(figure: Figure) -> Markup:
-    """The figure as SVG text that a page may hold."""
+    """Return the figure as SVG text that a page may hold."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
@@ -25,7 +25,7 @@ def plain(text: str) -> str:
 
 
 def blank(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure of so many inches, and its only panel."""
+    """Create a figure of so many inches, with one panel."""
     figure = Figure(figsize=(width, height))
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)

@@ -104,7 +104,7 @@ def heat_map_figure(overlap: Sequence[Sequence[float]], pattern: Pattern, title:
 
 
 def changes_figure(held_out: HeldOut) -> Markup:
-    """A panel for each source: how each row differs from the baseline, with two standard errors.
+    """Draw a panel for each source: how each row differs from the baseline, with two standard errors.
 
     Tasks show the share of answers given, sources with a loss mask accuracy, others the loss.
     """
