@@ -78,7 +78,7 @@ def _steps(found: Found) -> list[StepResult]:
 
 
 def held_out(rows: Sequence[Row], data: TokenSet, first_sparse_position: int) -> HeldOut:
-    """Tabulate the held-out comparison: every pattern, and uniform's mean and best over phases where there are several."""
+    """Tabulate the held-out comparison: every pattern, and uniform's mean and best over its phases."""
     baseline = next(row.evaluation for row in rows if row.line.kind == BASELINE)
     table = [TableRow(**described(row.line), **_measure(row.evaluation, baseline, data)) for row in rows]
     uniform = [row for row in rows if row.line.kind == PHASE]
@@ -111,7 +111,7 @@ def described(line: Line) -> dict[str, Any]:
 
 
 def _answer_sources(data: TokenSet, first_sparse_position: int) -> list[str]:
-    """Return the sources of which a loss mask picks the tokens that count: questions with answers, rather than running text."""
+    """Return the sources whose loss mask picks the tokens that count: questions with answers, not running text."""
     all_counted = np.asarray(data.scored[:, first_sparse_position + 1 :].all(axis=1))
     return [name for number, name in enumerate(data.sources) if not all_counted[data.source_of == number].all()]
 
