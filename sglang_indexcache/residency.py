@@ -12,7 +12,7 @@ from sglang_indexcache.errors import IndexCacheError
 Items = NDArray[np.int32]
 
 
-class Residency:
+class LruBuffer:
     """The items (blocks, or tokens) of one request and layer that are on the device.
 
     A missing item replaces the least recently used one. The order of use begins with items that a step did not use. The
@@ -77,7 +77,7 @@ def page_misses(steps: NDArray[np.int32], size: int, newest: Sequence[int]) -> i
     """
     before, misses = newest[0], 0
     size = min(size, newest[-1] + 1)  # there are no more pages
-    buffer = Residency(size, range(max(0, before + 1 - size), before + 1))
+    buffer = LruBuffer(size, range(max(0, before + 1 - size), before + 1))
     for step, (chosen, page) in enumerate(zip(steps, newest, strict=True)):
         brought = buffer.use(chosen, page if page != before else -1)
         misses, before = misses + (len(brought) if step else 0), page
@@ -99,7 +99,7 @@ def hisparse_misses(steps: Iterable[tuple[Items, int]], size: int, prompt_tokens
     Raises:
         IndexCacheError: if a step selects more than the buffer holds, or the lengths don't rise by one.
     """
-    buffer: Residency | None = None  # `None` as long as it holds everything
+    buffer: LruBuffer | None = None  # `None` as long as it holds everything
     expected, misses = prompt_tokens + 1, list[int]()
     for selected, length in steps:
         if length != expected:
@@ -108,6 +108,6 @@ def hisparse_misses(steps: Iterable[tuple[Items, int]], size: int, prompt_tokens
         if length <= size:
             misses.append(0)
             continue
-        buffer = buffer or Residency(size, range(size))
+        buffer = buffer or LruBuffer(size, range(size))
         misses.append(len(buffer.use(selected[selected != length - 1])))
     return misses

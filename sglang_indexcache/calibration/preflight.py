@@ -12,7 +12,7 @@ from sglang_indexcache.model.files import ModelFiles, weight_files
 from sglang_indexcache.model.name import ModelName, at_revision
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.preflight import FOREIGN_CACHES, flag, refused_flags
-from sglang_indexcache.serving.proof import Proven
+from sglang_indexcache.serving.proof import ProofHolder
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.probes import Feature, SglangSource
 
@@ -49,7 +49,7 @@ class Calibration:
         self._family: Family | None = None
         self._files: ModelFiles | None = None
         self.config_sha256 = self.weights_sha256 = ""
-        self.proven = Proven()
+        self.proven = ProofHolder()
 
     @property
     def pattern(self) -> Pattern:

@@ -19,7 +19,7 @@ GRAMMAR = "none, ema:BETA, bounded:SWAPS, refresh:EVERY, nosa:QUERY_PAGES or nos
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps:
+class ReusePolicy:
     """The policy by which a selection depends on the decode steps before it, since the last prompt.
 
     The first step that selects uses its own scores under all policies.
@@ -101,4 +101,4 @@ class Steps:
         return steps
 
 
-NO_MEMORY = Steps()
+NO_MEMORY = ReusePolicy()

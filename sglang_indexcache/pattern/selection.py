@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from sglang_indexcache.errors import PatternError
-from sglang_indexcache.pattern.reuse import NO_MEMORY, Steps
+from sglang_indexcache.pattern.reuse import NO_MEMORY, ReusePolicy
 
 MOST_PAGE_TOKENS, MOST_PAGES = 1024, 65536
 Score = Literal["token_max", "compressed_keys"]
@@ -51,7 +51,7 @@ class Selection:
     recent_pages: Annotated[int, Field(strict=True, ge=1, description="the newest pages, always among them")]
     sink_pages: Annotated[int, Field(strict=True, ge=0, description="the first pages, likewise")]
     score: Annotated[Score, Field(description="what pages are chosen by")]
-    steps: Annotated[Steps, Field(description="what a choice remembers")] = NO_MEMORY
+    steps: Annotated[ReusePolicy, Field(description="what a choice remembers")] = NO_MEMORY
     buffer_pages: Annotated[
         int | None, Field(strict=True, ge=2, le=MOST_PAGES, description="pages that stay on the device")
     ] = None
@@ -80,7 +80,7 @@ class Selection:
         self._check_steps()
 
     def _check_steps(self) -> None:
-        if not isinstance(self.steps, Steps):
+        if not isinstance(self.steps, ReusePolicy):
             raise PatternError(f"steps is {self.steps!r}, expected a policy")
         open_pages = self.pages - self.recent_pages - self.sink_pages
         for name in ("swaps", "query_pages"):
@@ -131,7 +131,7 @@ class Selection:
             recent_pages=recent,
             sink_pages=sinks,
             score=words[4],  # type: ignore[arg-type]
-            steps=Steps.parse(words[5]) if len(words) > 5 else NO_MEMORY,
+            steps=ReusePolicy.parse(words[5]) if len(words) > 5 else NO_MEMORY,
             buffer_pages=int(words[6]) if words[6:] and words[6] else None,
         )
         if str(selection) != text:

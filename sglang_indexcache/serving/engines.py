@@ -10,7 +10,7 @@ from sglang_indexcache.errors import ProofError
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.preflight import Preflight
-from sglang_indexcache.serving.proof import Proven
+from sglang_indexcache.serving.proof import ProofHolder
 from sglang_indexcache.serving.request import Request
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.hooks import installed_source
@@ -33,7 +33,7 @@ class Plan(Protocol):
         """Origin of the pattern, for people."""
 
     @property
-    def proven(self) -> Proven:
+    def proven(self) -> ProofHolder:
         """Proof of the engine in this process."""
 
     @property

@@ -10,7 +10,7 @@ from sglang_indexcache.families.base import Family
 from sglang_indexcache.model.checkpoint import Checkpoint
 from sglang_indexcache.model.name import at_revision
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.proof import Proven
+from sglang_indexcache.serving.proof import ProofHolder
 from sglang_indexcache.serving.request import Request
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.probes import SglangSource
@@ -43,7 +43,7 @@ class Preflight:
     def __init__(self, request: Request, source: SglangSource) -> None:
         self._request, self._sglang = request, source
         self._checkpoints: dict[str, Checkpoint] = {}  # checked ones
-        self.proven = Proven()
+        self.proven = ProofHolder()
 
     @property
     def pattern(self) -> Pattern:

@@ -15,7 +15,7 @@ from sglang_indexcache.errors import IndexCacheError, ProofError, one_line
 from sglang_indexcache.families.base import Family, SglangAdapter
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
-from sglang_indexcache.serving.ranks import RankReport, all_agree, first_problem, meet_all_ranks, read_back
+from sglang_indexcache.serving.ranks import RankReport, all_agree, barrier_all_ranks, first_problem, read_back
 from sglang_indexcache.sglang.probes import LOAD_MODEL, Need
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ _CHECKPOINT_NAMES = (".weight", ".bias", ".weight_scale_inv", ".ape")
 
 
 @dataclass(frozen=True)
-class Effective:
+class LoadedRole:
     """The behaviour of an attention module.
 
     Attributes:
@@ -67,7 +67,7 @@ class Proof:
         }
 
 
-class Proven:
+class ProofHolder:
     """The proof of one engine in this process, once there is one, and whether it still holds."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Proven:
         return {**self.proof.status(source), "proven": self._lost is None, **lost}
 
 
-class Asked(Protocol):
+class Expected(Protocol):
     """The part of a plan that proving needs: the pattern that must run, the kind of model, and the proof."""
 
     @property
@@ -124,14 +124,14 @@ class Asked(Protocol):
         """Family of the model."""
 
     @property
-    def proven(self) -> Proven:
+    def proven(self) -> ProofHolder:
         """Proof in this process."""
 
 
 def prepare(adapter: SglangAdapter, model: Any) -> None:
     """Meet the other ranks, and mark indexers before weights are loaded (after `_initialize_model`)."""
     if next(adapter.modules(model), None) is not None:  # draft models have none
-        meet_all_ranks()
+        barrier_all_ranks()
         mark_unloaded(adapter, model)
 
 
@@ -162,19 +162,19 @@ def current_roles(adapter: SglangAdapter, model: Any) -> dict[int, str]:
     return {site: adapter.role(site, module) for site, module in adapter.modules(model)}
 
 
-def effective_roles(adapter: SglangAdapter, model: Any) -> dict[int, Effective]:
+def effective_roles(adapter: SglangAdapter, model: Any) -> dict[int, LoadedRole]:
     """Return the behaviour of the loaded sites of this rank."""
     unloaded: dict[int, str] = {}
     for site, _, name, parameter in indexer_tensors(adapter, model):
         if site not in unloaded and parameter.data.float().isnan().any().item():
             unloaded[site] = name
     return {
-        site: Effective(adapter.role(site, module), adapter.indexer(module) is not None, unloaded.get(site))
+        site: LoadedRole(adapter.role(site, module), adapter.indexer(module) is not None, unloaded.get(site))
         for site, module in adapter.modules(model)
     }
 
 
-def mismatch(pattern: Pattern, effective: dict[int, Effective], begins_every_stage: bool = False) -> str | None:
+def mismatch(pattern: Pattern, effective: dict[int, LoadedRole], begins_every_stage: bool = False) -> str | None:
     """Return one line if the loaded layers differ from `pattern`; pipeline stages hold some of the layers only.
 
     Args:
@@ -215,7 +215,7 @@ def other_indexers(pattern: Pattern, layers: Collection[int], found: Iterable[In
     return None
 
 
-def prove(asked: Asked, runner: Any, need: Need = LOAD_MODEL) -> None:
+def prove(asked: Expected, runner: Any, need: Need = LOAD_MODEL) -> None:
     """Compare this rank with the pattern, and all ranks with each other, after a method of `ModelRunner`.
 
     It does nothing unless the family has its roles after this method. Every rank gets every other's problem, and all
@@ -241,7 +241,7 @@ def prove(asked: Asked, runner: Any, need: Need = LOAD_MODEL) -> None:
     )
 
 
-def look_at(asked: Asked, runner: Any, told: Callable[[], None] = lambda: None) -> RankReport:
+def look_at(asked: Expected, runner: Any, told: Callable[[], None] = lambda: None) -> RankReport:
     """Report what this rank's loaded model runs; any error is its problem, since the other ranks must know of it.
 
     Args:
@@ -249,7 +249,7 @@ def look_at(asked: Asked, runner: Any, told: Callable[[], None] = lambda: None) 
         runner: a `ModelRunner`.
         told: called first.
     """
-    effective: dict[int, Effective] = {}
+    effective: dict[int, LoadedRole] = {}
     indexers: tuple[IndexerSetting, ...] = ()
     try:
         told()
@@ -266,7 +266,7 @@ def look_at(asked: Asked, runner: Any, told: Callable[[], None] = lambda: None) 
     return RankReport(asked.pattern.fingerprint, tuple(sorted(effective)), problem, roles, indexers)
 
 
-def check_captured(asked: Asked, runner: Any) -> None:
+def check_captured(asked: Expected, runner: Any) -> None:
     """Check that all ranks captured their CUDA graphs with the pattern (after `ModelRunner.init_cuda_graphs`).
 
     Raises:

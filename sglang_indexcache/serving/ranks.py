@@ -61,7 +61,7 @@ def read_back(reports: list[RankReport], selection: Selection | None) -> Pattern
     return Pattern(roles, selection, tuple(found[layer] for layer in sorted(found)))
 
 
-def meet_all_ranks() -> None:
+def barrier_all_ranks() -> None:
     """Wait for every rank to get here: a node that was started without the pattern never does.
 
     Then the process ends at once, with torch's words about the missing ranks: its process group would wait for them

@@ -10,7 +10,7 @@ from sglang_indexcache.sglang.probes import FEATURES, REQUIRED, Feature, SglangS
 
 
 @dataclass(frozen=True)
-class Row:
+class FeatureRow:
     """A feature and whether it is enabled.
 
     Attributes:
@@ -45,13 +45,13 @@ class Environment:
 
     sglang: str
     path: str
-    features: tuple[Row, ...]
+    features: tuple[FeatureRow, ...]
 
     @classmethod
     def of(cls, source: SglangSource) -> Environment:
         """Check an SGLang for all features."""
         rows = tuple(
-            Row(feature.name, feature.does, feature in REQUIRED, source.refusal(feature), feature.otherwise)
+            FeatureRow(feature.name, feature.does, feature in REQUIRED, source.refusal(feature), feature.otherwise)
             for feature in (*FEATURES, *family_features())
         )
         return cls(source.version, str(source.root), rows)

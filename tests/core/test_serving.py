@@ -25,7 +25,7 @@ from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.launch_server import Arguments, LaunchError, check_plugin_is_found, split_arguments
 from sglang_indexcache.serving import engines, identity, proof, ranks, ready
 from sglang_indexcache.serving.preflight import Preflight
-from sglang_indexcache.serving.proof import Proof, Proven, effective_roles, mark_unloaded, mismatch
+from sglang_indexcache.serving.proof import Proof, ProofHolder, effective_roles, mark_unloaded, mismatch
 from sglang_indexcache.serving.ranks import MEET_VARIABLE, RankReport, _meet_seconds, disagreement
 from sglang_indexcache.serving.request import Request
 from sglang_indexcache.sglang import refusal
@@ -35,7 +35,7 @@ from tests.conftest import tiny_config
 
 PATTERN = Pattern("FSSFSS")
 REQUEST = Request("deploy.yaml@1/3", PATTERN, pattern_file(PATTERN, tiny_config()))
-PROVEN = Proven()
+PROVEN = ProofHolder()
 PROVEN.set(Proof(PATTERN, 6, 2))
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 
@@ -275,7 +275,7 @@ def test_how_long_ranks_wait_for_each_other_is_a_number(text: str, monkeypatch: 
 
 
 def asking() -> SimpleNamespace:
-    return SimpleNamespace(pattern=PATTERN, family=DSA, proven=Proven())
+    return SimpleNamespace(pattern=PATTERN, family=DSA, proven=ProofHolder())
 
 
 def test_a_mismatch_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,12 +323,12 @@ def test_a_layer_whose_indexer_runs_whatever_its_attribute_says_is_found() -> No
         effective_roles(DSA.sglang, model)
 
 
-def plan(proven: Proven) -> SimpleNamespace:
+def plan(proven: ProofHolder) -> SimpleNamespace:
     return SimpleNamespace(pattern=PATTERN, family=DSA, source="deploy.yaml@1/3", proven=proven, serves=True)
 
 
 def test_nothing_is_reported_without_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "plan_of", lambda _: plan(Proven()))
+    monkeypatch.setattr(engines, "plan_of", lambda _: plan(ProofHolder()))
     for hook in (serving.status, serving.scheduler_ready):
         with pytest.raises(ProofError, match="was not compared with the pattern"):
             hook(SimpleNamespace(internal_state={}), SimpleNamespace(dp_rank=None, server_args=None))

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache
 
-from indexcache_search.hf.choosing import Chooser, compressed_scores, importance, token_max_scores, value_norm
+from indexcache_search.hf.choosing import PageSelector, compressed_scores, importance, token_max_scores, value_norm
 from indexcache_search.hf.pages import apply_page_roles, attention_in_blocks
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.errors import PatternError, PatternFileError, SpellingError
 from sglang_indexcache.families import family_of
-from sglang_indexcache.pattern.reuse import NO_MEMORY, Steps
+from sglang_indexcache.pattern.reuse import NO_MEMORY, ReusePolicy
 from sglang_indexcache.pattern.selection import Selection
 from tests.conftest import tiny_dense_config
 from tests.search.test_pages import KINDS, dense_model, logits
@@ -92,7 +92,7 @@ class Walk:
 @pytest.mark.parametrize("turns", ["none", "prompt", "two prompts", "padding"])
 def test_choices_are_those_of_a_plain_walk(steps: str, turns: str) -> None:
     """Two sequences of scores that drift, at once and in parts; a prompt ends what is remembered."""
-    selection = replace(FEW, page_tokens=32, steps=Steps.parse(steps))
+    selection = replace(FEW, page_tokens=32, steps=ReusePolicy.parse(steps))
     rng, length, padding = np.random.default_rng(0), 700, 37 if turns == "padding" else 0
     pages = -(-length // 32)
     noise = rng.random((2, length, pages), np.float32)
@@ -101,7 +101,7 @@ def test_choices_are_those_of_a_plain_walk(steps: str, turns: str) -> None:
     prompt = {"prompt": position < 400, "two prompts": (position < 300) | (position // 50 == 9)}.get(turns)
     given = None if prompt is None else torch.from_numpy(np.stack([prompt, np.zeros(length, bool)]))
     starts = torch.tensor([0, padding]) if padding else None
-    found, parted = Chooser(selection, starts), Chooser(selection, starts)
+    found, parted = PageSelector(selection, starts), PageSelector(selection, starts)
     whole = found.choose(torch.from_numpy(scores), 0, given, torch.from_numpy(settled))
     parts = []
     for first, end in ((0, 290), (290, 291), (291, 480), (480, length)):
@@ -131,8 +131,8 @@ def test_what_policies_promise() -> None:
         scores = torch.from_numpy(rng.random((1, 30, pages), np.float32))
         settled = torch.from_numpy(rng.random((1, pages), np.float32))
         for policy in moved:
-            steps = Steps.parse(f"{policy}:{number}")
-            chooser = Chooser(replace(selection, steps=steps))
+            steps = ReusePolicy.parse(f"{policy}:{number}")
+            chooser = PageSelector(replace(selection, steps=steps))
             kept = chooser.choose(scores, pages * 32 - 31, None, settled)[0]  # all in the last page
             assert bool((kept.sum(1) == wanted + 3).all())
             new = (kept[1:] & ~kept[:-1]).sum(1)
@@ -205,7 +205,7 @@ def test_all_pages_are_attention_to_everything(kind: str, score: str) -> None:
 def test_one_pass_is_decoding_step_by_step(steps: str, score: str, step: int) -> None:
     """Behind a prompt that was read densely; in blocks, too."""
     wanted = 5 if steps == "bounded:2" else 4
-    selection = replace(KEYS, pages=wanted, score=score, steps=Steps.parse(steps))  # type: ignore[arg-type]
+    selection = replace(KEYS, pages=wanted, score=score, steps=ReusePolicy.parse(steps))  # type: ignore[arg-type]
     model, ids, pattern = dense_model(), tokens(), Pattern("DSFSFF", selection)
     whole: dict[int, Tensor] = {}
     with apply_page_roles(model, pattern, prompt=prompt_rows(), observe=whole.__setitem__):
@@ -232,7 +232,7 @@ def test_one_pass_is_decoding_step_by_step(steps: str, score: str, step: int) ->
 
 def test_padding_moves_pages_and_memory() -> None:
     for steps, score in (("ema:0.5", "token_max"), ("nosa:1", "compressed_keys"), ("bounded:1", "compressed_keys")):
-        selection = replace(KEYS, score=score, steps=Steps.parse(steps))  # type: ignore[arg-type]
+        selection = replace(KEYS, score=score, steps=ReusePolicy.parse(steps))  # type: ignore[arg-type]
         model, ids, left = dense_model(), tokens(1), 9
         with apply_page_roles(model, Pattern("FSFSFS", selection)):
             expected = logits(model, input_ids=ids[:, : LENGTH - left])[0]
@@ -247,7 +247,7 @@ def test_padding_moves_pages_and_memory() -> None:
 
 # -- the plan
 
-PLAN = replace(KEYS, page_tokens=64, pages=32, recent_pages=8, sink_pages=1, steps=Steps.parse("ema:0.9"))
+PLAN = replace(KEYS, page_tokens=64, pages=32, recent_pages=8, sink_pages=1, steps=ReusePolicy.parse("ema:0.9"))
 
 
 def test_plans_say_all_of_it_in_one_word() -> None:
@@ -258,7 +258,7 @@ def test_plans_say_all_of_it_in_one_word() -> None:
     prints = {Pattern("DFSSS", selection).fingerprint for selection in (plan, PLAN, replace(PLAN, steps=NO_MEMORY))}
     assert len(prints) == 3
     for policy in POLICIES:
-        assert str(Steps.parse(policy)) == policy
+        assert str(ReusePolicy.parse(policy)) == policy
 
 
 WRONG = ("", "ema", "ema:", "ema:1", "ema:0.90", "ema:nan", "ema:x", "none:1", "bounded:0", "bounded:1.0", "refresh:1")
@@ -267,15 +267,15 @@ WRONG = ("", "ema", "ema:", "ema:1", "ema:0.90", "ema:nan", "ema:x", "none:1", "
 @pytest.mark.parametrize("text", [*WRONG, "nosa:-1", "bounded:65537", "best:1", "bounded: 1"])
 def test_steps_that_are_none(text: str) -> None:
     with pytest.raises(PatternError, match="steps"):
-        Steps.parse(text)
+        ReusePolicy.parse(text)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": Steps.parse("bounded:24")}, "swaps is 24, expected at most 23, those chosen by score"),
-        ({"steps": Steps.parse("nosa:24")}, "query_pages is 24, expected at most 23"),
-        ({"steps": Steps.parse("nosa:8"), "recent_pages": 1}, "nosa with page_tokens 64 and recent_pages 1"),
+        ({"steps": ReusePolicy.parse("bounded:24")}, "swaps is 24, expected at most 23, those chosen by score"),
+        ({"steps": ReusePolicy.parse("nosa:24")}, "query_pages is 24, expected at most 23"),
+        ({"steps": ReusePolicy.parse("nosa:8"), "recent_pages": 1}, "nosa with page_tokens 64 and recent_pages 1"),
         ({"steps": "ema:0.9"}, "steps is 'ema:0.9', expected a policy"),
         ({"page_tokens": 8}, "page_tokens is 8, expected a multiple of 16 for compressed_keys"),
         ({"buffer_pages": 31}, r"buffer_pages is 31, expected 32 \(pages\) to 65536"),
@@ -315,7 +315,7 @@ def test_servers_take_none_of_it_yet() -> None:
     served = family_of("LlamaForCausalLM").sglang
     plain = Selection(page_tokens=64, pages=32, recent_pages=8, sink_pages=1, score="token_max")
     assert served.to_overrides({}, Pattern("DSS", plain)) == {}
-    for selection in (PLAN, replace(plain, steps=Steps.parse("refresh:4")), replace(plain, buffer_pages=64)):
+    for selection in (PLAN, replace(plain, steps=ReusePolicy.parse("refresh:4")), replace(plain, buffer_pages=64)):
         with pytest.raises(SpellingError, match="is not served yet; expected score token_max without steps"):
             served.to_overrides({}, Pattern("DSS", selection))
 
@@ -323,6 +323,6 @@ def test_servers_take_none_of_it_yet() -> None:
 def test_scores_by_tokens_do_not_see_what_lies_behind() -> None:
     """In one pass pages behind a query have score 0; an average must not see them either."""
     weights = torch.ones(1, 1, LENGTH, LENGTH).tril() / torch.arange(1, LENGTH + 1)[:, None]
-    chooser = Chooser(replace(FEW, steps=Steps.parse("ema:0.5")))
+    chooser = PageSelector(replace(FEW, steps=ReusePolicy.parse("ema:0.5")))
     kept = chooser.choose(token_max_scores(weights, FEW), 0)
     assert int(kept[0, -1].sum()) == FEW.pages

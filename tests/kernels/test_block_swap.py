@@ -10,7 +10,7 @@ import torch
 
 from indexcache_kernels import BlockBuffer, KernelInputError, copy_blocks, swap_blocks
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.residency import Residency, hisparse_misses
+from sglang_indexcache.residency import LruBuffer, hisparse_misses
 from tests.kernels.interpreter import DEVICE, poisoned
 
 __all__ = ["poisoned"]  # a fixture of every test here
@@ -51,7 +51,7 @@ def trace(seed: int) -> tuple[int, list[list[int]]]:
 def test_the_simulator_is_a_buffer_with_times_of_use() -> None:
     for seed in range(1000):
         size, steps = trace(seed)
-        buffer, brute = Residency(size), BruteForce(size)
+        buffer, brute = LruBuffer(size), BruteForce(size)
         for requested in steps:
             assert buffer.use(np.asarray(requested, np.int32)).tolist() == brute.use(requested)
             assert set(buffer.order.tolist()) - {-1} == set(brute.used)
@@ -66,7 +66,7 @@ def test_what_the_kernel_loads_is_what_the_simulator_counts(backend: Any) -> Non
         size, count = max(size for size, _ in traces), max(len(requested) for _, steps in traces for requested in steps)
         if not count:
             continue
-        buffer, simulated = BlockBuffer.empty(3, size, DEVICE), [Residency(size) for _ in range(3)]
+        buffer, simulated = BlockBuffer.empty(3, size, DEVICE), [LruBuffer(size) for _ in range(3)]
         for step in range(min(len(steps) for _, steps in traces)):
             rows = [steps[step] for _, steps in traces]
             new_block = [int(rng.choice(row)) if row and rng.random() < 0.5 else -1 for row in rows]
@@ -118,11 +118,11 @@ def test_hisparse_loads_the_token_before_the_newest_again() -> None:
 
 def test_misuse_is_refused() -> None:
     with pytest.raises(IndexCacheError, match="buffer of 2 items can't hold 3 different ones"):
-        Residency(2).use(np.asarray([1, 2, 3], np.int32))
+        LruBuffer(2).use(np.asarray([1, 2, 3], np.int32))
     with pytest.raises(IndexCacheError, match="different ones at once"):
-        Residency(4).use(np.asarray([1, 1], np.int32))
+        LruBuffer(4).use(np.asarray([1, 1], np.int32))
     with pytest.raises(IndexCacheError, match="can't hold 2 different ones at first"):
-        Residency(4, [1, 1])
+        LruBuffer(4, [1, 1])
     with pytest.raises(IndexCacheError, match="step 0: 9 tokens, expected 8"):
         hisparse_misses([(np.asarray([1], np.int32), 9)], 4, 7)
     new_block, requested = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32)

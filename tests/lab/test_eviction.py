@@ -24,7 +24,7 @@ from indexcache_search.lab.eviction.task import EvictionTask
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.model.checkpoint import weights_digest
-from sglang_indexcache.pattern.reuse import Steps
+from sglang_indexcache.pattern.reuse import ReusePolicy
 from sglang_indexcache.pattern.selection import Selection
 from tests.conftest import LAYERS, VOCAB, random_tokens
 from tests.search.test_pages import dense_model, logits
@@ -33,7 +33,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 LENGTH = 200
 PLAN = Selection(
-    page_tokens=32, pages=4, recent_pages=2, sink_pages=0, score="compressed_keys", steps=Steps.parse("nosa:1:heads")
+    page_tokens=32,
+    pages=4,
+    recent_pages=2,
+    sink_pages=0,
+    score="compressed_keys",
+    steps=ReusePolicy.parse("nosa:1:heads"),
 )
 ALL = replace(PLAN, pages=LENGTH)
 EVERY = "F" * LAYERS
@@ -153,12 +158,12 @@ def test_models_without_heads_are_told(tmp_path: Path) -> None:
 
 
 def test_steps_with_heads() -> None:
-    steps = Steps.parse("nosa:8:heads")
-    assert str(steps) == "nosa:8:heads" and steps != Steps.parse("nosa:8")
+    steps = ReusePolicy.parse("nosa:8:heads")
+    assert str(steps) == "nosa:8:heads" and steps != ReusePolicy.parse("nosa:8")
     assert Selection.parse(str(PLAN)) == PLAN
     for text in ("ema:0.9:heads", "nosa:8:norms", "nosa:8:", "none:heads"):
         with pytest.raises(PatternError, match="steps"):
-            Steps.parse(text)
+            ReusePolicy.parse(text)
 
 
 # -- how they train

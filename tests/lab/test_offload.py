@@ -19,11 +19,11 @@ from indexcache_search.evaluation.identity import today
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.pages import apply_page_roles
 from indexcache_search.lab.offload import bandwidth, cli
-from indexcache_search.lab.offload.advice import PAGE, CacheBytes, Machine, choosing, hisparse_config, stall_ms
+from indexcache_search.lab.offload.advice import PAGE, CacheBytes, Machine, hisparse_config, selecting_layers, stall_ms
 from indexcache_search.lab.offload.counting import count_misses
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.pattern.reuse import Steps
+from sglang_indexcache.pattern.reuse import ReusePolicy
 from sglang_indexcache.residency import page_misses
 from tests.conftest import (
     LAYERS,
@@ -117,7 +117,7 @@ def test_a_layer_that_chooses_waits_and_those_that_share_wait_for_the_rest() -> 
     def stall(letters: str, misses: list[float], batch: int = 1) -> float | None:
         machine = Machine(bandwidth=1e6, step_ms=float(len(letters)), batch=batch, memory=None, context=100)
         pattern = Pattern(letters, PAGES if "D" in letters else None)
-        return stall_ms(pattern, dict(zip(choosing(pattern), misses, strict=True)), 100, machine)
+        return stall_ms(pattern, dict(zip(selecting_layers(pattern), misses, strict=True)), 100, machine)
 
     assert stall("FFFF", [5, 5, 5, 5]) == pytest.approx(2.0)
     assert stall("FSSS", [5]) == pytest.approx(0.5)  # 0.5 ms each, behind 1 ms of computation
@@ -242,18 +242,18 @@ FEW = "page_tokens=4,pages=3,recent_pages=1"
 def test_pages_that_decoding_chooses_are_numbered() -> None:
     """Those of each step alone, in their order; what is empty stands behind."""
     engine, data = tiny_engine(tiny_dense_config()), random_tokens(2, 40)
-    selection = replace(PAGES, pages=3, recent_pages=1, steps=Steps.parse("ema:0.9"))
+    selection = replace(PAGES, pages=3, recent_pages=1, steps=ReusePolicy.parse("ema:0.9"))
     prompt = np.broadcast_to(np.arange(40) < 40 - STEPS, (2, 40))
     given, pattern = replace(data, prompt=prompt), Pattern("DFSDSF", selection)
     found = engine.selections(pattern, given, 1, STEPS)
-    assert {layer: rows.shape for layer, rows in found.items() if layer in choosing(pattern)} == dict.fromkeys(
+    assert {layer: rows.shape for layer, rows in found.items() if layer in selecting_layers(pattern)} == dict.fromkeys(
         (1, 3, 5), (STEPS, 3)
     )
     seen: dict[int, Any] = {}
     tokens = torch.from_numpy(data.tokens[[1]].astype(np.int64))
     with apply_page_roles(engine.torch_model, pattern, torch.from_numpy(prompt[[1]].copy()), observe=seen.__setitem__):
         engine.torch_model(tokens)
-    for layer in choosing(pattern):
+    for layer in selecting_layers(pattern):
         for step, row in enumerate(found[layer]):
             at = 40 - STEPS + step
             expected = seen[layer][0, at, : at // 4 + 1].nonzero()[:, 0].tolist()

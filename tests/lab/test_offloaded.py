@@ -16,9 +16,9 @@ from indexcache_search.lab.offload import decoder as offloaded
 from indexcache_search.lab.offload.decoder import OffloadedDecoder, generate
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
-from sglang_indexcache.pattern.reuse import Steps
+from sglang_indexcache.pattern.reuse import ReusePolicy
 from sglang_indexcache.pattern.selection import Selection
-from sglang_indexcache.residency import Residency
+from sglang_indexcache.residency import LruBuffer
 from tests.search.test_pages import dense_model
 
 PLAN = Selection(page_tokens=16, pages=5, recent_pages=2, sink_pages=1, score="compressed_keys", buffer_pages=7)
@@ -50,7 +50,7 @@ def expected(model: Any, pattern: Pattern, ids: Tensor, prompt: int, seen: dict[
 @pytest.mark.parametrize("roles", ["FFFFFF", "FSSDSF", "DFSSDD"])
 def test_it_decodes_what_the_reference_computes(roles: str, steps: str, buffer: int) -> None:
     """Requests of three lengths, over the ends of several blocks; it brings what the simulator counts, exactly."""
-    selection = replace(PLAN, steps=Steps.parse(steps), buffer_pages=buffer)
+    selection = replace(PLAN, steps=ReusePolicy.parse(steps), buffer_pages=buffer)
     pattern = Pattern(roles, selection)
     model, decoder = decoder_of(pattern, len(LENGTHS))
     ids = sequences()
@@ -76,7 +76,7 @@ def test_it_decodes_what_the_reference_computes(roles: str, steps: str, buffer: 
 def brought(chosen: dict[int, Tensor], size: int) -> int:
     """By position the blocks beside the one that is written; what the token before filled begins on the device."""
     first = min(chosen) - 1  # the prompt's last token, whose block is the one that is written
-    buffer, misses = Residency(size, range(max(0, first // 16 - size), first // 16)), 0
+    buffer, misses = LruBuffer(size, range(max(0, first // 16 - size), first // 16)), 0
     for at, blocks in chosen.items():
         misses += len(buffer.use(blocks.int().cpu().numpy(), at // 16 - 1 if at % 16 == 0 else -1))
     return misses
@@ -93,7 +93,7 @@ def test_generated_tokens_are_those_of_a_buffer_for_everything() -> None:
 
 def test_a_request_may_be_read_anew() -> None:
     """Another prompt in its place, while the others go on."""
-    ids, pattern = sequences(), Pattern("FSDFSF", replace(PLAN, steps=Steps.parse("ema:0.7")))
+    ids, pattern = sequences(), Pattern("FSDFSF", replace(PLAN, steps=ReusePolicy.parse("ema:0.7")))
     model, decoder = decoder_of(pattern, 2)
     decoder.read(0, ids[0][:97])
     decoder.read(1, ids[1][:128])
@@ -113,7 +113,7 @@ def test_a_request_may_be_read_anew() -> None:
     [
         ({"buffer_pages": None}, "can't be offloaded, expected compressed_keys and buffer_pages"),
         ({"score": "token_max"}, "can't be offloaded"),
-        ({"steps": Steps.parse("bounded:1")}, "steps are bounded:1, expected one of none, ema"),
+        ({"steps": ReusePolicy.parse("bounded:1")}, "steps are bounded:1, expected one of none, ema"),
     ],
 )
 def test_plans_that_are_not_decoded(changes: dict[str, Any], message: str) -> None:

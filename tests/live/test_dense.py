@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from indexcache_search.hf.choosing import Chooser, token_max_scores
+from indexcache_search.hf.choosing import PageSelector, token_max_scores
 from scripts.tools import random_models
 from scripts.tools.dense_reference import decoded, distance, logprobs, reference
 from scripts.tools.inprocess import Served, call, generate
@@ -108,7 +108,7 @@ class ByRank:
         weights = products.softmax(-1)
         if self._pattern[layer] != "S":
             self._kept = [
-                Chooser(selection).choose(token_max_scores(own, selection), 0, read)
+                PageSelector(selection).choose(token_max_scores(own, selection), 0, read)
                 for own in weights.chunk(self._ranks, 1)
             ]
         return (weights @ v).transpose(1, 2), None

@@ -14,9 +14,9 @@ import sglang_indexcache
 from indexcache_search.cli.bounded import SEED
 from indexcache_search.cli.command import Config, Version, application, number, option, running, settings
 from indexcache_search.cli.config import server_flags
-from indexcache_search.cli.needs import Need
+from indexcache_search.cli.needs import OptionNeed
 
-NEEDS = {"deep": (Need("--model", lambda given: bool(given["model"])),)}
+NEEDS = {"deep": (OptionNeed("--model", lambda given: bool(given["model"])),)}
 found: list[dict[str, Any]] = []
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from indexcache_search.cli.evaluate import app as eval_app
 from indexcache_search.cli.search import app as search_app
 from sglang_indexcache import PatternFile
-from sglang_indexcache.pattern.reuse import Steps
+from sglang_indexcache.pattern.reuse import ReusePolicy
 from tests.conftest import LAYERS, PAGES
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -57,7 +57,7 @@ def test_a_search_with_memory(dense_folder: Path, token_file: Path, tmp_path: Pa
     result = run(search_app, *options(dense_folder, token_file, tmp_path, selection=f"{BUDGET},steps=refresh:4"))
     assert result.exit_code == 0, result.output
     file = PatternFile.load(tmp_path / "pattern.yaml")
-    assert file.selection == replace(PAGES, steps=Steps.parse("refresh:4"))
+    assert file.selection == replace(PAGES, steps=ReusePolicy.parse("refresh:4"))
     wrong = run(search_app, *options(dense_folder, token_file, tmp_path, selection="pages=4,steps=none/ema:0.9"))
     assert wrong.exit_code == 2 and "--selection names 2 selections, expected one" in wrong.output
 

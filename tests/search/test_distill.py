@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from indexcache_search.cli.distill import app
 from indexcache_search.distill import memory
-from indexcache_search.distill.settings import Settings
+from indexcache_search.distill.settings import DistillSettings
 from indexcache_search.distill.task import StageTask
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import read_config
@@ -385,7 +385,7 @@ def test_what_transformers_leaves_out_is_copied(training: Path, tmp_path: Path) 
 def test_a_loss_that_is_not_finite_ends_the_run(
     model_folder: Path, training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Settings, "rate", lambda *_: 1e18)
+    monkeypatch.setattr(DistillSettings, "rate", lambda *_: 1e18)
     changes = {"warmup_steps": 0, "steps": 20, "lr": 1, "checkpoint_every": 1, "max_norm": 1e6}
     code, text = distill(model_folder, training, tmp_path / "out", **changes)
     assert code == 1
@@ -512,7 +512,9 @@ def test_a_model_that_was_emptied_is_written_again(finished: Path, model_folder:
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
 def test_schedules(schedule: Any) -> None:
-    settings = Settings(pattern=Pattern(PATTERN), warmup_steps=100, sparse_steps=200, schedule=schedule, ramp_steps=10)
+    settings = DistillSettings(
+        pattern=Pattern(PATTERN), warmup_steps=100, sparse_steps=200, schedule=schedule, ramp_steps=10
+    )
     rates = [settings.rate(step) for step in range(300)]
     assert rates[0] == rates[100] == pytest.approx(0.1)
     assert max(rates) <= 1 and rates[9] == pytest.approx(1, abs=0.03)

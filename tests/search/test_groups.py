@@ -12,7 +12,7 @@ import typer
 from indexcache_search.cli.bounded import Bounds
 from indexcache_search.cli.groups import group
 from indexcache_search.errors import SearchError
-from sglang_indexcache.pattern.reuse import Steps
+from sglang_indexcache.pattern.reuse import ReusePolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Kind:
     check: bool = False
     folder: Path | None = None
     mode: Literal["auto", "naive"] = "auto"
-    steps: tuple[Steps, ...] = ()
+    steps: tuple[ReusePolicy, ...] = ()
 
     def __post_init__(self) -> None:
         if self.check and not self.count:
@@ -49,7 +49,11 @@ class Needed:
         ),
         ("sizes=2/4/8", {"sizes": [2, 4, 8]}, Kind(sizes=(2, 4, 8))),
         ("a:folder=demo:text", {"names": "a", "folder": "demo:text"}, Kind(names=("a",), folder=Path("demo:text"))),
-        ("steps=none/ema:0.9", {"steps": ["none", "ema:0.9"]}, Kind(steps=(Steps(), Steps(policy="ema", beta=0.9)))),
+        (
+            "steps=none/ema:0.9",
+            {"steps": ["none", "ema:0.9"]},
+            Kind(steps=(ReusePolicy(), ReusePolicy(policy="ema", beta=0.9))),
+        ),
         ("check=yes,count=1,mode=naive", {"check": True, "count": 1, "mode": "naive"}, None),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -16,7 +16,7 @@ from indexcache_kernels import page_scores, select_pages
 from indexcache_kernels.page_selection import naive
 from indexcache_search.errors import SearchError
 from indexcache_search.hf import pages as pages_module
-from indexcache_search.hf.choosing import Chooser, token_max_scores
+from indexcache_search.hf.choosing import PageSelector, token_max_scores
 from indexcache_search.hf.pages import apply_page_roles, attention_in_blocks
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
@@ -150,7 +150,7 @@ def test_what_is_chosen_is_the_kernels_choice() -> None:
     generator = torch.Generator().manual_seed(3)
     products = torch.randn(2, 4, LENGTH, LENGTH, generator=generator) * 3
     weights = products.masked_fill(~torch.ones(LENGTH, LENGTH).tril().bool(), -torch.inf).softmax(-1)
-    kept = Chooser(selection).choose(token_max_scores(weights, selection), 0)
+    kept = PageSelector(selection).choose(token_max_scores(weights, selection), 0)
     for row in range(2):
         for at in range(LENGTH):
             shares = weights[row, :, at].amax(0)

@@ -362,9 +362,9 @@ def test_what_tells_most_is_the_first_share_and_where_a_pattern_costs_most() -> 
     judge = judge_of(engine, data, race=True)
     first = set(judge.shares[0])
     assert len(first) == 4 and first >= {0, 1}
-    assert judge.telling(Pattern("FSF"), Pattern("FFF")) == sorted(first | set(dear))
+    assert judge.informative_rows(Pattern("FSF"), Pattern("FFF")) == sorted(first | set(dear))
     everything = judge_of(engine, data)
-    assert everything.telling(Pattern("FSF"), Pattern("FFF")) == list(range(32))
+    assert everything.informative_rows(Pattern("FSF"), Pattern("FFF")) == list(range(32))
 
 
 def test_what_tells_most_counts_sources_alike() -> None:
@@ -373,7 +373,7 @@ def test_what_tells_most_counts_sources_alike() -> None:
     data = TokenSet(data.tokens, data.scored, (np.arange(24) >= 20).astype(np.int64), ("long", "short"))
     engine = TableEngine(lambda pattern, row: (2.0 if row < 20 else 1.0) * (pattern[1] == "S"))
     judge = judge_of(engine, data, race=True)
-    rows = judge.telling(Pattern("FSF"), Pattern("FFF"))
+    rows = judge.informative_rows(Pattern("FSF"), Pattern("FFF"))
     assert set(judge.shares[0]) < set(rows) and set(range(20, 24)) <= set(rows)
 
 
@@ -383,7 +383,7 @@ def test_what_tells_most_counts_sequences_alike() -> None:
         lambda pattern, row: (2.0 if row < 20 else 1.0) * (pattern[1] == "S"), lambda row: 100 if row < 20 else 10
     )
     judge = judge_of(engine, token_set(24), race=True)
-    assert {20, 21, 22} <= set(judge.telling(Pattern("FSF"), Pattern("FFF")))
+    assert {20, 21, 22} <= set(judge.informative_rows(Pattern("FSF"), Pattern("FFF")))
 
 
 @settings(max_examples=50)

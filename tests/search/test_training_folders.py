@@ -17,7 +17,7 @@ from indexcache_search.owned import tree
 from indexcache_search.owned.lock import LOCK
 from indexcache_search.owned.mark import MARK
 from indexcache_search.training.processes import Processes
-from indexcache_search.training.sets import Data
+from indexcache_search.training.sets import TrainingData
 from indexcache_search.training.settings import Folders
 from indexcache_search.training.work import Work, check_folders, work_folder
 from sglang_indexcache.errors import IndexCacheError
@@ -32,7 +32,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     (tmp_path / "data.jsonl").write_text("{}\n")
     monkeypatch.setattr(os, "fsync", lambda _: None)  # nothing here loses its power
     sources = (str(tmp_path / "data.jsonl"),)
-    data = Data(training=sources, evaluation=(), seq_len=1, num_sequences=1, num_eval_sequences=1)
+    data = TrainingData(training=sources, evaluation=(), seq_len=1, num_sequences=1, num_eval_sequences=1)
 
     @contextmanager
     def begun(restart: bool = False, **more: Any) -> Iterator[Work]:

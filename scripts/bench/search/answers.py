@@ -35,7 +35,7 @@ from indexcache_search.hf.roles import apply_roles
 from indexcache_search.lab.eviction.heads import attach_saved
 from scripts.tools.paired_table import shown
 from sglang_indexcache import Pattern
-from sglang_indexcache.pattern.reuse import Steps
+from sglang_indexcache.pattern.reuse import ReusePolicy
 from sglang_indexcache.pattern.selection import COMPRESSED_KEYS
 
 PART = 1024  # tokens of a prompt that are read at once
@@ -123,7 +123,7 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 
 def plans(options: argparse.Namespace, layers: int) -> dict[str, Pattern | None]:
     """Return the patterns that answer, by name."""
-    steps = tuple(map(Steps.parse, options.steps.split(",")))
+    steps = tuple(map(ReusePolicy.parse, options.steps.split(",")))
     selections = SelectionChoice(pages=(options.pages,), score=COMPRESSED_KEYS, steps=steps).selections()
     found: dict[str, Pattern | None] = {EVERYTHING: None}
     return found | {str(item.steps): Pattern(options.roles or "F" * layers, selection=item) for item in selections}

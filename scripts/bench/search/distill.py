@@ -28,11 +28,11 @@ from rich.console import Console
 from indexcache_search import demo
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.run import run
-from indexcache_search.distill.settings import Loss, Runtime, Settings
+from indexcache_search.distill.settings import DistillSettings, Loss, TrainingRuntime
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.evaluation import estimates
 from indexcache_search.hf.loading import describe_model
-from indexcache_search.training.sets import Data
+from indexcache_search.training.sets import TrainingData
 from indexcache_search.training.settings import Folders, Intervals
 from scripts.bench.timing import timed
 from scripts.demo_model.recall import ANSWER, TEXT, UNSCORED, RecallTasks
@@ -102,10 +102,10 @@ def evaluate(model: str, pattern: Pattern, sets: dict[str, TokenSet], device: st
     return found
 
 
-def train(row: Row, seed: int, data: Data, options: argparse.Namespace, folder: Path) -> str:
+def train(row: Row, seed: int, data: TrainingData, options: argparse.Namespace, folder: Path) -> str:
     """Train a row; return the folder of the model."""
     assert row.loss is not None
-    settings = Settings(
+    settings = DistillSettings(
         pattern=row.pattern,
         loss=row.loss,
         warmup_steps=options.warmup_steps,
@@ -118,7 +118,7 @@ def train(row: Row, seed: int, data: Data, options: argparse.Namespace, folder: 
         micro_batch_size=options.micro_batch_size,
         seed=seed,
     )
-    runtime = Runtime(
+    runtime = TrainingRuntime(
         device=options.device,
         dtype="auto",
         attention=options.attention,
@@ -183,7 +183,7 @@ def main(options: argparse.Namespace) -> None:
         path = options.output / f"training-{seed}.jsonl"
         sequences = options.batch_size * (options.warmup_steps + options.steps)
         write_training(RecallTasks(streams["train"], words, 1000 + seed), path, sequences + 64, length)
-        data = Data(
+        data = TrainingData(
             training=(str(path),),
             evaluation=(str(path),),
             seq_len=length,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from indexcache_search.cli.selection_choice import SelectionChoice
-from indexcache_search.engines.beginnings import Beginnings
+from indexcache_search.engines.beginnings import PromptCache
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.pages import apply_page_roles
 from indexcache_search.hf.roles import apply_roles
@@ -39,7 +39,7 @@ def read(path: Path, given: int, steps: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.inference_mode()
-def generate(model: Any, beginnings: Beginnings, pattern: Pattern, prompts: Tensor, steps: int) -> Tensor:
+def generate(model: Any, beginnings: PromptCache, pattern: Pattern, prompts: Tensor, steps: int) -> Tensor:
     """Generate the likeliest tokens, `[rows, steps]`; the prompt is read with full attention."""
     found = []
     with beginnings.read("prompts", prompts[:, :-1]) as (cache, _):
@@ -69,7 +69,7 @@ def main() -> None:
     named = {"dense": native}
     for name, text in map(split_name, options.pattern):
         named[str(name or text)] = replace(PatternSpec.read(text, selection).pattern(engine.model), selection=selection)
-    beginnings, dense = Beginnings(model, float("inf")), None
+    beginnings, dense = PromptCache(model, float("inf")), None
     print(f"{len(prompts)} prompts of {prompts.shape[1]} tokens, {options.steps} generated, {selection}")
     print("| pattern | tokens of the passage | before the first that dense would not write |\n|---|---|---|")
     for name, pattern in named.items():

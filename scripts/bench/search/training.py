@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill import memory
-from indexcache_search.distill.settings import Settings, Stage
+from indexcache_search.distill.settings import DistillSettings, Stage
 from indexcache_search.distill.task import StageTask
 from indexcache_search.hf.loading import set_quiet
 from indexcache_search.training.processes import Processes, joined
@@ -49,7 +49,9 @@ def model_of(processes: Processes) -> Any:
 def measure(processes: Processes, stage: Stage, options: argparse.Namespace) -> None:
     steps = {"warmup_steps": options.steps, "sparse_steps": 0 if stage == "warmup" else options.steps}
     first = 0 if stage == "warmup" else options.steps
-    settings = Settings(pattern=PATTERN, batch_size=options.batch_size, ramp_steps=1, lr=1e-4, indexer_lr=1e-3, **steps)
+    settings = DistillSettings(
+        pattern=PATTERN, batch_size=options.batch_size, ramp_steps=1, lr=1e-4, indexer_lr=1e-3, **steps
+    )
     train = sequences(options.batch_size * options.steps, options.length, 1)
     model = model_of(processes)
     if stage == "sparse":

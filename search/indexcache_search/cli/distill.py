@@ -14,9 +14,9 @@ from indexcache_search import demo
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import BATCH, MILLION, RATE, STEPS, STEPS_OR_NONE, TRAINING_SEQUENCES
 from indexcache_search.cli.command import Config, Version, application, number, option, running, settings
-from indexcache_search.cli.needs import Need
+from indexcache_search.cli.needs import OptionNeed
 from indexcache_search.console import results, serving
-from indexcache_search.distill.settings import Loss, Schedule, Settings
+from indexcache_search.distill.settings import DistillSettings, Loss, Schedule
 from indexcache_search.errors import SearchError
 from sglang_indexcache import process
 from sglang_indexcache.command_line import exit_codes
@@ -124,7 +124,7 @@ Every = Annotated[
     EveryChoice | None,
     settings(EveryChoice, "Steps between evaluations (evaluate; 100), checkpoints (100) and lines shown (show; 10)."),
 ]
-NEEDS = {"write": (Need("a run without --dry-run", lambda given: not given["dry_run"]),)}
+NEEDS = {"write": (OptionNeed("a run without --dry-run", lambda given: not given["dry_run"]),)}
 
 
 def distill(
@@ -216,15 +216,15 @@ def distill(
         name, spec, row_options = model or str(demo.MODEL), PatternSpec.read(pattern), options.row_options(rows)
         from indexcache_search.distill.result import terminal_table
         from indexcache_search.distill.run import run
-        from indexcache_search.distill.settings import Runtime
+        from indexcache_search.distill.settings import TrainingRuntime
         from indexcache_search.hf.loading import describe_model
-        from indexcache_search.training.sets import Data, show_data
+        from indexcache_search.training.sets import TrainingData, show_data
         from indexcache_search.training.settings import Folders, Intervals
 
         description = describe_model(name)
         chosen = spec.pattern(description)
         chosen.check_plain("is not trained for yet")
-        data = Data(
+        data = TrainingData(
             training=tuple(training),
             evaluation=tuple(evaluation or training),
             seq_len=seq_len or (512 if is_demo else 4 * description.first_sparse_position),
@@ -236,7 +236,7 @@ def distill(
             if main:
                 show_data(name, description, data, seed)
             return
-        runtime = Runtime(
+        runtime = TrainingRuntime(
             device=device,
             dtype=dtype,
             attention=runs.attention,
@@ -255,7 +255,7 @@ def distill(
             "weight_decay": second.weight_decay,
             "batch_size": batch_size,
         }
-        what = Settings(
+        what = DistillSettings(
             pattern=chosen,
             loss=loss,
             micro_batch_size=runs.micro_batch,

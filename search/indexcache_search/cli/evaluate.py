@@ -12,7 +12,7 @@ from indexcache_search import demo
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import SEQUENCES, Bounds
 from indexcache_search.cli.command import Config, Version, application, number, option, running, settings
-from indexcache_search.cli.needs import Need
+from indexcache_search.cli.needs import OptionNeed
 from indexcache_search.cli.selection_choice import selections_of
 from indexcache_search.compare.tasks import TASKS
 from indexcache_search.console import results
@@ -80,12 +80,12 @@ def _reads_sources(given: Any) -> bool:
     return bool(given["evaluation"]) or (given["model"] is None and not given["tasks"])
 
 
-HERE = Need("patterns of a model that runs here, without --endpoint", lambda given: not given["endpoint"])
+HERE = OptionNeed("patterns of a model that runs here, without --endpoint", lambda given: not given["endpoint"])
 NEEDS = {
     **dict.fromkeys(("pattern", "selection", "uniform", "restart", "engine", "device", "dtype", "batch_size"), (HERE,)),
-    "retain": (HERE, Need("a --pattern file without @ and a retention", _compares_open_files)),
-    "num_sequences": (Need("--evaluation", _reads_sources),),
-    "max_increase": (Need("a run without --dry-run", lambda given: not given["dry_run"]),),
+    "retain": (HERE, OptionNeed("a --pattern file without @ and a retention", _compares_open_files)),
+    "num_sequences": (OptionNeed("--evaluation", _reads_sources),),
+    "max_increase": (OptionNeed("a run without --dry-run", lambda given: not given["dry_run"]),),
 }
 
 

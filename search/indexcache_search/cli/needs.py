@@ -12,7 +12,7 @@ from indexcache_search.errors import SearchError
 
 
 @dataclass(frozen=True)
-class Need:
+class OptionNeed:
     """A condition under which an option is read.
 
     Attributes:
@@ -24,7 +24,7 @@ class Need:
     met: Callable[[Mapping[str, Any]], bool]
 
 
-Needs = Mapping[str, tuple[Need, ...]]
+Needs = Mapping[str, tuple[OptionNeed, ...]]
 """Needs of a command's options. Options that are always read are not in it."""
 
 

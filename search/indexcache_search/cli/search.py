@@ -14,7 +14,7 @@ from indexcache_search.cli import options
 from indexcache_search.cli.bounded import MILLION, SEQUENCES, Bounds
 from indexcache_search.cli.command import Config, Version, application, hint_for, number, option, running, settings
 from indexcache_search.cli.config import server_flags
-from indexcache_search.cli.needs import Need
+from indexcache_search.cli.needs import OptionNeed
 from indexcache_search.cli.selection_choice import SelectionChoice, selection_of
 from indexcache_search.console import results
 from indexcache_search.errors import SearchError
@@ -133,12 +133,12 @@ def _in_sglang(given: Any) -> bool:
     return given["engine"] is not None and given["engine"].name == "sglang"
 
 
-OWN = Need("a server of the search's own, without --endpoint", lambda given: not given["endpoint"])
-REPLY = Need("--reply, the tokens behind a prompt that count", lambda given: given["reply"] is not None)
+OWN = OptionNeed("a server of the search's own, without --endpoint", lambda given: not given["endpoint"])
+REPLY = OptionNeed("--reply, the tokens behind a prompt that count", lambda given: given["reply"] is not None)
 NEEDS = {
-    "queries": (Need("--engine transformers", lambda given: not _in_sglang(given)), REPLY),
-    "decode_retain": (Need("--queries", lambda given: given["queries"] is not None),),
-    "endpoint": (Need("--engine sglang", _in_sglang),),
+    "queries": (OptionNeed("--engine transformers", lambda given: not _in_sglang(given)), REPLY),
+    "decode_retain": (OptionNeed("--queries", lambda given: given["queries"] is not None),),
+    "endpoint": (OptionNeed("--engine sglang", _in_sglang),),
     **dict.fromkeys(("device", "dtype"), (OWN,)),
 }
 
@@ -233,9 +233,9 @@ def search(
             decode_retain=None if decode_retain is None else options.retentions(decode_retain)[0],
         )
         what.chosen_strategy()
-        from indexcache_search.search.run import Data, Files, Runtime, run, show, show_data
+        from indexcache_search.search.run import Files, Runtime, SearchData, run, show, show_data
 
-        data = Data(
+        data = SearchData(
             calibration=tuple(calibration),
             evaluation=tuple(evaluation or calibration),
             seq_len=seq_len or (512 if is_demo else None),

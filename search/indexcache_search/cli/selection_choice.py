@@ -8,7 +8,7 @@ from typing import Annotated
 
 from indexcache_search.cli.bounded import TOKENS, Bounds
 from indexcache_search.errors import SearchError
-from sglang_indexcache.pattern.reuse import NO_MEMORY, Steps
+from sglang_indexcache.pattern.reuse import NO_MEMORY, ReusePolicy
 from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, DEFAULT, Score, Selection
 
 MOST = 64  # selections of one comparison at most; each is evaluated
@@ -49,7 +49,7 @@ class SelectionChoice(PagesChoice):
     """
 
     score: Score = DEFAULT.score
-    steps: tuple[Steps, ...] = (NO_MEMORY,)
+    steps: tuple[ReusePolicy, ...] = (NO_MEMORY,)
 
     def __post_init__(self) -> None:
         number = max(1, len(self.pages)) * len(self.steps)

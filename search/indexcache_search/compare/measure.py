@@ -14,7 +14,7 @@ from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.evaluation.plan import order
-from indexcache_search.results.variant import NAMED, Line
+from indexcache_search.results.variant import NAMED, Variant
 from indexcache_search.search.comparison import Row
 from sglang_indexcache.http.address import Address
 
@@ -40,7 +40,9 @@ class Compared:
     extra: Mapping[str, Estimate] = field(default_factory=dict)
 
 
-def patterns(engine: Engine, journal: Journal, named: Sequence[Line], held_out: HeldOut, done: Done) -> list[Compared]:
+def patterns(
+    engine: Engine, journal: Journal, named: Sequence[Variant], held_out: HeldOut, done: Done
+) -> list[Compared]:
     """Measure the baseline and each named pattern: loss, teacher-forced accuracy, and `kl`.
 
     A task's answer counts as generated if all of its tokens are the likeliest, as greedy decoding would give them.
@@ -54,7 +56,7 @@ def patterns(engine: Engine, journal: Journal, named: Sequence[Line], held_out: 
     """
     losses = Evaluator(engine, held_out.data, "nll", journal, "nll", lambda item: done(len(item.rows)))
     divergences = Evaluator(engine, held_out.data, "kl", journal, "kl", losses.on_evaluation)
-    lines = [Line.baseline(engine.model.native), *named]
+    lines = [Variant.baseline(engine.model.native), *named]
     chosen = [line.pattern for line in lines if line.pattern is not None]
     alike = sorted(set(chosen), key=order)  # patterns with equal first layers follow each other
     number = held_out.data.num_sequences
@@ -96,6 +98,6 @@ def servers(addresses: Sequence[Address], held_out: HeldOut, done: Done) -> list
         counts = tuple(int(count) for count in data.scored.sum(axis=1))
         rows = tuple(range(data.num_sequences))
         found = Losses(rows=rows, losses=tuple(losses), tokens=counts, correct=tuple(correct))
-        line = Line(NAMED, endpoint.url, None, None) if number else Line.baseline(None)
+        line = Variant(NAMED, endpoint.url, None, None) if number else Variant.baseline(None)
         compared.append(Compared(Row(line, found), None, generated))
     return compared

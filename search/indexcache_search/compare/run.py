@@ -26,7 +26,7 @@ from indexcache_search.hf.loading import check_seq_len, describe_model, load_tok
 from indexcache_search.owned.outputs import Outputs, outputs
 from indexcache_search.results.held_out import ComparisonResult
 from indexcache_search.results.names import file_names, suffix, unique_names
-from indexcache_search.results.variant import NAMED, Line, uniform_lines
+from indexcache_search.results.variant import NAMED, Variant, uniform_lines
 from indexcache_search.search.progress import bar, warn
 from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.files.spec import PatternSpec, split_name
@@ -128,7 +128,7 @@ class Candidates:
             )
         return description
 
-    def lines(self, specs: Sequence[Spec], model: ModelLayers) -> list[Line]:
+    def lines(self, specs: Sequence[Spec], model: ModelLayers) -> list[Variant]:
         """List the patterns to compare with the baseline.
 
         Raises:
@@ -142,7 +142,7 @@ class Candidates:
         return calibrated_on(specs)
 
     def compared(
-        self, engine: TransformersEngine, journal: Journal, lines: Sequence[Line], built: HeldOut, done: Done
+        self, engine: TransformersEngine, journal: Journal, lines: Sequence[Variant], built: HeldOut, done: Done
     ) -> list[Compared]:
         """Evaluate the baseline and `lines`; see `measure.patterns`."""
         return measure.patterns(engine, journal, lines, built, done)
@@ -263,7 +263,7 @@ def named_lines(
     retentions: Sequence[Fraction],
     selections: Sequence[Selection],
     model: ModelLayers,
-) -> list[Line]:
+) -> list[Variant]:
     """List the requested patterns; see `Candidates`.
 
     Raises:
@@ -277,11 +277,12 @@ def named_lines(
     ]
     names = unique_names([(name, spec, f"{more} {kept}") for name, spec, kept, more, _ in asked])
     return [
-        Line(NAMED, name + more, kept, pattern) for name, (_, _, kept, more, pattern) in zip(names, asked, strict=True)
+        Variant(NAMED, name + more, kept, pattern)
+        for name, (_, _, kept, more, pattern) in zip(names, asked, strict=True)
     ]
 
 
-def _uniform(named: Sequence[Line], model: ModelLayers) -> list[Line]:
+def _uniform(named: Sequence[Variant], model: ModelLayers) -> list[Variant]:
     """List uniform patterns at all phases, with the retentions and selections of the named ones."""
     asked = [(line.retention, line.pattern.selection) for line in named if isinstance(line.pattern, Pattern)]
     lines = []

@@ -18,14 +18,14 @@ _MAX_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Found:
+class FolderContents:
     """Files of a source in reading order, with notes for the user about files that are skipped."""
 
     files: tuple[Path, ...]
     notes: tuple[str, ...] = ()
 
 
-def data_files(folder: Path) -> Found:
+def data_files(folder: Path) -> FolderContents:
     """Return the files of `folder` that hold data.
 
     Skips hidden files, metadata that `datasets` writes, documentation beside tables, and validation and test splits
@@ -37,7 +37,7 @@ def data_files(folder: Path) -> Found:
     if (folder / "dataset_dict.json").is_file():
         return _saved_splits(folder)
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        return Found(_saved(folder))
+        return FolderContents(_saved(folder))
     kinds = {
         path: kind
         for path in sorted(folder.rglob("*"))
@@ -54,7 +54,7 @@ def data_files(folder: Path) -> Found:
         raise DataError(f"{folder}: holds {found} files, expected one kind; name the file or folder that is meant")
     files, other = _of_one_split(folder, list(chosen))
     notes.append(_left_out(folder, other, "held out by its name"))
-    return Found(tuple(files), tuple(note for note in notes if note))
+    return FolderContents(tuple(files), tuple(note for note in notes if note))
 
 
 def _shown(path: Path, folder: Path) -> bool:
@@ -88,7 +88,7 @@ def _left_out(folder: Path, files: list[Path], why: str) -> str:
     return f"{folder}: {files[0].relative_to(folder)}{more} is not read: {why}"
 
 
-def _saved_splits(folder: Path) -> Found:
+def _saved_splits(folder: Path) -> FolderContents:
     """Return the split `train` of a saved `DatasetDict`, or its only one."""
     splits = read_json_object(folder / "dataset_dict.json", _MAX_BYTES).get("splits")
     if not isinstance(splits, list) or not splits or not all(isinstance(name, str) and name for name in splits):
@@ -99,7 +99,7 @@ def _saved_splits(folder: Path) -> Found:
             f"{folder}: holds the splits {', '.join(splits)}; name the folder of one, such as {folder / splits[0]}"
         )
     note = f"{folder}: of the splits {', '.join(splits)} {split} is read"
-    return Found(_saved(folder / split), (note,) if len(splits) > 1 else ())
+    return FolderContents(_saved(folder / split), (note,) if len(splits) > 1 else ())
 
 
 def _saved(folder: Path) -> tuple[Path, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from indexcache_search import demo
-from indexcache_search.data.folders import Found, data_files
+from indexcache_search.data.folders import FolderContents, data_files
 from indexcache_search.data.formats import ENDINGS, Record, kind_of, records, table_row
 from indexcache_search.errors import DataError
 from sglang_indexcache import IndexCacheError
@@ -58,10 +58,10 @@ def rows(source: str, seed: int, notice: Callable[[str], None] = lambda _: None)
         raise DataError(f"{source}: {where}: {one_line(error, 200) or type(error).__name__}{split}") from None
 
 
-def _files(source: str) -> Found | None:
+def _files(source: str) -> FolderContents | None:
     """Return the files of a source; `None` for a hub id."""
     if source.startswith("demo:"):
-        return Found((Path(str(demo.data_file(source.removeprefix("demo:")))),))
+        return FolderContents((Path(str(demo.data_file(source.removeprefix("demo:")))),))
     path = Path(source)
     if path.is_dir():
         return data_files(path)
@@ -70,7 +70,7 @@ def _files(source: str) -> Found | None:
             raise DataError(f"{source}: not a regular file")
         if kind_of(path) is None:
             raise DataError(f"{source}: ending is {path.suffix or 'missing'}, expected {ENDINGS}")
-        return Found((path,))
+        return FolderContents((path,))
     if kind_of(path) is not None or source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise DataError(f"{source}: no such file, and not a hub id like owner/name")
     if source.count(":") > 2:

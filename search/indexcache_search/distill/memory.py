@@ -21,7 +21,7 @@ _ADAM = 8  # bytes of a weight's two moments
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MemoryEstimate:
     """Bytes of one process: weights with optimizer state, and the largest activations of a step."""
 
     weights: int
@@ -44,7 +44,7 @@ def estimate(
     bfloat16: bool,
     gradient_checkpointing: bool,
     kernels: bool,
-) -> Estimate:
+) -> MemoryEstimate:
     """Count weights exactly, and activations by their largest tensors.
 
     Args:
@@ -83,7 +83,7 @@ def estimate(
         vectors = tokens * index_heads * config.index_head_dim * size
         block = min(tokens, ROWS) * heads * latent * size * 3
         if stage == "warmup":  # a frozen layer keeps only the gradient of its source's scores
-            return Estimate(weights, max(attention + block, logits) + (len(layers) + 2 * full) * vectors)
+            return MemoryEstimate(weights, max(attention + block, logits) + (len(layers) + 2 * full) * vectors)
         body += tokens * heads * (latent + config.kv_lora_rank) * size
         indexer = vectors + tokens * config.index_topk * 4
         on_top = block + 2 * tokens * heads * (width - config.v_head_dim) * size + 2 * indexer
@@ -100,7 +100,7 @@ def estimate(
         activations = inputs + handed_on + max(body + on_top + indexer, logits)
     else:
         activations = len(layers) * body + full * indexer + handed_on + max(on_top, logits)
-    return Estimate(weights, activations)
+    return MemoryEstimate(weights, activations)
 
 
 def available(device: torch.device, local_processes: int) -> int:
@@ -110,7 +110,7 @@ def available(device: torch.device, local_processes: int) -> int:
     return int(psutil.virtual_memory().available) // local_processes
 
 
-def check(need: Estimate, there: int, where: Any) -> None:
+def check(need: MemoryEstimate, there: int, where: Any) -> None:
     """Refuse a run that would run out of memory.
 
     Raises:

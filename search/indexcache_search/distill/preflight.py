@@ -8,11 +8,11 @@ import torch
 from transformers import PreTrainedConfig
 
 from indexcache_search.distill import memory
-from indexcache_search.distill.settings import Runtime, Settings, Stage
+from indexcache_search.distill.settings import DistillSettings, Stage, TrainingRuntime
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import check_seq_len
 from indexcache_search.training.processes import Processes
-from indexcache_search.training.sets import Data
+from indexcache_search.training.sets import TrainingData
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.families import family_of
 from sglang_indexcache.families.dsa.checkpoint import DsaCheckpoint
@@ -20,7 +20,12 @@ from sglang_indexcache.model.checkpoint import Checkpoint
 
 
 def check_model(
-    model: str, description: ModelLayers, config: PreTrainedConfig, data: Data, settings: Settings, runtime: Runtime
+    model: str,
+    description: ModelLayers,
+    config: PreTrainedConfig,
+    data: TrainingData,
+    settings: DistillSettings,
+    runtime: TrainingRuntime,
 ) -> None:
     """Refuse a model that can't be trained as requested.
 
@@ -42,7 +47,7 @@ def check_model(
         )
 
 
-def computes_in_bfloat16(runtime: Runtime) -> bool:
+def computes_in_bfloat16(runtime: TrainingRuntime) -> bool:
     """Return true if the forward pass runs in bfloat16; `auto` does so on a GPU.
 
     Raises:
@@ -58,10 +63,10 @@ def computes_in_bfloat16(runtime: Runtime) -> bool:
 
 def check_memory(
     config: PreTrainedConfig,
-    settings: Settings,
+    settings: DistillSettings,
     stage: Stage,
-    data: Data,
-    runtime: Runtime,
+    data: TrainingData,
+    runtime: TrainingRuntime,
     attention: str,
     processes: Processes,
 ) -> None:

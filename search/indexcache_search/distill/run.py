@@ -17,13 +17,13 @@ from indexcache_search.distill.curves import draw
 from indexcache_search.distill.export import check_source, export
 from indexcache_search.distill.preflight import check_memory, check_model, computes_in_bfloat16
 from indexcache_search.distill.session import session
-from indexcache_search.distill.settings import Runtime, Settings, Stage
+from indexcache_search.distill.settings import DistillSettings, Stage, TrainingRuntime
 from indexcache_search.distill.task import StageTask
 from indexcache_search.errors import JournalError
 from indexcache_search.hf.device import checkpoint_gradients, resolve_attention
 from indexcache_search.hf.loading import describe_model, load_model, read_config, set_quiet
 from indexcache_search.training.processes import Processes, joined
-from indexcache_search.training.sets import Data
+from indexcache_search.training.sets import TrainingData
 from indexcache_search.training.settings import Folders
 from indexcache_search.training.work import Work
 from sglang_indexcache import ModelLayers, Pattern
@@ -33,7 +33,12 @@ STAGES: tuple[Stage, ...] = ("warmup", "sparse")
 
 
 def run(
-    model: str, data: Data, settings: Settings, runtime: Runtime, folders: Folders, console: Console
+    model: str,
+    data: TrainingData,
+    settings: DistillSettings,
+    runtime: TrainingRuntime,
+    folders: Folders,
+    console: Console,
 ) -> tuple[Mapping[str, Any], list[Path]]:
     """Train `model` for a pattern, write the results, and return the metrics and the files written.
 
@@ -123,7 +128,7 @@ def _load(
     return model, dtypes
 
 
-def _keeps_shared(runtime: Runtime, description: ModelLayers) -> bool:
+def _keeps_shared(runtime: TrainingRuntime, description: ModelLayers) -> bool:
     """Return true if the result has the indexers of S layers; transformers runs all of DeepSeek-V3.2's."""
     return runtime.keep_shared if runtime.keep_shared is not None else "DeepseekV32" in description.architecture
 

@@ -16,7 +16,7 @@ from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.export import trained_pattern_file
 from indexcache_search.distill.progress import STAGES, TrainingProgress
 from indexcache_search.distill.result import collect
-from indexcache_search.distill.settings import Runtime, TrainingSettings
+from indexcache_search.distill.settings import TrainingRuntime, TrainingSettings
 from indexcache_search.evaluation.identity import today
 from indexcache_search.hf.device import memory_error_in_one_line
 from indexcache_search.hf.loading import model_folder
@@ -25,7 +25,7 @@ from indexcache_search.training.checkpoints import Checkpoints
 from indexcache_search.training.log import TrainingLog
 from indexcache_search.training.loop import Loop
 from indexcache_search.training.processes import Processes
-from indexcache_search.training.sets import Data, training_sets
+from indexcache_search.training.sets import TrainingData, training_sets
 from indexcache_search.training.settings import Folders
 from indexcache_search.training.work import Work, check_folders, work_folder
 from sglang_indexcache import ModelLayers, __version__
@@ -89,10 +89,10 @@ class Session:
 def session(
     model: str,
     description: ModelLayers,
-    data: Data,
+    data: TrainingData,
     settings: TrainingSettings,
     steps: int,
-    runtime: Runtime,
+    runtime: TrainingRuntime,
     folders: Folders,
     console: Console,
     processes: Processes,

@@ -72,7 +72,7 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(TrainingSettings):
+class DistillSettings(TrainingSettings):
     """Settings of distillation.
 
     Attributes:
@@ -115,7 +115,7 @@ class Settings(TrainingSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runtime:
+class TrainingRuntime:
     """Settings of how a run trains; see `indexcache-distill --help`.
 
     Attributes:

@@ -15,7 +15,7 @@ from indexcache_kernels.patching import replaced
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.model import Distillation, set_trainable, sharding_units
 from indexcache_search.distill.result import losses_of
-from indexcache_search.distill.settings import Settings, Stage
+from indexcache_search.distill.settings import DistillSettings, Stage
 from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.evaluation import estimates
 from indexcache_search.training.optimizer import adamw, clip, take_step
@@ -42,7 +42,7 @@ class StageTask:
         self,
         processes: Processes,
         model: Any,
-        settings: Settings,
+        settings: DistillSettings,
         stage: Stage,
         train: TokenSet,
         held_out: TokenSet,

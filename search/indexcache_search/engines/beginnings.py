@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from indexcache_search.hf.cache_argument import cache_argument
 
 
-class Beginnings:
+class PromptCache:
     """Cache of the keys and values of beginnings, on the model's device; the oldest are dropped first.
 
     Args:

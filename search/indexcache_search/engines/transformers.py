@@ -18,7 +18,7 @@ from torch import Tensor
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines import measurements
 from indexcache_search.engines.base import Evaluation
-from indexcache_search.engines.beginnings import Beginnings
+from indexcache_search.engines.beginnings import PromptCache
 from indexcache_search.engines.page_signals import page_signals
 from indexcache_search.engines.prefix import PrefixCache, run_from_cache
 from indexcache_search.errors import SearchError
@@ -90,7 +90,7 @@ class TransformersEngine:
         if attention == "kernels":
             self._attention = partial(on_kernels, model)
         self._baselines: dict[tuple[str, int], Tensor] = {}
-        self._beginnings = Beginnings(model, prefix_cache_gb * 1e9)
+        self._beginnings = PromptCache(model, prefix_cache_gb * 1e9)
 
     @staticmethod
     def parse(key: str) -> Plan:

@@ -99,7 +99,7 @@ class Judge:
         increases = [item.mean for item in self.scout(patterns, reference, rows)]
         return dict(sorted(zip(patterns, increases, strict=True), key=itemgetter(1)))
 
-    def telling(self, pattern: Plan, reference: Plan) -> list[int]:
+    def informative_rows(self, pattern: Plan, reference: Plan) -> list[int]:
         """Return the most informative rows for patterns near `pattern`, which runs on all sequences.
 
         These are the first share, which shows losses, and as many others on which `pattern` costs most over

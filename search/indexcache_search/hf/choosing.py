@@ -87,7 +87,7 @@ def importance(tokens: Tensor, selection: Selection, starts: Tensor | None = Non
     return F.pad(found, (0, pages - whole))
 
 
-class Chooser:
+class PageSelector:
     """Page selection of one layer, query after query.
 
     Args:

@@ -22,7 +22,7 @@ from indexcache_kernels import sparse_attention
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.attending import attending
 from indexcache_search.hf.choosing import (
-    Chooser,
+    PageSelector,
     compressed_scores,
     importance,
     page_of,
@@ -81,7 +81,7 @@ class _State:
     kept: Tensor | None
     in_blocks: bool
     importance: Importance | None
-    choosers: dict[int, Chooser] = field(default_factory=dict)
+    choosers: dict[int, PageSelector] = field(default_factory=dict)
 
     @property
     def selection(self) -> Selection:
@@ -91,9 +91,9 @@ class _State:
 
     @torch.no_grad()
     def choose(self, layer: int, scores: Tensor, first: int, offset: int, value: Tensor) -> Tensor:
-        """See `Chooser.choose`; `first` counts queries of this pass, which follows `offset` tokens."""
+        """See `PageSelector.choose`; `first` counts queries of this pass, which follows `offset` tokens."""
         if layer not in self.choosers or self.choosers[layer].next != offset + first:
-            self.choosers[layer] = Chooser(self.selection, self.starts)
+            self.choosers[layer] = PageSelector(self.selection, self.starts)
         prompt = None if self.prompt is None else self.prompt[:, first : first + scores.shape[1]]
         settled = None
         if self.selection.steps.policy == "nosa":

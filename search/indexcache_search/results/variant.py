@@ -22,7 +22,7 @@ BEST: Kind = "best"
 
 
 @dataclass(frozen=True)
-class Line:
+class Variant:
     """One line of a comparison.
 
     Attributes:
@@ -40,17 +40,17 @@ class Line:
     phase: int | None = None
 
     @classmethod
-    def baseline(cls, pattern: Pattern | None) -> Line:
+    def baseline(cls, pattern: Pattern | None) -> Variant:
         """Return the baseline's line."""
         return cls(BASELINE, "baseline", None if pattern is None else Fraction(1), pattern)
 
 
-def uniform_lines(native: Pattern, retention: Fraction, more: str = "") -> list[Line]:
+def uniform_lines(native: Pattern, retention: Fraction, more: str = "") -> list[Variant]:
     """Return uniform at every phase, each pattern once; none unless retention is 1/n and locked layers allow it.
 
     `more` is appended to the names.
     """
-    lines: list[Line] = []
+    lines: list[Variant] = []
     for phase in range(retention.denominator):
         try:
             pattern = uniform_pattern(native, retention, phase)
@@ -58,5 +58,5 @@ def uniform_lines(native: Pattern, retention: Fraction, more: str = "") -> list[
             continue
         if pattern in [line.pattern for line in lines]:  # locked layers may map two phases to the same free layers
             continue
-        lines.append(Line(PHASE, f"uniform phase {phase}{more}", retention, pattern, phase))
+        lines.append(Variant(PHASE, f"uniform phase {phase}{more}", retention, pattern, phase))
     return lines

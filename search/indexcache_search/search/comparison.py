@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from indexcache_search.engines.base import Losses
 from indexcache_search.evaluation.evaluator import Evaluator
-from indexcache_search.results.variant import NAMED, Line, uniform_lines
+from indexcache_search.results.variant import NAMED, Variant, uniform_lines
 from indexcache_search.strategies import measured_strategies
 from indexcache_search.strategies.uniform import Uniform
 from sglang_indexcache import Pattern
@@ -22,7 +22,7 @@ from sglang_indexcache.pattern import full_layer_count
 class Row:
     """One line of the held-out comparison, and what was measured."""
 
-    line: Line
+    line: Variant
     evaluation: Losses
 
 
@@ -32,7 +32,7 @@ def comparison_lines(
     native: Pattern,
     measured: Mapping[str, NDArray[np.float64] | None],
     plain: Mapping[Fraction, Pattern],
-) -> list[Line]:
+) -> list[Variant]:
     """List the baseline, the patterns found, and those of the papers, each as far as it is known.
 
     Without uniform where a retention is not 1/n or a locked layer would be `F`. `indexcache-eval` compares with uniform
@@ -45,23 +45,23 @@ def comparison_lines(
         measured: `similarity`, or of dense models `shift` and `recall`; see `Matrices`.
         plain: the best found for as much without blocks of queries, where `patterns` may have them.
     """
-    lines, others = [Line.baseline(native)], []
+    lines, others = [Variant.baseline(native)], []
     for retention, pattern in patterns.items():
-        lines.append(Line(NAMED, strategy, retention, pattern))
+        lines.append(Variant(NAMED, strategy, retention, pattern))
         if retention in plain:
-            lines.append(Line(NAMED, f"{strategy}, F and S", retention, plain[retention]))
+            lines.append(Variant(NAMED, f"{strategy}, F and S", retention, plain[retention]))
         count = full_layer_count(len(native), retention)
         baselines = {Uniform.name: [line for line in uniform_lines(native, retention) if line.phase == 0]}
         for rule in measured_strategies(native.dense):
             matrix = measured.get(rule.name)
             if matrix is not None:
                 taken = rule.pattern(matrix, count, native)
-                baselines[rule.name] = [Line(NAMED, rule.name, retention, taken)]
+                baselines[rule.name] = [Variant(NAMED, rule.name, retention, taken)]
         others += [line for name, items in baselines.items() if name != strategy for line in items]
     return [*lines, *others]
 
 
-def compare(lines: Sequence[Line], evaluator: Evaluator) -> Iterator[Row]:
+def compare(lines: Sequence[Variant], evaluator: Evaluator) -> Iterator[Row]:
     """Evaluate one line after the other."""
     for line in lines:
         assert line.pattern is not None

@@ -17,7 +17,7 @@ from indexcache_search.evaluation import estimates
 from indexcache_search.results.held_out import CostResult, HeldOut, Measured, SearchResult, StepResult
 from indexcache_search.results.held_out import Row as TableRow
 from indexcache_search.results.names import suffix
-from indexcache_search.results.variant import BASELINE, BEST, MEAN, PHASE, Line
+from indexcache_search.results.variant import BASELINE, BEST, MEAN, PHASE, Variant
 from indexcache_search.search.comparison import Row
 from indexcache_search.search.search import Found
 from sglang_indexcache import Pattern, PatternFile
@@ -97,7 +97,7 @@ def held_out(rows: Sequence[Row], data: TokenSet, first_sparse_position: int) ->
     )
 
 
-def described(line: Line) -> dict[str, Any]:
+def described(line: Variant) -> dict[str, Any]:
     """Return the columns of a `results.Row` that identify it."""
     plan = line.pattern
     return {
@@ -128,7 +128,7 @@ def _phase_summaries(phases: Sequence[Row], baseline: Losses, data: TokenSet, mo
     mean = replace(first.evaluation, losses=losses)
     correct = np.mean([row.evaluation.correct for row in phases], axis=0)
     best = min(phases, key=lambda row: estimates.loss(row.evaluation, data).mean)
-    over_all = described(Line(MEAN, f"uniform, mean of {count} phases{more}", first.line.retention, None))
+    over_all = described(Variant(MEAN, f"uniform, mean of {count} phases{more}", first.line.retention, None))
     over_all["full_layers"] = described(first.line)["full_layers"]
     best_line = replace(best.line, kind=BEST, name=f"uniform, best phase{more}")
     return [

@@ -54,7 +54,7 @@ WRITTEN = ("pattern.yaml", "metrics.json", "report.html")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class SearchData:
     """Sources and sizes of the calibration and the held-out set; `seq_len` None means 4 x `first_sparse_position`.
 
     `reply`, see `TokenSet.ending_in_replies`; `None` if all tokens count that sources let count. `rows` says how rows
@@ -108,7 +108,9 @@ class Files:
     restart: bool
 
 
-def run(model: str, data: Data, runtime: Runtime, settings: Settings, files: Files, console: Console) -> SearchResult:
+def run(
+    model: str, data: SearchData, runtime: Runtime, settings: Settings, files: Files, console: Console
+) -> SearchResult:
     """Search `model`, write pattern.yaml, metrics.json and report.html, and return what they show.
 
     Raises:
@@ -139,7 +141,7 @@ def run(model: str, data: Data, runtime: Runtime, settings: Settings, files: Fil
     return result
 
 
-def show_data(model: str, data: Data, runtime: Runtime, settings: Settings) -> None:
+def show_data(model: str, data: SearchData, runtime: Runtime, settings: Settings) -> None:
     """Read the data as `run` does, print what was read, and do nothing else.
 
     Raises:
@@ -150,7 +152,9 @@ def show_data(model: str, data: Data, runtime: Runtime, settings: Settings) -> N
     dry_run.show(reader, {"evaluation": held_out, "calibration": calibration})
 
 
-def _load_data(model: str, data: Data, settings: Settings, runtime: Runtime) -> tuple[TokenReader, TokenSet, TokenSet]:
+def _load_data(
+    model: str, data: SearchData, settings: Settings, runtime: Runtime
+) -> tuple[TokenReader, TokenSet, TokenSet]:
     """Read the data before the weights: mistakes in the first are common, and the second takes long."""
     set_quiet()
     description = describe_model(model, runtime.selection)
@@ -161,7 +165,7 @@ def _load_data(model: str, data: Data, settings: Settings, runtime: Runtime) -> 
 
 
 def token_sets(
-    model: str, description: ModelLayers, data: Data, seq_len: int, seed: int
+    model: str, description: ModelLayers, data: SearchData, seq_len: int, seed: int
 ) -> tuple[TokenReader, TokenSet, TokenSet]:
     """Read the calibration and the held-out set of sequences of `seq_len` tokens; the reader has notes about both.
 

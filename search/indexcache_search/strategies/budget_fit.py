@@ -61,7 +61,7 @@ class BudgetFit:
 
     def look_again(self, pattern: Pattern) -> None:
         """Measure the blocks of `pattern` on the rows where it costs most; elsewhere they can't cost much."""
-        rows = self._judge.telling(pattern, self._pattern)
+        rows = self._judge.informative_rows(pattern, self._pattern)
         share = len(rows) / len(self._judge.shares[-1])
         patterns = [with_blocks(self._pattern, [block]) for block in pattern.indexers]
         for block, estimate in zip(pattern.indexers, self._judge.scout(patterns, self._pattern, rows), strict=True):

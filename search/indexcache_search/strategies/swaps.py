@@ -31,7 +31,7 @@ class Flips:
 
     def __init__(self, pattern: Pattern, native: Pattern, judge: Judge) -> None:
         self._pattern, self._native, self._judge = pattern, native, judge
-        self._rows = judge.telling(pattern, native)
+        self._rows = judge.informative_rows(pattern, native)
 
     def ranked(self, patterns: Iterable[Pattern]) -> list[Pattern]:
         """Rank patterns near the flipped one, the most promising first."""

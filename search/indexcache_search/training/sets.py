@@ -21,7 +21,7 @@ from sglang_indexcache import ModelLayers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class TrainingData:
     """Sources and sizes of the training and the held-out set, and the reading of rows."""
 
     training: tuple[str, ...]
@@ -47,7 +47,7 @@ class Data:
 def training_sets(
     model: str,
     description: ModelLayers,
-    data: Data,
+    data: TrainingData,
     identity: Mapping[str, Any],
     seed: int,
     folders: Folders,
@@ -85,7 +85,7 @@ def training_sets(
     return train, held_out
 
 
-def show_data(model: str, description: ModelLayers, data: Data, seed: int) -> None:
+def show_data(model: str, description: ModelLayers, data: TrainingData, seed: int) -> None:
     """Read both sets, print what was read, and keep nothing.
 
     Raises:
@@ -95,7 +95,9 @@ def show_data(model: str, description: ModelLayers, data: Data, seed: int) -> No
     dry_run.show(reader, {"evaluation": held_out, "training": train})
 
 
-def _read(model: str, description: ModelLayers, data: Data, seed: int) -> tuple[TokenReader, TokenSet, TokenSet]:
+def _read(
+    model: str, description: ModelLayers, data: TrainingData, seed: int
+) -> tuple[TokenReader, TokenSet, TokenSet]:
     replies = description.dense
     vocab_size = read_config(model).vocab_size
     reader = TokenReader(lambda: load_tokenizer(model), vocab_size, data.seq_len, replies, data.rows)

@@ -18,7 +18,7 @@ from indexcache_search.owned.folder import OwnFolder
 from indexcache_search.owned.overlap import check_apart
 from indexcache_search.training.log import TrainingLog
 from indexcache_search.training.processes import Processes
-from indexcache_search.training.sets import Data
+from indexcache_search.training.sets import TrainingData
 from indexcache_search.training.settings import Folders
 from sglang_indexcache.errors import FileError
 from sglang_indexcache.files.atomic import read_json_object, write_atomically
@@ -80,7 +80,9 @@ class Work:
 
 
 @contextmanager
-def work_folder(folders: Folders, data: Data, settings: Mapping[str, Any], processes: Processes) -> Iterator[Work]:
+def work_folder(
+    folders: Folders, data: TrainingData, settings: Mapping[str, Any], processes: Processes
+) -> Iterator[Work]:
     """Hold the folder of a run inside the `with` block, in all of its processes; the first one writes to it.
 
     Args:

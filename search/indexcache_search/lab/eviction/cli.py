@@ -15,7 +15,7 @@ from indexcache_search.errors import SearchError
 from sglang_indexcache import process
 from sglang_indexcache.files.spec import GRAMMAR, PatternSpec
 from sglang_indexcache.pattern import FULL
-from sglang_indexcache.pattern.reuse import Steps
+from sglang_indexcache.pattern.reuse import ReusePolicy
 
 COMMAND = "indexcache-lab eviction"
 
@@ -96,13 +96,13 @@ def eviction(
         head, beside, runs = heads or HeadsChoice(), body or BodyChoice(), engine or distill.TrainingEngineChoice()
         plain = selection_of(SelectionChoice(**vars(selection or PagesChoice()), score=NOSAS.score))
         assert plain is not None
-        nosa = Steps(policy="nosa", query_pages=head.query_pages, importance="heads")
+        nosa = ReusePolicy(policy="nosa", query_pages=head.query_pages, importance="heads")
         chosen = replace(plain, steps=nosa)
-        from indexcache_search.distill.settings import Runtime
+        from indexcache_search.distill.settings import TrainingRuntime
         from indexcache_search.hf.loading import describe_model
         from indexcache_search.lab.eviction.run import run, terminal_table
         from indexcache_search.lab.eviction.settings import EvictionSettings
-        from indexcache_search.training.sets import Data, show_data
+        from indexcache_search.training.sets import TrainingData, show_data
         from indexcache_search.training.settings import Folders, Intervals
 
         description = describe_model(model)
@@ -110,7 +110,7 @@ def eviction(
             raise SearchError(f"eviction heads are for dense models; {description.name} has indexers that choose")
         description = describe_model(model, chosen)
         spec = PatternSpec.read(pattern or FULL * description.num_layers, chosen)
-        data = Data(
+        data = TrainingData(
             training=tuple(training),
             evaluation=tuple(evaluation or training),
             seq_len=seq_len or 4 * description.first_sparse_position,
@@ -133,7 +133,7 @@ def eviction(
             ramp_steps=ramp_steps,
             seed=seed,
         )
-        runtime = Runtime(
+        runtime = TrainingRuntime(
             device=device,
             dtype=dtype,
             attention="naive",

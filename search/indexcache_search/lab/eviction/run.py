@@ -16,7 +16,7 @@ from rich.table import Table
 from indexcache_search.distill.export import check_source, copy_files, local_folder
 from indexcache_search.distill.preflight import computes_in_bfloat16
 from indexcache_search.distill.session import session
-from indexcache_search.distill.settings import Runtime
+from indexcache_search.distill.settings import TrainingRuntime
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.device import checkpoint_gradients
 from indexcache_search.hf.loading import (
@@ -30,7 +30,7 @@ from indexcache_search.lab.eviction.heads import FILE, EvictionHeads, attach
 from indexcache_search.lab.eviction.settings import EvictionSettings
 from indexcache_search.lab.eviction.task import STAGE, EvictionTask
 from indexcache_search.training.processes import Processes, joined
-from indexcache_search.training.sets import Data
+from indexcache_search.training.sets import TrainingData
 from indexcache_search.training.settings import Folders
 from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.files.naming import naming
@@ -39,7 +39,12 @@ from sglang_indexcache.pattern.reuse import NO_MEMORY
 
 
 def run(
-    model: str, data: Data, settings: EvictionSettings, runtime: Runtime, folders: Folders, console: Console
+    model: str,
+    data: TrainingData,
+    settings: EvictionSettings,
+    runtime: TrainingRuntime,
+    folders: Folders,
+    console: Console,
 ) -> tuple[Mapping[str, Any], list[Path]]:
     """Train eviction heads of `model`, write the results, and return the metrics and the files written.
 
@@ -91,7 +96,7 @@ def _load(
     model: str,
     description: ModelLayers,
     settings: EvictionSettings,
-    runtime: Runtime,
+    runtime: TrainingRuntime,
     processes: Processes,
     files: ModelFiles,
 ) -> Any:

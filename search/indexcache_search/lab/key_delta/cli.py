@@ -69,10 +69,10 @@ def search(
         options.check_runs_here(device, dtype)
         from indexcache_search.compare.run import Runtime
         from indexcache_search.lab.key_delta.run import KeySettings, run, shares_of, show, show_data
-        from indexcache_search.search.run import Data, Files
+        from indexcache_search.search.run import Files, SearchData
 
         what = KeySettings(shares=shares_of(skip), near=_given(near), seed=seed)
-        data = Data(
+        data = SearchData(
             calibration=tuple(calibration),
             evaluation=tuple(evaluation or calibration),
             seq_len=seq_len,

@@ -29,7 +29,7 @@ from indexcache_search.lab.key_delta.file import KeyFile
 from indexcache_search.lab.key_delta.plan import BLOCK, LONG, METHODS, SINKS, STAGES, KeyMethod, KeyPlan, Stage
 from indexcache_search.results.held_out import ComparisonResult
 from indexcache_search.results.held_out import HeldOut as HeldOutResult
-from indexcache_search.results.variant import BASELINE, NAMED, Line
+from indexcache_search.results.variant import BASELINE, NAMED, Variant
 from indexcache_search.search.report.drawing import blank, svg
 from sglang_indexcache import ModelLayers
 
@@ -37,7 +37,7 @@ BITS = (8, 4)
 
 
 @dataclass(frozen=True)
-class Asked:
+class KeyPlanRequest:
     """A threshold for all layers, or those of a file, before the model is known.
 
     Attributes:
@@ -76,7 +76,7 @@ class KeyCandidates(Candidates):
     noun: ClassVar[str] = "plan"
     engine: ClassVar[type[TransformersEngine]] = KeyEngine
 
-    asked: tuple[Asked, ...]
+    asked: tuple[KeyPlanRequest, ...]
     rivals: bool = True
 
     @property
@@ -95,12 +95,12 @@ class KeyCandidates(Candidates):
         """See `dense_model`."""
         return dense_model(model, seq_len or LONG)
 
-    def lines(self, specs: Sequence[Spec], model: ModelLayers) -> list[Line]:
+    def lines(self, specs: Sequence[Spec], model: ModelLayers) -> list[Variant]:
         """See `Candidates.lines`."""
         plans = [item.plan(model) for item in self.asked]
         count = Counter(plan.name for plan in plans)
         lines = [
-            Line(NAMED, plan.name if count[plan.name] == 1 else f"{plan.name} ({item.text})", None, plan)
+            Variant(NAMED, plan.name if count[plan.name] == 1 else f"{plan.name} ({item.text})", None, plan)
             for item, plan in zip(self.asked, plans, strict=True)
         ]
         lines += super().lines(specs, model)
@@ -115,7 +115,7 @@ class KeyCandidates(Candidates):
         return [*(file.calibrated_on() for file in self._files.values()), *super().calibrated_on(specs)]
 
     def compared(
-        self, engine: TransformersEngine, journal: Journal, lines: Sequence[Line], built: HeldOut, done: Done
+        self, engine: TransformersEngine, journal: Journal, lines: Sequence[Variant], built: HeldOut, done: Done
     ) -> list[Compared]:
         """See `compare`."""
         assert isinstance(engine, KeyEngine)
@@ -127,8 +127,8 @@ class KeyCandidates(Candidates):
         return figures(comparison.held_out)
 
 
-def asked_for(thresholds: str, near: Mapping[str, Any]) -> tuple[Asked, ...]:
-    """Read numbers and files, separated by commas; `near` as of `Asked`.
+def asked_for(thresholds: str, near: Mapping[str, Any]) -> tuple[KeyPlanRequest, ...]:
+    """Read numbers and files, separated by commas; `near` as of `KeyPlanRequest`.
 
     Raises:
         SearchError: if a word is neither a number nor a file.
@@ -136,11 +136,11 @@ def asked_for(thresholds: str, near: Mapping[str, Any]) -> tuple[Asked, ...]:
     asked = []
     for word in (item.strip() for item in thresholds.split(",")):
         try:
-            asked.append(Asked(float(word), near, word))
+            asked.append(KeyPlanRequest(float(word), near, word))
         except ValueError:
             if not Path(word).exists():
                 raise SearchError(f"--threshold: {word[:60]!r} is neither a number nor a file") from None
-            asked.append(Asked(KeyFile.load(Path(word)), near, word))
+            asked.append(KeyPlanRequest(KeyFile.load(Path(word)), near, word))
     return tuple(asked)
 
 
@@ -160,7 +160,7 @@ def dense_model(model: str, seq_len: int) -> ModelLayers:
 def compare(
     engine: KeyEngine,
     journal: Journal,
-    lines: Sequence[Line],
+    lines: Sequence[Variant],
     built: HeldOut,
     done: Done,
     rivalled: Sequence[Plan | None],
@@ -174,7 +174,7 @@ def compare(
     return [replace(item, extra=_skipped(item.row.line, costs)) for item in compared]
 
 
-def _skipped(line: Line, costs: Mapping[Stage, Costs]) -> dict[str, Estimate]:
+def _skipped(line: Variant, costs: Mapping[Stage, Costs]) -> dict[str, Estimate]:
     """Return the shares that a plan leaves out in reading and in decoding, by the title of the column."""
     assert line.pattern is not None
     nothing = Estimate(0.0, 0.0)
@@ -211,7 +211,7 @@ def figures(held_out: HeldOutResult) -> dict[str, Markup]:
     return {"What is left out, and what it costs": svg(figure)}
 
 
-def rival_lines(plans: Sequence[Plan | None], costs: Costs) -> list[Line]:
+def rival_lines(plans: Sequence[Plan | None], costs: Costs) -> list[Variant]:
     """List plans that leave out as much as each plan of differences, and keys in few bits."""
     of_keys, lines = [plan for plan in plans if isinstance(plan, KeyPlan)], []
     for plan in of_keys:
@@ -222,9 +222,9 @@ def rival_lines(plans: Sequence[Plan | None], costs: Costs) -> list[Line]:
     return list(dict.fromkeys(lines))
 
 
-def _rival(plan: KeyPlan, method: KeyMethod, value: float) -> Line:
+def _rival(plan: KeyPlan, method: KeyMethod, value: float) -> Variant:
     rival = replace(plan, method=method, values=(value,) * len(plan.values))
-    return Line(NAMED, rival.name, None, rival)
+    return Variant(NAMED, rival.name, None, rival)
 
 
 def window_of(skipped: float, counted: NDArray[np.bool_]) -> int:

@@ -34,9 +34,9 @@ from indexcache_search.lab.key_delta.search import KeyListeners, KeySearch, Thre
 from indexcache_search.owned.outputs import outputs
 from indexcache_search.results import tables
 from indexcache_search.results.held_out import ComparisonResult
-from indexcache_search.results.variant import NAMED, Line
+from indexcache_search.results.variant import NAMED, Variant
 from indexcache_search.search.progress import bar, warn
-from indexcache_search.search.run import Data, Files, token_sets
+from indexcache_search.search.run import Files, SearchData, token_sets
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.command_line import error_context
 from sglang_indexcache.files.pattern_file import ModelSection
@@ -95,7 +95,9 @@ def _file_name(share: float) -> str:
     return f"thresholds-{share:g}.json"
 
 
-def run(model: str, data: Data, runtime: Runtime, settings: KeySettings, files: Files, console: Console) -> KeyResult:
+def run(
+    model: str, data: SearchData, runtime: Runtime, settings: KeySettings, files: Files, console: Console
+) -> KeyResult:
     """Search thresholds of `model`, a dense one, and write them with a comparison on held-out data.
 
     Raises:
@@ -131,8 +133,8 @@ def run(model: str, data: Data, runtime: Runtime, settings: KeySettings, files: 
             task = progress.add_task("held-out comparison", total=2 * plans * held_out.num_sequences)
             lines = []
             for item in found:
-                lines.append(Line(NAMED, f"searched, {item.asked:g}", None, item.plan))
-                lines.append(Line(NAMED, f"one threshold, {item.asked:g}", None, item.uniform))
+                lines.append(Variant(NAMED, f"searched, {item.asked:g}", None, item.plan))
+                lines.append(Variant(NAMED, f"one threshold, {item.asked:g}", None, item.uniform))
             rivalled, built = [line.pattern for line in lines[::2]], HeldOut(held_out, {})
             compared = compare(engine, journal, lines, built, lambda done: progress.advance(task, done), rivalled)
             comparison = result.collect(
@@ -153,7 +155,7 @@ def run(model: str, data: Data, runtime: Runtime, settings: KeySettings, files: 
         return KeyResult(comparison, gains, tuple(out.results.path / name for name in kept))
 
 
-def show_data(model: str, data: Data, seed: int) -> None:
+def show_data(model: str, data: SearchData, seed: int) -> None:
     """Read the data as `run` does, print what was read, and do nothing else.
 
     Raises:
@@ -163,7 +165,7 @@ def show_data(model: str, data: Data, seed: int) -> None:
     dry_run.show(reader, {"evaluation": held_out, "calibration": calibration})
 
 
-def _load_data(model: str, data: Data, seed: int) -> tuple[ModelLayers, TokenReader, TokenSet, TokenSet]:
+def _load_data(model: str, data: SearchData, seed: int) -> tuple[ModelLayers, TokenReader, TokenSet, TokenSet]:
     set_quiet()
     seq_len = data.seq_len or LONG
     description = dense_model(model, seq_len)

@@ -67,14 +67,14 @@ class CacheBytes:
         offloaded = len(pattern) - pattern.roles.count(DENSE)
         held = context if size >= context else size + self.beside
         tokens = (len(pattern) - offloaded) * context + offloaded * held
-        return tokens * self.kv + len(choosing(pattern)) * context * self.index
+        return tokens * self.kv + len(selecting_layers(pattern)) * context * self.index
 
     def on_host(self, pattern: Pattern, context: int) -> int:
         """Return a request's bytes in host memory: all tokens of the offloaded layers."""
         return (len(pattern) - pattern.roles.count(DENSE)) * context * self.kv
 
 
-def choosing(pattern: Pattern) -> tuple[int, ...]:
+def selecting_layers(pattern: Pattern) -> tuple[int, ...]:
     """List the layers that select for themselves or others, ascending."""
     shared = {pattern.source_layers[layer] for layer in pattern.shared_layers}
     return tuple(layer for layer, role in enumerate(pattern.roles) if role == FULL or layer in shared)

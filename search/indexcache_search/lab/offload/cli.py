@@ -12,7 +12,7 @@ from indexcache_search import demo
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import MILLION, TWO_TOKENS, Bounds
 from indexcache_search.cli.command import Config, Version, application, number, option, running, settings
-from indexcache_search.cli.needs import Need
+from indexcache_search.cli.needs import OptionNeed
 from indexcache_search.cli.selection_choice import selections_of
 from indexcache_search.console import results, serving
 from indexcache_search.errors import SearchError
@@ -55,7 +55,7 @@ Examples:
 {exit_codes("nothing is within --max-transfer or --max-device-gb, or a loss was not finite")}
 """
 
-HERE = Need("a model that runs here, without --endpoint", lambda given: not given["endpoint"])
+HERE = OptionNeed("a model that runs here, without --endpoint", lambda given: not given["endpoint"])
 NEEDS = dict.fromkeys(("engine", "device", "dtype"), (HERE,))
 
 
@@ -129,9 +129,9 @@ def offload(
             raise SearchError("--evaluation is missing, expected a file, folder or hub id with text like your traffic")
         addresses, row_options = tuple(map(Address.of, endpoint or ())), options.row_options(rows)
         from indexcache_search.compare.run import Runtime
-        from indexcache_search.lab.offload.run import Asked, run
+        from indexcache_search.lab.offload.run import PlanRequest, run
 
-        asked = Asked(
+        asked = PlanRequest(
             patterns=tuple(pattern or ([f"{demo.PATTERNS[0]}@1/4"] if is_demo else [])),
             selections=selections_of(selection),
             sources=tuple(evaluation or demo.EVALUATION),

@@ -11,7 +11,7 @@ from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.evaluation.journal import Journal
-from indexcache_search.lab.offload.advice import choosing
+from indexcache_search.lab.offload.advice import selecting_layers
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern.selection import Selection
 from sglang_indexcache.residency import hisparse_misses, page_misses
@@ -42,7 +42,7 @@ def count_misses(
         `[sequences, sizes, layers]`: tokens, or for dense models pages, of the selecting layers, in order. A layer that
         shares a selection misses the same.
     """
-    layers, counted = choosing(pattern), []
+    layers, counted = selecting_layers(pattern), []
     if not layers:
         return np.zeros((data.num_sequences, len(sizes), 0), np.int64)
     for row in range(data.num_sequences):
@@ -71,7 +71,7 @@ def _of_sequence(
     selected = engine.selections(pattern, data, row, steps)
     return {
         layer: [_misses(selected[layer], size, data.seq_len, pattern.selection) for size in sizes]
-        for layer in choosing(pattern)
+        for layer in selecting_layers(pattern)
     }
 
 

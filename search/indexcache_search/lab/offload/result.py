@@ -85,7 +85,7 @@ class Limits(_Section):
     device_bytes: float | None
 
 
-class Choice(_Section):
+class PlanChoice(_Section):
     """The plan of least KL within the limits, and the smallest of its buffers that fits."""
 
     name: str
@@ -115,18 +115,18 @@ class OffloadResult(_Section):
     step_ms: float | None
     plans: list[PlanTraffic]
     limits: Limits | None
-    choice: Choice | None
+    choice: PlanChoice | None
 
     def as_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
         return self.model_dump(by_alias=True, mode="json")
 
 
-def best(plans: Sequence[PlanTraffic], limits: Limits) -> Choice | None:
+def best(plans: Sequence[PlanTraffic], limits: Limits) -> PlanChoice | None:
     """Return the offloaded plan of least KL with a buffer within `limits`, and its smallest such buffer."""
     most, room = limits.bytes_a_step, limits.device_bytes
     within = [
-        (plan.kl.mean, buffer.device_bytes, Choice(name=plan.name, buffer=buffer))
+        (plan.kl.mean, buffer.device_bytes, PlanChoice(name=plan.name, buffer=buffer))
         for plan in plans
         for buffer in plan.buffers
         if (most is None or buffer.bytes_a_step <= most) and (room is None or buffer.device_bytes <= room)

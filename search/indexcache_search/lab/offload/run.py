@@ -32,10 +32,17 @@ from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.lab.eviction.heads import attach_saved
 from indexcache_search.lab.offload import page, result
-from indexcache_search.lab.offload.advice import CacheBytes, KvDtype, Machine, choosing, hisparse_config, stall_ms
+from indexcache_search.lab.offload.advice import (
+    CacheBytes,
+    KvDtype,
+    Machine,
+    hisparse_config,
+    selecting_layers,
+    stall_ms,
+)
 from indexcache_search.lab.offload.bandwidth import gather_bandwidth
 from indexcache_search.lab.offload.counting import count_misses
-from indexcache_search.lab.offload.result import Buffer, Choice, Limits, OffloadResult, PlanTraffic
+from indexcache_search.lab.offload.result import Buffer, Limits, OffloadResult, PlanChoice, PlanTraffic
 from indexcache_search.lab.offload.server import Server
 from indexcache_search.owned.outputs import Outputs, outputs
 from indexcache_search.results.names import file_names, suffix, unique_names
@@ -52,7 +59,7 @@ FAMILIES = ("dsa", "dense_gqa")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class PlanRequest:
     """Inputs of a count.
 
     Attributes:
@@ -84,7 +91,7 @@ class Asked:
 
 
 def run(
-    model: str, asked: Asked, server: Server, runtime: Runtime, output: Path, restart: bool, console: Console
+    model: str, asked: PlanRequest, server: Server, runtime: Runtime, output: Path, restart: bool, console: Console
 ) -> OffloadResult:
     """Count the traffic of decoding from host memory; write offload.json, offload.html and maybe pattern.yaml.
 
@@ -102,7 +109,7 @@ def run(
 
 
 def _run(
-    model: str, asked: Asked, server: Server, runtime: Runtime, out: Outputs, restart: bool, console: Console
+    model: str, asked: PlanRequest, server: Server, runtime: Runtime, out: Outputs, restart: bool, console: Console
 ) -> tuple[OffloadResult, PatternFile | None]:
     """Return all counts, and the pattern file of the best plan."""
     given = asked.selections[0] if asked.selections else None
@@ -183,7 +190,12 @@ _Engine = TransformersEngine | SglangEngine
 
 
 def _engine(
-    model: str, description: ModelLayers, asked: Asked, runtime: Runtime, fewest: Selection | None, console: Console
+    model: str,
+    description: ModelLayers,
+    asked: PlanRequest,
+    runtime: Runtime,
+    fewest: Selection | None,
+    console: Console,
 ) -> _Engine:
     """Return the engine that runs the model: in this process, or on servers."""
     if not asked.endpoints:
@@ -196,7 +208,7 @@ def _engine(
     return SglangEngine(servers, description, notice=partial(warn, console))
 
 
-def _file(pattern: Pattern, choice: Choice, model: ModelLayers, engine: _Engine) -> PatternFile:
+def _file(pattern: Pattern, choice: PlanChoice, model: ModelLayers, engine: _Engine) -> PatternFile:
     """Make the pattern file of the best plan; for dense models with the size of its buffer."""
     selection = pattern.selection
     if selection is not None:
@@ -261,7 +273,7 @@ class _Work:
         engine: _Engine,
         data: TokenSet,
         journal: Journal,
-        asked: Asked,
+        asked: PlanRequest,
         machine: Machine,
         config: Any,
     ) -> None:
@@ -282,7 +294,7 @@ class _Work:
         )
         size_of, machine = _bytes(self._config, self._asked.kv_dtype, selection), self._machine
         everything = size_of.on_device(pattern, machine.context, machine.context)
-        times_and_sizes = list(zip(self._asked.buffers, sizes, strict=True)) if choosing(pattern) else []
+        times_and_sizes = list(zip(self._asked.buffers, sizes, strict=True)) if selecting_layers(pattern) else []
         return PlanTraffic(
             name=name,
             pattern=pattern.roles,
@@ -305,7 +317,7 @@ class _Work:
         self, pattern: Pattern, times: float, size: int, misses: NDArray[np.int64], size_of: CacheBytes
     ) -> Buffer:
         """Predict the traffic of one size; `misses` is `[sequences, selecting layers]`."""
-        layers, machine = choosing(pattern), self._machine
+        layers, machine = selecting_layers(pattern), self._machine
         own = np.array([pattern[layer] == FULL for layer in layers], np.int64)
         followers = np.array([pattern.source_layers.count(layer) - 1 for layer in layers], np.int64)
         exposed, hidden = self._a_step(pattern, misses @ own), self._a_step(pattern, misses @ followers)
