@@ -71,7 +71,7 @@ class Selections:
         set_global_indexer_capturer(None)
         import numpy as np  # SGLang brings it, as does the module below
 
-        from sglang_indexcache.residency import hisparse_misses
+        from sglang_indexcache.lru_buffer import hisparse_misses
 
         found, rids, first, steps = self._found, self._rids, self._first, self._tokens - self._first
         recorded = {layer: sum(map(len, chunks)) for layer, chunks in found.items()}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache
 
-from indexcache_search.hf.choosing import PageSelector, compressed_scores, importance, token_max_scores, value_norm
+from indexcache_search.hf.page_selector import PageSelector, compressed_scores, importance, token_max_scores, value_norm
 from indexcache_search.hf.pages import apply_page_roles, attention_in_blocks
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, PatternFile

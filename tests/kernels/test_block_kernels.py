@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels import KernelInputError, block_attention, block_scores, compress_keys
-from indexcache_search.hf.choosing import compressed_scores
+from indexcache_search.hf.page_selector import compressed_scores
 from sglang_indexcache.pattern.selection import Selection
 from tests.kernels.interpreter import DEVICE, poisoned
 

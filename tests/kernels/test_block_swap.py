@@ -10,7 +10,7 @@ import torch
 
 from indexcache_kernels import BlockBuffer, KernelInputError, copy_blocks, swap_blocks
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.residency import LruBuffer, hisparse_misses
+from sglang_indexcache.lru_buffer import LruBuffer, hisparse_misses
 from tests.kernels.interpreter import DEVICE, poisoned
 
 __all__ = ["poisoned"]  # a fixture of every test here

@@ -23,8 +23,8 @@ from indexcache_search.lab.offload.advice import PAGE, CacheBytes, Machine, hisp
 from indexcache_search.lab.offload.counting import count_misses
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.lru_buffer import page_misses
 from sglang_indexcache.pattern.reuse import ReusePolicy
-from sglang_indexcache.residency import page_misses
 from tests.conftest import (
     LAYERS,
     PAGES,

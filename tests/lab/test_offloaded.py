@@ -16,9 +16,9 @@ from indexcache_search.lab.offload import decoder as offloaded
 from indexcache_search.lab.offload.decoder import OffloadedDecoder, generate
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
+from sglang_indexcache.lru_buffer import LruBuffer
 from sglang_indexcache.pattern.reuse import ReusePolicy
 from sglang_indexcache.pattern.selection import Selection
-from sglang_indexcache.residency import LruBuffer
 from tests.search.test_pages import dense_model
 
 PLAN = Selection(page_tokens=16, pages=5, recent_pages=2, sink_pages=1, score="compressed_keys", buffer_pages=7)

@@ -35,7 +35,7 @@ from indexcache_search.hf.loading import describe_model, load_tokenizer
 from indexcache_search.lab.offload import cli
 from indexcache_search.strategies.greedy import greedy
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.residency import hisparse_misses
+from sglang_indexcache.lru_buffer import hisparse_misses
 from sglang_indexcache.sglang.refusal import ADMIN_KEY_VARIABLE
 from tests.live.server import FLAGS, Server, command, ended, environment, running
 

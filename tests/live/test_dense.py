@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from indexcache_search.hf.choosing import PageSelector, token_max_scores
+from indexcache_search.hf.page_selector import PageSelector, token_max_scores
 from scripts.tools import random_models
 from scripts.tools.dense_reference import decoded, distance, logprobs, reference
 from scripts.tools.inprocess import Served, call, generate

@@ -62,7 +62,7 @@ for item in pkgutil.walk_packages(sglang_indexcache.__path__, "sglang_indexcache
     servers = (
         "sglang_indexcache.families.dense_gqa.",
         "sglang_indexcache.families.dsa.",
-        "sglang_indexcache.residency",
+        "sglang_indexcache.lru_buffer",
     )
     lines = [line.split() for line in result.stdout.splitlines()]
     assert all(name.startswith(servers) and package in ("torch", "numpy") for name, package in lines), result.stdout

@@ -19,7 +19,7 @@ from sglang_indexcache.calibration.preflight import CalibrationError
 from sglang_indexcache.calibration.protocol import KEEP, KL, MISSES, OVERLAP, Measured
 from sglang_indexcache.calibration.selections import Selections
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.residency import hisparse_misses
+from sglang_indexcache.lru_buffer import hisparse_misses
 
 HIDDEN, VOCAB, LENGTH = 4, 11, 30
 HEAD = torch.randn(HIDDEN, VOCAB, generator=torch.Generator().manual_seed(0))

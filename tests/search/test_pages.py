@@ -16,7 +16,7 @@ from indexcache_kernels import page_scores, select_pages
 from indexcache_kernels.page_selection import naive
 from indexcache_search.errors import SearchError
 from indexcache_search.hf import pages as pages_module
-from indexcache_search.hf.choosing import PageSelector, token_max_scores
+from indexcache_search.hf.page_selector import PageSelector, token_max_scores
 from indexcache_search.hf.pages import apply_page_roles, attention_in_blocks
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_kernels import BlockBuffer, copy_blocks, swap_blocks
-from indexcache_search.hf.attending import attending
+from indexcache_search.hf.patch_attention import attending
 from indexcache_search.lab.offload.bandwidth import copy_bandwidth
 from indexcache_search.lab.offload.decoder import OffloadedDecoder, PassedOn
 from scripts.bench.shapes import SHAPES, config_of

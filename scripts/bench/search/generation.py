@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from indexcache_search.cli.selection_choice import SelectionChoice
-from indexcache_search.engines.beginnings import PromptCache
+from indexcache_search.engines.prompt_cache import PromptCache
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.pages import apply_page_roles
 from indexcache_search.hf.roles import apply_roles

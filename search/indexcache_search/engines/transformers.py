@@ -18,9 +18,9 @@ from torch import Tensor
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines import measurements
 from indexcache_search.engines.base import Evaluation
-from indexcache_search.engines.beginnings import PromptCache
 from indexcache_search.engines.page_signals import page_signals
 from indexcache_search.engines.prefix import PrefixCache, run_from_cache
+from indexcache_search.engines.prompt_cache import PromptCache
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation import objectives
 from indexcache_search.evaluation.objectives import Objective

@@ -20,8 +20,7 @@ from transformers.masking_utils import eager_mask
 
 from indexcache_kernels import sparse_attention
 from indexcache_search.errors import SearchError
-from indexcache_search.hf.attending import attending
-from indexcache_search.hf.choosing import (
+from indexcache_search.hf.page_selector import (
     PageSelector,
     compressed_scores,
     importance,
@@ -29,6 +28,7 @@ from indexcache_search.hf.choosing import (
     token_max_scores,
     value_norm,
 )
+from indexcache_search.hf.patch_attention import attending
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
 from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, Selection

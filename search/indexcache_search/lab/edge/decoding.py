@@ -17,8 +17,8 @@ from transformers.masking_utils import sdpa_mask
 
 from indexcache_kernels.block_attention import BlockBackend, block_attention
 from indexcache_search.errors import SearchError
-from indexcache_search.hf.attending import attending
 from indexcache_search.hf.pages import check_layers
+from indexcache_search.hf.patch_attention import attending
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
 
 

@@ -16,8 +16,8 @@ from transformers.masking_utils import eager_mask
 
 from indexcache_kernels.key_delta import delta_scores, differences, kept_keys, multiply_adds
 from indexcache_search.errors import SearchError
-from indexcache_search.hf.attending import attending
 from indexcache_search.hf.pages import check_layers
+from indexcache_search.hf.patch_attention import attending
 from indexcache_search.lab.key_delta.plan import BITS_GROUP, BLOCK, SINKS, KeyPlan, Stage
 
 Watcher = Callable[[int, Tensor], None]

@@ -13,8 +13,8 @@ from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.lab.offload.advice import selecting_layers
 from sglang_indexcache import Pattern
+from sglang_indexcache.lru_buffer import hisparse_misses, page_misses
 from sglang_indexcache.pattern.selection import Selection
-from sglang_indexcache.residency import hisparse_misses, page_misses
 
 
 def count_misses(

@@ -16,9 +16,9 @@ from transformers.cache_utils import DynamicLayer
 
 from indexcache_kernels import BlockBuffer, block_attention, block_scores, compress_keys, copy_blocks, swap_blocks
 from indexcache_search.errors import SearchError
-from indexcache_search.hf.attending import attending
 from indexcache_search.hf.cache_argument import cache_argument
 from indexcache_search.hf.pages import check_layers
+from indexcache_search.hf.patch_attention import attending
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, SHARED
 from sglang_indexcache.pattern.selection import CHUNK, COMPRESSED_KEYS, STRIDE
