@@ -38,7 +38,7 @@ class Measured(_Section):
 
 
 class Row(_Section):
-    """One line of a table: its variant (see `Line`), and measurements over all sources and on each.
+    """One line of a table: its variant (see `Variant`), and measurements over all sources and on each.
 
     `extra` holds further measurements of a study's plans, by column title.
     """
