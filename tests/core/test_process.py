@@ -170,8 +170,8 @@ def commands(model: Path, dense: Path, data: Path, folder: Path) -> dict[str, li
     """Each command, with little to do."""
     sizes = ["--seq-len", 32, "--device", "cpu", "--output", folder]
     own = ["--model", model, "--num-sequences", 2]
-    heads = ["eviction", "--model", dense, "--training", data, "--heads", "query_pages=2"]
-    heads += ["--selection", "pages=4,page_tokens=4,recent_pages=1,sink_pages=0", "--seq-len", 32, "--device", "cpu"]
+    heads = ["eviction", "--model", dense, "--training", data, "--heads", "query_pages=1", "--seq-len", 120]
+    heads += ["--selection", "page_tokens=32,pages=3,recent_pages=2,sink_pages=0", "--device", "cpu"]
     return {
         "indexcache-check": ["sglang_indexcache", "FSFSFS", "--model", model],
         "indexcache-search": ["indexcache_search", *own, "--calibration", data, "--num-eval-sequences", 2, *sizes],
