@@ -107,7 +107,7 @@ Choices = Mapping[tuple[int, int], frozenset[int]]  # by position and layer
 
 
 def choices(folder: Path) -> dict[str, dict[tuple[int, int], frozenset[int]]]:
-    """What each request's queries selected last; forgets it."""
+    """Return what each request's queries selected last, and clear the record."""
     found: dict[str, dict[tuple[int, int], frozenset[int]]] = {}
     for item in recorder.indexers(recorder.read(folder)):
         for row, (request, position) in enumerate(zip(item.requests, item.positions, strict=True)):

@@ -1,4 +1,4 @@
-"""What README and docs say is there: paths, links, flags, words, pictures, and the form of each kind of page."""
+"""Check README and docs: paths, links, flags, words, pictures, and the form of each kind of page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all command lines have in common: few options, numbers within bounds, nothing that is not read or refused."""
+"""Check all command lines: few options, numbers within bounds, every option read or refused."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ SETTINGS: dict[str, list[str]] = {
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """What runs were asked for, in words."""
+    """Record the arguments of each run as text."""
     found: list[str] = []
 
     def note(*arguments: Any) -> None:
@@ -199,7 +199,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 
 def words_of(values: dict[str, Any]) -> list[str]:
-    """What stands on a command line for `values`."""
+    """Return the command-line words for `values`."""
     words: list[str] = []
     for name, value in values.items():
         flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
