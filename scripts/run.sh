@@ -7,7 +7,7 @@
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 base= # an environment that this one lies on top of
-options=(-q --no-compile) # what is imported is compiled then
+options=(-q)
 if [ "${1:-}" = --newest ]; then
   shift
   "$0" true
