@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from indexcache_search.cli.search import app
 from indexcache_search.errors import SearchError
 from indexcache_search.search.settings import Settings
-from indexcache_search.strategies import budget_search
+from indexcache_search.strategies import budget_search, strategy_of
 from indexcache_search.strategies.base import Goal
 from indexcache_search.strategies.budget_fit import BudgetFit, with_blocks
 from indexcache_search.strategies.budget_search import BudgetSearch
@@ -163,8 +164,6 @@ def test_the_knapsack_is_exact() -> None:
     [
         ({"queries": (3,)}, "--queries has 3, expected 2, 4, 8, 16, 64, at most 8"),
         ({"queries": (16,)}, "--queries has 16"),  # index_topk is 8
-        ({"queries": (4,), "strategy": "greedy"}, "--queries needs --strategy lazy, without swaps"),
-        ({"queries": (4,), "swaps": 4}, "without swaps"),
         (
             {"decode_retain": Fraction(1, 2)},
             "--decode-retain is about patterns with --queries, without which --retain says it",
@@ -179,6 +178,12 @@ def test_what_can_not_be_priced_is_refused(change: dict[str, object], message: s
     settings = Settings(retain=(Fraction(1, 2),), **change)  # type: ignore[arg-type]
     with pytest.raises(SearchError, match=message):
         settings.goal(describe(tiny_config(), "tiny"))
+
+
+@pytest.mark.parametrize("asked", [{"name": "greedy"}, {"swaps": 4}], ids=str)
+def test_only_lazy_without_swaps_looks_for_blocks(asked: dict[str, Any]) -> None:
+    with pytest.raises(SearchError, match="--queries needs --strategy lazy, without swaps"):
+        strategy_of(priced=True, **asked)
 
 
 def test_dense_models_have_no_indexers_to_price() -> None:

@@ -21,6 +21,7 @@ from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.roles import apply_roles
 from indexcache_search.search.search import Search
 from indexcache_search.search.settings import Settings
+from indexcache_search.strategies import strategy_of
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import ModelConfigError, ProofError, SpellingError
 from sglang_indexcache.families import describe
@@ -247,10 +248,10 @@ def test_the_search_shares_exactly_what_is_redundant(strategy: str, tmp_path: An
         compressor.indexer = Redundant(model, description.layers[letter - 1])
     engine = TransformersEngine(model, description)
     data = random_tokens(sequences=4, seq_len=SEQ_LEN, first_sparse_position=4 * TOPK)
-    settings = Settings(retain=(Fraction(2, 3),), strategy=strategy, objective="kl", race=strategy == "lazy")
+    settings = Settings(retain=(Fraction(2, 3),), strategy=strategy_of(strategy))
     with Journal(tmp_path, identity(engine, data, data, "kl"), {}) as journal:
         calibration = Evaluator(engine, data, "kl", journal, "calibration")
-        found = Search(engine, calibration, settings, lambda: None).find()
+        found = Search(engine, calibration, settings.strategy, settings.goal(description)).find()
     assert found.patterns[Fraction(2, 3)] == Pattern("FFSFSF")
     [evaluation] = engine.evaluate([Pattern("FFSFSF")], data, "kl")
     assert sum(evaluation.losses) == pytest.approx(0, abs=1e-9)

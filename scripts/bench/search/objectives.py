@@ -41,10 +41,11 @@ OBJECTIVES: tuple[Objective, ...] = ("nll", "kl")
 
 def steps_of_a_search(engine: TransformersEngine, data: TokenSet) -> list[list[Pattern]]:
     """Return the flips that are open after 0, 1/4, 1/2 and 3/4 of the flips of lazy greedy."""
-    settings = Settings(retain=(Fraction(1, 8),), strategy="lazy", objective="nll")
+    settings = Settings(retain=(Fraction(1, 8),), objective="nll")
     names = identity(engine, data, data, settings.objective)
     with tempfile.TemporaryDirectory() as folder, Journal(Path(folder), names, today()) as journal:
-        search = Search(engine, Evaluator(engine, data, settings.objective, journal, "calibration"), settings)
+        calibration = Evaluator(engine, data, settings.objective, journal, "calibration")
+        search = Search(engine, calibration, settings.strategy, settings.goal(engine.model))
         walked = [engine.model.native, *(step.pattern for step in search.find().steps)]
     chosen = [walked[len(walked) * part // 4] for part in range(4)]
     return [[pattern.share(layer) for layer in pattern.full_layers if layer] for pattern in chosen]

@@ -49,23 +49,26 @@ from indexcache_search.hf.loading import describe_model, load_tokenizer, read_co
 from indexcache_search.search.matrices import Matrices
 from indexcache_search.search.search import Search
 from indexcache_search.search.settings import Settings
+from indexcache_search.strategies.budget_search import BudgetSearch
+from indexcache_search.strategies.exhaustive import Exhaustive
+from indexcache_search.strategies.greedy import Greedy
+from indexcache_search.strategies.lazy import Lazy
 from scripts.bench.search.simulated import SimulatedEngine, Structure
 from scripts.bench.timing import timed
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import parse_retention
 
 EVERYTHING = (Fraction(1, 2), Fraction(1, 4), Fraction(1, 8))
-PLAIN = Settings(retain=EVERYTHING, strategy="greedy", race=False)
 VARIANTS = {
-    "greedy (Algorithm 1)": PLAIN,
-    "lazy, no racing": replace(PLAIN, strategy="lazy"),
-    "lazy": replace(PLAIN, strategy="lazy", race=True),
-    "lazy, 2 candidates": replace(PLAIN, strategy="lazy", race=True, flips=2),
-    "lazy, 3 candidates": replace(PLAIN, strategy="lazy", race=True, flips=3),
-    "lazy + swaps": replace(PLAIN, strategy="lazy", race=True, swaps=16),
-    "lazy, blocks of queries": replace(PLAIN, strategy="lazy", race=True, queries=(4, 16)),
-    "greedy + swaps": replace(PLAIN, swaps=32),
-    "exhaustive": replace(PLAIN, strategy="exhaustive"),
+    "greedy (Algorithm 1)": Settings(retain=EVERYTHING, strategy=Greedy()),
+    "lazy, no racing": Settings(retain=EVERYTHING, strategy=Lazy(race=False)),
+    "lazy": Settings(retain=EVERYTHING),
+    "lazy, 2 candidates": Settings(retain=EVERYTHING, strategy=Lazy(flips=2)),
+    "lazy, 3 candidates": Settings(retain=EVERYTHING, strategy=Lazy(flips=3)),
+    "lazy + swaps": Settings(retain=EVERYTHING, strategy=Lazy(swaps=16)),
+    "lazy, blocks of queries": Settings(retain=EVERYTHING, strategy=BudgetSearch(), queries=(4, 16)),
+    "greedy + swaps": Settings(retain=EVERYTHING, strategy=Greedy(swaps=32)),
+    "exhaustive": Settings(retain=EVERYTHING, strategy=Exhaustive()),
 }
 DEFAULT = ("greedy (Algorithm 1)", "lazy", "lazy + swaps")
 
@@ -119,12 +122,12 @@ def run(case: Case, settings: Settings) -> Run:
         with Journal(Path(folder), names, today()) as journal:
             calibration = Evaluator(engine, case.calibration, settings.objective, journal, "calibration")
             matrices = Matrices(engine, case.calibration, journal)
-            search = Search(engine, calibration, settings, matrices.measured)
+            search = Search(engine, calibration, settings.strategy, settings.goal(engine.model), matrices.measured)
             found, seconds = timed(search.find)
             patterns = {Fraction(1): engine.model.native, **found.patterns}
             judges = Evaluator(engine, case.held_out, "nll", journal, "held-out")
             held_out = dict(zip(patterns, judges.evaluations(list(patterns.values())), strict=True))
-    return Run(found.cost, found.cost.layer_tokens / search.algorithm_1(), seconds, found.patterns, held_out)
+    return Run(found.cost, found.cost.layer_tokens / found.algorithm_1, seconds, found.patterns, held_out)
 
 
 def token_sets(options: argparse.Namespace) -> Iterator[tuple[int, TokenSet, TokenSet]]:

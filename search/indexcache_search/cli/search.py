@@ -19,7 +19,7 @@ from indexcache_search.cli.selection_choice import SelectionChoice, selection_of
 from indexcache_search.console import results
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
-from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES
+from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES, strategy_of
 from indexcache_search.strategies.prices import PRICE_CONTEXT
 from sglang_indexcache import process
 from sglang_indexcache.command_line import exit_codes
@@ -30,7 +30,7 @@ EPILOG = f"""
 Strategies, and what they evaluate (docs/reference/strategies.md):
 
 \b
-{chr(10).join(f"  {item.name:<12}{item.summary}" for item in STRATEGIES.values())}
+{chr(10).join(f"  {name:<12}{item.summary}" for name, item in STRATEGIES.items())}
 
 Their settings: flips (of lazy: evaluated in a step at least; 1; more is surer and dearer), race (no: all sequences at
 once, where a strategy looks at a part of them first), swaps (a local search after the strategy tries so many a round;
@@ -79,7 +79,7 @@ Run the same command again to go on after a kill, a crash or Ctrl-C.
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyChoice:
-    """A strategy and its settings; the defaults of `Settings` stand for settings that are not given.
+    """A strategy and its settings; the strategy's own defaults stand for settings that are not given.
 
     Raises:
         SearchError: if there is no such strategy, or it does not read one of the settings.
@@ -94,8 +94,8 @@ class StrategyChoice:
     def __post_init__(self) -> None:
         if self.name not in STRATEGIES:
             raise SearchError(f"found {self.name!r}, expected one of {', '.join(STRATEGIES)}")
-        known = STRATEGIES[self.name].settings
-        for key in self.given().keys() - known:
+        known = STRATEGIES[self.name].settings()
+        for key in self.given().keys() - set(known):
             raise SearchError(f"{self.name} has no setting {key}, expected {', '.join(known)}")
 
     def given(self) -> dict[str, Any]:
@@ -224,21 +224,19 @@ def search(
 
         what = Settings(
             retain=options.retentions(retain),
-            strategy=how.name,
-            **how.given(),
+            strategy=strategy_of(how.name, priced=queries is not None, **how.given()),
             objective=objective,
-            seed=seed,
             queries=() if queries is None else queries.sizes,
             price_context=PRICE_CONTEXT if queries is None else queries.context,
             decode_retain=None if decode_retain is None else options.retentions(decode_retain)[0],
         )
-        what.chosen_strategy()
         from indexcache_search.search.run import Files, Runtime, SearchData, run, show, show_data
 
         data = SearchData(
             calibration=tuple(calibration),
             evaluation=tuple(evaluation or calibration),
             seq_len=seq_len or (512 if is_demo else None),
+            seed=seed,
             num_sequences=num_sequences,
             num_eval_sequences=num_eval_sequences or (demo.SEQUENCES if is_demo else 32),
             reply=reply,

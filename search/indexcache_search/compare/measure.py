@@ -15,7 +15,7 @@ from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.evaluation.plan import order
 from indexcache_search.results.variant import NAMED, Variant
-from indexcache_search.search.comparison import Row
+from indexcache_search.search.comparison import VariantLosses
 from sglang_indexcache.http.address import Address
 
 TOGETHER = 24  # sequences run under all patterns before the next ones, since only one pattern's states are kept
@@ -34,7 +34,7 @@ class Compared:
         extra: see `results.Row`.
     """
 
-    row: Row
+    row: VariantLosses
     divergence: Losses | None
     generated: Mapping[int, float]
     extra: Mapping[str, Estimate] = field(default_factory=dict)
@@ -67,7 +67,7 @@ def patterns(
             divergences.evaluations([pattern], rows)
     compared = []
     for line, loss, divergence in zip(lines, losses.evaluations(chosen), divergences.evaluations(chosen), strict=True):
-        compared.append(Compared(Row(line, loss), divergence, _whole(loss, held_out)))
+        compared.append(Compared(VariantLosses(line, loss), divergence, _whole(loss, held_out)))
     return compared
 
 
@@ -99,5 +99,5 @@ def servers(addresses: Sequence[Address], held_out: HeldOut, done: Done) -> list
         rows = tuple(range(data.num_sequences))
         found = Losses(rows=rows, losses=tuple(losses), tokens=counts, correct=tuple(correct))
         line = Variant(NAMED, endpoint.url, None, None) if number else Variant.baseline(None)
-        compared.append(Compared(Row(line, found), None, generated))
+        compared.append(Compared(VariantLosses(line, found), None, generated))
     return compared

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from indexcache_search.engines.base import Losses
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.results.variant import NAMED, Variant, uniform_lines
+from indexcache_search.search.search import Found
 from indexcache_search.strategies import measured_strategies
 from indexcache_search.strategies.uniform import Uniform
 from sglang_indexcache import Pattern
@@ -19,7 +19,7 @@ from sglang_indexcache.pattern import full_layer_count
 
 
 @dataclass(frozen=True)
-class Row:
+class VariantLosses:
     """One line of the held-out comparison, and what was measured."""
 
     line: Variant
@@ -27,11 +27,7 @@ class Row:
 
 
 def comparison_lines(
-    strategy: str,
-    patterns: Mapping[Fraction, Pattern],
-    native: Pattern,
-    measured: Mapping[str, NDArray[np.float64] | None],
-    plain: Mapping[Fraction, Pattern],
+    found: Found, native: Pattern, measured: Mapping[str, NDArray[np.float64] | None]
 ) -> list[Variant]:
     """List the baseline, the patterns found, and those of the papers, each as far as it is known.
 
@@ -39,17 +35,15 @@ def comparison_lines(
     at every phase.
 
     Args:
-        strategy: name of what found `patterns`; its own baseline is not listed twice.
-        patterns: by retention.
+        found: the patterns; a baseline that is their own strategy is not listed twice.
         native: the checkpoint's own.
         measured: `similarity`, or of dense models `shift` and `recall`; see `Matrices`.
-        plain: the best found for as much without blocks of queries, where `patterns` may have them.
     """
-    lines, others = [Variant.baseline(native)], []
-    for retention, pattern in patterns.items():
-        lines.append(Variant(NAMED, strategy, retention, pattern))
-        if retention in plain:
-            lines.append(Variant(NAMED, f"{strategy}, F and S", retention, plain[retention]))
+    lines, others, name = [Variant.baseline(native)], list[Variant](), found.strategy.name
+    for retention, pattern in found.patterns.items():
+        lines.append(Variant(NAMED, name, retention, pattern))
+        if retention in found.plain:
+            lines.append(Variant(NAMED, f"{name}, F and S", retention, found.plain[retention]))
         count = full_layer_count(len(native), retention)
         baselines = {Uniform.name: [line for line in uniform_lines(native, retention) if line.phase == 0]}
         for rule in measured_strategies(native.dense):
@@ -57,12 +51,12 @@ def comparison_lines(
             if matrix is not None:
                 taken = rule.pattern(matrix, count, native)
                 baselines[rule.name] = [Variant(NAMED, rule.name, retention, taken)]
-        others += [line for name, items in baselines.items() if name != strategy for line in items]
+        others += [line for rule, items in baselines.items() if rule != name for line in items]
     return [*lines, *others]
 
 
-def compare(lines: Sequence[Variant], evaluator: Evaluator) -> Iterator[Row]:
+def evaluated(lines: Sequence[Variant], evaluator: Evaluator) -> Iterator[VariantLosses]:
     """Evaluate one line after the other."""
     for line in lines:
         assert line.pattern is not None
-        yield Row(line, evaluator.evaluations([line.pattern])[0])
+        yield VariantLosses(line, evaluator.evaluations([line.pattern])[0])

@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine, Losses
 from indexcache_search.evaluation import estimates
-from indexcache_search.results.held_out import CostResult, HeldOut, Measured, SearchResult, StepResult
-from indexcache_search.results.held_out import Row as TableRow
+from indexcache_search.results.held_out import CostResult, HeldOut, Measured, Row, SearchResult, StepResult
 from indexcache_search.results.names import suffix
 from indexcache_search.results.variant import BASELINE, BEST, MEAN, PHASE, Variant
-from indexcache_search.search.comparison import Row
+from indexcache_search.search.comparison import VariantLosses
 from indexcache_search.search.search import Found
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.pattern.selection import Selection
@@ -30,7 +29,6 @@ def collect(
     found: Found,
     file: PatternFile,
     engine: Engine,
-    algorithm_1: int,
     table: HeldOut,
     matrices: Mapping[str, NDArray[np.float64] | None],
     seconds: Mapping[str, float],
@@ -41,7 +39,6 @@ def collect(
         found: its outcome.
         file: the pattern file made of it.
         engine: the one that evaluated.
-        algorithm_1: layer-tokens of the paper's search.
         table: the held-out comparison.
         matrices: `overlap` and `similarity`, `[layers, layers]`; `None` if not measured.
         seconds: wall time of each phase of this run.
@@ -53,8 +50,8 @@ def collect(
         seconds={name: round(value, 1) for name, value in seconds.items()},
         cost=CostResult(
             **{**asdict(found.cost), "seconds": round(found.cost.seconds, 1)},
-            algorithm_1_layer_tokens=algorithm_1,
-            share_of_algorithm_1=found.cost.layer_tokens / max(algorithm_1, 1),
+            algorithm_1_layer_tokens=found.algorithm_1,
+            share_of_algorithm_1=found.cost.layer_tokens / max(found.algorithm_1, 1),
         ),
         steps=_steps(found),
         held_out=table,
@@ -77,10 +74,10 @@ def _steps(found: Found) -> list[StepResult]:
     ]
 
 
-def held_out(rows: Sequence[Row], data: TokenSet, first_sparse_position: int) -> HeldOut:
+def held_out(rows: Sequence[VariantLosses], data: TokenSet, first_sparse_position: int) -> HeldOut:
     """Tabulate the held-out comparison: every pattern, and uniform's mean and best over its phases."""
     baseline = next(row.evaluation for row in rows if row.line.kind == BASELINE)
-    table = [TableRow(**described(row.line), **_measure(row.evaluation, baseline, data)) for row in rows]
+    table = [Row(**described(row.line), **_measure(row.evaluation, baseline, data)) for row in rows]
     uniform = [row for row in rows if row.line.kind == PHASE]
     selections = [_group(row)[1] for row in uniform]
     for group in dict.fromkeys(map(_group, uniform)):
@@ -116,12 +113,12 @@ def _answer_sources(data: TokenSet, first_sparse_position: int) -> list[str]:
     return [name for number, name in enumerate(data.sources) if not all_counted[data.source_of == number].all()]
 
 
-def _group(row: Row) -> tuple[Fraction | None, Selection | None]:
+def _group(row: VariantLosses) -> tuple[Fraction | None, Selection | None]:
     """Summarise uniform's phases."""
     return row.line.retention, row.line.pattern.selection if isinstance(row.line.pattern, Pattern) else None
 
 
-def _phase_summaries(phases: Sequence[Row], baseline: Losses, data: TokenSet, more: str = "") -> list[TableRow]:
+def _phase_summaries(phases: Sequence[VariantLosses], baseline: Losses, data: TokenSet, more: str = "") -> list[Row]:
     """Mean over phases (its standard error is over sequences: the phases are all there are), and the best phase."""
     count, first = len(phases), phases[0]
     losses = tuple(math.fsum(column) / count for column in zip(*(row.evaluation.losses for row in phases), strict=True))
@@ -132,8 +129,8 @@ def _phase_summaries(phases: Sequence[Row], baseline: Losses, data: TokenSet, mo
     over_all["full_layers"] = described(first.line)["full_layers"]
     best_line = replace(best.line, kind=BEST, name=f"uniform, best phase{more}")
     return [
-        TableRow(**over_all, **_measure(mean, baseline, data, correct)),
-        TableRow(**described(best_line), **_measure(best.evaluation, baseline, data)),
+        Row(**over_all, **_measure(mean, baseline, data, correct)),
+        Row(**described(best_line), **_measure(best.evaluation, baseline, data)),
     ]
 
 

@@ -6,10 +6,9 @@ from functools import cached_property
 
 import sglang_indexcache
 from indexcache_search.data.sketch import Sketch
-from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine
+from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.search.search import Found
-from indexcache_search.search.settings import Settings
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.files.pattern_file import CalibrationSection, ModelSection, SearchSection, TrajectoryStep
 
@@ -19,13 +18,14 @@ class FileWriter:
 
     Args:
         engine: the one that evaluates.
-        calibration: the set that chooses.
-        settings: what the search is asked to do.
+        calibration: evaluates the tokens that choose.
+        seed: decided their order.
         created: the date of its first run.
     """
 
-    def __init__(self, engine: Engine, calibration: TokenSet, settings: Settings, created: str) -> None:
-        self._engine, self._calibration, self._settings, self._created = engine, calibration, settings, created
+    def __init__(self, engine: Engine, calibration: Evaluator, seed: int, created: str) -> None:
+        self._engine, self._calibration, self._objective = engine, calibration.data, calibration.objective
+        self._seed, self._created = seed, created
 
     @cached_property
     def _sketch(self) -> str:
@@ -34,7 +34,7 @@ class FileWriter:
 
     def file(self, found: Found, default: Pattern) -> PatternFile:
         """Return the file of `found`, which serves `default` unless a retention is requested."""
-        data, settings = self._calibration, self._settings
+        data = self._calibration
         walked = {self._engine.model.native, *(step.pattern for step in found.steps)}
         others = {key: pattern for key, pattern in found.patterns.items() if not found.steps or pattern not in walked}
         return PatternFile(
@@ -49,14 +49,14 @@ class FileWriter:
                 for step in found.steps
             ),
             search=SearchSection(
-                strategy=settings.strategy,
-                objective=settings.objective,
+                strategy=found.strategy.name,
+                objective=self._objective,
                 baseline_loss=found.baseline_loss,
                 loss=found.losses[default],
                 evaluations=found.cost.evaluations - 2,  # the baseline's own two
                 evaluated_sequences=found.cost.sequences,
-                seed=settings.seed,
-                blocks=settings.blocks,
+                seed=self._seed,
+                blocks=found.strategy.blocks,
                 noise_floor=found.noise_floor,
             ),
             calibration=CalibrationSection(

@@ -24,7 +24,7 @@ from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.evaluation import estimates
 from indexcache_search.results.variant import NAMED
-from indexcache_search.search.comparison import Row
+from indexcache_search.search.comparison import VariantLosses
 from indexcache_search.strategies.base import Step
 from sglang_indexcache import Pattern
 
@@ -118,7 +118,7 @@ class SearchProgress:
         best = "" if self._best is None else f"best {self._best:+.4f}"
         self._progress.update(self._task, completed=self._done, best=best)
 
-    def compared(self, row: Row, baseline: Row) -> None:
+    def compared(self, row: VariantLosses, baseline: VariantLosses) -> None:
         """Print a line of the held-out comparison if its pattern was requested."""
         assert self._data is not None
         if row.line.kind == NAMED:

@@ -35,14 +35,14 @@ from indexcache_search.results import tables
 from indexcache_search.results.held_out import SearchResult
 from indexcache_search.results.variant import NAMED
 from indexcache_search.search import metrics
-from indexcache_search.search.comparison import compare, comparison_lines
+from indexcache_search.search.comparison import comparison_lines, evaluated
 from indexcache_search.search.matrices import Matrices
 from indexcache_search.search.pattern_writer import FileWriter
 from indexcache_search.search.progress import SearchProgress, warn
 from indexcache_search.search.search import Found, Listeners, Search
 from indexcache_search.search.settings import Settings
 from indexcache_search.strategies import measured_strategies
-from indexcache_search.strategies.base import Step
+from indexcache_search.strategies.base import Goal, Step
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.command_line import error_context
 from sglang_indexcache.families import family_of
@@ -57,8 +57,8 @@ WRITTEN = ("pattern.yaml", "metrics.json", "report.html")
 class SearchData:
     """Sources and sizes of the calibration and the held-out set; `seq_len` None means 4 x `first_sparse_position`.
 
-    `reply`, see `TokenSet.ending_in_replies`; `None` if all tokens count that sources let count. `rows` says how rows
-    are understood.
+    `seed` decides the order of the calibration data. `reply`, see `TokenSet.ending_in_replies`; `None` if all tokens
+    count that sources let count. `rows` says how rows are understood.
     """
 
     calibration: tuple[str, ...]
@@ -66,6 +66,7 @@ class SearchData:
     seq_len: int | None
     num_sequences: int
     num_eval_sequences: int
+    seed: int = 0
     reply: int | None = None
     rows: RowOptions = AS_THEY_ARE
 
@@ -122,14 +123,20 @@ def run(
         out = stack.enter_context(outputs("indexcache-search", files.folder, files.work_dir, WRITTEN, reads))
         with console.status(Text(f"Loading {redacted(model)}")):
             with error_context("reading the data"):
-                reader, calibration, held_out = _load_data(model, data, settings, runtime)
+                goal, reader, calibration, held_out = _load_data(model, data, settings, runtime)
             with error_context("loading the model"):
                 engine = _load_engine(model, runtime, out, stack, console)
         for note in reader.notes:
             warn(console, note)
-        belongs_to = identity(engine, calibration, held_out, settings.objective)
-        journal = stack.enter_context(Journal(out.journal(), belongs_to, today(), files.restart))
-        result = _search(engine, calibration, held_out, settings, journal, out, console)
+        names = identity(engine, calibration, held_out, settings.objective)
+        journal = stack.enter_context(Journal(out.journal(), names, today(), files.restart))
+        with SearchProgress(console) as progress:
+            chooses = Evaluator(engine, calibration, settings.objective, journal, "calibration", progress.evaluated)
+            judges = Evaluator(engine, held_out, "nll", journal, "held-out", progress.evaluated)
+            writer = FileWriter(engine, chooses, data.seed, journal.facts["created"])
+            matrices = Matrices(engine, calibration, journal)
+            search = Search(engine, chooses, settings.strategy, goal, matrices.measured)
+            result = _search(search, judges, writer, matrices, out, progress)
         from indexcache_search.search.report import render  # matplotlib takes a second to import
 
         pages = {
@@ -148,24 +155,24 @@ def show_data(model: str, data: SearchData, runtime: Runtime, settings: Settings
         IndexCacheError: as `run`.
     """
     with error_context("reading the data"):
-        reader, calibration, held_out = _load_data(model, data, settings, runtime)
+        _, reader, calibration, held_out = _load_data(model, data, settings, runtime)
     dry_run.show(reader, {"evaluation": held_out, "calibration": calibration})
 
 
 def _load_data(
     model: str, data: SearchData, settings: Settings, runtime: Runtime
-) -> tuple[TokenReader, TokenSet, TokenSet]:
+) -> tuple[Goal, TokenReader, TokenSet, TokenSet]:
     """Read the data before the weights: mistakes in the first are common, and the second takes long."""
     set_quiet()
     description = describe_model(model, runtime.selection)
     if runtime.engine == "sglang" and not family_of(description.architecture).sglang.calibrated:
         raise SearchError(f"--engine sglang does not search {description.architecture}; expected transformers")
-    settings.goal(description)  # raises what can't be had
-    return token_sets(model, description, data, data.seq_len or 4 * description.first_sparse_position, settings.seed)
+    goal = settings.goal(description)
+    return goal, *token_sets(model, description, data, data.seq_len or 4 * description.first_sparse_position)
 
 
 def token_sets(
-    model: str, description: ModelLayers, data: SearchData, seq_len: int, seed: int
+    model: str, description: ModelLayers, data: SearchData, seq_len: int
 ) -> tuple[TokenReader, TokenSet, TokenSet]:
     """Read the calibration and the held-out set of sequences of `seq_len` tokens; the reader has notes about both.
 
@@ -184,7 +191,7 @@ def token_sets(
         seq_len=seq_len,
         num_calibration=data.num_sequences,
         num_evaluation=data.num_eval_sequences,
-        seed=seed,
+        seed=data.seed,
     )
     if data.reply is None:
         return reader, *sets
@@ -212,17 +219,10 @@ def _load_engine(model: str, runtime: Runtime, out: Outputs, stack: ExitStack, c
 
 
 def _search(
-    engine: Engine,
-    calibration: TokenSet,
-    held_out: TokenSet,
-    settings: Settings,
-    journal: Journal,
-    out: Outputs,
-    console: Console,
+    search: Search, judges: Evaluator, writer: FileWriter, matrices: Matrices, out: Outputs, progress: SearchProgress
 ) -> SearchResult:
-    """Run the phases of a search under a progress bar; write down the patterns that are found on the way."""
-    writer = FileWriter(engine, calibration, settings, journal.facts["created"])
-    matrices = Matrices(engine, calibration, journal)
+    """Run the phases of a search; write down the patterns that are found on the way."""
+    engine, goal = search.engine, search.goal
     seconds: dict[str, float] = {}
 
     @contextmanager
@@ -232,43 +232,37 @@ def _search(
             yield
         seconds[name] = time.monotonic() - began
 
-    with SearchProgress(console) as progress:
-        chooses = Evaluator(engine, calibration, settings.objective, journal, "calibration", progress.evaluated)
-        judges = Evaluator(engine, held_out, "nll", journal, "held-out", progress.evaluated)
+    def on_step(step: Step, found: Found) -> None:
+        out.work.write(PARTIAL, writer.file(found, step.pattern).dumps())
+        progress.committed(step, len(found.steps), len(goal.native.full_layers) - goal.fewest)
 
-        def on_step(step: Step, found: Found) -> None:
-            out.work.write(PARTIAL, writer.file(found, step.pattern).dumps())
-            progress.committed(step, len(found.steps), len(engine.model.native.full_layers) - search.goal.fewest)
+    def on_pattern(retention: Fraction, found: Found) -> None:
+        out.work.write(PARTIAL, writer.file(found, next(iter(found.patterns.values()))).dumps())
+        share = sum(map(float, found.patterns)) / sum(map(float, goal.full_layers))
+        progress.found(retention, found.patterns[retention], share)
 
-        def on_pattern(retention: Fraction, found: Found) -> None:
-            out.work.write(PARTIAL, writer.file(found, next(iter(found.patterns.values()))).dumps())
-            share = sum(map(float, found.patterns)) / sum(map(float, settings.retain))
-            progress.found(retention, found.patterns[retention], share)
-
-        listeners = Listeners(on_step, on_pattern, progress.notice)
-        search = Search(engine, chooses, settings, matrices.measured, listeners)
-        with timed("search"):
-            progress.begin(f"{settings.strategy} search", search.planned_sequences(), calibration)
-            found = search.find()
-        with timed("overlap and similarity"):
-            progress.wait("what layers have in common")
-            rules = measured_strategies(engine.model.dense)
-            measured = {name: matrices.measured(name) for name in ("overlap", *(rule.name for rule in rules))}
-            lines = comparison_lines(settings.strategy, found.patterns, engine.model.native, measured, found.plain)
-        for look_alike in found.look_alikes:
-            progress.warn(str(look_alike))
-        with timed("held-out comparison"):
-            distinct = len({line.pattern for line in lines})
-            progress.begin("held-out comparison", distinct * held_out.num_sequences, held_out)
-            rows = []
-            for row in compare(lines, judges):
-                rows.append(row)
-                progress.compared(row, rows[0])
+    with timed("search"):
+        progress.begin(f"{search.strategy.name} search", search.planned_sequences(), search.data)
+        found = search.find(Listeners(on_step, on_pattern, progress.notice))
+    with timed("overlap and similarity"):
+        progress.wait("what layers have in common")
+        rules = measured_strategies(engine.model.dense)
+        measured = {name: matrices.measured(name) for name in ("overlap", *(rule.name for rule in rules))}
+        lines = comparison_lines(found, goal.native, measured)
+    for look_alike in found.look_alikes:
+        progress.warn(str(look_alike))
+    with timed("held-out comparison"):
+        distinct = len({line.pattern for line in lines})
+        progress.begin("held-out comparison", distinct * judges.data.num_sequences, judges.data)
+        rows = []
+        for row in evaluated(lines, judges):
+            rows.append(row)
+            progress.compared(row, rows[0])
     with error_context("looking whether the model is still the same"):
         engine.check_unchanged()
-    file = writer.file(found, found.patterns[settings.retain[0]])
-    table = metrics.held_out(rows, held_out, engine.model.first_sparse_position)
-    return metrics.collect(found, file, engine, search.algorithm_1(), table, measured, seconds)
+    file = writer.file(found, found.patterns[next(iter(goal.full_layers))])
+    table = metrics.held_out(rows, judges.data, engine.model.first_sparse_position)
+    return metrics.collect(found, file, engine, table, measured, seconds)
 
 
 def show(result: SearchResult, model: str | None, files: Files, out: Console) -> None:

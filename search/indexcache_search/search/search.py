@@ -14,9 +14,8 @@ from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.evaluation.evaluator import Cost, Evaluator
 from indexcache_search.evaluation.judge import CONFIDENCE, Judge
-from indexcache_search.search.settings import Settings
-from indexcache_search.strategies.base import Outcome, Problem, Step
-from indexcache_search.strategies.greedy import count_evaluations
+from indexcache_search.strategies.base import Goal, Outcome, Problem, Step, Strategy
+from indexcache_search.strategies.swaps import improved
 from sglang_indexcache import Pattern
 
 
@@ -42,22 +41,26 @@ class Found:
     """Results of a strategy, final or so far.
 
     Attributes:
+        strategy: how it was found.
         steps: nested flips, where there are such.
         patterns: by retention; all on the way of `steps`, or better than what is.
         plain: the best for as much without blocks of queries, where `patterns` may have them.
         look_alikes: other patterns that calibration can't tell from those.
         cost: what all evaluations on the calibration set took.
+        algorithm_1: layer-tokens of the paper's Algorithm 1, which runs every layer of every evaluation.
         baseline_loss: the native pattern's loss on the calibration set.
         noise_floor: how far two evaluations of it lie apart, on the first share of the sequences.
         losses: each of these patterns' loss on the whole set.
         increases: over `baseline_loss`, likewise.
     """
 
+    strategy: Strategy
     steps: tuple[Step, ...]
     patterns: Mapping[Fraction, Pattern]
     plain: Mapping[Fraction, Pattern]
     look_alikes: tuple[LookAlike, ...]
     cost: Cost
+    algorithm_1: int
     baseline_loss: float
     noise_floor: float
     losses: Mapping[Pattern, float]
@@ -85,52 +88,45 @@ class Search:
     Args:
         engine: evaluates patterns.
         calibration: evaluates them on the tokens that choose.
-        settings: see `Settings`.
+        strategy: how patterns are found.
+        goal: its goal.
         measured: matrices of the model by name, which some strategies ask for.
-        listeners: hear of what happens.
     """
 
     def __init__(
         self,
         engine: Engine,
         calibration: Evaluator,
-        settings: Settings,
+        strategy: Strategy,
+        goal: Goal,
         measured: Callable[[str], NDArray[np.float64] | None] = lambda name: None,
-        listeners: Listeners | None = None,
     ) -> None:
-        self.strategy, self.goal = settings.chosen_strategy(), settings.goal(engine.model)
-        self._engine, self._native = engine, engine.model.native
-        self._calibration, self._measured = calibration, measured
-        self._listeners = listeners or Listeners()
-        self._judge = Judge.racing(calibration) if settings.races else Judge(calibration)
+        self.strategy, self.goal = strategy, goal
+        self.engine, self._native = engine, engine.model.native
+        self.data, self._calibration, self._measured = calibration.data, calibration, measured
+        self._judge = Judge.racing(calibration) if strategy.race else Judge(calibration)
 
     def planned_sequences(self) -> int | None:
         """Sequences that the strategy will run; `None` where that depends on what it finds."""
-        planned = self.strategy.planned(self.goal)
+        planned = None if self.strategy.swaps else self.strategy.planned(self.goal)
         return None if planned is None else (2 + planned) * self._calibration.data.num_sequences
 
-    def algorithm_1(self) -> int:
-        """Layer-tokens of the paper's Algorithm 1 to the smallest retention: every layer of every evaluation runs."""
-        evaluations = count_evaluations(self._native, self.goal.fewest)
-        return evaluations * len(self._native) * self._calibration.data.tokens.size
-
-    def find(self) -> Found:
-        """Evaluate the native pattern, run the strategy."""
+    def find(self, listeners: Listeners | None = None) -> Found:
+        """Evaluate the native pattern, run the strategy; `listeners` hear of what happens."""
+        listeners = listeners or Listeners()
         self._calibration.evaluations([self._native])
         self._calibration.evaluations([self._native], self._judge.shares[0], repeat=1)  # the difference is noise
-        listeners = self._listeners
-        outcome = self.strategy.find(
-            Problem(
-                goal=self.goal,
-                judge=self._judge,
-                engine=self._engine.name,
-                measured=self._measured,
-                on_step=lambda step, steps: listeners.on_step(step, self._found(Outcome({}, steps))),
-                on_pattern=lambda retention, patterns: listeners.on_pattern(retention, self._found(Outcome(patterns))),
-                notice=listeners.notice,
-            )
+        problem = Problem(
+            goal=self.goal,
+            judge=self._judge,
+            engine=self.engine.name,
+            measured=self._measured,
+            on_step=lambda step, steps: listeners.on_step(step, self._found(Outcome({}, steps))),
+            on_pattern=lambda retention, patterns: listeners.on_pattern(retention, self._found(Outcome(patterns))),
+            notice=listeners.notice,
         )
-        return self._found(outcome)
+        outcome = self.strategy.find(problem)
+        return self._found(improved(outcome, problem, swaps) if (swaps := self.strategy.swaps) else outcome)
 
     def _found(self, outcome: Outcome) -> Found:
         steps, patterns, rivals = outcome.steps, outcome.patterns, outcome.rivals
@@ -138,11 +134,13 @@ class Search:
         evaluations = dict(zip(known, self._calibration.evaluations(known), strict=True))
         baseline = self._calibration.evaluations([self._native])[0]
         return Found(
+            strategy=self.strategy,
             steps=steps,
             patterns=dict(patterns),
             plain=dict(outcome.plain),
             look_alikes=tuple(item for retention in rivals for item in self._look_alikes(retention, patterns, rivals)),
             cost=self._calibration.cost,
+            algorithm_1=self.goal.algorithm_1 * len(self._native) * data.tokens.size,
             baseline_loss=estimates.loss(baseline, data).mean,
             noise_floor=self._noise_floor(baseline),
             losses={pattern: estimates.loss(item, data).mean for pattern, item in evaluations.items()},

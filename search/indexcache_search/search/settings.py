@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
-from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES, WITH_PRICES
 from indexcache_search.strategies.base import Goal, Strategy
+from indexcache_search.strategies.lazy import Lazy
 from indexcache_search.strategies.prices import PRICE_CONTEXT, prices_at
-from indexcache_search.strategies.swaps import Swapping
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.pattern import full_layer_count
 from sglang_indexcache.pattern.indexer_setting import QUERIES
@@ -23,49 +22,19 @@ class Settings:
 
     Attributes:
         retain: retentions to search; the first is the pattern file's default.
-        strategy: a name among `STRATEGIES`.
-        blocks: parts that block-wise greedy divides the layers into; 1 is Algorithm 1.
-        flips: how many flips a lazy step evaluates at least.
-        race: compare patterns on growing shares of the sequences, where the strategy does that at all.
-        swaps: swaps that local search tries a round; 0 for no local search.
+        strategy: how patterns are found; `BudgetSearch` with `queries`.
         objective: what is minimised.
         queries: for how many prompt queries at a time an `F` layer may select; see `strategies.budget_search`.
         price_context: prompt tokens at which these are priced.
         decode_retain: share of layers that are `F` at most in such patterns; `None` for all.
-        seed: decides the order of the calibration data.
     """
 
     retain: tuple[Fraction, ...]
-    strategy: str = DEFAULT_STRATEGY
-    blocks: int = 1
-    flips: int = 1
-    race: bool = True
-    swaps: int = 0
+    strategy: Strategy = field(default_factory=Lazy)
     objective: Objective = "kl"
-    seed: int = 0
     queries: tuple[int, ...] = ()
     price_context: int = PRICE_CONTEXT
     decode_retain: Fraction | None = None
-
-    @property
-    def races(self) -> bool:
-        """True if patterns are compared on growing shares of the sequences."""
-        return self.race and "race" in STRATEGIES[self.strategy].settings
-
-    def chosen_strategy(self) -> Strategy:
-        """Return the strategy, followed by local search if that is requested.
-
-        Raises:
-            SearchError: if there is no such strategy.
-        """
-        strategy = STRATEGIES.get(self.strategy)
-        if strategy is None:
-            raise SearchError(f"--strategy is {self.strategy}, expected one of {', '.join(STRATEGIES)}")
-        if self.queries:
-            if self.strategy not in WITH_PRICES or self.swaps:
-                raise SearchError(f"--queries needs --strategy {' or '.join(WITH_PRICES)}, without swaps")
-            return WITH_PRICES[self.strategy]
-        return Swapping(strategy, self.swaps) if self.swaps else strategy
 
     def goal(self, model: ModelLayers) -> Goal:
         """Return the goal of the search on `model`, checked before anything expensive.
@@ -77,12 +46,10 @@ class Settings:
         goal = Goal(
             native=model.native,
             full_layers=full_layers,
-            blocks=self.blocks,
-            flips=self.flips,
             prices=self._prices(model),
             most_full=self._most_full(model, full_layers),
         )
-        self.chosen_strategy().check(goal)
+        self.strategy.check(goal)
         return goal
 
     def _prices(self, model: ModelLayers) -> dict[int, float]:

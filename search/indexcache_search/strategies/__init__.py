@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from indexcache_search.errors import SearchError
 from indexcache_search.strategies.base import Strategy
 from indexcache_search.strategies.budget_search import BudgetSearch
 from indexcache_search.strategies.exhaustive import Exhaustive
@@ -13,14 +16,27 @@ from indexcache_search.strategies.shift import Shift
 from indexcache_search.strategies.similarity import Similarity
 from indexcache_search.strategies.uniform import Uniform
 
-STRATEGIES: dict[str, Strategy] = {
-    strategy.name: strategy for strategy in (Lazy(), Greedy(), Exhaustive(), Uniform(), Similarity(), Shift(), Recall())
+STRATEGIES: dict[str, type[Strategy]] = {
+    strategy.name: strategy for strategy in (Lazy, Greedy, Exhaustive, Uniform, Similarity, Shift, Recall)
 }
 DEFAULT_STRATEGY = next(iter(STRATEGIES))
-WITH_PRICES: dict[str, Strategy] = {Lazy.name: BudgetSearch()}
-"""Strategies for patterns with blocks of queries, by the name of the strategy whose flips they follow."""
+
+
+def strategy_of(name: str = DEFAULT_STRATEGY, *, priced: bool = False, **settings: Any) -> Strategy:
+    """Return a strategy with its settings, `priced` if layers may select for blocks of queries.
+
+    Raises:
+        KeyError: if there is no such strategy.
+        TypeError: if it has no such setting, see `Strategy.settings`.
+        SearchError: if it can't look for blocks.
+    """
+    if not priced:
+        return STRATEGIES[name](**settings)
+    if name != BudgetSearch.name or settings.pop("swaps", 0):
+        raise SearchError(f"--queries needs --strategy {BudgetSearch.name}, without swaps")
+    return BudgetSearch(**settings)
 
 
 def measured_strategies(dense: bool) -> list[MeasuredStrategy]:
     """Return the strategies that derive patterns from a measurement, for dense models or for others."""
-    return [item for item in STRATEGIES.values() if isinstance(item, MeasuredStrategy) and item.dense == dense]
+    return [item() for item in STRATEGIES.values() if issubclass(item, MeasuredStrategy) and item.dense == dense]

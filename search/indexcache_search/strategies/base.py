@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
@@ -38,8 +38,6 @@ class Goal:
     Attributes:
         native: the checkpoint's own pattern, which shares only locked layers.
         full_layers: number of `F` layers by retention.
-        blocks: see `greedy`.
-        flips: minimum number of flips that a lazy step evaluates.
         prices: cost of an `F` layer by the number of prompt queries per selection, including 1; empty if all layers
             select for single queries. With prices, a pattern may have another number of `F` layers than `full_layers`
             for the same total.
@@ -49,8 +47,6 @@ class Goal:
 
     native: Pattern
     full_layers: Mapping[Fraction, int]
-    blocks: int = 1
-    flips: int = 1
     prices: Mapping[int, float] = field(default_factory=dict)
     most_full: int | None = None
 
@@ -58,6 +54,11 @@ class Goal:
     def fewest(self) -> int:
         """Number of `F` layers at the smallest retention."""
         return min(self.full_layers.values())
+
+    @property
+    def algorithm_1(self) -> int:
+        """Number of patterns that the paper's Algorithm 1 evaluates to the smallest retention (Section 3.1.2)."""
+        return sum(range(self.fewest, len(self.native.full_layers)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,18 +112,28 @@ class Outcome:
     plain: dict[Fraction, Pattern] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Strategy(ABC):
-    """Method of searching for patterns.
+    """Method of searching for patterns; its fields are its settings on the command line.
 
     Attributes:
         name: its name on the command line and in pattern files.
         summary: description for `--help`.
-        settings: fields of `Settings` that it reads; with race it compares patterns on growing shares of sequences.
+        race: compare patterns on growing shares of the sequences, see `Judge`.
+        swaps: swaps per round of the local search that follows, see `swaps.improve`; 0 for none.
+        blocks: parts of the layers that are searched in turn, see `greedy`.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    settings: ClassVar[tuple[str, ...]] = ("race", "swaps")
+    race: bool = True
+    swaps: int = 0
+    blocks: int = field(default=1, init=False)
+
+    @classmethod
+    def settings(cls) -> list[str]:
+        """Return the names of the settings that can be given."""
+        return sorted(item.name for item in fields(cls) if item.init)
 
     def check(self, goal: Goal) -> None:
         """Check that `goal` can be reached, before any expensive work.

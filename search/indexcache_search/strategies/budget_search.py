@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from indexcache_search.strategies.base import Goal, Outcome, Problem, Strategy, by_count, find_each
+from indexcache_search.strategies.base import Goal, Outcome, Problem, by_count, find_each
 from indexcache_search.strategies.budget_fit import BudgetFit
-from indexcache_search.strategies.lazy import trajectory
+from indexcache_search.strategies.lazy import Lazy
 from indexcache_search.strategies.prices import cost
 from sglang_indexcache import Pattern
 
@@ -26,16 +27,16 @@ ROUNDS = 3  # maximum rounds of the last check
 TRIED = 8  # patterns raced per round
 
 
-class BudgetSearch(Strategy):
+@dataclass(frozen=True, kw_only=True)
+class BudgetSearch(Lazy):
     """Strategy that fits patterns on the way of `Lazy` into the budget, then races them."""
 
-    name = "budget"
-    summary = "patterns on the way of lazy, with blocks of queries in the layers that bear them"
+    swaps: int = field(default=0, init=False)
 
     def find(self, problem: Problem) -> Outcome:
         """Fit patterns with several numbers of `F` layers into each budget, and improve the best."""
         goal, budgets = problem.goal, problem.goal.full_layers
-        steps, ranked = trajectory(problem, goal.fewest, budgets.values())
+        steps, ranked = self.trajectory(problem)
         on_the_way = by_count(goal.native, steps)
         plain = {retention: ranked[budget][0] for retention, budget in budgets.items()}
         fits: dict[int, BudgetFit] = {}  # by the number of `F` layers

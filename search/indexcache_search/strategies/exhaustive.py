@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from indexcache_search.errors import SearchError
 from indexcache_search.strategies.base import DirectStrategy, Goal, Problem
-from indexcache_search.strategies.greedy import count_evaluations
 from sglang_indexcache import Pattern
 
 MOST_PATTERNS = 200_000
@@ -35,12 +35,13 @@ def layers_to_run(patterns: list[Pattern]) -> int:
     return total
 
 
+@dataclass(frozen=True, kw_only=True)
 class Exhaustive(DirectStrategy):
     """Strategy that takes the best of all patterns; everything runs on all sequences."""
 
     name = "exhaustive"
     summary = "all patterns with as many F layers; says first what that costs"
-    settings = ("swaps",)
+    race: bool = field(default=False, init=False)
 
     def check(self, goal: Goal) -> None:
         """Check that `goal` can be reached with a feasible number of patterns."""
@@ -61,7 +62,7 @@ class Exhaustive(DirectStrategy):
         goal = problem.goal
         full_layers = goal.full_layers[retention]
         patterns = list(every_pattern(goal.native, full_layers))
-        algorithm_1 = count_evaluations(goal.native, goal.fewest) * len(goal.native)
+        algorithm_1 = goal.algorithm_1 * len(goal.native)
         problem.notice(
             f"{retention}: {len(patterns):,} patterns with {full_layers} {goal.native.full_role} layers,"
             f" {layers_to_run(patterns) / max(algorithm_1, 1):.0%} of the layer-tokens of Algorithm 1 where layers"

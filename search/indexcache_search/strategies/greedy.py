@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from indexcache_search.errors import SearchError
 from indexcache_search.strategies.base import Goal, Outcome, Problem, Step, Strategy, by_count, too_many
@@ -77,7 +78,7 @@ def check_reachable(start: Pattern, stop: int, blocks: int = 1) -> None:
 
 
 def count_evaluations(start: Pattern, stop: int, blocks: int = 1) -> int:
-    """Count the evaluations of `greedy`; one block has sum over s of (F layers - 1 - s) (paper, Section 3.1.2)."""
+    """Count the evaluations of `greedy`; for one block see `Goal.algorithm_1`."""
     asked = 0
 
     def evaluate(patterns: Sequence[Pattern]) -> list[float]:
@@ -90,26 +91,28 @@ def count_evaluations(start: Pattern, stop: int, blocks: int = 1) -> int:
     return asked
 
 
+@dataclass(frozen=True, kw_only=True)
 class Greedy(Strategy):
     """Algorithm 1, optionally in blocks; everything runs on all sequences."""
 
     name = "greedy"
     summary = "every flip in every step, the paper's Algorithm 1; a trajectory that serves any retention"
-    settings = ("blocks", "swaps")
+    race: bool = field(default=False, init=False)
+    blocks: int = 1
 
     def check(self, goal: Goal) -> None:
         """Check that every retention can be reached."""
         for full_layers in goal.full_layers.values():
-            check_reachable(goal.native, full_layers, goal.blocks)
+            check_reachable(goal.native, full_layers, self.blocks)
 
     def planned(self, goal: Goal) -> int:
         """Return the number of evaluations of `greedy`."""
-        return count_evaluations(goal.native, goal.fewest, goal.blocks)
+        return count_evaluations(goal.native, goal.fewest, self.blocks)
 
     def find(self, problem: Problem) -> Outcome:
         """Run `greedy` down to the smallest retention, and take each pattern from its steps."""
         goal, steps = problem.goal, list[Step]()
-        for step in greedy(goal.native, goal.fewest, problem.judge.losses, goal.blocks):
+        for step in greedy(goal.native, goal.fewest, problem.judge.losses, self.blocks):
             steps.append(step)
             problem.on_step(step, tuple(steps))
         patterns = by_count(goal.native, steps)

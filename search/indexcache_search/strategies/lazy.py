@@ -6,7 +6,8 @@ Minoux, "Accelerated greedy algorithms for maximizing submodular set functions",
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from indexcache_search.strategies.base import Outcome, Problem, Step, Strategy
@@ -107,37 +108,41 @@ class LazyFlips:
         return Step(best, self.pattern, after, {layer: before + costs[layer] for layer in sorted(costs)})
 
 
-def trajectory(problem: Problem, stop: int, wanted: Collection[int]) -> tuple[list[Step], dict[int, list[Pattern]]]:
-    """Flip down to `stop` `F` layers; for each count in `wanted` rank the patterns run on all sequences."""
-    native, judge = problem.goal.native, problem.judge
-    flips, steps = LazyFlips(native, judge, problem.goal.flips), list[Step]()
-    ranked, tries = {len(native.full_layers): [native]}, math.ceil(len(native) / LAYERS_A_SWAP)
-    while len(flips.pattern.full_layers) > stop:
-        before, step = flips.pattern, flips.flip()
-        steps.append(step)
-        problem.on_step(step, tuple(steps))
-        count = len(step.pattern.full_layers)
-        if count in wanted:
-            others = [before.share(layer) for layer in step.losses if layer != step.layer]
-            ranked[count] = [*last_check(step.pattern, flips.swaps()[:tries], judge), *others]
-            if ranked[count][0] != step.pattern:
-                problem.notice(swap_line(step.pattern, ranked[count][0], judge))
-    return steps, ranked
-
-
+@dataclass(frozen=True, kw_only=True)
 class Lazy(Strategy):
-    """Algorithm 1 with few flips per step, and a check of swaps for each requested pattern."""
+    """Algorithm 1 with few flips per step, and a check of swaps for each requested pattern.
+
+    Attributes:
+        flips: minimum number of flips that a step evaluates.
+    """
 
     name = "lazy"
-    settings = ("flips", "race", "swaps")
     summary = "every flip once, then a few each step, then swaps; a trajectory that serves any retention"
+    flips: int = 1
 
     def find(self, problem: Problem) -> Outcome:
         """Follow the lazy trajectory to the smallest retention, and check swaps at each one."""
         counts = problem.goal.full_layers
-        steps, ranked = trajectory(problem, problem.goal.fewest, counts.values())
+        steps, ranked = self.trajectory(problem)
         return Outcome(
             {retention: ranked[count][0] for retention, count in counts.items()},
             tuple(steps),
             {retention: ranked[count][1:] for retention, count in counts.items()},
         )
+
+    def trajectory(self, problem: Problem) -> tuple[list[Step], dict[int, list[Pattern]]]:
+        """Flip down to the goal's fewest `F` layers; for each of its counts rank the patterns run on all sequences."""
+        native, judge, wanted = problem.goal.native, problem.judge, problem.goal.full_layers.values()
+        flips, steps = LazyFlips(native, judge, self.flips), list[Step]()
+        ranked, tries = {len(native.full_layers): [native]}, math.ceil(len(native) / LAYERS_A_SWAP)
+        while len(flips.pattern.full_layers) > problem.goal.fewest:
+            before, step = flips.pattern, flips.flip()
+            steps.append(step)
+            problem.on_step(step, tuple(steps))
+            count = len(step.pattern.full_layers)
+            if count in wanted:
+                others = [before.share(layer) for layer in step.losses if layer != step.layer]
+                ranked[count] = [*last_check(step.pattern, flips.swaps()[:tries], judge), *others]
+                if ranked[count][0] != step.pattern:
+                    problem.notice(swap_line(step.pattern, ranked[count][0], judge))
+        return steps, ranked

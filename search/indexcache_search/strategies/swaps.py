@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from indexcache_search.strategies.base import Goal, Outcome, Problem, Strategy
+from indexcache_search.strategies.base import Outcome, Problem
 from sglang_indexcache import Pattern
 
 if TYPE_CHECKING:
@@ -105,29 +105,13 @@ def _traded(pattern: Pattern, swapped: Pattern) -> tuple[int, int]:
     return newly_shared, newly_full
 
 
-class Swapping(Strategy):
-    """Strategy that adds local search from each pattern of another strategy.
+def improved(outcome: Outcome, problem: Problem, tries: int) -> Outcome:
+    """Improve each pattern that a strategy found, see `improve`."""
 
-    Args:
-        strategy: the other strategy.
-        tries: see `improve`.
-    """
-
-    def __init__(self, strategy: Strategy, tries: int) -> None:
-        self._strategy, self._tries = strategy, tries
-
-    def check(self, goal: Goal) -> None:
-        """Check `goal` with the other strategy."""
-        self._strategy.check(goal)
-
-    def find(self, problem: Problem) -> Outcome:
-        """Find patterns with the other strategy, and improve each by swaps."""
-        outcome = self._strategy.find(problem)
-        patterns = {retention: self._improved(pattern, problem) for retention, pattern in outcome.patterns.items()}
-        return replace(outcome, patterns=patterns)
-
-    def _improved(self, pattern: Pattern, problem: Problem) -> Pattern:
-        for swapped in improve(pattern, problem.goal.native, problem.judge, self._tries):
+    def after_swaps(pattern: Pattern) -> Pattern:
+        for swapped in improve(pattern, problem.goal.native, problem.judge, tries):
             problem.notice(swap_line(pattern, swapped, problem.judge))
             pattern = swapped
         return pattern
+
+    return replace(outcome, patterns={kept: after_swaps(pattern) for kept, pattern in outcome.patterns.items()})

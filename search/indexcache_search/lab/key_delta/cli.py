@@ -71,17 +71,18 @@ def search(
         from indexcache_search.lab.key_delta.run import KeySettings, run, shares_of, show, show_data
         from indexcache_search.search.run import Files, SearchData
 
-        what = KeySettings(shares=shares_of(skip), near=_given(near), seed=seed)
+        what = KeySettings(shares=shares_of(skip), near=_given(near))
         data = SearchData(
             calibration=tuple(calibration),
             evaluation=tuple(evaluation or calibration),
             seq_len=seq_len,
+            seed=seed,
             num_sequences=num_sequences,
             num_eval_sequences=num_eval_sequences or 32,
             rows=options.row_options(rows),
         )
         if dry_run:
-            show_data(model, data, seed)
+            show_data(model, data)
             return
         runtime = Runtime(
             device=device, dtype=dtype, batch_size=batch_size, prefix_cache_gb=prefix_cache_gb, attention="naive"

@@ -51,12 +51,10 @@ class KeySettings:
     Attributes:
         shares: shares of the products of queries with keys to leave out.
         near: `window`, `max_window` and `recent` of a `KeyPlan`, instead of its own.
-        seed: seed of the order of the calibration documents.
     """
 
     shares: tuple[float, ...]
     near: Mapping[str, Any]
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def run(
     reads = {"--model": [model], "--calibration": data.calibration, "--evaluation": data.evaluation}
     with ExitStack() as stack:
         out = stack.enter_context(outputs(COMMAND, files.folder, files.work_dir, names, reads))
-        description, reader, calibration, held_out = _load_data(model, data, settings.seed)
+        description, reader, calibration, held_out = _load_data(model, data)
         nothing = KeyPlan(method="key_delta", values=(0.0,) * description.num_layers, **settings.near)
         for note in reader.notes:
             warn(console, note)
@@ -155,22 +153,22 @@ def run(
         return KeyResult(comparison, gains, tuple(out.results.path / name for name in kept))
 
 
-def show_data(model: str, data: SearchData, seed: int) -> None:
+def show_data(model: str, data: SearchData) -> None:
     """Read the data as `run` does, print what was read, and do nothing else.
 
     Raises:
         IndexCacheError: as `run`.
     """
-    _, reader, calibration, held_out = _load_data(model, data, seed)
+    _, reader, calibration, held_out = _load_data(model, data)
     dry_run.show(reader, {"evaluation": held_out, "calibration": calibration})
 
 
-def _load_data(model: str, data: SearchData, seed: int) -> tuple[ModelLayers, TokenReader, TokenSet, TokenSet]:
+def _load_data(model: str, data: SearchData) -> tuple[ModelLayers, TokenReader, TokenSet, TokenSet]:
     set_quiet()
     seq_len = data.seq_len or LONG
     description = dense_model(model, seq_len)
     with error_context("reading the data"):
-        return description, *token_sets(model, description, data, seq_len, seed)
+        return description, *token_sets(model, description, data, seq_len)
 
 
 def _search(
