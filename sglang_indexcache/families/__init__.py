@@ -19,7 +19,7 @@ from sglang_indexcache.model.layers import ModelLayers
 
 FAMILIES: tuple[Family, ...] = (DSA, HY_V4, DEEPSEEK_V4, DENSE_GQA)
 
-_BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.checkpoint.architectures}
+_BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.checkpoint.keys}
 
 
 def family_of(architecture: str) -> Family:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,14 +27,11 @@ class CheckpointReader(ABC):
 
     Attributes:
         keys: by architecture, the keys of a config.json that the models' code reads.
+        indexer_weight: the names of tensors of a layer that can select; the first group is the layer's number.
     """
 
     keys: ClassVar[Mapping[str, ConfigKeys]]
-
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        """Architectures, as in config.json."""
-        return tuple(self.keys)
+    indexer_weight: ClassVar[re.Pattern[str]]
 
     @abstractmethod
     def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> ModelLayers:
@@ -42,7 +40,7 @@ class CheckpointReader(ABC):
         Args:
             config: its content.
             name: name of the model, for people.
-            architecture: the one of `architectures` that it names.
+            architecture: the one of `keys` that it names.
 
         Raises:
             ModelConfigError: if a needed key is missing or wrong.
@@ -61,9 +59,9 @@ class CheckpointReader(ABC):
         native = replace(model.native, selection=selection)
         return replace(model, native=native, index_topk=selection.tokens, first_sparse_position=selection.tokens)
 
-    @abstractmethod
     def indexer_layers(self, tensors: Iterable[str]) -> frozenset[int]:
         """Find the model layers that can select, NextN/MTP layers included, by the names of a checkpoint's tensors."""
+        return frozenset(int(match[1]) for name in tensors if (match := self.indexer_weight.search(name)))
 
     def check_overrides(self, overrides: Mapping[str, Any]) -> None:
         """Refuse model overrides that a config.json would be refused for.

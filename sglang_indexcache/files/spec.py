@@ -139,11 +139,7 @@ def spells_letters(text: str) -> bool:
 
 
 def _check_spelling(text: str) -> None:
-    """Refuse text that nobody means as a file's name: quotes or white space around it, letters that are not capitals.
-
-    Raises:
-        PatternError: naming what is meant, unless there is such a file.
-    """
+    """Refuse text that nobody means as a file's name: with quotes or white space around it, or small letters."""
     if os.path.exists(split_retention(text)[0]):  # noqa: PTH110 (Path.exists raises for names that are too long)
         return
     if unquoted(text) != text:

@@ -107,11 +107,7 @@ def ask(
 
 
 def _authorization(address: Address, key: str | None) -> list[tuple[str, str]]:
-    """Return the header that identifies the caller.
-
-    Raises:
-        ServerError: if the key can't stand in a header.
-    """
+    """Return the header that identifies the caller."""
     if address.authorization is not None:
         return [("Authorization", address.authorization)]
     key = key or os.environ.get(KEY_VARIABLE)

@@ -185,7 +185,7 @@ def test_a_model_type_of_another_model_is_refused() -> None:
         describe({**tiny_dense_config(), "model_type": "granite"}, "tiny")
 
 
-@pytest.mark.parametrize("architecture", [name for family in FAMILIES for name in family.checkpoint.architectures])
+@pytest.mark.parametrize("architecture", [name for family in FAMILIES for name in family.checkpoint.keys])
 def test_every_key_of_transformers_class_is_known_with_its_default(architecture: str) -> None:
     keys = family_of(architecture).checkpoint.keys[architecture]
     blank = AutoConfig.for_model(keys.model_type)

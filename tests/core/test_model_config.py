@@ -70,7 +70,7 @@ def test_transformers_is_not_taken_for_hy_v4() -> None:
 
 
 def test_every_architecture_has_one_family() -> None:
-    architectures = [item for family in FAMILIES for item in family.checkpoint.architectures]
+    architectures = [item for family in FAMILIES for item in family.checkpoint.keys]
     assert len(architectures) == len(set(architectures))
     assert len({family.name for family in FAMILIES}) == len(FAMILIES)
     with pytest.raises(ModelConfigError, match="GraniteForCausalLM has no attention known here, expected Deepseek"):

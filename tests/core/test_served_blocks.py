@@ -51,8 +51,7 @@ def test_blocks_are_whole_before_the_end_and_have_a_choice(seed: int) -> None:
             if begin >= prefix and last < exact and last >= topk:
                 expected.append((row + begin - prefix, begin, request))
         row += length
-    found = blocks.blocks_of(prefixes, lengths, queries, topk)
-    assert list(zip(found.rows, found.begins, found.requests, strict=True)) == expected
+    assert blocks.blocks_of(prefixes, lengths, queries, topk) == expected
 
 
 @pytest.mark.parametrize("kind", [PAGED, RAGGED, UNFUSED])
@@ -96,13 +95,13 @@ def test_selections_are_the_definitions(kind: str, chunk: int | None, given: boo
     assert (found[sum(lengths) :] == -1).all()
 
     plan = blocks.blocks_of(prefixes, lengths, queries, TOPK)
-    assert set(plan.requests) == {0, 1}
+    assert {request for _, _, request in plan} == {0, 1}
     exact = indexer._get_topk_ragged(False, batch, 0, q[: sum(lengths)], w[: sum(lengths)], metadata)
     row = 0
     for number, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
         own, base = slice(row, row + length), sum(totals[:number])
         prompt = torch.zeros(1, totals[number], dtype=torch.bool)
-        for begin, request in zip(plan.begins, plan.requests, strict=True):
+        for _, begin, request in plan:
             if request == number:
                 prompt[0, begin : begin + queries] = True
         padded_q, padded_w = torch.zeros(1, totals[number], HEADS, DIM), torch.zeros(1, totals[number], HEADS)

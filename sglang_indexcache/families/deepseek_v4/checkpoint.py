@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from sglang_indexcache.errors import ModelConfigError
@@ -14,15 +14,14 @@ from sglang_indexcache.model.config_keys import ConfigKeys, identity, rope_facts
 from sglang_indexcache.model.layers import ModelLayers, positive
 from sglang_indexcache.pattern import Pattern
 
-_INDEXER_WEIGHT = re.compile(
-    r"^(?:(?!mtp|nextn|draft)\w+\.)*layers\.(\d+)\.(?:attn|self_attn|self_attn\.compressor)\.indexer\."
-)
-
 
 class DeepseekV4Checkpoint(CheckpointReader):
     """A reader of checkpoints whose layers with compression ratio 4 are the sites."""
 
     keys: ClassVar[Mapping[str, ConfigKeys]] = KEYS
+    indexer_weight = re.compile(
+        r"^(?:(?!mtp|nextn|draft)\w+\.)*layers\.(\d+)\.(?:attn|self_attn|self_attn\.compressor)\.indexer\."
+    )
 
     def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> ModelLayers:
         """See `CheckpointReader.describe`."""
@@ -44,11 +43,7 @@ class DeepseekV4Checkpoint(CheckpointReader):
     def _facts(
         self, config: Mapping[str, Any], name: str, architecture: str, ratios: tuple[int, ...]
     ) -> dict[str, Any]:
-        """Collect the facts that change the model; schedules and rotary parameters have one form, so that they compare.
-
-        Raises:
-            ModelConfigError: if a key is not known, or of another kind.
-        """
+        """Collect the facts that change the model; schedules and rotary parameters have one form, to compare them."""
         facts = {**self.keys[architecture].facts(config, name), "compress_ratios": list(ratios)}
         hashed = hash_layers(config, len(ratios), name)
         if hashed != DEFAULT_HASH_LAYERS:
@@ -56,7 +51,3 @@ class DeepseekV4Checkpoint(CheckpointReader):
         for kind, rope in rotary(config, name).items():
             facts |= rope_facts(rope, name, f"rope_parameters.{kind}")
         return facts
-
-    def indexer_layers(self, tensors: Iterable[str]) -> frozenset[int]:
-        """See `CheckpointReader.indexer_layers`."""
-        return frozenset(int(match[1]) for name in tensors if (match := _INDEXER_WEIGHT.search(name)))

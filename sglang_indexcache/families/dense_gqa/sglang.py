@@ -121,11 +121,7 @@ class DenseGqaSglang(SglangAdapter):
         self.switch(runner, pattern)
 
     def _check_layers(self, model: Any) -> None:
-        """Check that all layers attend to everything before them, with heads of one shape.
-
-        Raises:
-            ProofError: naming the first that does not.
-        """
+        """Check that all layers attend to everything before them, with heads of one shape."""
         shapes = set()
         for layer, module in self.modules(model):
             shapes.add((module.tp_q_head_num, module.tp_k_head_num, module.qk_head_dim, module.v_head_dim))

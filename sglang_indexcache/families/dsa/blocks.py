@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,22 +29,7 @@ from sglang_indexcache.sglang.hooks import refusing_around
 _PLANS = "_indexcache_blocks"
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """The blocks of a forward pass, request by request.
-
-    Attributes:
-        rows: row of each block's first query.
-        begins: position of that query in its request.
-        requests: number of that request.
-    """
-
-    rows: tuple[int, ...]
-    begins: tuple[int, ...]
-    requests: tuple[int, ...]
-
-
-def blocks_of(prefixes: Sequence[int], lengths: Sequence[int], queries: int, topk: int) -> Blocks:
+def blocks_of(prefixes: Sequence[int], lengths: Sequence[int], queries: int, topk: int) -> list[tuple[int, int, int]]:
     """Find the blocks whose queries share a selection: whole ones, not at a request's end, with something to select.
 
     Args:
@@ -52,6 +37,9 @@ def blocks_of(prefixes: Sequence[int], lengths: Sequence[int], queries: int, top
         lengths: tokens of each request in this forward pass.
         queries: number of queries of a block.
         topk: tokens of a selection; up to there everything is selected.
+
+    Returns:
+        For each block, the row of its first query, the position of that query in its request, and the request's number.
     """
     found: list[tuple[int, int, int]] = []
     row = 0
@@ -61,8 +49,7 @@ def blocks_of(prefixes: Sequence[int], lengths: Sequence[int], queries: int, top
         end = prefix + length - EXACT_ROWS
         found += [(row + begin - prefix, begin, request) for begin in range(first, end - queries + 1, queries)]
         row += length
-    rows, begins, requests = zip(*found, strict=True) if found else ((), (), ())
-    return Blocks(rows, begins, requests)
+    return found
 
 
 class BlockSelection:
@@ -120,13 +107,13 @@ class BlockSelection:
                 for counts in (forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu)
             )
             blocks = blocks_of(prefixes, lengths, *key)
-            plans[key] = _Plan.of(blocks, lengths, self.queries, device) if blocks.rows else None
+            plans[key] = _Plan.of(blocks, lengths, self.queries, device) if blocks else None
         return plans[key]
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The `Blocks` on a device: B blocks of Q queries, E other rows."""
+    """The blocks of a forward pass on a device: B blocks of Q queries, E other rows."""
 
     members: Tensor  # [B, Q], rows
     begins: Tensor  # [B], positions, int32
@@ -135,14 +122,16 @@ class _Plan:
     exact_requests: Tensor  # [E]
 
     @classmethod
-    def of(cls, blocks: Blocks, lengths: Sequence[int], queries: int, device: torch.device) -> _Plan:
-        members = torch.tensor(blocks.rows)[:, None] + torch.arange(queries)
+    def of(
+        cls, blocks: Sequence[tuple[int, int, int]], lengths: Sequence[int], queries: int, device: torch.device
+    ) -> _Plan:
+        rows, begins, requests = map(torch.tensor, zip(*blocks, strict=True))
+        members = rows[:, None] + torch.arange(queries)
         alone = torch.ones(sum(lengths), dtype=torch.bool)
         alone[members.flatten()] = False
         exact = alone.nonzero().squeeze(1)
         request_of_row = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        begins = torch.tensor(blocks.begins, dtype=torch.int32)
-        parts = (members, begins, torch.tensor(blocks.requests), exact, request_of_row[exact])
+        parts = (members, begins.int(), requests, exact, request_of_row[exact])
         return cls(*(part.to(device, non_blocking=True) for part in parts))
 
 
@@ -155,7 +144,7 @@ class _Rows:
         self._range = starts[rows], ends[rows]
         self._lengths: Tensor = metadata.get_seqlens_expanded()[rows]
         offsets = metadata.attn_metadata.topk_indices_offset
-        self.attn_metadata = _Offsets(None if offsets is None else offsets[rows])
+        self.attn_metadata = SimpleNamespace(topk_indices_offset=None if offsets is None else offsets[rows])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._metadata, name)
@@ -180,13 +169,6 @@ class _Rows:
                 given["batch_idx_list"] = self._requests
         selected: Tensor = self._metadata.topk_transform(logits, topk, **given)
         return selected
-
-
-@dataclass(frozen=True)
-class _Offsets:
-    """The part of the attention's metadata that is read, for some rows."""
-
-    topk_indices_offset: Tensor | None
 
 
 class _Leaders(_Rows):

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from sglang_indexcache.errors import ModelConfigError, SpellingError
 from sglang_indexcache.families.base import CheckpointReader
 from sglang_indexcache.families.dsa.keys import KEYS
-from sglang_indexcache.families.dsa.schedule import check_layer_types, expert_layers
 from sglang_indexcache.families.dsa.spellings import PATTERN_KEY, Rule, read_spelling
 from sglang_indexcache.model.config_keys import ConfigKeys, identity, rope_facts
 from sglang_indexcache.model.layers import ModelLayers, layer_count, positive
 from sglang_indexcache.model.rope import rope_parameters
 from sglang_indexcache.pattern import Pattern
 
-_INDEXER_WEIGHT = re.compile(r"^(?:(?!mtp|nextn|draft)\w+\.)*layers\.(\d+)\.(?:self_attn|attn|attention)\.indexer\.")
+_SPARSE_NAMES = ("indexed_attention", "deepseek_sparse_attention")  # of transformers since 5.22, and before
 
 
 class DsaCheckpoint(CheckpointReader):
     """A reader of checkpoints in which every layer is a site."""
 
     keys: ClassVar[Mapping[str, ConfigKeys]] = KEYS
+    indexer_weight = re.compile(r"^(?:(?!mtp|nextn|draft)\w+\.)*layers\.(\d+)\.(?:self_attn|attn|attention)\.indexer\.")
 
     def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> ModelLayers:
         """See `CheckpointReader.describe`."""
@@ -43,18 +43,15 @@ class DsaCheckpoint(CheckpointReader):
         )
 
     def _facts(self, config: Mapping[str, Any], name: str, architecture: str, native: Pattern) -> dict[str, Any]:
-        """Collect the facts that change the model; the schedules of its layers have one form, so that they compare.
-
-        Raises:
-            ModelConfigError: if a key is not known, or says what these models don't have.
-        """
+        """Collect the facts that change the model; the schedules of its layers have one form, so that they compare."""
         keys = self.keys[architecture]
         facts = keys.facts(config, name)
         num_layers = len(native)
-        check_layer_types(config, name)
+        _check_layer_types(config, name)
         dense = {**keys.defaults, **facts}.get("first_k_dense_replace", 1)
         experts = config.get("mlp_layer_types")
-        if experts is not None and experts[:num_layers] != expert_layers(num_layers, dense):
+        first_dense = ["dense"] * min(dense, num_layers) + ["sparse"] * max(num_layers - dense, 0)
+        if experts is not None and experts[:num_layers] != first_dense:
             facts["mlp_layer_types"] = experts[:num_layers]
         if native.shared_layers:
             facts[PATTERN_KEY] = native.roles
@@ -69,6 +66,13 @@ class DsaCheckpoint(CheckpointReader):
         """
         return read_spelling(config, num_layers, Rule.SGLANG_TYPES_FIRST).pattern
 
-    def indexer_layers(self, tensors: Iterable[str]) -> frozenset[int]:
-        """See `CheckpointReader.indexer_layers`."""
-        return frozenset(int(match[1]) for name in tensors if (match := _INDEXER_WEIGHT.search(name)))
+
+def _check_layer_types(config: Mapping[str, Any], name: str) -> None:
+    """Check that all layers have an indexer, or reuse another layer's selection."""
+    for key in ("layer_types", "mlp_layer_types"):
+        kinds = config.get(key)
+        if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+            raise ModelConfigError(f"{name}: config.json: {key} is {str(kinds)[:60]!r}, expected a list of words")
+    other = next((kind for kind in config.get("layer_types") or () if kind not in _SPARSE_NAMES), None)
+    if other is not None:
+        raise ModelConfigError(f"{name}: config.json: layer_types has {other!r}, expected {_SPARSE_NAMES[0]} alone")

@@ -35,11 +35,7 @@ def install(modules: Iterable[tuple[int, Any]], pattern: Pattern) -> None:
 
 
 def _check_patchable(layer: int, indexer: Any) -> None:
-    """Check that the indexer of a layer is of the kind that blocks were made for.
-
-    Raises:
-        ProofError: if not.
-    """
+    """Check that the indexer of a layer is of the kind that blocks were made for."""
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer as SglangIndexer
 
     if indexer is None:
