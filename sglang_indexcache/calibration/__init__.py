@@ -19,6 +19,7 @@ from sglang_indexcache.calibration.preflight import Calibration
 from sglang_indexcache.calibration.route import with_route
 from sglang_indexcache.calibration.selections import Selections
 from sglang_indexcache.serving import engines
+from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.hooks import Hooks, bound_to, installed_source
 
@@ -43,7 +44,7 @@ def hooks() -> Hooks:
     return found
 
 
-def begin(plan: engines.Plan) -> None:
+def begin(plan: EnginePlan) -> None:
     """Make the controller of one engine, once in each of its processes.
 
     Raises:
@@ -63,7 +64,7 @@ def before_loading() -> None:
     os.environ["SGLANG_DSA_TOPK_BROADCAST"] = "1"
 
 
-def after_loading(plan: engines.Plan) -> None:
+def after_loading(plan: EnginePlan) -> None:
     """Check the files of the model, in a process that has loaded it, before it reports so.
 
     Raises:

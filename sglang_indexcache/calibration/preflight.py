@@ -11,8 +11,7 @@ from sglang_indexcache.model.checkpoint import Checkpoint, weights_digest
 from sglang_indexcache.model.files import ModelFiles, weight_files
 from sglang_indexcache.model.name import ModelName, at_revision
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.preflight import FOREIGN_CACHES, flag, refused_flags
-from sglang_indexcache.serving.proof import ProofHolder
+from sglang_indexcache.serving.preflight import FOREIGN_CACHES, EnginePlan, flag
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.probes import Feature, SglangSource
 
@@ -37,48 +36,26 @@ class CalibrationError(IndexCacheError):
     """A command line or request that calibration mode can't take."""
 
 
-class Calibration:
-    """The plan of a calibration server (`serving.engines.Plan`), with the schedule that it starts with."""
+class Calibration(EnginePlan):
+    """The plan of a calibration server, with the schedule that it starts with: all F, unless layers are locked."""
 
     serves = False
-    source = "calibration"
+    subject = "calibration"
+    error = CalibrationError
 
-    def __init__(self, source: SglangSource) -> None:
-        self._sglang = source
-        self._pattern: Pattern | None = None
-        self._family: Family | None = None
+    def __init__(self, sglang: SglangSource) -> None:
+        super().__init__(sglang, "calibration")
         self._files: ModelFiles | None = None
         self.config_sha256 = self.weights_sha256 = ""
-        self.proven = ProofHolder()
-
-    @property
-    def pattern(self) -> Pattern:
-        """Schedule of the checkpoint: all F, unless layers are locked."""
-        if self._pattern is None:
-            raise CalibrationError("the model is not known yet")
-        return self._pattern
-
-    @property
-    def family(self) -> Family:
-        """Family of the model."""
-        if self._family is None:
-            raise CalibrationError("the model is not known yet")
-        return self._family
 
     def check(self, server_args: Any) -> None:
-        """Refuse flags that are missing or too many.
-
-        Raises:
-            CalibrationError: naming the flag.
-        """
+        """See `EnginePlan.check`: flags that are missing or too many."""
         if getattr(server_args, "use_ray", False):
             self.require(probes.RAY, "--use-ray")
         for name, reason in _WANTED.items():
             if not getattr(server_args, name, False):
                 raise CalibrationError(f"calibration needs {flag(name)}: {reason}")
-        for name, reason in _REFUSED.items():
-            if getattr(server_args, name, None):
-                raise CalibrationError(f"{flag(name)} can't be combined with calibration: {reason}")
+        self.refuse(_REFUSED, server_args)
         if getattr(server_args, "disaggregation_mode", "null") != "null":
             raise CalibrationError("--disaggregation-mode can't be combined with calibration: switch one whole server")
         if getattr(server_args, "tokenizer_worker_num", 1) > 1:
@@ -91,8 +68,7 @@ class Calibration:
                     raise CalibrationError(f"calibration on --host {server_args.host} needs {flag(name)}: {reason}")
 
         family, _ = self.schedule(at_revision(server_args.model_path, getattr(server_args, "revision", None)))
-        for given, reason in refused_flags(family.sglang.refused_flags, server_args):
-            raise CalibrationError(f"{given} can't be combined with calibration: {reason}")
+        self.refuse(family.sglang.refused_flags, server_args)
         if family.sglang.begins_every_stage and getattr(server_args, "pp_size", 1) > 1:
             raise CalibrationError(
                 f"--pp-size {server_args.pp_size} can't be combined with calibration on {family.name}: a stage that"
@@ -101,24 +77,10 @@ class Calibration:
 
     def has(self, feature: Feature | None) -> bool:
         """Return whether this SGLang has a feature that a family may need."""
-        return feature is not None and self._sglang.refusal(feature) is None
-
-    def require(self, feature: Feature, flag: str) -> None:
-        """Check that this SGLang has what a flag needs beside calibration.
-
-        Raises:
-            CalibrationError: naming the flag and what is missing.
-        """
-        reason = self._sglang.refusal(feature)
-        if reason is not None:
-            raise CalibrationError(f"{flag} can't be combined with calibration on this SGLang: {reason}")
+        return feature is not None and self.sglang.refusal(feature) is None
 
     def schedule(self, model: str) -> tuple[Family, Pattern]:
-        """Return the family of the model, and the checkpoint's own schedule, spelled out.
-
-        Raises:
-            IndexCacheError: if the model can't be calibrated.
-        """
+        """See `EnginePlan.schedule`: the checkpoint's own, spelled out."""
         if self._pattern is None:
             checkpoint = Checkpoint.read(model)
             if not checkpoint.family.sglang.calibrated:
@@ -126,13 +88,13 @@ class Calibration:
                     f"{checkpoint.model.architecture} has no calibration server; expected indexcache-search without"
                     " --engine sglang"
                 )
-            self._sglang.require(checkpoint.family.sglang.serving)
+            self.sglang.require(checkpoint.family.sglang.serving)
             self._family = checkpoint.family
             self._pattern = Pattern.full(checkpoint.model.num_layers, checkpoint.locked)
             self.config_sha256, folder = checkpoint.model.config_sha256, ModelName.parse(model).folder
             self._files = None if folder is None else ModelFiles.read(folder, weight_files)
             self.weights_sha256 = weights_digest(model) if self._files is None else self._files.sha256
-        return self.family, self._pattern
+        return self.family, self.pattern
 
     def check_loaded(self) -> None:
         """Check, once the model is loaded, that its files are still those whose digest a search gets.

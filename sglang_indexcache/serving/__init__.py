@@ -26,21 +26,18 @@ for layers that select in blocks; with metrics on, two counters are added to aft
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from threading import RLock
 from typing import Any
 
+from sglang_indexcache.model.name import at_revision
 from sglang_indexcache.serving import engines, identity, metrics, proof, ready, updates
+from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.sglang import probes
-from sglang_indexcache.sglang.hooks import (
-    Hooks,
-    bound_arguments,
-    bound_to,
-    give_pattern,
-    installed_source,
-    refusing_around,
-)
+from sglang_indexcache.sglang.hooks import Hooks, bound_arguments, bound_to, installed_source, refusing_around
+from sglang_indexcache.sglang.overrides import parse_overrides
 from sglang_indexcache.sglang.requested import KEY
 
 logger = logging.getLogger(__name__)
@@ -62,20 +59,16 @@ def require() -> None:
 def follower(target: str) -> Callable[..., Any]:
     """Return the hook that runs instead of a watched function, for an engine with a request."""
     followers = {
-        probes.LAUNCH.target: launch,
-        probes.SERVER_ARGS.target: configure,
-        probes.SCHEDULER.target: schedule,
-        probes.START.target: start,
+        probes.LAUNCH.target: _launch,
+        probes.SERVER_ARGS.target: _configure,
+        probes.SCHEDULER.target: _schedule,
+        probes.START.target: _start,
     }
     return refusing_around(followers[target])
 
 
-def launch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Launch an engine if all flags allow it, and serve nothing unproven (around `Engine._launch_subprocesses`).
-
-    Raises:
-        IndexCacheError: if a flag does not allow it, or a scheduler has not proven the pattern.
-    """
+def _launch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Launch an engine if all flags allow it, and serve nothing unproven (around `Engine._launch_subprocesses`)."""
     arguments = bound_to(original, args, kwargs).arguments
     server_args = arguments["server_args"]
     plan = _plan(server_args)
@@ -85,43 +78,31 @@ def launch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return ready.launch(plan, server_args, lambda: original(*args, **kwargs))
 
 
-def start(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Do the same around `Engine._launch_scheduler_processes`, for a launch that has loaded the plugins itself.
-
-    Raises:
-        IndexCacheError: as `launch`.
-    """
+def _start(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Do the same around `Engine._launch_scheduler_processes`, for a launch that has loaded the plugins itself."""
     server_args = bound_to(original, args, kwargs).arguments["server_args"]
     plan = _plan(server_args)
     plan.check(server_args)
     return ready.launch_processes(plan, server_args, lambda: original(*args, **kwargs))
 
 
-def configure(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Build a configuration for its engine, if the flags allow it (around `ModelConfig.from_server_args`).
-
-    Raises:
-        IndexCacheError: if a flag does not allow it.
-    """
+def _configure(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Build a configuration for its engine, if the flags allow it (around `ModelConfig.from_server_args`)."""
     server_args = bound_to(original, args, kwargs).arguments["server_args"]
     _plan(server_args).check(server_args)
     with engines.configuring(server_args):
         return original(*args, **kwargs)
 
 
-def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Add metrics to a scheduler whose model is proven (around `Scheduler.__init__`).
-
-    Raises:
-        IndexCacheError: if the request can't be served, or the model was not proven.
-    """
+def _schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Add metrics to a scheduler whose model is proven (around `Scheduler.__init__`)."""
     plan = _plan(bound_to(original, args, kwargs).arguments["server_args"])
     original(*args, **kwargs)
     if plan.serves and installed_source(probes.REQUIRED).refusal(probes.PROMETHEUS) is None:
         metrics.report(plan, args[0])
 
 
-def _plan(server_args: Any) -> engines.Plan:
+def _plan(server_args: Any) -> EnginePlan:
     plan = engines.plan_of(server_args)
     assert plan is not None  # the plugin looked
     with _lock:
@@ -140,21 +121,21 @@ def _plan(server_args: Any) -> engines.Plan:
 
 def _serving_hooks() -> Hooks:
     source, hooks = installed_source(probes.REQUIRED), Hooks()
-    hooks.before(probes.MODEL_CONFIG, hand_over)
-    hooks.after(probes.NEW_MODEL, new_model)
+    hooks.before(probes.MODEL_CONFIG, _hand_over)
+    hooks.after(probes.NEW_MODEL, _new_model)
     for need in (probes.LOAD_MODEL, probes.LOAD_BACKENDS):
         if source.missing(need) is None:
-            hooks.after(need, prover(need))
+            hooks.after(need, _prover(need))
     if source.missing(probes.LOAD_GRAPHS) is None:
-        hooks.after(probes.LOAD_GRAPHS, captured)
+        hooks.after(probes.LOAD_GRAPHS, _captured)
     hooks.after(probes.READY, scheduler_ready)
     for need in probes.UPDATES:
         if source.missing(need) is None:
             hooks.around(need, updates.around(need.name.rpartition(".")[2]))
     for feature, register, need, function in (
         (probes.STATUS, hooks.after, probes.STATE, status),
-        (probes.CACHE_KEYS, hooks.after, probes.STORAGE, cache_keys),
-        (probes.PEERS, hooks.before, probes.PEER, handshake),
+        (probes.CACHE_KEYS, hooks.after, probes.STORAGE, _cache_keys),
+        (probes.PEERS, hooks.before, probes.PEER, _handshake),
     ):
         if source.refusal(feature) is None:
             register(need, function)
@@ -165,27 +146,24 @@ def _serving_hooks() -> Hooks:
     return hooks
 
 
-def hand_over(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Merge the pattern into the overrides of a configuration (before `ModelConfig.__init__`).
-
-    Raises:
-        IndexCacheError: if it does not fit the model, or the overrides say something else.
-    """
+def _hand_over(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Merge the pattern into the overrides of a configuration (before `ModelConfig.__init__`)."""
     plan = engines.configured()
     if plan is None:
         return None
-    given = give_pattern(args, kwargs, plan.schedule)
-    if given is not None:
-        engines.mark(args[0])
-    return given
+    bound = bound_arguments(probes.MODEL_CONFIG, args, kwargs)
+    arguments = bound.arguments
+    if arguments["is_draft_model"]:
+        return None  # a NextN layer always runs its own indexer
+    family, pattern = plan.schedule(at_revision(arguments["model_path"], arguments.get("revision")))
+    merged = family.sglang.to_overrides(parse_overrides(arguments["model_override_args"]), pattern)
+    arguments["model_override_args"] = json.dumps(merged)
+    engines.mark(args[0])
+    return bound.args, bound.kwargs
 
 
-def new_model(model: Any, *args: Any, **kwargs: Any) -> None:
-    """Meet the other ranks, and mark indexers before weights are loaded (after `_initialize_model`).
-
-    Raises:
-        ProofError: if a rank does not come.
-    """
+def _new_model(model: Any, *args: Any, **kwargs: Any) -> None:
+    """Meet the other ranks, and mark indexers before weights are loaded (after `_initialize_model`)."""
     plan = engines.plan_of_config(bound_arguments(probes.NEW_MODEL, args, kwargs).arguments["model_config"])
     if plan is not None:
         if not plan.serves:
@@ -195,7 +173,7 @@ def new_model(model: Any, *args: Any, **kwargs: Any) -> None:
         proof.prepare(plan.family.sglang, model)
 
 
-def prover(need: probes.Need) -> Callable[..., None]:
+def _prover(need: probes.Need) -> Callable[..., None]:
     """Return the hook after `need`, a method of `ModelRunner`: it proves the loaded model, on every rank."""
 
     def after(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -208,12 +186,8 @@ def prover(need: probes.Need) -> Callable[..., None]:
     return after
 
 
-def captured(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """Check the captured CUDA graphs (after `ModelRunner.init_cuda_graphs`).
-
-    Raises:
-        ProofError: if they were not captured with the pattern.
-    """
+def _captured(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+    """Check the captured CUDA graphs (after `ModelRunner.init_cuda_graphs`)."""
     plan = engines.plan_of_runner(runner)
     if plan is not None:
         proof.check_captured(plan, runner)
@@ -246,14 +220,14 @@ def status(reply: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         reply.internal_state[KEY] = plan.proven.status(plan.source)
 
 
-def cache_keys(config: Any, *args: Any, **kwargs: Any) -> None:
+def _cache_keys(config: Any, *args: Any, **kwargs: Any) -> None:
     """Mark the keys of HiCache storage (after `HiCacheController._generate_storage_config`)."""
     plan = engines.plan_of_process()
     if plan is not None and plan.serves:
         identity.mark_cache_keys(plan.pattern, config)
 
 
-def handshake(*args: Any, **kwargs: Any) -> None:
+def _handshake(*args: Any, **kwargs: Any) -> None:
     """Mark the handshake of prefill and decode servers (before `CommonKVManager.__init__`)."""
     arguments = bound_arguments(probes.PEER, args, kwargs).arguments
     plan = engines.plan_of(arguments["server_args"])

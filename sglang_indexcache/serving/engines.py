@@ -2,61 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import RLock
-from typing import Any, Protocol
+from typing import Any
 
 from sglang_indexcache.errors import ProofError
-from sglang_indexcache.families.base import Family
-from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.preflight import Preflight
-from sglang_indexcache.serving.proof import ProofHolder
-from sglang_indexcache.serving.request import Request
+from sglang_indexcache.serving.preflight import EnginePlan, Preflight
+from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.hooks import installed_source
 from sglang_indexcache.sglang.requested import ATTRIBUTE, asked_of
 
-
-class Plan(Protocol):
-    """The plan of one engine: each of its processes has one, and a scheduler's is proven."""
-
-    @property
-    def pattern(self) -> Pattern:
-        """Pattern that the engine must run."""
-
-    @property
-    def family(self) -> Family:
-        """Family of the engine's model."""
-
-    @property
-    def source(self) -> str:
-        """Origin of the pattern, for people."""
-
-    @property
-    def proven(self) -> ProofHolder:
-        """Proof of the engine in this process."""
-
-    @property
-    def serves(self) -> bool:
-        """True if it serves one pattern, rather than switching for a search."""
-
-    def require(self, feature: probes.Feature, flag: str) -> None:
-        """Refuse a flag that needs what the installed SGLang does not have."""
-
-    def check(self, server_args: Any) -> None:
-        """Refuse flags that the engine must not have."""
-
-    def schedule(self, model: str) -> tuple[Family, Pattern]:
-        """Return the family of the model at a path, and the pattern for its configuration."""
-
-
-_plans: dict[str, Plan] = {}  # by the engine's name
+_plans: dict[str, EnginePlan] = {}  # by the engine's name
 _lock = RLock()
 _configured: ContextVar[str | None] = ContextVar("configured", default=None)
-_loaded: list[Plan | None] = [None]
+_loaded: list[EnginePlan | None] = [None]
 
 
-def plan_of(server_args: Any) -> Plan | None:
+def plan_of(server_args: Any) -> EnginePlan | None:
     """Return the plan of the engine with these server arguments; `None` without a request.
 
     Raises:
@@ -71,28 +36,25 @@ def plan_of(server_args: Any) -> Plan | None:
         return _plans[asked["engine"]]
 
 
-def _new_plan(asked: dict[str, Any]) -> Plan:
+def _new_plan(asked: dict[str, Any]) -> EnginePlan:
     if asked["calibrate"]:
         from sglang_indexcache.calibration.preflight import Calibration
 
         return Calibration(installed_source((*probes.REQUIRED, probes.CALIBRATE)))
-    return Preflight(Request.of(asked), installed_source(probes.REQUIRED))
+    return Preflight(PatternRequest.of(asked), installed_source(probes.REQUIRED))
 
 
-class configuring:  # noqa: N801  (a context)
-    """A context in which SGLang builds a model's configuration for the engine with these server arguments."""
-
-    def __init__(self, server_args: Any) -> None:
-        self._engine = asked_of(server_args)["engine"]
-
-    def __enter__(self) -> None:
-        self._token = _configured.set(self._engine)
-
-    def __exit__(self, *_: Any) -> None:
-        _configured.reset(self._token)
+@contextmanager
+def configuring(server_args: Any) -> Iterator[None]:
+    """Let SGLang build a model's configuration for the engine with these server arguments while the block runs."""
+    token = _configured.set(asked_of(server_args)["engine"])
+    try:
+        yield
+    finally:
+        _configured.reset(token)
 
 
-def configured() -> Plan | None:
+def configured() -> EnginePlan | None:
     """Return the plan of the engine whose model's configuration is being built."""
     engine = _configured.get()
     return None if engine is None else _plans[engine]
@@ -103,13 +65,13 @@ def mark(model_config: Any) -> None:
     setattr(model_config, ATTRIBUTE, _configured.get())
 
 
-def plan_of_config(model_config: Any) -> Plan | None:
+def plan_of_config(model_config: Any) -> EnginePlan | None:
     """Return the plan of the engine that a configuration was built for."""
     engine = getattr(model_config, ATTRIBUTE, None)
     return None if engine is None else _plans.get(engine)
 
 
-def plan_of_runner(runner: Any) -> Plan | None:
+def plan_of_runner(runner: Any) -> EnginePlan | None:
     """Return the plan of the engine whose target model a `ModelRunner` runs; `None` for draft models.
 
     Raises:
@@ -123,11 +85,11 @@ def plan_of_runner(runner: Any) -> Plan | None:
     return plan
 
 
-def loaded_here(plan: Plan | None) -> None:
+def loaded_here(plan: EnginePlan | None) -> None:
     """Note the plan of the model that this process has loaded last; a scheduler's process loads one."""
     _loaded[0] = plan
 
 
-def plan_of_process() -> Plan | None:
+def plan_of_process() -> EnginePlan | None:
     """Return the plan of the model that this process has loaded."""
     return _loaded[0]

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_indexcache.pattern import SHARED, Pattern
-from sglang_indexcache.serving.engines import Plan
+from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.serving.proof import current_roles
 from sglang_indexcache.sglang.hooks import refusing
 
 
-def report(plan: Plan, scheduler: Any) -> None:
+def report(plan: EnginePlan, scheduler: Any) -> None:
     """Make the metrics if this scheduler reports any, and count its forward passes (after `Scheduler.__init__`)."""
     context = scheduler.metrics_collector_context
     if not context.current_scheduler_metrics_enabled:
@@ -21,26 +21,14 @@ def report(plan: Plan, scheduler: Any) -> None:
     roles = list(current_roles(plan.family.sglang, runner.model).values())
     labels, shared = dict(context.collector.labels), roles.count(SHARED)
     proven = plan.proven
-    count, proven.tell = make_metrics(proven.proof.pattern, plan.source, labels, len(roles) - shared, shared)
+    count, proven.tell = _make_metrics(proven.proof.pattern, plan.source, labels, len(roles) - shared, shared)
     runner.forward = counted(runner.forward, count)
 
 
-def make_metrics(
+def _make_metrics(
     pattern: Pattern, source: str, labels: dict[str, Any], full: int, shared: int
 ) -> tuple[Callable[[bool], None], Callable[[bool], None]]:
-    """Create gauges and counters for this rank's layers.
-
-    Args:
-        pattern: the proven pattern.
-        source: the file that it came from.
-        labels: labels of SGLang's own metrics on this rank.
-        full: layers on this rank that share nothing; a pipeline stage has some of the layers only.
-        shared: S layers on this rank.
-
-    Returns:
-        Two functions: one to call after each forward pass, with whether it decodes; one to call when the pattern is
-        proven, or no longer.
-    """
+    """Create the metrics of this rank's layers; return what to call after a pass, and when the proof holds or not."""
     from prometheus_client import Counter, Gauge  # not before SGLang has set up its multiprocess folder
 
     info = Gauge(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from sglang_indexcache.errors import IndexCacheError, ProofError
 from sglang_indexcache.families.base import Family
@@ -11,11 +12,20 @@ from sglang_indexcache.model.checkpoint import Checkpoint
 from sglang_indexcache.model.name import at_revision
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.proof import ProofHolder
-from sglang_indexcache.serving.request import Request
+from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang import probes
-from sglang_indexcache.sglang.probes import SglangSource
+from sglang_indexcache.sglang.probes import Feature, SglangSource
 
 FOREIGN_CACHES = ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
+_REFUSED = {
+    "enable_two_batch_overlap": "its path through the layers does not carry the indices to S layers; expected one of"
+    " the two",
+    **dict.fromkeys(
+        FOREIGN_CACHES,
+        "its cache keys don't carry the pattern, so KV of another one would be restored; expected"
+        " --hicache-storage-backend",
+    ),
+}
 
 
 class PreflightError(IndexCacheError):
@@ -35,62 +45,115 @@ def refused_flags(refused: Mapping[str, str], arguments: Any) -> Iterator[tuple[
             yield flag(name), reason
 
 
-class Preflight:
-    """The plan of an engine that serves a pattern, checked before SGLang builds anything (`engines.Plan`)."""
+class EnginePlan(ABC):
+    """The plan of one engine: each of its processes has one, and a scheduler's is proven.
 
-    serves = True
+    Args:
+        sglang: the installed one.
+        source: origin of the pattern, for people.
+        pattern: the pattern that the engine must run; `None` as long as it is not known.
 
-    def __init__(self, request: Request, source: SglangSource) -> None:
-        self._request, self._sglang = request, source
-        self._checkpoints: dict[str, Checkpoint] = {}  # checked ones
+    Attributes:
+        serves: whether it serves one pattern, rather than switching for a search.
+        subject: what its flags are combined with, in refusals.
+        error: class of its refusals.
+        proven: proof of the engine in this process.
+    """
+
+    serves: ClassVar[bool]
+    subject: ClassVar[str]
+    error: ClassVar[type[IndexCacheError]]
+
+    def __init__(self, sglang: SglangSource, source: str, pattern: Pattern | None = None) -> None:
+        self.sglang, self.source = sglang, source
         self.proven = ProofHolder()
+        self._pattern = pattern
+        self._family: Family | None = None
 
     @property
     def pattern(self) -> Pattern:
-        """Requested pattern."""
-        return self._request.pattern
+        """Pattern that the engine must run.
 
-    @property
-    def source(self) -> str:
-        """File of the pattern, as the user wrote it."""
-        return self._request.source
+        Raises:
+            ProofError: if no configuration of its model was built, and the pattern depends on the model.
+        """
+        if self._pattern is None:
+            raise _not_configured()
+        return self._pattern
 
     @property
     def family(self) -> Family:
-        """Family of the model that is served.
+        """Family of the engine's model.
 
         Raises:
             ProofError: if no configuration of it was built.
         """
-        if not self._checkpoints:
-            raise ProofError("SGLang built a model without a configuration that the pattern could be handed over in")
-        return next(iter(self._checkpoints.values())).family
+        if self._family is None:
+            raise _not_configured()
+        return self._family
 
+    @abstractmethod
     def check(self, server_args: Any) -> None:
-        """Refuse flags that S layers, or blocks of queries, can't be combined with.
+        """Refuse flags that the engine must not have.
 
         Raises:
-            PreflightError: naming the flag.
+            IndexCacheError: naming the flag.
         """
+
+    @abstractmethod
+    def schedule(self, model: str) -> tuple[Family, Pattern]:
+        """Return the family of the model at a path, and the pattern for its configuration.
+
+        Raises:
+            IndexCacheError: if they don't fit.
+        """
+
+    def require(self, feature: Feature, flag: str) -> None:
+        """Refuse a flag that needs what the installed SGLang does not have.
+
+        Raises:
+            IndexCacheError: naming the flag and what is missing.
+        """
+        reason = self.sglang.refusal(feature)
+        if reason is not None:
+            raise self.error(f"{flag} can't be combined with {self.subject} on this SGLang: {reason}")
+
+    def refuse(self, refused: Mapping[str, str], server_args: Any) -> None:
+        """Refuse flags that are among `refused`: attributes of SGLang's server arguments, and why.
+
+        Raises:
+            IndexCacheError: naming the flag.
+        """
+        for given, reason in refused_flags(refused, server_args):
+            raise self.error(f"{given} can't be combined with {self.subject}: {reason}")
+
+
+def _not_configured() -> ProofError:
+    return ProofError("SGLang built a model without a configuration that the pattern could be handed over in")
+
+
+class Preflight(EnginePlan):
+    """The plan of an engine that serves a pattern, checked before SGLang builds anything."""
+
+    serves = True
+    subject = "a pattern"
+    error = PreflightError
+
+    def __init__(self, request: PatternRequest, sglang: SglangSource) -> None:
+        super().__init__(sglang, request.source, request.pattern)
+        self._request = request
+        self._families: dict[str, Family] = {}  # of checked models
+
+    def check(self, server_args: Any) -> None:
+        """See `EnginePlan.check`: flags that S layers, or blocks of queries, can't be combined with."""
         pattern = self.pattern
         if getattr(server_args, "use_ray", False):
             self.require(probes.RAY, "--use-ray")
         if not pattern.shared_layers and not pattern.indexers:
             return
-        if getattr(server_args, "enable_two_batch_overlap", False):
-            raise PreflightError(
-                "--enable-two-batch-overlap can't be combined with a pattern: its path through the layers does not "
-                "carry the indices to S layers; expected one of the two"
-            )
-        for name in FOREIGN_CACHES:
-            if getattr(server_args, name, False):
-                raise PreflightError(
-                    f"{flag(name)} can't be combined with a pattern: its cache keys don't carry the "
-                    "pattern, so KV of another one would be restored; expected --hicache-storage-backend"
-                )
+        self.refuse(_REFUSED, server_args)
         family = self.family_at(at_revision(server_args.model_path, getattr(server_args, "revision", None)))
-        for given, reason in refused_flags(family.sglang.refused_flags, server_args):
-            raise PreflightError(f"{given} can't be combined with a pattern: {reason}")
+        self.refuse(family.sglang.refused_flags, server_args)
         for given, reason in refused_flags(family.sglang.refused_with_blocks, server_args) if pattern.indexers else ():
             raise PreflightError(f"{given} can't be combined with {pattern.indexers[0]}: {reason}")
         if getattr(server_args, "pp_size", 1) > 1:
@@ -103,11 +166,7 @@ class Preflight:
             self.require(probes.CACHE_KEYS, f"--hicache-storage-backend {server_args.hicache_storage_backend}")
 
     def schedule(self, model: str) -> tuple[Family, Pattern]:
-        """Return the family of the model at a path, and the pattern for its configuration.
-
-        Raises:
-            IndexCacheError: as `family_at`.
-        """
+        """See `EnginePlan.schedule`."""
         return self.family_at(model), self.pattern
 
     def family_at(self, model: str) -> Family:
@@ -119,30 +178,12 @@ class Preflight:
         Raises:
             IndexCacheError: if the pattern does not fit the model.
         """
-        if model not in self._checkpoints:
+        if model not in self._families:
             checkpoint, request = Checkpoint.read(model), self._request
             for error in checkpoint.misfits(request.pattern, request.file, request.allow_config_mismatch):
                 raise error
-            self._sglang.require(checkpoint.family.sglang.serving)
-            for feature in checkpoint.family.sglang.needed(request.pattern):
-                self._sglang.require(feature)
-            self._checkpoints[model] = checkpoint
-        return self._checkpoints[model].family
-
-    def misfit(self, model: str) -> str | None:
-        """Return why weights of the checkpoint at a path can't replace those that are loaded, or `None`.
-
-        Raises:
-            IndexCacheError: if the checkpoint can't be read.
-        """
-        return next((str(error) for error in Checkpoint.read(model).misfits(self.pattern)), None)
-
-    def require(self, feature: probes.Feature, flag: str) -> None:
-        """Check that the installed SGLang has what a flag needs beside a pattern.
-
-        Raises:
-            PreflightError: naming the flag and what is missing.
-        """
-        reason = self._sglang.refusal(feature)
-        if reason is not None:
-            raise PreflightError(f"{flag} can't be combined with a pattern on this SGLang: {reason}")
+            family = checkpoint.family
+            self.sglang.require(family.sglang.serving, *family.sglang.needed(request.pattern))
+            self._families[model] = family
+            self._family = self._family or family
+        return self._families[model]

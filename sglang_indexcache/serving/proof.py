@@ -9,14 +9,18 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import IndexCacheError, ProofError, one_line
-from sglang_indexcache.families.base import Family, SglangAdapter
+from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
-from sglang_indexcache.serving.ranks import RankReport, all_agree, barrier_all_ranks, first_problem, read_back
+from sglang_indexcache.serving import ranks
+from sglang_indexcache.serving.ranks import RankReport, barrier_all_ranks, disagreement, first_problem, read_back
 from sglang_indexcache.sglang.probes import LOAD_MODEL, Need
+
+if TYPE_CHECKING:
+    from sglang_indexcache.serving.preflight import EnginePlan
 
 logger = logging.getLogger(__name__)
 
@@ -51,20 +55,6 @@ class Proof:
     pattern: Pattern
     modules: int
     ranks: int
-
-    def status(self, source: str) -> dict[str, Any]:
-        """Return plain types, for `/server_info`; `source` is the requested file."""
-        selection = self.pattern.selection
-        return {
-            **({} if selection is None else {"selection": selection.as_dict()}),
-            "pattern": self.pattern.letters,
-            "fingerprint": self.pattern.fingerprint,
-            "retention": self.pattern.retention,
-            "full_layers": len(self.pattern.full_layers),
-            "shared_layers": len(self.pattern.shared_layers),
-            "source": source,
-            "proven_ranks": self.ranks,
-        }
 
 
 class ProofHolder:
@@ -108,24 +98,20 @@ class ProofHolder:
         Raises:
             ProofError: as `proof`.
         """
+        pattern = self.proof.pattern
         lost = {} if self._lost is None else dict(zip(("since", "reason"), self._lost, strict=True))
-        return {**self.proof.status(source), "proven": self._lost is None, **lost}
-
-
-class Expected(Protocol):
-    """The part of a plan that proving needs: the pattern that must run, the kind of model, and the proof."""
-
-    @property
-    def pattern(self) -> Pattern:
-        """Pattern that must run."""
-
-    @property
-    def family(self) -> Family:
-        """Family of the model."""
-
-    @property
-    def proven(self) -> ProofHolder:
-        """Proof in this process."""
+        return {
+            **({} if pattern.selection is None else {"selection": pattern.selection.as_dict()}),
+            "pattern": pattern.letters,
+            "fingerprint": pattern.fingerprint,
+            "retention": pattern.retention,
+            "full_layers": len(pattern.full_layers),
+            "shared_layers": len(pattern.shared_layers),
+            "source": source,
+            "proven_ranks": self.proof.ranks,
+            "proven": self._lost is None,
+            **lost,
+        }
 
 
 def prepare(adapter: SglangAdapter, model: Any) -> None:
@@ -215,7 +201,7 @@ def other_indexers(pattern: Pattern, layers: Collection[int], found: Iterable[In
     return None
 
 
-def prove(asked: Expected, runner: Any, need: Need = LOAD_MODEL) -> None:
+def prove(plan: EnginePlan, runner: Any, need: Need = LOAD_MODEL) -> None:
     """Compare this rank with the pattern, and all ranks with each other, after a method of `ModelRunner`.
 
     It does nothing unless the family has its roles after this method. Every rank gets every other's problem, and all
@@ -224,14 +210,13 @@ def prove(asked: Expected, runner: Any, need: Need = LOAD_MODEL) -> None:
     Raises:
         ProofError: if anything differs.
     """
-    if asked.family.sglang.proven_after != need:
+    if plan.family.sglang.proven_after != need:
         return
-    report = look_at(asked, runner, told=lambda: asked.family.sglang.loaded(runner, asked.pattern))
-    problem, reports = all_agree(asked.pattern, report)
+    report = look_at(plan, runner, told=lambda: plan.family.sglang.loaded(runner, plan.pattern))
+    problem = agree(plan, runner, report)
     if problem is not None:
         raise ProofError(problem)
-    proof = Proof(read_back(reports, asked.family.sglang.selection(runner.model)), len(report.layers), len(reports))
-    asked.proven.set(proof)
+    proof = plan.proven.proof
     logger.info(
         "indexcache: serving %s, fingerprint %s, proven on %d attention modules here and %d rank(s)",
         proof.pattern,
@@ -241,11 +226,21 @@ def prove(asked: Expected, runner: Any, need: Need = LOAD_MODEL) -> None:
     )
 
 
-def look_at(asked: Expected, runner: Any, told: Callable[[], None] = lambda: None) -> RankReport:
+def agree(plan: EnginePlan, runner: Any, report: RankReport) -> str | None:
+    """Record the proof if all ranks run the pattern; return one line if they don't."""
+    reports = ranks.all_ranks(report)
+    problem = disagreement(plan.pattern, reports)
+    if problem is None:
+        pattern = read_back(reports, plan.family.sglang.selection(runner.model))
+        plan.proven.set(Proof(pattern, len(report.layers), len(reports)))
+    return problem
+
+
+def look_at(plan: EnginePlan, runner: Any, told: Callable[[], None] = lambda: None) -> RankReport:
     """Report what this rank's loaded model runs; any error is its problem, since the other ranks must know of it.
 
     Args:
-        asked: the plan, with the pattern that it must run.
+        plan: has the pattern that it must run.
         runner: a `ModelRunner`.
         told: called first.
     """
@@ -253,20 +248,20 @@ def look_at(asked: Expected, runner: Any, told: Callable[[], None] = lambda: Non
     indexers: tuple[IndexerSetting, ...] = ()
     try:
         told()
-        effective = effective_roles(asked.family.sglang, runner.model)
-        selection = asked.family.sglang.selection(runner.model)
-        indexers = asked.family.sglang.indexers(runner.model)
-        problem = mismatch(asked.pattern, effective, asked.family.sglang.begins_every_stage)
-        problem = problem or other_indexers(asked.pattern, effective, indexers)
-        if problem is None and selection != asked.pattern.selection:
-            problem = f"the loaded model would choose by {selection}, the pattern says {asked.pattern.selection}"
+        effective = effective_roles(plan.family.sglang, runner.model)
+        selection = plan.family.sglang.selection(runner.model)
+        indexers = plan.family.sglang.indexers(runner.model)
+        problem = mismatch(plan.pattern, effective, plan.family.sglang.begins_every_stage)
+        problem = problem or other_indexers(plan.pattern, effective, indexers)
+        if problem is None and selection != plan.pattern.selection:
+            problem = f"the loaded model would choose by {selection}, the pattern says {plan.pattern.selection}"
     except Exception as error:
         effective, problem = {}, _line(error)
-    roles = "".join(effective[layer].role if layer in effective else "-" for layer in range(len(asked.pattern)))
-    return RankReport(asked.pattern.fingerprint, tuple(sorted(effective)), problem, roles, indexers)
+    roles = "".join(effective[layer].role if layer in effective else "-" for layer in range(len(plan.pattern)))
+    return RankReport(plan.pattern.fingerprint, tuple(sorted(effective)), problem, roles, indexers)
 
 
-def check_captured(asked: Expected, runner: Any) -> None:
+def check_captured(plan: EnginePlan, runner: Any) -> None:
     """Check that all ranks captured their CUDA graphs with the pattern (after `ModelRunner.init_cuda_graphs`).
 
     Raises:
@@ -274,11 +269,11 @@ def check_captured(asked: Expected, runner: Any) -> None:
     """
     problem = None
     try:
-        asked.family.sglang.captured(runner, asked.pattern)
+        plan.family.sglang.captured(runner, plan.pattern)
     except Exception as error:
         problem = _line(error)
-    if not asked.proven.graphs_captured:  # graphs are captured again after an update, where pipeline stages don't meet
-        asked.proven.graphs_captured = True
+    if not plan.proven.graphs_captured:  # graphs are captured again after an update, where pipeline stages don't meet
+        plan.proven.graphs_captured = True
         problem = first_problem(problem)
     if problem is not None:
         raise ProofError(problem)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -29,10 +29,6 @@ class RankReport:
     problem: str | None
     roles: str = ""
     indexers: tuple[IndexerSetting, ...] = ()
-
-    def with_problem(self, problem: str) -> RankReport:
-        """Return this report with another problem."""
-        return replace(self, problem=problem)
 
 
 def disagreement(pattern: Pattern, reports: list[RankReport]) -> str | None:
@@ -92,12 +88,6 @@ def _meet_seconds() -> int:
     if not text.isdecimal() or int(text) == 0:
         raise ProofError(f"{MEET_VARIABLE} is {text!r}, expected a number of seconds")
     return int(text)
-
-
-def all_agree(pattern: Pattern, report: RankReport) -> tuple[str | None, list[RankReport]]:
-    """Return one line if not all ranks run the same `pattern`, and the report of each rank."""
-    reports = all_ranks(report)
-    return disagreement(pattern, reports), reports
 
 
 def first_problem(problem: str | None) -> str | None:

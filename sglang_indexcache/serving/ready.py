@@ -18,7 +18,7 @@ from uuid import uuid4
 from sglang_indexcache.errors import ProofError
 from sglang_indexcache.files.atomic import read_json_object, write_atomically
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.engines import Plan
+from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.serving.ranks import data_parallel_rank
 from sglang_indexcache.sglang.hooks import refusing
 from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE
@@ -28,7 +28,7 @@ _PROOFS = "proofs"  # key of the folder, beside what the server arguments carry
 _LIMIT = 1 << 20
 
 
-def report(plan: Plan, info: dict[str, Any], scheduler: Any) -> None:
+def report(plan: EnginePlan, info: dict[str, Any], scheduler: Any) -> None:
     """Add the proof to the message that a scheduler is ready (after `Scheduler.get_init_info`).
 
     Raises:
@@ -41,7 +41,7 @@ def report(plan: Plan, info: dict[str, Any], scheduler: Any) -> None:
         write_atomically(Path(folder) / f"{uuid4().hex}.json", json.dumps(status))
 
 
-def launch(plan: Plan, server_args: Any, start: Callable[[], Any]) -> Any:
+def launch(plan: EnginePlan, server_args: Any, start: Callable[[], Any]) -> Any:
     """Run `start`, which is `Engine._launch_subprocesses`, and check the proofs of this node's schedulers.
 
     Raises:
@@ -58,7 +58,7 @@ def launch(plan: Plan, server_args: Any, start: Callable[[], Any]) -> Any:
     return result
 
 
-def launch_processes(plan: Plan, server_args: Any, start: Callable[[], Any]) -> Any:
+def launch_processes(plan: EnginePlan, server_args: Any, start: Callable[[], Any]) -> Any:
     """Run `start`, which is `Engine._launch_scheduler_processes`, and check the proofs when its result waits."""
     folder = _new_folder(server_args)
     started = start()
@@ -82,7 +82,7 @@ def _new_folder(server_args: Any) -> Path:
     return folder
 
 
-def _check_node(plan: Plan, server_args: Any, launched: Any, folder: Path) -> None:
+def _check_node(plan: EnginePlan, server_args: Any, launched: Any, folder: Path) -> None:
     left = [read_json_object(path, _LIMIT) for path in sorted(folder.glob("*.json"))]
     sent = [info.get(KEY) for info in getattr(launched, "scheduler_infos", ())]
     replicas = int(getattr(server_args, "dp_size", 1) or 1)

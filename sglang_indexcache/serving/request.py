@@ -15,7 +15,7 @@ from sglang_indexcache.sglang.requested import KEY
 
 
 @dataclass(frozen=True)
-class Request:
+class PatternRequest:
     """The pattern to serve.
 
     Attributes:

@@ -9,13 +9,15 @@ memory may come back with anything in it: after those the pattern is not proven 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.model.checkpoint import Checkpoint
 from sglang_indexcache.serving import engines
 from sglang_indexcache.serving.preflight import Preflight
-from sglang_indexcache.serving.proof import Proof, indexer_tensors, look_at, mark_unloaded
-from sglang_indexcache.serving.ranks import all_agree, first_problem, read_back
+from sglang_indexcache.serving.proof import agree, indexer_tensors, look_at, mark_unloaded
+from sglang_indexcache.serving.ranks import first_problem
 from sglang_indexcache.sglang.refusal import refuse
 
 if TYPE_CHECKING:
@@ -58,11 +60,9 @@ def _from_disk(plan: Preflight, runner: Any, path: str, update: Callable[[], Any
     if report is None:
         report = look_at(plan, runner)
     elif not reply.success:
-        report = report.with_problem(f"an update from {path} failed half-way: {reply.message}")
-    problem, reports = all_agree(plan.pattern, report)
+        report = replace(report, problem=f"an update from {path} failed half-way: {reply.message}")
+    problem = agree(plan, runner, report)
     if problem is None:
-        selection = plan.family.sglang.selection(runner.model)
-        plan.proven.set(Proof(read_back(reports, selection), len(report.layers), len(reports)))
         return reply
     plan.proven.lose(f"weights were updated from {path}: {problem}")
     if reply.success:
@@ -73,7 +73,7 @@ def _from_disk(plan: Preflight, runner: Any, path: str, update: Callable[[], Any
 def _misfit(plan: Preflight, path: str) -> str | None:
     """Return why the checkpoint at `path` can't run the pattern; `None` also where only loading can show it."""
     try:
-        return plan.misfit(path)
+        return next((str(error) for error in Checkpoint.read(path).misfits(plan.pattern)), None)
     except IndexCacheError:
         return None
     except Exception as error:  # the other ranks must know of it

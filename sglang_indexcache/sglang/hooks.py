@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 from collections.abc import Callable, Iterable
 from pkgutil import resolve_name
 from typing import Any
 
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.families.base import Family
-from sglang_indexcache.model.name import at_revision
-from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.sglang.overrides import parse_overrides
-from sglang_indexcache.sglang.probes import MODEL_CONFIG, Feature, Need, SglangError, SglangSource
+from sglang_indexcache.sglang.probes import Feature, Need, SglangError, SglangSource
 from sglang_indexcache.sglang.refusal import refuse, refuse_unforeseen
 
 
@@ -71,28 +66,6 @@ def bound_to(original: Callable[..., Any], args: Any, kwargs: Any) -> inspect.Bo
     bound = inspect.signature(original).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound
-
-
-def give_pattern(args: Any, kwargs: Any, plan_for: Callable[[str], tuple[Family, Pattern]]) -> tuple[Any, Any] | None:
-    """Return the arguments of `ModelConfig.__init__` with a pattern in their overrides; `None` for a draft model's.
-
-    A NextN layer always runs its own indexer.
-
-    Args:
-        args: positional arguments of the hooked call.
-        kwargs: its keyword arguments.
-        plan_for: returns the family and the pattern of the model at a path.
-
-    Raises:
-        IndexCacheError: if `plan_for` refuses, or the overrides say something else.
-    """
-    bound = bound_arguments(MODEL_CONFIG, args, kwargs)
-    if bound.arguments["is_draft_model"]:
-        return None
-    family, pattern = plan_for(at_revision(bound.arguments["model_path"], bound.arguments.get("revision")))
-    merged = family.sglang.to_overrides(parse_overrides(bound.arguments["model_override_args"]), pattern)
-    bound.arguments["model_override_args"] = json.dumps(merged)
-    return bound.args, bound.kwargs
 
 
 def installed_source(features: Iterable[Feature]) -> SglangSource:

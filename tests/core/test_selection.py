@@ -16,7 +16,7 @@ from sglang_indexcache.errors import PatternError, PatternFileError
 from sglang_indexcache.files.spec import PatternSpec
 from sglang_indexcache.pattern import uniform_pattern
 from sglang_indexcache.pattern.selection import DEFAULT, Selection
-from sglang_indexcache.serving.request import Request
+from sglang_indexcache.serving.request import PatternRequest
 from tests.conftest import tiny_dense_config
 
 FILE = pattern_file(Pattern("DSSDSS", DEFAULT), tiny_dense_config())
@@ -155,5 +155,5 @@ def _yaml(content: Any) -> str:
 def test_the_selection_travels_with_the_server_arguments(tmp_path: Path) -> None:
     FILE.save(tmp_path / "pattern.yaml")
     asked = {"spec": str(tmp_path / "pattern.yaml"), "own": None, "allow": False}
-    Request.of(asked)
-    assert Request.of(asked | {"spec": None}).pattern == Pattern("DSSDSS", DEFAULT)
+    PatternRequest.of(asked)
+    assert PatternRequest.of(asked | {"spec": None}).pattern == Pattern("DSSDSS", DEFAULT)

@@ -27,14 +27,14 @@ from sglang_indexcache.serving import engines, identity, proof, ranks, ready
 from sglang_indexcache.serving.preflight import Preflight
 from sglang_indexcache.serving.proof import Proof, ProofHolder, effective_roles, mark_unloaded, mismatch
 from sglang_indexcache.serving.ranks import MEET_VARIABLE, RankReport, _meet_seconds, disagreement
-from sglang_indexcache.serving.request import Request
+from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang import refusal
 from sglang_indexcache.sglang.hooks import refusing, refusing_around
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 from tests.conftest import tiny_config
 
 PATTERN = Pattern("FSSFSS")
-REQUEST = Request("deploy.yaml@1/3", PATTERN, pattern_file(PATTERN, tiny_config()))
+REQUEST = PatternRequest("deploy.yaml@1/3", PATTERN, pattern_file(PATTERN, tiny_config()))
 PROVEN = ProofHolder()
 PROVEN.set(Proof(PATTERN, 6, 2))
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
@@ -343,7 +343,7 @@ def test_a_scheduler_that_is_ready_sends_its_proof(tmp_path: Path) -> None:
 
 
 def test_the_server_waits_for_every_proof() -> None:
-    own = {**PROVEN.proof.status("p"), "dp_rank": 0}
+    own = {**PROVEN.status("p"), "dp_rank": 0}
     other = {**own, "dp_rank": 1}
     ready.check(PATTERN, [own, own], [], 1)  # two tensor-parallel ranks
     ready.check(PATTERN, [None], [own, other, other], 2)  # a data-parallel controller says nothing

@@ -14,7 +14,7 @@ from sglang_indexcache.errors import PatternError
 from sglang_indexcache.families import describe
 from sglang_indexcache.families.dsa.spellings import indexer_types
 from sglang_indexcache.files.spec import PatternSpec, split_name
-from sglang_indexcache.serving.request import Request
+from sglang_indexcache.serving.request import PatternRequest
 from tests.conftest import save_model, tiny_config
 
 MODEL = describe(tiny_config(), "glm")
@@ -86,11 +86,11 @@ def test_a_pattern_of_another_model_or_on_a_locked_layer_is_refused(path: Path) 
 
 
 def test_serving_takes_files_and_letters(path: Path) -> None:
-    assert Request.load(f"{path}@1/3").pattern == Pattern("FSSFSS")
-    letters = Request.load("FSSFSS")
+    assert PatternRequest.load(f"{path}@1/3").pattern == Pattern("FSSFSS")
+    letters = PatternRequest.load("FSSFSS")
     assert (letters.pattern, letters.file) == (Pattern("FSSFSS"), None)
     with pytest.raises(IndexCacheError, match="uniform@1/3 depends on the model's layers, expected a pattern file"):
-        Request.load("uniform@1/3")
+        PatternRequest.load("uniform@1/3")
 
 
 def test_check_takes_every_form(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ from sglang_indexcache.families.deepseek_v4.sglang import DeepseekV4Sglang
 from sglang_indexcache.serving import proof, ranks
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.proof import effective_roles, mark_unloaded, mismatch
-from sglang_indexcache.serving.request import Request
+from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang.probes import SglangSource
 from tests.conftest import TOPK, V4_LAYERS, random_tokens, tiny_engine, tiny_model, tiny_v4_config
 
@@ -355,7 +355,7 @@ def test_a_switch_that_fails_ends_the_proof(monkeypatch: pytest.MonkeyPatch) -> 
 def test_flags_that_can_not_be_combined_with_it(
     flag: str, value: Any, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = Preflight(Request("x", Pattern("FSSF")), SglangSource(Path(), "0.0"))
+    check = Preflight(PatternRequest("x", Pattern("FSSF")), SglangSource(Path(), "0.0"))
     monkeypatch.setattr(check, "family_at", lambda _: DEEPSEEK_V4)
     arguments = SimpleNamespace(model_path="x", **{flag: value})
     if refused:
