@@ -48,7 +48,7 @@ examples:
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """The result of a check.
 
@@ -135,19 +135,19 @@ def check(
         if effective is not None and effective != pattern.plain():
             problems.append(f"SGLang {installed.version} would run {effective} instead of {pattern}")
     return Report(
-        pattern.letters,
-        pattern.fingerprint,
-        pattern.retention,
-        pattern.selection,
-        checkpoint.model.name,
-        pattern.source_layers,
-        checkpoint.locked,
-        override or {},
-        checkpoint.model.layers,
-        None if installed is None else installed.version,
-        None if effective is None else effective.roles,
-        tuple(problems),
-        tuple(notes),
+        pattern=pattern.letters,
+        fingerprint=pattern.fingerprint,
+        retention=pattern.retention,
+        selection=pattern.selection,
+        model=checkpoint.model.name,
+        source_layers=pattern.source_layers,
+        locked_layers=checkpoint.locked,
+        override=override or {},
+        layers=checkpoint.model.layers,
+        sglang=None if installed is None else installed.version,
+        effective=None if effective is None else effective.roles,
+        problems=tuple(problems),
+        notes=tuple(notes),
     )
 
 

@@ -67,11 +67,6 @@ class Arguments:
     calibrate: bool
     rest: tuple[str, ...]
 
-    @property
-    def wants_help(self) -> bool:
-        """True if SGLang's arguments request help."""
-        return any(word in ("-h", "--help") for word in self.rest)
-
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -129,7 +124,7 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
     """
     split = split_arguments(arguments)
     check_plugin_is_found()
-    if split.wants_help:
+    if {"-h", "--help"}.intersection(split.rest):
         sys.stdout.write(f"{__doc__}\n")  # SGLang's own help follows
         return split.rest
     if split.calibrate:

@@ -64,16 +64,6 @@ def before_loading() -> None:
     os.environ["SGLANG_DSA_TOPK_BROADCAST"] = "1"
 
 
-def after_loading(plan: EnginePlan) -> None:
-    """Check the files of the model, in a process that has loaded it, before it reports so.
-
-    Raises:
-        ModelConfigError: if a file of the model changed meanwhile.
-    """
-    assert isinstance(plan, Calibration)
-    plan.check_loaded()
-
-
 def _of_process() -> Controller | None:
     """Return the controller whose model this process has loaded: logits know of no server."""
     plan = engines.plan_of_process()
@@ -93,7 +83,7 @@ def around_all_logits(original: Callable[..., Any], *args: Any, **kwargs: Any) -
     controller = _of_process()
     if controller is None:
         return original(*args, **kwargs)
-    return around_logits(controller.divergence)(original, *args, **kwargs)
+    return around_logits(controller.divergence, original, *args, **kwargs)
 
 
 def before_forward(*args: Any, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.divergence import Divergence
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
-from sglang_indexcache.calibration.selections import Selections, sizes_of
+from sglang_indexcache.calibration.selections import Selections
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.pattern import Pattern
@@ -22,7 +22,12 @@ from sglang_indexcache.serving.ranks import data_parallel_rank
 from sglang_indexcache.sglang.refusal import refuse
 
 METHOD = "indexcache"
-_UNMEASURED = "with pipeline stages, nor by an SGLang without the places for it (indexcache-check --environment)"
+_WHERE = "with pipeline stages, nor by an SGLang without the places for it (indexcache-check --environment)"
+_UNMEASURED = {
+    protocol.KL: f"kl is not measured {_WHERE}; expected --objective nll",
+    protocol.OVERLAP: f"index overlap is not measured {_WHERE}",
+    protocol.MISSES: f"selections are not recorded of this model, {_WHERE}",
+}
 _Position = Annotated[int, Field(strict=True, ge=0, lt=1 << 40)]
 _RANGES: TypeAdapter[list[tuple[int, int]]] = TypeAdapter(list[tuple[_Position, _Position]])
 _FLAGS = (  # SGLang's flags that losses depend on
@@ -110,7 +115,7 @@ class Controller:
             "config_sha256": self._calibration.config_sha256,
             "weights_sha256": self._calibration.weights_sha256,
             "versions": _versions(runner),
-            "measures": self._measures(runner),
+            "measures": list(self._measures(runner)),
             **answer,
         }
 
@@ -128,7 +133,10 @@ class Controller:
     def _switch(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         self._check(scheduler, body)
         pattern = Pattern(body["pattern"])
-        apply(self._calibration.family.sglang, scheduler.tp_worker.model_runner, pattern)
+        try:
+            self._calibration.family.sglang.switch(scheduler.tp_worker.model_runner, pattern)
+        except Exception as error:
+            refuse(f"switching failed half-way: {error}")
         scheduler.flush_cache()
         if self.divergence is not None:
             self.divergence.switched(pattern == self._calibration.pattern)
@@ -137,69 +145,56 @@ class Controller:
     def _announce_baseline(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         runner = scheduler.tp_worker.model_runner
         row_bytes = runner.model_config.hidden_size * runner.dtype.itemsize
-        missing = self._measured_kl(runner).announce(str(body.get("data")), _ranges(body.get("ranges")), row_bytes)
-        return {"missing": missing}
+        divergence, ranges = self._measure(protocol.KL, runner), _ranges(body.get("ranges"))
+        return {"missing": divergence.announce(str(body.get("data")), ranges, row_bytes)}
 
     def _sums(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         requests = body.get("requests")
         if not isinstance(requests, Mapping):
             raise CalibrationError("requests is missing, expected ranges of positions for each request id")
         wanted = {str(rid): _ranges(ranges) for rid, ranges in requests.items()}
-        return {"sums": self._measured_kl(scheduler.tp_worker.model_runner).sums(wanted)}
+        return {"sums": self._measure(protocol.KL, scheduler.tp_worker.model_runner).sums(wanted)}
 
     def _sample(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         runner, positions = scheduler.tp_worker.model_runner, body.get("positions")
         if not isinstance(positions, list) or not all(type(position) is int for position in positions):
             raise CalibrationError("positions is missing, expected a list of positions")
-        self._sampled(runner).begin(positions, len(self._roles(runner)))
+        self._measure(protocol.OVERLAP, runner).begin(positions, len(self._roles(runner)))
         return {}
 
     def _end_sampling(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
-        return self._sampled(scheduler.tp_worker.model_runner).end()
+        return dict(self._measure(protocol.OVERLAP, scheduler.tp_worker.model_runner).end())
 
     def _record(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         runner, numbers = scheduler.tp_worker.model_runner, (body.get("first"), body.get("tokens"))
         first, tokens = (number if type(number) is int else 0 for number in numbers)
         roles = self._calibration.family.sglang.configured(runner)
-        self._recorded(runner).begin(first, tokens, roles)
+        self._measure(protocol.MISSES, runner).begin(first, tokens, roles)
         return {}
 
     def _misses(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
-        return self._recorded(scheduler.tp_worker.model_runner).end(sizes_of(body))
+        selections, sizes = self._measure(protocol.MISSES, scheduler.tp_worker.model_runner), body.get("sizes")
+        if not isinstance(sizes, list) or not sizes or not all(type(size) is int and size > 0 for size in sizes):
+            raise CalibrationError("sizes is missing, expected a list of tokens")
+        return dict(selections.end(sizes))
 
-    def _measures(self, runner: Any) -> list[str]:
-        """Return the measurements beside logprobs; none with pipeline stages, whose first one answers alone."""
-        whole = len(self._roles(runner)) == len(self._calibration.pattern)
-        places: dict[str, object] = {protocol.KL: self.divergence, protocol.OVERLAP: self.overlap}
+    def _measures(self, runner: Any) -> dict[str, Any]:
+        """Return what measures beside logprobs; nothing with pipeline stages, whose first one answers alone."""
+        if len(self._roles(runner)) != len(self._calibration.pattern):
+            return {}
+        found: dict[str, Any] = {protocol.KL: self.divergence, protocol.OVERLAP: self.overlap}
         if self._calibration.has(self._calibration.family.sglang.selection_capture):
-            places[protocol.MISSES] = self.selections
-        return [name for name, measure in places.items() if whole and measure is not None]
+            found[protocol.MISSES] = self.selections
+        return {name: measure for name, measure in found.items() if measure is not None}
+
+    def _measure(self, name: str, runner: Any) -> Any:
+        found = self._measures(runner).get(name)
+        if found is None:
+            raise CalibrationError(_UNMEASURED[name])
+        return found
 
     def _roles(self, runner: Any) -> dict[int, str]:
         return current_roles(self._calibration.family.sglang, runner.model)
-
-    def _measured_kl(self, runner: Any) -> Divergence:
-        if self.divergence is None or protocol.KL not in self._measures(runner):
-            raise CalibrationError(f"kl is not measured {_UNMEASURED}; expected --objective nll")
-        return self.divergence
-
-    def _sampled(self, runner: Any) -> Overlap:
-        if self.overlap is None or protocol.OVERLAP not in self._measures(runner):
-            raise CalibrationError(f"index overlap is not measured {_UNMEASURED}")
-        return self.overlap
-
-    def _recorded(self, runner: Any) -> Selections:
-        if self.selections is None or protocol.MISSES not in self._measures(runner):
-            raise CalibrationError(f"selections are not recorded of this model, {_UNMEASURED}")
-        return self.selections
-
-
-def apply(adapter: SglangAdapter, runner: Any, pattern: Pattern) -> None:
-    """Make the layers of this rank run `pattern`; a failure half-way ends the process."""
-    try:
-        adapter.switch(runner, pattern)
-    except Exception as error:
-        refuse(f"switching failed half-way: {error}")
 
 
 def _ranges(given: Any) -> list[tuple[int, int]]:

@@ -14,17 +14,13 @@ from typing import Any
 from sglang_indexcache.calibration.divergence import Divergence
 
 
-def around_logits(divergence: Divergence | None) -> Callable[..., Any]:
-    """Return the hook around `LogitsProcessor.forward`, which hands the requests of a pass to `divergence`."""
-
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
-        if divergence is not None:
-            divergence.begin_pass(arguments["logits_metadata"])
-        with _tensor_cores(getattr(arguments["lm_head"], "weight", None)):
-            return original(*args, **kwargs)
-
-    return around
+def around_logits(divergence: Divergence | None, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `LogitsProcessor.forward`, and hand the requests of the pass to `divergence`."""
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    if divergence is not None:
+        divergence.begin_pass(arguments["logits_metadata"])
+    with _tensor_cores(getattr(arguments["lm_head"], "weight", None)):
+        return original(*args, **kwargs)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang_indexcache.calibration.passes import parts
+from sglang_indexcache.calibration.passes import Capturer, parts, register
 from sglang_indexcache.calibration.preflight import CalibrationError
 from sglang_indexcache.calibration.protocol import OVERLAP
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Overlap:
+class Overlap(Capturer):
     """A counter of common indices of all pairs of layers; registered with SGLang only while sampling.
 
     Memory: queries x layers x top-k x 4 bytes for the indices of one forward pass (41 MB for 64 queries of 78 layers
@@ -32,10 +32,8 @@ class Overlap:
 
     def begin(self, positions: Sequence[int], layers: int) -> None:
         """Start sampling the queries at `positions` of requests whose id says `overlap`."""
-        from sglang.srt.state_capturer.indexer_topk import set_global_indexer_capturer
-
         self._start(frozenset(positions), layers)
-        set_global_indexer_capturer(self)
+        register(self)
 
     def end(self) -> dict[str, Any]:
         """Stop sampling.
@@ -46,9 +44,7 @@ class Overlap:
         Raises:
             CalibrationError: if nothing was sampled.
         """
-        from sglang.srt.state_capturer.indexer_topk import set_global_indexer_capturer
-
-        set_global_indexer_capturer(None)
+        register(None)
         if self._total is None or not self._queries:
             raise CalibrationError("no query was sampled: no request asked for it, or none saw more than top-k tokens")
         return {"overlap": (self._total.cpu() / self._queries).tolist(), "queries": self._queries}
@@ -70,18 +66,12 @@ class Overlap:
         self._rows = torch.tensor(rows, device=runner.device) if rows else None
 
     def capture(self, layer_id: int, topk_indices: Tensor) -> None:
-        """Take the indices `[tokens, k]` of a layer; SGLang calls this for each layer in order, S layers included."""
+        """See `Capturer.capture`."""
         if self._rows is None:
             return
         self._sets.append(topk_indices[self._rows].sort(-1).values)
         if len(self._sets) == self._layers:
             self._count()
-
-    def on_forward_end(self, *args: Any, **kwargs: Any) -> None:
-        """Return nothing to go with a pass; SGLang calls this."""
-
-    def get_topk(self, *args: Any, **kwargs: Any) -> None:
-        """Return nothing to go with a request; SGLang calls this."""
 
     def _count(self) -> None:
         import torch

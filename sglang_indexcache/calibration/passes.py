@@ -1,12 +1,15 @@
-"""The parts of requests in a forward pass."""
+"""The parts of requests in a forward pass, and a stand-in for the object that SGLang shows what they select."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.calibration.protocol import Measured
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -40,3 +43,24 @@ def parts(forward_batch: Any) -> Iterator[Part]:
     ):
         yield Part(Measured.parse(str(rid)), row, int(first), int(tokens), max(int(tokens) - int(start), 1))
         row += int(tokens)
+
+
+class Capturer:
+    """A stand-in for SGLang's top-k capturer; registered with SGLang only while there is something to capture."""
+
+    def capture(self, layer_id: int, topk_indices: Tensor) -> None:
+        """Take the selections `[tokens, k]` of a layer; SGLang calls this for all layers in order, S layers too."""
+        raise NotImplementedError
+
+    def on_forward_end(self, *args: Any, **kwargs: Any) -> None:
+        """Return nothing to go with a pass; SGLang calls this."""
+
+    def get_topk(self, *args: Any, **kwargs: Any) -> None:
+        """Return nothing to go with a request; SGLang calls this."""
+
+
+def register(capturer: Capturer | None) -> None:
+    """Make SGLang call `capturer` from now on; `None` for nobody."""
+    from sglang.srt.state_capturer.indexer_topk import set_global_indexer_capturer
+
+    set_global_indexer_capturer(capturer)

@@ -97,11 +97,7 @@ class Calibration(EnginePlan):
         return self.family, self.pattern
 
     def check_loaded(self) -> None:
-        """Check, once the model is loaded, that its files are still those whose digest a search gets.
-
-        Raises:
-            ModelConfigError: naming a file that is not.
-        """
+        """See `EnginePlan.check_loaded`; a search gets the digest of its files."""
         if self._files is not None:
             self._files.check()
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang_indexcache.calibration.passes import parts
+from sglang_indexcache.calibration.passes import Capturer, parts, register
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
 from sglang_indexcache.calibration.protocol import MISSES
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Selections:
+class Selections(Capturer):
     """A recorder of selections of one request after the other; registered with SGLang only while it records.
 
     In a causal pass every query selects from the tokens before it, so the last queries of a prompt select what decoding
@@ -51,10 +51,8 @@ class Selections:
         """
         if not 0 < first < tokens:
             raise CalibrationError(f"first is {first} and tokens {tokens}, expected 0 < first < tokens")
-        from sglang.srt.state_capturer.indexer_topk import set_global_indexer_capturer
-
         self._start(first, tokens, roles)
-        set_global_indexer_capturer(self)
+        register(self)
 
     def end(self, sizes: Sequence[int]) -> dict[str, Any]:
         """Stop recording, and count misses.
@@ -66,9 +64,7 @@ class Selections:
         Raises:
             IndexCacheError: if not every query was recorded once, or a buffer can't hold what it selects.
         """
-        from sglang.srt.state_capturer.indexer_topk import set_global_indexer_capturer
-
-        set_global_indexer_capturer(None)
+        register(None)
         import numpy as np  # SGLang brings it, as does the module below
 
         from sglang_indexcache.lru_buffer import hisparse_misses
@@ -108,28 +104,10 @@ class Selections:
             self._rows, self._requests = (torch.tensor(item, device=runner.device) for item in (rows, requests))
 
     def capture(self, layer_id: int, topk_indices: Tensor) -> None:
-        """Take the selections `[tokens, k]` of a layer; SGLang calls this for each layer in order, also S layers."""
+        """See `Capturer.capture`."""
         if self._rows is None or self._roles[layer_id] != "F":
             return
         assert self._requests is not None
         chosen = topk_indices[self._rows]
         positions = self._calibration.family.sglang.positions(self._batch, layer_id, chosen, self._rows, self._requests)
         self._found.setdefault(layer_id, []).append(positions.cpu().numpy())
-
-    def on_forward_end(self, *args: Any, **kwargs: Any) -> None:
-        """Return nothing to go with a pass; SGLang calls this."""
-
-    def get_topk(self, *args: Any, **kwargs: Any) -> None:
-        """Return nothing to go with a request; SGLang calls this."""
-
-
-def sizes_of(body: Mapping[str, Any]) -> list[int]:
-    """Read `sizes` from a request: sizes of buffers, in tokens.
-
-    Raises:
-        CalibrationError: if they are missing or invalid.
-    """
-    sizes = body.get("sizes")
-    if not isinstance(sizes, list) or not sizes or not all(type(size) is int and size > 0 for size in sizes):
-        raise CalibrationError("sizes is missing, expected a list of tokens")
-    return sizes

@@ -10,9 +10,8 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from io import FileIO
 from pathlib import Path
 from threading import Event
@@ -70,7 +69,7 @@ def file_digest(path: Path, stop: Event | None = None) -> Digest:
     with opened(path) as file:
         stamp, began = Stamp.of(os.fstat(file.fileno())), time.time_ns()
         settled = began - max(stamp.modified_ns, stamp.changed_ns) > _SETTLED_NS
-        with _entry(path, stop) if settled and stamp.size >= _REMEMBERED_FROM else _no_entry() as entry:
+        with _entry(path, stop) if settled and stamp.size >= _REMEMBERED_FROM else nullcontext() as entry:
             known = _recall(entry, stamp)
             if known is not None:
                 return Digest(known, stamp)
@@ -115,15 +114,11 @@ def side_by_side(work: Callable[[Path, Event], _Result], paths: Iterable[Path]) 
     stop = Event()
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         try:
-            return list(pool.map(partial(_call, work, stop), paths))
+            return list(pool.map(lambda path: work(path, stop), paths))
         except BaseException:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _call(work: Callable[[Path, Event], _Result], stop: Event, path: Path) -> _Result:
-    return work(path, stop)
 
 
 def _check_wanted(stop: Event | None) -> None:
@@ -132,23 +127,15 @@ def _check_wanted(stop: Event | None) -> None:
 
 
 @contextmanager
-def _no_entry() -> Iterator[None]:
-    yield None
-
-
-@contextmanager
 def _entry(path: Path, stop: Event | None) -> Iterator[FileIO | None]:
-    """Open the cache entry of `path`, for this process alone; `None` without a folder that only this user can write to.
-
-    Processes that need the same digest wait here for the one that reads the file.
-    """
+    """Open the cache entry of `path`, for this process alone; `None` without a folder that is only this user's."""
     try:
         name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
         descriptor = os.open(_folder() / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except (OSError, RuntimeError):
         yield None
         return
-    with FileIO(descriptor, "r+b") as entry:
+    with FileIO(descriptor, "r+b") as entry:  # processes that need the same digest wait for the one that reads
         yield entry if os.fstat(descriptor).st_uid == os.geteuid() and _lock(descriptor, stop) else None
 
 

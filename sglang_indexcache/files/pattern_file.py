@@ -219,14 +219,6 @@ class PatternFile(_Section):
         pattern = self.pattern_at(retention)
         return self.model_copy(update={"pattern": pattern.letters, "retention": pattern.retention})
 
-    def check_model(self, model: ModelLayers) -> None:
-        """Check that the file was made for `model`.
-
-        Raises:
-            PatternFileError: as `ModelSection.check`.
-        """
-        self.model.check(model)
-
     # -- reading and writing
 
     @classmethod
@@ -283,7 +275,8 @@ class PatternFile(_Section):
         if "trajectory" in content:
             content["trajectory"] = [_Inline(step) for step in content["trajectory"]]
         text = yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=2**20, allow_unicode=True)
-        return "".join(_escaped(letter) if is_hidden(letter) and letter != "\n" else letter for letter in text)
+        # `_Dumper` has put quotes around strings with letters that don't show, but writes the letters as they are
+        return "".join(f"\\U{ord(letter):08x}" if is_hidden(letter) and letter != "\n" else letter for letter in text)
 
     def save(self, path: str | Path) -> None:
         """Write the file, all of it or nothing."""
@@ -311,11 +304,6 @@ def _first_error(error: ValidationError) -> str:
         return f"{where}: {cause}" if where else str(cause)
     value = one_line(repr(first["input"]), 60)
     return f"{where or 'the file'}: found {value}, expected: {first['msg'].removeprefix('Input should be ')}"
-
-
-def _escaped(letter: str) -> str:
-    """Escape a letter that PyYAML would show as it is, in the quotes that `_Dumper` puts around its string."""
-    return f"\\U{ord(letter):08x}"
 
 
 class _Inline(dict[str, Any]):

@@ -81,7 +81,7 @@ class PatternSpec:
             IndexCacheError: if the file was made for another model, or the pattern does not fit this one.
         """
         if self.file is not None:
-            self.file.check_model(model)
+            self.file.model.check(model)
         pattern = self.unchecked(model.native)
         pattern.check_kind(model.native)
         pattern.check_fits(model.num_layers, model.locked)

@@ -144,17 +144,18 @@ def _scalar(line: int, event: Any) -> Any:
 
 def _sequence(line: int, start: Any, events: Iterator[tuple[int, Any]], depth: int) -> list[Any]:
     items: list[Any] = []
-    for at, event in events:
+    while True:
+        at, event = next(events)
         if isinstance(event, yaml.SequenceEndEvent):
             _check_one_line(line, start, event)
             return items
         items.append(_node(at, event, events, depth + 1))
-    raise PatternFileError(f"line {line}: the list has no end")
 
 
 def _mapping(line: int, start: Any, events: Iterator[tuple[int, Any]], depth: int) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
-    for at, event in events:
+    while True:
+        at, event = next(events)
         if isinstance(event, yaml.MappingEndEvent):
             _check_one_line(line, start, event)
             return mapping
@@ -169,7 +170,6 @@ def _mapping(line: int, start: Any, events: Iterator[tuple[int, Any]], depth: in
         if key in mapping:
             raise PatternFileError(f"line {at}: key {key!r} stands there twice")
         mapping[key] = _node(*next(events), events, depth + 1)
-    raise PatternFileError(f"line {line}: the mapping has no end")
 
 
 def _check_one_line(line: int, start: Any, end: Any) -> None:

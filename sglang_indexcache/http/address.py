@@ -26,11 +26,12 @@ class Address:
 
     Attributes:
         label: scheme, host, port and path: what people, files and logs see, and what identifies the server.
+        authorization: value of the `Authorization` header for the URL's user, if there is one.
     """
 
     label: str
+    authorization: str | None = field(default=None, repr=False, compare=False)
     _query: str = field(default="", repr=False, compare=False)
-    _authorization: str | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, url: str | Address) -> Address:
@@ -62,15 +63,10 @@ class Address:
             named = [user] if not password or len(user) >= _LONG_NAME else []
             keep_secret(password, f"{user}:{password}", authorization.partition(" ")[2], *named)
         label = f"{parts.scheme}://{netloc}{parts.path.rstrip('/')}"
-        return cls(label, parts.query, authorization)
+        return cls(label, authorization, parts.query)
 
     def __str__(self) -> str:
         return self.label
-
-    @property
-    def authorization(self) -> str | None:
-        """Value of the `Authorization` header for the URL's user, if there is one."""
-        return self._authorization
 
     def without(self, ending: str) -> Self:
         """Return the same server with `ending` removed from its path."""

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sglang_indexcache.errors import IndexCacheError, one_line
 from sglang_indexcache.http.address import Address
-from sglang_indexcache.http.connection import Budget, TooLargeError, TooSlowError, connections
+from sglang_indexcache.http.connection import Budget, BudgetError, connections
 from sglang_indexcache.http.redaction import KEY_VARIABLE, keep_secret
 
 SECONDS = 30.0
@@ -86,7 +86,7 @@ def ask(
             pool.stream(method, address.target(path), headers=headers, content=content) as response,
         ):
             code, kind, answer = response.status, _content_type(response.headers), response.read()
-    except (TooLargeError, TooSlowError) as error:
+    except BudgetError as error:
         raise NoAnswerError(f"{place} {error}") from None
     except httpcore.TimeoutException:
         raise NoAnswerError(f"{place} {budget.late()}") from None

@@ -19,12 +19,8 @@ BYTES_A_SECOND = 64 << 10  # or goes on at least as fast
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-class TooLargeError(Exception):
-    """An answer of more bytes than it may have."""
-
-
-class TooSlowError(Exception):
-    """An answer that does not end in time."""
+class BudgetError(Exception):
+    """An answer that has more bytes than it may have, or does not end in time."""
 
 
 class Budget:
@@ -44,7 +40,7 @@ class Budget:
         """Return the seconds until the next bytes have to be there.
 
         Raises:
-            TooSlowError: if that time has passed.
+            BudgetError: if that time has passed.
         """
         end = self._end
         if self._begun is not None:
@@ -54,22 +50,22 @@ class Budget:
             raise self.late()
         return left
 
-    def late(self) -> TooSlowError:
+    def late(self) -> BudgetError:
         """Return the error of an answer that came too late."""
         if self._begun is not None and time.monotonic() < self._end:
-            return TooSlowError(f"gave {self._received} bytes in {BEGUN_SECONDS:g} s and more, and no whole answer")
-        return TooSlowError(f"gave no whole answer within {self._seconds:g} s")
+            return BudgetError(f"gave {self._received} bytes in {BEGUN_SECONDS:g} s and more, and no whole answer")
+        return BudgetError(f"gave no whole answer within {self._seconds:g} s")
 
     def receive(self, count: int) -> None:
         """Count received bytes.
 
         Raises:
-            TooLargeError: if there are too many.
+            BudgetError: if there are too many.
         """
         self._begun = time.monotonic() if self._begun is None else self._begun
         self._received += count
         if self._received > self._max_bytes:
-            raise TooLargeError(f"answers with more than {self._max_bytes} bytes")
+            raise BudgetError(f"answers with more than {self._max_bytes} bytes")
 
     def begin_anew(self) -> None:
         """Begin anew after a proxy's answer."""

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.errors import FileError, IndexCacheError, ModelConfigError
+from sglang_indexcache.errors import IndexCacheError, ModelConfigError
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.files.atomic import read_json_object, reason
 from sglang_indexcache.files.pattern_file import PatternFile
-from sglang_indexcache.files.pointers import check_no_pointers
-from sglang_indexcache.model.files import CONFIG, INDEX, ModelFiles, tokenizer_files, weight_files
+from sglang_indexcache.model.files import CONFIG, INDEX, ModelFiles, weight_files, weight_map
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern import Pattern
@@ -23,6 +22,9 @@ from sglang_indexcache.pattern import Pattern
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100 << 20
 _NO_MODELS = (".gguf", "adapter_config.json")  # endings of files that hold weights in another form, or a part of them
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_MAX_POINTER_BYTES = 1024
+_NO_POINTERS = (".json", ".safetensors", ".bin", ".model", ".tiktoken")  # endings of a checkpoint's own files
 
 
 class HubFileError(ModelConfigError):
@@ -59,17 +61,10 @@ class Checkpoint:
         """Read a folder, or a hub id through the hub's client.
 
         Raises:
-            ModelConfigError: if it is not there, or not a DSA model.
+            IndexCacheError: if it is not there, or of no known family.
         """
         config, name = read_config(model)
-        folder = ModelName.parse(model).folder
-        if folder is not None:
-            names = _tensor_names(folder)
-        else:
-            try:
-                names = _index_names(_from_hub(model, INDEX))
-            except HubFileError:
-                names = None
+        names = _tensor_names(model)
         description = describe(config, name)
         if names is None:
             return cls(description, None)
@@ -89,7 +84,7 @@ class Checkpoint:
             lambda: pattern.check_fits(self.model.num_layers, self.locked),
         ]
         if file is not None and not allow_config_mismatch:
-            checks.append(lambda: file.check_model(self.model))
+            checks.append(lambda: file.model.check(self.model))
         errors = []
         for check in checks:
             try:
@@ -103,50 +98,46 @@ def read_config(model: str) -> tuple[dict[str, Any], str]:
     """Read config.json of a folder or hub id, and the model's name.
 
     Raises:
-        ModelConfigError: if it is not there, or not a JSON object of reasonable size.
+        IndexCacheError: if it is not there, or not a JSON object of reasonable size.
     """
     named = ModelName.parse(model)
     if named.folder is None:
-        return _read_json(_from_hub(model, "config.json"), _MAX_CONFIG_BYTES), named.name
-    check_no_pointers(named.folder)
-    if not (named.folder / "config.json").exists():
+        return read_json_object(_from_hub(model, CONFIG), _MAX_CONFIG_BYTES), named.name
+    _check_no_pointers(named.folder)
+    if not (named.folder / CONFIG).exists():
         other = next((path.name for path in sorted(named.folder.glob("*")) if path.name.endswith(_NO_MODELS)), None)
         if other is not None:
             raise ModelConfigError(f"{named.folder}: has {other} and no config.json; expected a whole checkpoint")
-    return _read_json(named.folder / "config.json", _MAX_CONFIG_BYTES), named.name
+    return read_json_object(named.folder / CONFIG, _MAX_CONFIG_BYTES), named.name
 
 
 def weights_digest(model: str) -> str:
     """Return the sha256 of config.json and all weights of a folder, see `weight_files`; of a hub id that of its commit.
 
     Raises:
-        ModelConfigError: if a file can't be read.
+        IndexCacheError: if a file can't be read.
     """
-    return _digest(model, weight_files)
-
-
-def tokenizer_digest(model: str) -> str:
-    """Return the sha256 of all files of a folder's tokenizer; of a hub id that of its commit.
-
-    Raises:
-        ModelConfigError: if a file can't be read.
-    """
-    return _digest(model, tokenizer_files)
-
-
-def _digest(model: str, listed: Callable[[Path], list[str]]) -> str:
-    folder = Path(model)
-    if folder.is_dir():
-        return ModelFiles.read(folder, listed).sha256
+    named = ModelName.parse(model)
+    if named.folder is not None:
+        return ModelFiles.read(named.folder, weight_files).sha256
     commit = _from_hub(model, CONFIG).parent.name
-    return hashlib.sha256(f"{ModelName.parse(model).repository}@{commit}".encode()).hexdigest()
+    return hashlib.sha256(f"{named.repository}@{commit}".encode()).hexdigest()
 
 
-def _read_json(path: Path, limit: int) -> dict[str, Any]:
+def _check_no_pointers(folder: Path) -> None:
+    """Check that no file is a Git LFS pointer, which `git clone` leaves where Git LFS is not installed."""
     try:
-        return read_json_object(path, limit)
-    except FileError as error:
-        raise ModelConfigError(str(error)) from None
+        for path in sorted(folder.iterdir()):
+            if path.suffix in _NO_POINTERS and path.is_file() and path.stat().st_size <= _MAX_POINTER_BYTES:
+                with path.open("rb") as file:
+                    beginning = file.read(len(_POINTER))
+                if beginning == _POINTER:
+                    raise ModelConfigError(
+                        f"{path}: a Git LFS pointer, not the file itself; expected `git lfs pull` in that folder, or a"
+                        " download by `hf download`"
+                    )
+    except OSError as error:
+        raise ModelConfigError(f"{folder}: {reason(error)}") from None
 
 
 def _from_hub(model: str, name: str) -> Path:
@@ -164,21 +155,18 @@ def _from_hub(model: str, name: str) -> Path:
         raise HubFileError(f"{model}: no such folder, and {name} can't be had from the hub: {reason}") from None
 
 
-def _tensor_names(folder: Path) -> set[str] | None:
-    """Read the names of all tensors in the folder's safetensors files, from index or headers; `None` without any."""
+def _tensor_names(model: str) -> Iterable[str] | None:
+    """Read the names of all tensors, from the index or from headers; `None` where no weights are at hand."""
+    folder = ModelName.parse(model).folder
+    if folder is None:
+        try:
+            return weight_map(_from_hub(model, INDEX))
+        except HubFileError:
+            return None
     if (folder / INDEX).is_file():
-        return _index_names(folder / INDEX)
+        return weight_map(folder / INDEX)
     files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        return None
-    return {name for path in files for name in _header_names(path)}
-
-
-def _index_names(path: Path) -> set[str]:
-    names = _read_json(path, _MAX_HEADER_BYTES).get("weight_map")
-    if not isinstance(names, dict):
-        raise ModelConfigError(f"{path}: weight_map is missing")
-    return set(names)
+    return {name for path in files for name in _header_names(path)} if files else None
 
 
 def _header_names(path: Path) -> Iterable[str]:

@@ -43,13 +43,10 @@ class ModelFiles:
         """Digest the files that `listed` names.
 
         Raises:
-            ModelConfigError: if one is not there, can't be read, or changes meanwhile.
+            IndexCacheError: if one is not there, can't be read, or changes meanwhile.
         """
         names = listed(folder)
-        try:
-            digests = side_by_side(file_digest, (folder / name for name in names))
-        except FileError as error:
-            raise ModelConfigError(str(error)) from None
+        digests = side_by_side(file_digest, (folder / name for name in names))
         return cls(folder, listed, dict(zip(names, digests, strict=True)))
 
     @property
@@ -101,7 +98,7 @@ def weight_files(folder: Path) -> list[str]:
     Heads that were trained for the model are among them.
 
     Raises:
-        ModelConfigError: if the folder or its index can't be read, or the index names a file that is not there.
+        IndexCacheError: if the folder or its index can't be read, or the index names a file that is not there.
     """
     index = [INDEX] if (folder / INDEX).is_file() else []
     config = _named(folder, lambda name: name == CONFIG)
@@ -113,7 +110,7 @@ def tensor_files(folder: Path) -> list[str]:
     """List the files of `weight_files` that hold the weights themselves, which engines may load.
 
     Raises:
-        ModelConfigError: as `weight_files`.
+        IndexCacheError: as `weight_files`.
     """
     if (folder / INDEX).is_file():
         names = sorted(set(weight_map(folder / INDEX).values()))
@@ -128,12 +125,9 @@ def weight_map(index: Path) -> dict[str, str]:
     """Return the file beside `index` that holds each tensor.
 
     Raises:
-        ModelConfigError: if it can't be read, or names something else than files beside it.
+        IndexCacheError: if it can't be read, or names something else than files beside it.
     """
-    try:
-        names = read_json_object(index, _MAX_INDEX_BYTES).get("weight_map")
-    except FileError as error:
-        raise ModelConfigError(str(error)) from None
+    names = read_json_object(index, _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(names, dict):
         raise ModelConfigError(f"{index}: weight_map is missing")
     for name in dict.fromkeys(names.values()):

@@ -202,10 +202,7 @@ def scheduler_ready(info: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Non
     """
     plan = engines.plan_of(scheduler.server_args)
     if plan is not None:
-        if not plan.serves:
-            from sglang_indexcache import calibration
-
-            calibration.after_loading(plan)
+        plan.check_loaded()
         ready.report(plan, info, scheduler)
 
 

@@ -108,6 +108,13 @@ class EnginePlan(ABC):
             IndexCacheError: if they don't fit.
         """
 
+    def check_loaded(self) -> None:  # noqa: B027  (most plans have nothing to check)
+        """Check, once the model is loaded, that it is the one that was read before.
+
+        Raises:
+            ModelConfigError: naming a file that changed.
+        """
+
     def require(self, feature: Feature, flag: str) -> None:
         """Refuse a flag that needs what the installed SGLang does not have.
 

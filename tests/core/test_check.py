@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
-from sglang_indexcache.errors import ModelConfigError, SpellingError
+from sglang_indexcache.errors import FileError, ModelConfigError, SpellingError
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.dsa.spellings import indexer_types
 from sglang_indexcache.model.checkpoint import Checkpoint
@@ -241,7 +241,7 @@ def test_damaged_checkpoints_are_refused(model: Path) -> None:
     with pytest.raises(ModelConfigError, match="weight_map is missing"):
         Checkpoint.read(str(model))
     (model / "config.json").write_text("[]")
-    with pytest.raises(ModelConfigError, match="found list, expected a JSON object"):
+    with pytest.raises(FileError, match="found list, expected a JSON object"):
         Checkpoint.read(str(model))
 
 

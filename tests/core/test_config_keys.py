@@ -61,7 +61,7 @@ def test_a_config_that_transformers_saved_again_is_the_same(name: str) -> None:
     roles = "D" + "S" * (model.num_layers - 1) if model.dense else None
     pattern = Pattern(roles, model.native.selection) if roles else model.native
     file = PatternFile.loads(pattern_file(pattern, config).dumps())
-    file.check_model(again)
+    file.model.check(again)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_what_differs_is_named_with_both_values(name: str, changes: dict[str, An
     model = describe(config, "first")
     file = pattern_file(model.native, config)
     with pytest.raises(PatternFileError) as error:
-        file.check_model(describe({**config, **changes}, "other"))
+        file.model.check(describe({**config, **changes}, "other"))
     assert str(error.value).startswith("model.config: ") and found in str(error.value)
 
 
@@ -96,9 +96,9 @@ def test_files_without_a_config_are_read_as_they_were() -> None:
     section = file.model.model_copy(update={"config": None, "config_sha256": model.earlier_sha256})
     old = PatternFile.loads(file.model_copy(update={"model": section}).dumps())
     assert old.model.config is None
-    old.check_model(model)
+    old.model.check(model)
     with pytest.raises(PatternFileError, match=r"may have more, such as attention_bias, .*, hidden_act, "):
-        old.check_model(again)
+        old.model.check(again)
 
 
 def test_a_config_that_was_edited_in_the_file_is_refused() -> None:

@@ -299,9 +299,9 @@ def test_check_model_names_the_difference() -> None:
     model = describe(config, "glm")
     content = good()
     content["model"]["config_sha256"] = model.config_sha256
-    PatternFile.loads(yaml.safe_dump(content)).check_model(model)
+    PatternFile.loads(yaml.safe_dump(content)).model.check(model)
     for field, value in (("config_sha256", "0" * 64), ("architecture", "DeepseekV32ForCausalLM")):
         changed = good()
         changed["model"] = {**content["model"], field: value}
         with pytest.raises(PatternFileError, match=rf"model\.{field}: file has .*, glm has"):
-            PatternFile.loads(yaml.safe_dump(changed)).check_model(model)
+            PatternFile.loads(yaml.safe_dump(changed)).model.check(model)

@@ -17,7 +17,6 @@ from sglang_indexcache.families.dsa.spellings import (
     indexer_types,
     read_spelling,
     to_sglang,
-    to_transformers,
     to_vllm,
 )
 from tests.core.test_pattern import ROLES
@@ -39,7 +38,7 @@ def test_freq_is_read_as_transformers_reads_it(num_layers: int, freq: int, offse
 @given(ROLES)
 def test_what_we_write_for_transformers_is_what_it_builds(roles: str) -> None:
     pattern = Pattern(roles)
-    assert transformers_reads(to_transformers(pattern), len(pattern)) == pattern
+    assert transformers_reads({"indexer_types": indexer_types(pattern)}, len(pattern)) == pattern
 
 
 @given(ROLES, st.sampled_from([Rule.SGLANG_PATTERN_FIRST, Rule.SGLANG_TYPES_FIRST]))

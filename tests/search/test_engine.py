@@ -298,7 +298,7 @@ def test_measurements_know_locked_layers() -> None:
 
 
 def test_loading_names_what_is_wrong(tmp_path: Any, model_folder: Any) -> None:
-    with pytest.raises(ModelConfigError, match=r"config\.json: No such file"):
+    with pytest.raises(FileError, match=r"config\.json: No such file"):
         TransformersEngine.load(str(tmp_path))
     with pytest.raises(SearchError, match="--dtype is int8"):
         TransformersEngine.load(str(model_folder), dtype="int8")

@@ -27,7 +27,7 @@ from indexcache_search.lab.offload.cli import app as offload_app
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.errors import PatternError, PatternFileError
 from sglang_indexcache.families import describe, family_of
-from sglang_indexcache.families.dsa.spellings import to_sglang, to_transformers, to_vllm
+from sglang_indexcache.families.dsa.spellings import indexer_types, to_sglang, to_vllm
 from sglang_indexcache.files.pattern_file import ModelSection
 from sglang_indexcache.files.spec import PatternSpec
 from sglang_indexcache.pattern.indexer_setting import NO_CANDIDATES, QUERIES
@@ -279,7 +279,7 @@ def test_who_can_not_run_them_says_so() -> None:
     model = describe(tiny_v4_config(), "tiny")
     with pytest.raises(PatternError, match="2q4 is not served yet; expected F and S alone"):
         family_of(model.architecture).sglang.to_overrides({}, Pattern.full(model.num_layers).selecting_for(2, 4))
-    for spelling in (to_sglang, to_vllm, to_transformers):
+    for spelling in (to_sglang, to_vllm, indexer_types):
         with pytest.raises(PatternError, match="2q4 has no spelling in any engine"):
             spelling(Pattern.parse("FSFS+2q4"))
     v4 = tiny_model(tiny_v4_config())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,11 +185,11 @@ def test_the_lm_head_hook_leaves_float32_and_cpu_alone() -> None:
         return "logits"
 
     for weight in (torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)):
-        hook = around_logits(divergence)
+        hook = partial(around_logits, divergence)
         assert hook(logits, None, SimpleNamespace(weight=weight), forward_batch([("a", 0, 3, 0)])) == "logits"
     on_gpu = SimpleNamespace(weight=SimpleNamespace(is_cuda=True, dtype=torch.bfloat16))
-    around_logits(None)(logits, None, on_gpu, SimpleNamespace())
-    around_logits(divergence)(logits, None, SimpleNamespace(), SimpleNamespace())
+    around_logits(None, logits, None, on_gpu, SimpleNamespace())
+    around_logits(divergence, logits, None, SimpleNamespace(), SimpleNamespace())
     assert seen == [("highest", 1), ("highest", 1), ("high", 1), ("highest", 0)]
     assert torch.get_float32_matmul_precision() == "highest"
 

@@ -55,7 +55,7 @@ def metrics(folder: Path) -> dict[str, Any]:
 
 def test_greedy_writes_a_pattern_file_that_fits_the_model(finished: Path) -> None:
     file = PatternFile.load(finished / "pattern.yaml")
-    file.check_model(describe(tiny_config(), "tiny"))
+    file.model.check(describe(tiny_config(), "tiny"))
     assert len(file.as_pattern().full_layers) == 3
     assert len(file.pattern_at(Fraction(1, 3)).full_layers) == 2
     assert file.search is not None and file.calibration is not None

@@ -152,11 +152,6 @@ def indexer_types(pattern: Pattern) -> list[str]:
     return [_TYPE_NAMES[role] for role in pattern.roles]
 
 
-def to_transformers(pattern: Pattern) -> dict[str, Any]:
-    """Return configuration keys that make transformers build a GLM-5 model with `pattern`."""
-    return {TYPES_KEY: indexer_types(pattern)}
-
-
 def to_sglang(pattern: Pattern) -> dict[str, Any]:
     """Return one override that every SGLang from 0.5.11 to 0.5.23 reads as `pattern`.
 
