@@ -7,16 +7,16 @@ control request that SGLang already fans out. A server in serving mode has none 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from sglang_indexcache.calibration.control import Controller
+from sglang_indexcache.calibration import protocol
+from sglang_indexcache.calibration.control import METHOD, Controller
 from sglang_indexcache.calibration.divergence import Divergence, limit_gb
 from sglang_indexcache.calibration.lm_head import around_logits
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration
-from sglang_indexcache.calibration.route import with_route
 from sglang_indexcache.calibration.selections import Selections
 from sglang_indexcache.serving import engines
 from sglang_indexcache.serving.preflight import EnginePlan
@@ -34,13 +34,13 @@ def hooks() -> Hooks:
     """
     source, found = installed_source((*probes.REQUIRED, probes.CALIBRATE)), Hooks()
     if source.refusal(probes.DIVERGENCE) is None:
-        found.around(probes.LOGPROBS, around_logprobs)
+        found.add("AROUND", probes.LOGPROBS, around_logprobs)
     if source.missing(probes.LOGITS) is None:
-        found.around(probes.LOGITS, around_all_logits)
+        found.add("AROUND", probes.LOGITS, around_all_logits)
     if source.refusal(probes.SAMPLING) is None:
-        found.before(probes.FORWARD, before_forward)
-    found.around(probes.CONTROL, handle_control)
-    found.around(probes.HTTP, serve)
+        found.add("BEFORE", probes.FORWARD, before_forward)
+    found.add("AROUND", probes.CONTROL, handle_control)
+    found.add("AROUND", probes.HTTP, serve)
     return found
 
 
@@ -57,11 +57,6 @@ def begin(plan: EnginePlan) -> None:
         if plan.has(probes.SAMPLING):
             overlap, selections = Overlap(), Selections(plan)
         _controllers[plan] = Controller(plan, divergence, overlap, selections)
-
-
-def before_loading() -> None:
-    """Make all tensor-parallel ranks attend to what the first one selected, in a process that loads the model."""
-    os.environ["SGLANG_DSA_TOPK_BROADCAST"] = "1"
 
 
 def _of_process() -> Controller | None:
@@ -107,5 +102,32 @@ def serve(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     arguments = bound_to(original, args, kwargs).arguments
     if not isinstance(engines.plan_of(arguments["server_args"]), Calibration):
         return original(*args, **kwargs)
-    with with_route(arguments["tokenizer_manager"]):
+    with _with_route(arguments["tokenizer_manager"]):
         return original(*args, **kwargs)
+
+
+@contextmanager
+def _with_route(tokenizer_manager: Any) -> Iterator[None]:
+    """Answer control requests while the block runs: SGLang has one application for all servers of a process."""
+    from fastapi import Body
+    from fastapi.responses import JSONResponse
+    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.managers.io_struct import DumperControlReqInput
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    async def control(action: str, body: dict[str, Any] = Body(default={})) -> Any:  # noqa: B008
+        # two phases: what one data-parallel rank can't do, none does
+        for phase in (protocol.CHECK, action) if action == protocol.SWITCH else (action,):
+            request = DumperControlReqInput(method=METHOD, body={**body, "action": phase})
+            replies: list[Any] = await tokenizer_manager.dumper_control(request)
+            errors = [reply.error for reply in replies if not reply.success]
+            if errors:
+                return JSONResponse({"error": errors[0]}, status_code=protocol.status_code(errors[0]))
+        return JSONResponse({"ranks": [rank for reply in replies for rank in reply.response]})
+
+    before = list(app.router.routes)
+    app.add_api_route(protocol.path("{action}"), auth_level(AuthLevel.ADMIN_OPTIONAL)(control), methods=["POST"])
+    try:
+        yield
+    finally:
+        app.router.routes[:] = [route for route in app.router.routes if route in before]

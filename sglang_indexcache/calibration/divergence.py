@@ -147,6 +147,8 @@ class Divergence:
 
     def _measuring(self, get_logits: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Wrap `get_logits`, which SGLang calls for all rows in chunks, so that it measures on the way."""
+        import torch
+
         done = 0
 
         def measured(states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -161,7 +163,7 @@ class Divergence:
                     start, stop = self._overlap(part.measured.sequence, rows[0] + shift, rows[1] + shift)
                     kept = self._kept.get(part.measured.sequence, Rows()).take(start, stop)
                     if kept:
-                        truth = _to_device(kept, states)
+                        truth = torch.cat([piece.to(states.device, non_blocking=True) for piece in kept])
                         own = logits[start - shift - begin : stop - shift - begin]
                         expected = get_logits(truth, *args, **{**kwargs, "use_logits_buffer": False})
                         self._found.setdefault(part.measured.rid, Rows()).add(start, kl_rows(expected, own))
@@ -226,9 +228,3 @@ def _to_host(states: Tensor) -> Tensor:
 
     host = torch.empty(states.shape, dtype=states.dtype, pin_memory=states.is_cuda)
     return host.copy_(states, non_blocking=True)  # copied back on the same stream
-
-
-def _to_device(kept: Sequence[Tensor], like: Tensor) -> Tensor:
-    import torch
-
-    return torch.cat([piece.to(like.device, non_blocking=True) for piece in kept])

@@ -40,11 +40,11 @@ class Calibration(EnginePlan):
     """The plan of a calibration server, with the schedule that it starts with: all F, unless layers are locked."""
 
     serves = False
-    subject = "calibration"
+    subject = source = "calibration"
     error = CalibrationError
 
     def __init__(self, sglang: SglangSource) -> None:
-        super().__init__(sglang, "calibration")
+        super().__init__(sglang)
         self._files: ModelFiles | None = None
         self.config_sha256 = self.weights_sha256 = ""
 
@@ -81,7 +81,7 @@ class Calibration(EnginePlan):
 
     def schedule(self, model: str) -> tuple[Family, Pattern]:
         """See `EnginePlan.schedule`: the checkpoint's own, spelled out."""
-        if self._pattern is None:
+        if self._family is None:
             checkpoint = Checkpoint.read(model)
             if not checkpoint.family.sglang.calibrated:
                 raise CalibrationError(
@@ -90,7 +90,7 @@ class Calibration(EnginePlan):
                 )
             self.sglang.require(checkpoint.family.sglang.serving)
             self._family = checkpoint.family
-            self._pattern = Pattern.full(checkpoint.model.num_layers, checkpoint.locked)
+            self.pattern = Pattern.full(checkpoint.model.num_layers, checkpoint.locked)
             self.config_sha256, folder = checkpoint.model.config_sha256, ModelName.parse(model).folder
             self._files = None if folder is None else ModelFiles.read(folder, weight_files)
             self.weights_sha256 = weights_digest(model) if self._files is None else self._files.sha256

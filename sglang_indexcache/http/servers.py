@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 
 from sglang_indexcache.errors import one_line
 from sglang_indexcache.http.address import Address
@@ -12,11 +12,7 @@ from sglang_indexcache.http.client import ask
 from sglang_indexcache.pattern import Pattern
 
 
-class _Answer(BaseModel):
-    model_config = ConfigDict(frozen=True)  # every version of SGLang adds keys
-
-
-class _Served(_Answer):
+class _Served(BaseModel):
     """The pattern that a scheduler has proven, and whether the proof still holds."""
 
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -25,13 +21,13 @@ class _Served(_Answer):
     reason: str = "no reason is given"
 
 
-class _State(_Answer):
+class _State(BaseModel):
     """The state of one data-parallel rank; without the plugin it names no pattern."""
 
     indexcache: _Served | None = None
 
 
-class _ServerInfo(_Answer):
+class _ServerInfo(BaseModel):
     internal_states: Annotated[list[_State], Field(min_length=1)]
 
 

@@ -33,15 +33,10 @@ _WORDS = re.compile(  # words in names of keys that are about attention, or abou
     r"|shar|loop|cross|bidirection|segment"
     r"|(?:^|[_.])(?:k|q|v|kv|qk|qkv|key|keys|query|queries|values?|swa|mla|gqa|mqa|csa|dsa|nsa|moba|topk)(?:[_.]|$)"
 )
-_OLD_INCIDENTAL = {  # of files whose `config_sha256` is of config.json itself
-    "_name_or_path",
-    "auto_map",
-    "dtype",
-    "quantization_config",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-}
+# Likewise, for pattern files whose `config_sha256` is of config.json itself.
+_OLD_INCIDENTAL = frozenset(
+    "_name_or_path auto_map dtype quantization_config torch_dtype transformers_version use_cache".split()
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from threading import RLock
 from typing import Any
@@ -121,24 +122,24 @@ def _plan(server_args: Any) -> EnginePlan:
 
 def _serving_hooks() -> Hooks:
     source, hooks = installed_source(probes.REQUIRED), Hooks()
-    hooks.before(probes.MODEL_CONFIG, _hand_over)
-    hooks.after(probes.NEW_MODEL, _new_model)
+    hooks.add("BEFORE", probes.MODEL_CONFIG, _hand_over)
+    hooks.add("AFTER", probes.NEW_MODEL, _new_model)
     for need in (probes.LOAD_MODEL, probes.LOAD_BACKENDS):
         if source.missing(need) is None:
-            hooks.after(need, _prover(need))
+            hooks.add("AFTER", need, _prover(need))
     if source.missing(probes.LOAD_GRAPHS) is None:
-        hooks.after(probes.LOAD_GRAPHS, _captured)
-    hooks.after(probes.READY, scheduler_ready)
+        hooks.add("AFTER", probes.LOAD_GRAPHS, _captured)
+    hooks.add("AFTER", probes.READY, scheduler_ready)
     for need in probes.UPDATES:
         if source.missing(need) is None:
-            hooks.around(need, updates.around(need.name.rpartition(".")[2]))
-    for feature, register, need, function in (
-        (probes.STATUS, hooks.after, probes.STATE, status),
-        (probes.CACHE_KEYS, hooks.after, probes.STORAGE, _cache_keys),
-        (probes.PEERS, hooks.before, probes.PEER, _handshake),
+            hooks.add("AROUND", need, updates.around(need.name.rpartition(".")[2]))
+    for feature, kind, need, function in (
+        (probes.STATUS, "AFTER", probes.STATE, status),
+        (probes.CACHE_KEYS, "AFTER", probes.STORAGE, _cache_keys),
+        (probes.PEERS, "BEFORE", probes.PEER, _handshake),
     ):
         if source.refusal(feature) is None:
-            register(need, function)
+            hooks.add(kind, need, function)
     for feature in (probes.STATUS, probes.PROMETHEUS, probes.CACHE_KEYS, probes.PEERS, probes.WATCH_UPDATES):
         reason = source.refusal(feature)
         if reason is not None:
@@ -166,10 +167,8 @@ def _new_model(model: Any, *args: Any, **kwargs: Any) -> None:
     """Meet the other ranks, and mark indexers before weights are loaded (after `_initialize_model`)."""
     plan = engines.plan_of_config(bound_arguments(probes.NEW_MODEL, args, kwargs).arguments["model_config"])
     if plan is not None:
-        if not plan.serves:
-            from sglang_indexcache import calibration
-
-            calibration.before_loading()
+        if not plan.serves:  # all tensor-parallel ranks attend to what the first one selects
+            os.environ["SGLANG_DSA_TOPK_BROADCAST"] = "1"
         proof.prepare(plan.family.sglang, model)
 
 

@@ -50,36 +50,25 @@ class EnginePlan(ABC):
 
     Args:
         sglang: the installed one.
-        source: origin of the pattern, for people.
-        pattern: the pattern that the engine must run; `None` as long as it is not known.
 
     Attributes:
         serves: whether it serves one pattern, rather than switching for a search.
         subject: what its flags are combined with, in refusals.
         error: class of its refusals.
+        source: origin of the pattern, for people.
+        pattern: the pattern that the engine must run; known at the latest once `schedule` was called.
         proven: proof of the engine in this process.
     """
 
     serves: ClassVar[bool]
     subject: ClassVar[str]
     error: ClassVar[type[IndexCacheError]]
+    source: str
+    pattern: Pattern
 
-    def __init__(self, sglang: SglangSource, source: str, pattern: Pattern | None = None) -> None:
-        self.sglang, self.source = sglang, source
-        self.proven = ProofHolder()
-        self._pattern = pattern
+    def __init__(self, sglang: SglangSource) -> None:
+        self.sglang, self.proven = sglang, ProofHolder()
         self._family: Family | None = None
-
-    @property
-    def pattern(self) -> Pattern:
-        """Pattern that the engine must run.
-
-        Raises:
-            ProofError: if no configuration of its model was built, and the pattern depends on the model.
-        """
-        if self._pattern is None:
-            raise _not_configured()
-        return self._pattern
 
     @property
     def family(self) -> Family:
@@ -89,7 +78,7 @@ class EnginePlan(ABC):
             ProofError: if no configuration of it was built.
         """
         if self._family is None:
-            raise _not_configured()
+            raise ProofError("SGLang built a model without a configuration that the pattern could be handed over in")
         return self._family
 
     @abstractmethod
@@ -135,10 +124,6 @@ class EnginePlan(ABC):
             raise self.error(f"{given} can't be combined with {self.subject}: {reason}")
 
 
-def _not_configured() -> ProofError:
-    return ProofError("SGLang built a model without a configuration that the pattern could be handed over in")
-
-
 class Preflight(EnginePlan):
     """The plan of an engine that serves a pattern, checked before SGLang builds anything."""
 
@@ -147,8 +132,8 @@ class Preflight(EnginePlan):
     error = PreflightError
 
     def __init__(self, request: PatternRequest, sglang: SglangSource) -> None:
-        super().__init__(sglang, request.source, request.pattern)
-        self._request = request
+        super().__init__(sglang)
+        self._request, self.source, self.pattern = request, request.source, request.pattern
         self._families: dict[str, Family] = {}  # of checked models
 
     def check(self, server_args: Any) -> None:

@@ -212,7 +212,7 @@ def prove(plan: EnginePlan, runner: Any, need: Need = LOAD_MODEL) -> None:
     """
     if plan.family.sglang.proven_after != need:
         return
-    report = look_at(plan, runner, told=lambda: plan.family.sglang.loaded(runner, plan.pattern))
+    report = look_at(plan, runner, new=True)
     problem = agree(plan, runner, report)
     if problem is not None:
         raise ProofError(problem)
@@ -236,18 +236,19 @@ def agree(plan: EnginePlan, runner: Any, report: RankReport) -> str | None:
     return problem
 
 
-def look_at(plan: EnginePlan, runner: Any, told: Callable[[], None] = lambda: None) -> RankReport:
+def look_at(plan: EnginePlan, runner: Any, new: bool = False) -> RankReport:
     """Report what this rank's loaded model runs; any error is its problem, since the other ranks must know of it.
 
     Args:
         plan: has the pattern that it must run.
         runner: a `ModelRunner`.
-        told: called first.
+        new: whether SGLang has just loaded it, so that what its configuration could not say is written first.
     """
     effective: dict[int, LoadedRole] = {}
     indexers: tuple[IndexerSetting, ...] = ()
     try:
-        told()
+        if new:
+            plan.family.sglang.loaded(runner, plan.pattern)
         effective = effective_roles(plan.family.sglang, runner.model)
         selection = plan.family.sglang.selection(runner.model)
         indexers = plan.family.sglang.indexers(runner.model)

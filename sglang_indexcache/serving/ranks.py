@@ -13,7 +13,7 @@ from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 from sglang_indexcache.pattern.selection import Selection
 from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE, refuse
 
-Told = TypeVar("Told")
+Value = TypeVar("Value")
 MEET_VARIABLE = "SGLANG_INDEXCACHE_MEET_SECONDS"
 
 
@@ -99,12 +99,12 @@ def first_problem(problem: str | None) -> str | None:
     return f"rank {found}: {problems[found]}" if len(problems) > 1 else problems[found]
 
 
-def all_ranks(told: Told) -> list[Told]:
+def all_ranks(value: Value) -> list[Value]:
     """Gather a value from each of the tensor and pipeline ranks, those of data-parallel attention among them."""
     from sglang.srt.distributed.parallel_state import get_world_group
 
     group = get_world_group()
-    return group.all_gather_object(told) if group.world_size > 1 else [told]
+    return group.all_gather_object(value) if group.world_size > 1 else [value]
 
 
 def data_parallel_rank(scheduler: Any) -> int:

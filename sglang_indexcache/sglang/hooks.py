@@ -91,17 +91,17 @@ class Hooks:
     def __init__(self) -> None:
         self._wanted: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
 
-    def before(self, need: Need, function: Callable[..., Any]) -> None:
-        """Run `function` before `need`; it may return other arguments."""
-        self._wanted.setdefault(need.target, []).append(("BEFORE", refusing(function)))
+    def add(self, kind: str, need: Need, function: Callable[..., Any]) -> None:
+        """Run `function` with `need`.
 
-    def after(self, need: Need, function: Callable[..., Any]) -> None:
-        """Run `function` after `need`, with its result first."""
-        self._wanted.setdefault(need.target, []).append(("AFTER", refusing(function)))
-
-    def around(self, need: Need, function: Callable[..., Any]) -> None:
-        """Run `function` instead of `need`, which is its first argument."""
-        self._wanted.setdefault(need.target, []).append(("AROUND", refusing_around(function)))
+        Args:
+            kind: `BEFORE` (it may return other arguments), `AFTER` (with the result first), or `AROUND` (with `need`
+                itself first).
+            need: function of SGLang.
+            function: the hook.
+        """
+        guard = refusing_around if kind == "AROUND" else refusing
+        self._wanted.setdefault(need.target, []).append((kind, guard(function)))
 
     def apply(self, *registered: Need) -> None:
         """Apply all hooks.

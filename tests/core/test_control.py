@@ -68,7 +68,7 @@ def controller(
     divergence: Divergence | None = None, overlap: Overlap | None = None, family: Family | None = None
 ) -> Controller:
     calibration = Calibration(SglangSource(Path(), "0.0"))
-    calibration._family, calibration._pattern, calibration.config_sha256 = family or DSA, NATIVE, "digest"
+    calibration._family, calibration.pattern, calibration.config_sha256 = family or DSA, NATIVE, "digest"
     calibration.has = lambda feature: feature is not None  # type: ignore[method-assign]  # whatever is installed
     return Controller(calibration, divergence, overlap, None if overlap is None else Selections(calibration))
 

@@ -44,30 +44,13 @@ _V4 = {
     "q_head_norm": True,
 }
 # SGLang's configuration class has these from DeepSeek-V3, and no code of V4 reads them.
-_OF_V3 = (
-    "first_k_dense_replace",
-    "intermediate_size",
-    "kv_lora_rank",
-    "moe_layer_freq",
-    "n_group",
-    "qk_nope_head_dim",
-    "topk_group",
-    "v_head_dim",
-)
-_READ_ELSEWHERE = (
-    "compress_ratios",
-    "compress_rates",
-    "compress_rate_csa",
-    "compress_rate_hca",
-    "compress_rope_theta",
-    "layer_types",
-    "mlp_layer_types",
-    "num_hash_layers",
-    "n_hash_layers",
-    "qk_rope_head_dim",
-    "index_source_layer_ids",
-    "kv_source_layer_ids",
-)
+_OF_V3 = """
+    first_k_dense_replace intermediate_size kv_lora_rank moe_layer_freq n_group qk_nope_head_dim topk_group v_head_dim
+""".split()
+_READ_ELSEWHERE = """
+    compress_ratios compress_rates compress_rate_csa compress_rate_hca compress_rope_theta layer_types mlp_layer_types
+    num_hash_layers n_hash_layers qk_rope_head_dim index_source_layer_ids kv_source_layer_ids
+""".split()
 
 KEYS = {
     "DeepseekV4ForCausalLM": ConfigKeys(

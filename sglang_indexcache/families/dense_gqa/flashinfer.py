@@ -26,19 +26,12 @@ from sglang_indexcache.pattern.selection import Selection
 
 @dataclass
 class _Plan:
-    """The plan for decoding S layers.
+    """The plan for decoding S layers of B requests."""
 
-    Attributes:
-        wrapper: flashinfer's, planned for the selected tokens.
-        sizes: `[2 B + 1]`, int32: tokens in the cache, and where each request begins in `tokens`.
-        tokens: int32, the selected slots of all requests.
-        kept: `[B]`, int32, number of selected tokens.
-    """
-
-    wrapper: Any
-    sizes: Tensor
-    tokens: Tensor
-    kept: Tensor
+    wrapper: Any  # flashinfer's, planned for the selected tokens
+    sizes: Tensor  # [2 B + 1], int32: tokens in the cache, and where each request begins in `tokens`
+    tokens: Tensor  # int32, the selected slots of all requests
+    kept: Tensor  # [B], int32, number of selected tokens
 
     @property
     def lengths(self) -> Tensor:
