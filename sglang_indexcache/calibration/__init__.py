@@ -52,11 +52,12 @@ def begin(plan: EnginePlan) -> None:
     """
     assert isinstance(plan, Calibration)
     if plan not in _controllers:
-        overlap = selections = None
-        divergence = Divergence(limit_gb()) if plan.has(probes.DIVERGENCE) else None
+        measures: dict[str, Any] = {}
+        if plan.has(probes.DIVERGENCE):
+            measures[protocol.KL] = Divergence(limit_gb())
         if plan.has(probes.SAMPLING):
-            overlap, selections = Overlap(), Selections(plan)
-        _controllers[plan] = Controller(plan, divergence, overlap, selections)
+            measures |= {protocol.OVERLAP: Overlap(), protocol.MISSES: Selections(plan)}
+        _controllers[plan] = Controller(plan, measures)
 
 
 def _of_process() -> Controller | None:
@@ -68,9 +69,9 @@ def _of_process() -> Controller | None:
 def around_logprobs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Measure divergences (around `InputLogprobProcessor.forward`)."""
     controller = _of_process()
-    if controller is None or controller.divergence is None:
+    if controller is None or protocol.KL not in controller.measures:
         return original(*args, **kwargs)
-    return controller.divergence.around_logprobs(original, *args, **kwargs)
+    return controller.measures[protocol.KL].around_logprobs(original, *args, **kwargs)
 
 
 def around_all_logits(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -78,15 +79,15 @@ def around_all_logits(original: Callable[..., Any], *args: Any, **kwargs: Any) -
     controller = _of_process()
     if controller is None:
         return original(*args, **kwargs)
-    return around_logits(controller.divergence, original, *args, **kwargs)
+    return around_logits(controller.measures.get(protocol.KL), original, *args, **kwargs)
 
 
 def before_forward(*args: Any, **kwargs: Any) -> None:
     """Find the rows to measure (before `ModelRunner.forward`)."""
     controller = _of_process()
-    if controller is not None and controller.overlap is not None and controller.selections is not None:
-        controller.overlap.before_forward(*args, **kwargs)
-        controller.selections.before_forward(*args, **kwargs)
+    for name, measure in controller.measures.items() if controller is not None else ():
+        if name != protocol.KL:
+            measure.before_forward(*args, **kwargs)
 
 
 def handle_control(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:

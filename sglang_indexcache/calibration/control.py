@@ -10,10 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from sglang_indexcache.calibration import protocol
-from sglang_indexcache.calibration.divergence import Divergence
-from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
-from sglang_indexcache.calibration.selections import Selections
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.pattern import Pattern
@@ -30,17 +27,10 @@ _UNMEASURED = {
 }
 _Position = Annotated[int, Field(strict=True, ge=0, lt=1 << 40)]
 _RANGES: TypeAdapter[list[tuple[int, int]]] = TypeAdapter(list[tuple[_Position, _Position]])
-_FLAGS = (  # SGLang's flags that losses depend on
-    "json_model_override_args",
-    "quantization",
-    "load_format",
-    "kv_cache_dtype",
-    "attention_backend",
-    "dsa_prefill_backend",
-    "dsa_decode_backend",
-    "dsa_topk_backend",
-    "moe_runner_backend",
-)
+_FLAGS = """
+    json_model_override_args quantization load_format kv_cache_dtype attention_backend dsa_prefill_backend
+    dsa_decode_backend dsa_topk_backend moe_runner_backend
+""".split()  # SGLang's flags that losses depend on
 _UNSET = (None, "", "{}", "auto")
 _GRAPH_RUNNERS = ("prefill_cuda_graph_runner", "decode_cuda_graph_runner", "graph_runner")
 
@@ -50,20 +40,11 @@ class Controller:
 
     Args:
         calibration: knows the schedule that the server started with; its S layers have no indexer.
-        divergence: measures KL, or `None` where this SGLang can't.
-        overlap: samples indices, or `None` likewise.
-        selections: records what is selected, or `None` likewise.
+        measures: by name, the `Divergence`, `Overlap` and `Selections` that this SGLang has the places for.
     """
 
-    def __init__(
-        self,
-        calibration: Calibration,
-        divergence: Divergence | None,
-        overlap: Overlap | None,
-        selections: Selections | None,
-    ) -> None:
-        self._calibration, self.divergence, self.overlap = calibration, divergence, overlap
-        self.selections = selections
+    def __init__(self, calibration: Calibration, measures: Mapping[str, Any]) -> None:
+        self._calibration, self.measures = calibration, measures
         self._actions: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {
             protocol.STATUS: lambda scheduler, body: {},
             protocol.CHECK: self._check,
@@ -138,8 +119,8 @@ class Controller:
         except Exception as error:
             refuse(f"switching failed half-way: {error}")
         scheduler.flush_cache()
-        if self.divergence is not None:
-            self.divergence.switched(pattern == self._calibration.pattern)
+        if protocol.KL in self.measures:
+            self.measures[protocol.KL].switched(pattern == self._calibration.pattern)
         return {}
 
     def _announce_baseline(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,10 +163,8 @@ class Controller:
         """Return what measures beside logprobs; nothing with pipeline stages, whose first one answers alone."""
         if len(self._roles(runner)) != len(self._calibration.pattern):
             return {}
-        found: dict[str, Any] = {protocol.KL: self.divergence, protocol.OVERLAP: self.overlap}
-        if self._calibration.has(self._calibration.family.sglang.selection_capture):
-            found[protocol.MISSES] = self.selections
-        return {name: measure for name, measure in found.items() if measure is not None}
+        read = self._calibration.has(self._calibration.family.sglang.selection_capture)
+        return {name: measure for name, measure in self.measures.items() if name != protocol.MISSES or read}
 
     def _measure(self, name: str, runner: Any) -> Any:
         found = self._measures(runner).get(name)

@@ -67,7 +67,7 @@ class Calibration(EnginePlan):
                 if not getattr(server_args, name, None):
                     raise CalibrationError(f"calibration on --host {server_args.host} needs {flag(name)}: {reason}")
 
-        family, _ = self.schedule(at_revision(server_args.model_path, getattr(server_args, "revision", None)))
+        family = self.family_at(at_revision(server_args.model_path, getattr(server_args, "revision", None)))
         self.refuse(family.sglang.refused_flags, server_args)
         if family.sglang.begins_every_stage and getattr(server_args, "pp_size", 1) > 1:
             raise CalibrationError(
@@ -79,8 +79,8 @@ class Calibration(EnginePlan):
         """Return whether this SGLang has a feature that a family may need."""
         return feature is not None and self.sglang.refusal(feature) is None
 
-    def schedule(self, model: str) -> tuple[Family, Pattern]:
-        """See `EnginePlan.schedule`: the checkpoint's own, spelled out."""
+    def family_at(self, model: str) -> Family:
+        """See `EnginePlan.family_at`; the pattern is the checkpoint's own, spelled out."""
         if self._family is None:
             checkpoint = Checkpoint.read(model)
             if not checkpoint.family.sglang.calibrated:
@@ -94,7 +94,7 @@ class Calibration(EnginePlan):
             self.config_sha256, folder = checkpoint.model.config_sha256, ModelName.parse(model).folder
             self._files = None if folder is None else ModelFiles.read(folder, weight_files)
             self.weights_sha256 = weights_digest(model) if self._files is None else self._files.sha256
-        return self.family, self.pattern
+        return self.family
 
     def check_loaded(self) -> None:
         """See `EnginePlan.check_loaded`; a search gets the digest of its files."""

@@ -6,7 +6,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sglang_indexcache.errors import ModelConfigError, PatternError
@@ -114,9 +113,9 @@ class SglangAdapter(ABC):
     proven_after: ClassVar[Need] = LOAD_MODEL
     calibrated: ClassVar[bool] = True
     selection_capture: ClassVar[Feature | None] = None
-    refused_flags: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    refused_flags: ClassVar[Mapping[str, str]] = {}
     blocks: ClassVar[Feature | None] = None
-    refused_with_blocks: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    refused_with_blocks: ClassVar[Mapping[str, str]] = {}
 
     # -- before SGLang loads the model
 

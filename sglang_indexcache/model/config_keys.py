@@ -65,41 +65,30 @@ class ConfigKeys:
     def facts(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
         """Return what `config` says beyond the defaults, in one form however it was saved; rotary keys are left out.
 
+        No code of this architecture reads a key that is on no list, so it may stand there. If its name is about
+        attention or its inputs, it must be switched off.
+
         Args:
             config: content of a config.json.
             name: name of the model, for people.
 
         Raises:
-            ModelConfigError: if a key has a value of another kind, or `check` refuses one.
+            ModelConfigError: naming a key that has a value of another kind, or would make attention something else than
+                what patterns were made for.
         """
-        self.check(config, f"{name}: config.json")
+        where = f"{name}: config.json"
+        if config.get("model_type") not in (None, self.model_type):
+            raise ModelConfigError(f"{where}: model_type is {config['model_type']!r}, expected {self.model_type!r}")
+        self.check_only(config, where)
+        check_unknown(config, self.known, where)
         found: dict[str, Any] = {}
         for key, default in self.defaults.items():
             names = (key, *(alias for alias, meant in self.aliases.items() if meant == key))
             value = next((config[item] for item in names if config.get(item) is not None), default)
             if not _is_kind_of(value, default):
-                raise ModelConfigError(f"{name}: config.json: {key} is {_short(value)}, expected {_kind_of(default)}")
+                raise ModelConfigError(f"{where}: {key} is {_short(value)}, expected {_kind_of(default)}")
             found[key] = value
         return {key: _plain(value) for key, value in found.items() if value != self.defaults[key]}
-
-    def check(self, config: Mapping[str, Any], where: str) -> None:
-        """Refuse keys that would make attention something else than what patterns were made for.
-
-        No code of this architecture reads a key that is on no list, so it may stand there. If its name is about
-        attention or its inputs, it must be switched off.
-
-        Args:
-            config: keys of a config.json, or model overrides.
-            where: source of the keys, for the message.
-
-        Raises:
-            ModelConfigError: naming the key.
-        """
-        model_type = config.get("model_type")
-        if model_type not in (None, self.model_type):
-            raise ModelConfigError(f"{where}: model_type is {model_type!r}, expected {self.model_type!r}")
-        self.check_only(config, where)
-        check_unknown(config, self.known, where)
 
     def check_only(self, config: Mapping[str, Any], where: str) -> None:
         """Refuse keys of `only` that have another value.

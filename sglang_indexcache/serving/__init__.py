@@ -156,8 +156,8 @@ def _hand_over(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, An
     arguments = bound.arguments
     if arguments["is_draft_model"]:
         return None  # a NextN layer always runs its own indexer
-    family, pattern = plan.schedule(at_revision(arguments["model_path"], arguments.get("revision")))
-    merged = family.sglang.to_overrides(parse_overrides(arguments["model_override_args"]), pattern)
+    family = plan.family_at(at_revision(arguments["model_path"], arguments.get("revision")))
+    merged = family.sglang.to_overrides(parse_overrides(arguments["model_override_args"]), plan.pattern)
     arguments["model_override_args"] = json.dumps(merged)
     engines.mark(args[0])
     return bound.args, bound.kwargs

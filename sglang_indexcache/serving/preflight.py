@@ -56,7 +56,7 @@ class EnginePlan(ABC):
         subject: what its flags are combined with, in refusals.
         error: class of its refusals.
         source: origin of the pattern, for people.
-        pattern: the pattern that the engine must run; known at the latest once `schedule` was called.
+        pattern: the pattern that the engine must run; known at the latest after `family_at`.
         proven: proof of the engine in this process.
     """
 
@@ -90,11 +90,11 @@ class EnginePlan(ABC):
         """
 
     @abstractmethod
-    def schedule(self, model: str) -> tuple[Family, Pattern]:
-        """Return the family of the model at a path, and the pattern for its configuration.
+    def family_at(self, model: str) -> Family:
+        """Return the family of a model that fits the plan: a folder or hub id; `pattern` is known from then on.
 
         Raises:
-            IndexCacheError: if they don't fit.
+            IndexCacheError: if it does not fit.
         """
 
     def check_loaded(self) -> None:  # noqa: B027  (most plans have nothing to check)
@@ -157,19 +157,8 @@ class Preflight(EnginePlan):
         if getattr(server_args, "hicache_storage_backend", None):
             self.require(probes.CACHE_KEYS, f"--hicache-storage-backend {server_args.hicache_storage_backend}")
 
-    def schedule(self, model: str) -> tuple[Family, Pattern]:
-        """See `EnginePlan.schedule`."""
-        return self.family_at(model), self.pattern
-
     def family_at(self, model: str) -> Family:
-        """Return the family of a model, checked once for an engine, however many configurations SGLang builds of it.
-
-        Args:
-            model: folder or hub id.
-
-        Raises:
-            IndexCacheError: if the pattern does not fit the model.
-        """
+        """See `EnginePlan.family_at`; checked once for an engine, however many configurations SGLang builds of it."""
         if model not in self._families:
             checkpoint, request = Checkpoint.read(model), self._request
             for error in checkpoint.misfits(request.pattern, request.file, request.allow_config_mismatch):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -91,8 +91,8 @@ def _check_node(plan: EnginePlan, server_args: Any, launched: Any, folder: Path)
 
 def check(
     pattern: Pattern,
-    sent: Iterable[Mapping[str, Any] | None],
-    left: Iterable[Mapping[str, Any]],
+    sent: Sequence[Mapping[str, Any] | None],
+    left: Sequence[Mapping[str, Any]],
     replicas: int,
     together: bool = False,
 ) -> None:
@@ -108,7 +108,6 @@ def check(
     Raises:
         ProofError: naming what is missing.
     """
-    sent, left = list(sent), list(left)
     for proof in [*(item for item in sent if item is not None), *left]:
         if proof["fingerprint"] != pattern.fingerprint:
             raise ProofError(f"a scheduler runs {proof['pattern']}, the pattern is {pattern}")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from sglang_indexcache import Pattern
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
 from sglang_indexcache.errors import ModelConfigError
 from sglang_indexcache.families.base import Family
@@ -24,7 +23,7 @@ GOOD = {"disable_radix_cache": True, "enable_fp32_lm_head": True, "host": "127.0
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch) -> Any:
     def checked(family: Family | None = None, **flags: Any) -> None:
-        monkeypatch.setattr(Calibration, "schedule", lambda *_: (family or DSA, Pattern("FFF")))
+        monkeypatch.setattr(Calibration, "family_at", lambda *_: family or DSA)
         Calibration(SglangSource(Path(), "0.0")).check(SimpleNamespace(**{**GOOD, **flags}))
 
     return checked
@@ -99,7 +98,7 @@ def test_a_model_that_is_replaced_while_a_server_loads_it(
     folder = shutil.copytree(model_folder, tmp_path / "model")
     monkeypatch.setattr(SglangSource, "require", lambda *_: None)
     calibration = Calibration(SglangSource(Path(), "0.0"))
-    calibration.schedule(str(folder))
+    calibration.family_at(str(folder))
     assert calibration.weights_sha256 == weights_digest(str(folder))
     calibration.check_loaded()
     with (folder / "model.safetensors").open("r+b") as file:

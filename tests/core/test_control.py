@@ -70,7 +70,10 @@ def controller(
     calibration = Calibration(SglangSource(Path(), "0.0"))
     calibration._family, calibration.pattern, calibration.config_sha256 = family or DSA, NATIVE, "digest"
     calibration.has = lambda feature: feature is not None  # type: ignore[method-assign]  # whatever is installed
-    return Controller(calibration, divergence, overlap, None if overlap is None else Selections(calibration))
+    measures: dict[str, Any] = {} if divergence is None else {"kl": divergence}
+    if overlap is not None:
+        measures |= {"overlap": overlap, "misses": Selections(calibration)}
+    return Controller(calibration, measures)
 
 
 def ask(scheduler: Scheduler, action: str, control: Controller | None = None, **body: Any) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def never_answers(
 MAIN = [
     ("sglang_indexcache.serving:require", "AttributeError", "the plugin could not be registered: AttributeError: gone"),
     ("sglang_indexcache.serving.preflight:Preflight.check", "KeyError", "KeyError: 'BEFORE'"),
-    ("sglang_indexcache.serving.preflight:Preflight.schedule", "OSError", "OSError: [Errno 5] bad disk"),
+    ("sglang_indexcache.serving.preflight:Preflight.family_at", "OSError", "OSError: [Errno 5] bad disk"),
     ("sglang_indexcache.serving.ready:launch", "KeyError", "KeyError: 'BEFORE'"),
     ("sglang_indexcache.sglang.hooks:Hooks.apply", "KeyError", "KeyError: 'BEFORE'"),
     ("sglang_indexcache.model.checkpoint:Checkpoint.read", "AttributeError", "AttributeError: gone"),

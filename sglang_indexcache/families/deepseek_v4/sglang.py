@@ -9,7 +9,6 @@ sglang/srt/models/deepseek_v4.py, layers/attention/deepseek_v4_backend.py and ds
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from sglang_indexcache.errors import ProofError, SpellingError
@@ -54,15 +53,13 @@ class DeepseekV4Sglang(SglangAdapter):
         "no server with pipeline parallelism",
     )
     begins_every_stage = True
-    refused_flags: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "enable_hisparse": _OWN_SWAPS,
-            "enable_return_indexer_topk": "S layers have no indices of their own to return",
-            "enable_prefill_cp": _UNTRIED,
-            "attn_cp_size": _UNTRIED,
-            "dcp_size": _UNTRIED,
-        }
-    )
+    refused_flags: ClassVar[Mapping[str, str]] = {
+        "enable_hisparse": _OWN_SWAPS,
+        "enable_return_indexer_topk": "S layers have no indices of their own to return",
+        "enable_prefill_cp": _UNTRIED,
+        "attn_cp_size": _UNTRIED,
+        "dcp_size": _UNTRIED,
+    }
 
     def to_overrides(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
         """See `SglangAdapter.to_overrides`."""

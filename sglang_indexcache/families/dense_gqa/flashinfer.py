@@ -29,18 +29,16 @@ class _Plan:
     """The plan for decoding S layers of B requests."""
 
     wrapper: Any  # flashinfer's, planned for the selected tokens
-    sizes: Tensor  # [2 B + 1], int32: tokens in the cache, and where each request begins in `tokens`
+    sizes: Tensor  # [2 B + 1], int32: `lengths` in the cache, and the `starts` of requests in `tokens`
     tokens: Tensor  # int32, the selected slots of all requests
     kept: Tensor  # [B], int32, number of selected tokens
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens in the cache, `[B]`, the first part of `sizes`."""
         return self.sizes[: len(self.kept)]
 
     @property
     def starts(self) -> Tensor:
-        """Begin of each request in `tokens`, `[B + 1]`, the second part of `sizes`."""
         return self.sizes[len(self.kept) :]
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from sglang_indexcache.errors import ProofError, SpellingError
@@ -63,21 +62,19 @@ class DenseGqaSglang(SglangAdapter):
     variants: ClassVar[tuple[Feature, ...]] = tuple(item.feature for item in BACKENDS)
     proven_after: ClassVar[Need] = LOAD_BACKENDS
     calibrated = False
-    refused_flags: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "speculative_algorithm": f"{_CHOSEN_IN_DECODING}, and drafts are verified as prompts are read",
-            "enable_mixed_chunk": f"{_CHOSEN_IN_DECODING}, and mixed chunks decode as prompts are read",
-            "enable_pdmux": "it has an attention backend of its own for every stream",
-            "enable_hisparse": "it swaps pages by a choice of its own",
-            "enable_unified_memory": "its slots are not those of the page table",
-            "dcp_size": "a rank would choose among its own part of the tokens",
-            "attn_cp_size": "a rank would choose among its own part of the tokens",
-            "enable_prefill_cp": "a rank would choose among its own part of the tokens",
-            "enable_torch_compile": _UNTRIED,
-            "enable_dp_attention": _UNTRIED,
-            "dllm_algorithm": f"{_CHOSEN_IN_DECODING}, and diffusion models decode blocks",
-        }
-    )
+    refused_flags: ClassVar[Mapping[str, str]] = {
+        "speculative_algorithm": f"{_CHOSEN_IN_DECODING}, and drafts are verified as prompts are read",
+        "enable_mixed_chunk": f"{_CHOSEN_IN_DECODING}, and mixed chunks decode as prompts are read",
+        "enable_pdmux": "it has an attention backend of its own for every stream",
+        "enable_hisparse": "it swaps pages by a choice of its own",
+        "enable_unified_memory": "its slots are not those of the page table",
+        "dcp_size": "a rank would choose among its own part of the tokens",
+        "attn_cp_size": "a rank would choose among its own part of the tokens",
+        "enable_prefill_cp": "a rank would choose among its own part of the tokens",
+        "enable_torch_compile": _UNTRIED,
+        "enable_dp_attention": _UNTRIED,
+        "dllm_algorithm": f"{_CHOSEN_IN_DECODING}, and diffusion models decode blocks",
+    }
 
     def to_overrides(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
         """See `SglangAdapter.to_overrides`."""

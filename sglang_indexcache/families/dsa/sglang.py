@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sglang_indexcache.errors import ProofError, SpellingError
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SHARING_KEYS = (PATTERN_KEY, TYPES_KEY, FREQ_KEY, OFFSET_KEY)
-_UNTRIED = "layers that select for blocks of queries were never tried with it"
 
 
 class DsaSglang(SglangAdapter):
@@ -47,15 +45,12 @@ class DsaSglang(SglangAdapter):
     rule: ClassVar[Feature | None] = needs.RULE
     selection_capture: ClassVar[Feature | None] = needs.POSITIONS
     blocks: ClassVar[Feature | None] = needs.BLOCKS
-    refused_with_blocks: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "enable_prefill_cp": _UNTRIED,
-            "enable_prefill_context_parallel": _UNTRIED,
-            "enable_dsa_prefill_context_parallel": _UNTRIED,
-            "attn_cp_size": _UNTRIED,
-            "dcp_size": _UNTRIED,
-            "enable_hisparse": _UNTRIED,
-        }
+    refused_with_blocks: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        """
+        enable_prefill_cp enable_prefill_context_parallel enable_dsa_prefill_context_parallel attn_cp_size dcp_size
+        enable_hisparse
+        """.split(),
+        "layers that select for blocks of queries were never tried with it",
     )
 
     def to_overrides(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
