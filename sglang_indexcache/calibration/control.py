@@ -12,7 +12,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.proof import current_roles
 from sglang_indexcache.serving.ranks import data_parallel_rank
@@ -88,10 +87,17 @@ class Controller:
         if self._calibration.proven.lost is not None:  # measurements would be of weights that are gone
             raise CalibrationError(f"the server's weights are {self._calibration.proven.lost}; expected a new server")
         rank, meant_for = data_parallel_rank(scheduler), body.get("dp_rank")
-        runner, native = scheduler.tp_worker.model_runner, self._calibration.pattern
+        runner = scheduler.tp_worker.model_runner
         answer = action(scheduler, body) if meant_for in (None, rank) else {}
+        pattern, layers = self._calibration.family.sglang.configured(runner), self._roles(runner)
+        wrong = [layer for layer, role in layers.items() if pattern[layer : layer + 1] != role]
+        if wrong or len(pattern) != len(self._calibration.pattern):
+            refuse(f"layer {min(wrong, default=0)} does not run what the configuration says")
         return {
-            **_status(self._calibration.family.sglang, runner, len(native)),
+            "pattern": pattern,
+            "fingerprint": Pattern(pattern).fingerprint,
+            "layers": len(layers),
+            "process": os.getpid(),
             "dp_rank": rank,
             "config_sha256": self._calibration.config_sha256,
             "weights_sha256": self._calibration.weights_sha256,
@@ -203,11 +209,3 @@ def _versions(runner: Any) -> dict[str, str]:
         "chunk": str(runner.server_args.chunked_prefill_size),
         **{name: str(value) for name, value in flags.items() if value not in _UNSET},
     }
-
-
-def _status(adapter: SglangAdapter, runner: Any, num_layers: int) -> dict[str, Any]:
-    roles, layers = adapter.configured(runner), current_roles(adapter, runner.model)
-    wrong = [layer for layer, role in layers.items() if roles[layer : layer + 1] != role]
-    if wrong or len(roles) != num_layers:
-        refuse(f"layer {min(wrong, default=0)} does not run what the configuration says")
-    return {"pattern": roles, "fingerprint": Pattern(roles).fingerprint, "layers": len(layers), "process": os.getpid()}

@@ -73,8 +73,7 @@ class CheckpointReader(ABC):
                 raise ModelConfigError(
                     f"{FLAG}: {key} changes which model this is; expected a file made for that model"
                 )
-        known = [item.known for item in self.keys.values()]
-        check_unknown(overrides, known[0].union(*known[1:]), FLAG)
+        check_unknown(overrides, frozenset().union(*(item.known for item in self.keys.values())), FLAG)
         for item in self.keys.values():
             item.check_only({key: value for key, value in overrides.items() if key in item.only}, FLAG)
 

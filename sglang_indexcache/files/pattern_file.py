@@ -214,11 +214,6 @@ class PatternFile(_Section):
             f" patterns with {reach}"
         )
 
-    def at(self, retention: Fraction) -> PatternFile:
-        """Return this file with the pattern for `retention` as its default."""
-        pattern = self.pattern_at(retention)
-        return self.model_copy(update={"pattern": pattern.letters, "retention": pattern.retention})
-
     # -- reading and writing
 
     @classmethod
@@ -237,9 +232,10 @@ class PatternFile(_Section):
         if retention is None:
             return file
         try:
-            return file.at(parse_retention(retention))
+            pattern = file.pattern_at(parse_retention(retention))
         except PatternError as error:
             raise PatternFileError(f"{spec}: {error}") from None
+        return file.model_copy(update={"pattern": pattern.letters, "retention": pattern.retention})
 
     @classmethod
     def loads(cls, data: bytes | str, source: str = "pattern file") -> PatternFile:

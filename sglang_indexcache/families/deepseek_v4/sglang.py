@@ -35,11 +35,8 @@ _NEEDS = (ATTENTION, INDEXER, BUFFER)
 _LETTERS = "_indexcache_letters"
 
 
-class Shared:
-    """A replacement of `C4Indexer.forward`, which leaves the buffer as the last F layer wrote it."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Accept whatever a version of SGLang passes."""
+def keep_selection(*args: Any, **kwargs: Any) -> None:
+    """Leave the buffer as the last F layer wrote it, in place of `C4Indexer.forward`, whatever it is called with."""
 
 
 class DeepseekV4Sglang(SglangAdapter):
@@ -96,7 +93,7 @@ class DeepseekV4Sglang(SglangAdapter):
     def role(self, site: int, module: Any) -> str:
         """See `SglangAdapter.role`."""
         forward = module.__dict__.get("forward")
-        if forward is not None and not isinstance(forward, Shared):
+        if forward not in (None, keep_selection):
             raise ProofError(f"the indexer of letter {site} runs another forward: {type(forward).__name__}")
         return FULL if forward is None else SHARED
 
@@ -108,7 +105,7 @@ class DeepseekV4Sglang(SglangAdapter):
         """See `SglangAdapter.switch`."""
         for site, module in self.modules(runner.model):
             if pattern[site] == SHARED:
-                module.forward = Shared()
+                module.forward = keep_selection
             elif self.role(site, module) == SHARED:
                 del module.forward
         setattr(runner, _LETTERS, pattern.roles)
