@@ -75,7 +75,7 @@ class CheckpointReader(ABC):
                 )
         check_unknown(overrides, frozenset().union(*(item.known for item in self.keys.values())), FLAG)
         for item in self.keys.values():
-            item.check_only({key: value for key, value in overrides.items() if key in item.only}, FLAG)
+            item.check_only(overrides, FLAG)
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,6 @@ class Pattern:
         Raises:
             PatternError: if `text` has another form.
         """
-        if not isinstance(text, str):
-            return cls(text, selection)
         roles, *indexers = text.split("+")
         return cls(roles, selection, tuple(map(IndexerSetting.parse, indexers)))
 

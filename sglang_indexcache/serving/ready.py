@@ -50,9 +50,8 @@ def launch(plan: EnginePlan, server_args: Any, start: Callable[[], Any]) -> Any:
     folder = _new_folder(server_args)
     try:
         result = start()
-        _check_node(
-            plan, server_args, next((item for item in result if hasattr(item, "scheduler_infos")), None), folder
-        )
+        launched = next((item for item in result if hasattr(item, "scheduler_infos")), None)
+        _check_node(plan, server_args, launched, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return result

@@ -22,55 +22,53 @@ class Backend:
         module: dotted name below `sglang.`
         stock: SGLang's class.
         home: module beside this one whose `make_backend_class` makes the subclass; imported when it is needed.
-        decode: what its class must have.
+        methods: what its class must have: methods, their parameters, and what they mention.
     """
 
     name: str
     module: str
     stock: str
     home: str
-    decode: tuple[Need, ...]
+    methods: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]
 
     @property
     def feature(self) -> Feature:
         """Feature of serving with this backend."""
+        needs = tuple(
+            Need(self.module, f"{self.stock}.{method}", parameters, mentions)
+            for method, parameters, mentions in self.methods
+        )
         return Feature(
-            self.name, f"dense models with --attention-backend {self.name}", self.decode, "no server with that backend"
+            self.name, f"dense models with --attention-backend {self.name}", needs, "no server with that backend"
         )
 
 
-def _backend(
-    name: str, module: str, stock: str, home: str, *needs: tuple[str, tuple[str, ...], tuple[str, ...]]
-) -> Backend:
-    module = f"srt.layers.attention.{module}"
-    found = (Need(module, f"{stock}.{method}", parameters, mentions) for method, parameters, mentions in needs)
-    return Backend(name, module, stock, home, tuple(found))
-
-
 _DECODE = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")
-TORCH_NATIVE = _backend(
+TORCH_NATIVE = Backend(
     "torch_native",
-    "torch_native_backend",
+    "srt.layers.attention.torch_native_backend",
     "TorchNativeAttnBackend",
     "torch_native",
-    ("forward_decode", _DECODE, ("req_to_token_pool", "token_to_kv_pool", "req_pool_indices", "seq_lens")),
+    (("forward_decode", _DECODE, ("req_to_token_pool", "token_to_kv_pool", "req_pool_indices", "seq_lens")),),
 )
-FLASHINFER = _backend(
+FLASHINFER = Backend(
     "flashinfer",
-    "flashinfer_backend",
+    "srt.layers.attention.flashinfer_backend",
     "FlashInferAttnBackend",
     "flashinfer",
-    ("forward_decode", _DECODE, ("forward_metadata", "decode_wrappers", "token_to_kv_pool")),
-    ("init_forward_metadata", ("forward_batch",), ("indices_updater_decode", "decode_wrappers")),
-    ("init_forward_metadata_out_graph", ("forward_batch", "in_capture"), ("decode_cuda_graph_metadata",)),
-    ("_create_decode_wrappers", ("bs", "num_tokens"), ("workspace_buffer",)),
+    (
+        ("forward_decode", _DECODE, ("forward_metadata", "decode_wrappers", "token_to_kv_pool")),
+        ("init_forward_metadata", ("forward_batch",), ("indices_updater_decode", "decode_wrappers")),
+        ("init_forward_metadata_out_graph", ("forward_batch", "in_capture"), ("decode_cuda_graph_metadata",)),
+        ("_create_decode_wrappers", ("bs", "num_tokens"), ("workspace_buffer",)),
+    ),
 )
-FLASH_ATTENTION = _backend(
+FLASH_ATTENTION = Backend(
     "fa3",
-    "flashattention_backend",
+    "srt.layers.attention.flashattention_backend",
     "FlashAttentionBackend",
     "flash_attention",
-    ("forward_decode", (*_DECODE, "return_lse"), ("page_table", "cache_seqlens_int32", "scheduler_metadata")),
+    (("forward_decode", (*_DECODE, "return_lse"), ("page_table", "cache_seqlens_int32", "scheduler_metadata")),),
 )
 BACKENDS = (TORCH_NATIVE, FLASHINFER, FLASH_ATTENTION)
 
