@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 pytest.importorskip("sglang")
 
 from indexcache_search import demo
-from indexcache_search.data.packing import build_token_sets
+from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerBusyError
@@ -55,8 +55,9 @@ PATTERNS = [Pattern("F" * 16), Pattern("FS" * 8), Pattern("F" + "S" * 15), Patte
 @pytest.fixture(scope="module")
 def data() -> TokenSet:
     reader = TokenReader(lambda: load_tokenizer(str(demo.MODEL)), 4096, LENGTH)
-    sizes = {"seq_len": LENGTH, "num_calibration": 2, "num_evaluation": 1, "seed": 0}
-    return build_token_sets(reader, MODEL, demo.CALIBRATION, ("demo:text",), **sizes)[0]
+    packer = Packer(reader, MODEL, LENGTH)
+    packer.held_out(("demo:text",), 1)
+    return packer.collect(demo.CALIBRATION, 2, 0, "calibration")
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 import sglang_indexcache
 from indexcache_search.cli.bounded import SEED
-from indexcache_search.cli.command import Config, Version, application, number, option, running, settings
+from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
 from indexcache_search.cli.config import server_flags
-from indexcache_search.cli.needs import OptionNeed
 
 NEEDS = {"deep": (OptionNeed("--model", lambda given: bool(given["model"])),)}
 found: list[dict[str, Any]] = []
@@ -38,7 +37,7 @@ def application_of(**more: Any) -> typer.Typer:
         version: Version = False,
     ) -> None:
         with running(context, NEEDS):
-            flags = server_flags(context, bool(more) and model == "served", lambda _: "")
+            flags = server_flags(context, bool(more) and model == "served")
             found.append(
                 {"model": model, "source": source, "seed": seed, "shares": shares, "sizes": sizes, "deep": deep}
                 | ({"flags": flags} if flags else {})

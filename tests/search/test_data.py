@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from indexcache_search import demo
-from indexcache_search.data.packing import build_token_sets, held_out_set
+from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.tokens import TokenSet
@@ -33,10 +33,10 @@ def no_tokenizer() -> Any:
 
 
 def build(*sources: str, reader: TokenReader | None = None, **options: Any) -> tuple[TokenSet, TokenSet]:
-    arguments = {"seq_len": SEQ_LEN, "num_calibration": 3, "num_evaluation": 2, "seed": 0, **options}
-    evaluation = arguments.pop("evaluation", list(sources))
-    reader = reader or TokenReader(no_tokenizer, VOCAB, arguments["seq_len"])
-    return build_token_sets(reader, MODEL, list(sources), evaluation, **arguments)
+    given = {"seq_len": SEQ_LEN, "num_calibration": 3, "num_evaluation": 2, "seed": 0, **options}
+    packer = Packer(reader or TokenReader(no_tokenizer, VOCAB, given["seq_len"]), MODEL, given["seq_len"])
+    held_out = packer.held_out(given.get("evaluation", sources), given["num_evaluation"])
+    return packer.collect(sources, given["num_calibration"], given["seed"], "calibration"), held_out
 
 
 def rows_of(count: int, length: int = SEQ_LEN, seed: int = 0) -> list[list[int]]:
@@ -228,13 +228,12 @@ def test_what_a_pattern_was_calibrated_on_is_left_out_of_a_held_out_set(write: C
     calibration, _ = build(source, num_calibration=20)
     sketch = Sketch.decode(Sketch.of(calibration.tokens).encode())
     reader = TokenReader(no_tokenizer, VOCAB, SEQ_LEN)
-    options: dict[str, Any] = {"seq_len": SEQ_LEN, "count": 40}
-    leaking, none = held_out_set(reader, MODEL, [source], **options)
-    held_out, left_out = held_out_set(reader, MODEL, [source], **options, calibrated=[sketch])
-    assert none == 0 and as_rows(leaking) & as_rows(calibration)
-    assert left_out == 20 and not as_rows(held_out) & as_rows(calibration)
+    leaking, packer = Packer(reader, MODEL, SEQ_LEN), Packer(reader, MODEL, SEQ_LEN, [sketch])
+    assert as_rows(leaking.held_out([source], 40)) & as_rows(calibration) and leaking.left_out == 0
+    held_out = packer.held_out([source], 40)
+    assert packer.left_out == 20 and not as_rows(held_out) & as_rows(calibration)
     with pytest.raises(DataError, match="gives 40 evaluation sequences"):
-        held_out_set(reader, MODEL, [source], seq_len=SEQ_LEN, count=41, calibrated=[sketch])
+        Packer(reader, MODEL, SEQ_LEN, [sketch]).held_out([source], 41)
 
 
 @settings(max_examples=30)

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from indexcache_search.data.formats import Damaged, records
+from indexcache_search.data.formats import records
 from indexcache_search.data.sources import rows
-from indexcache_search.errors import DataError
+from indexcache_search.errors import DataError, RowError
 
 ROWS = [{"text": f'Row {number}, with a "quote" and\na line, ü.'} for number in range(5)]
 TEXTS = {row["text"] for row in ROWS}
@@ -45,7 +45,7 @@ def zstd(content: bytes) -> bytes:
 def read(source: Path | str) -> set[str]:
     found = set()
     for place, record in rows(str(source), 0):
-        assert not isinstance(record, Damaged), (place, record)
+        assert not isinstance(record, RowError), (place, record)
         found.add(record["text"])
     return found
 
@@ -122,8 +122,8 @@ def test_files_that_are_damaged(tmp_path: Path, name: str, content: bytes, messa
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
         for place, record in records(tmp_path / name):
-            if isinstance(record, Damaged):
-                raise DataError(f"{place}: {record.reason}")
+            if isinstance(record, RowError):
+                raise DataError(f"{place}: {record}")
     assert str(caught.value).isprintable()
 
 

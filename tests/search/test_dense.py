@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from indexcache_search.data.packing import build_token_sets
+from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.stored import load_set, save_set
 from indexcache_search.engines.transformers import TransformersEngine
@@ -155,9 +155,7 @@ def rows(path: Path, count: int = 12) -> str:
 def test_prompts_are_dense_and_replies_count(tmp_path: Path) -> None:
     model = DENSE_GQA.checkpoint.selecting(describe(tiny_dense_config(), "tiny"), replace(PAGES, pages=2))
     reader = TokenReader(lambda: Tokenizer(), VOCAB, 28, replies=True)
-    sizes = {"seq_len": 28, "num_calibration": 1, "num_evaluation": 1, "seed": 0}
-    source = rows(tmp_path / "chat.jsonl", 2)
-    data, _ = build_token_sets(reader, model, [source], [source], **sizes)  # type: ignore[arg-type]
+    data = Packer(reader, model, 28).held_out([rows(tmp_path / "chat.jsonl", 2)], 1)
     assert data.prompt is not None
     written = data.tokens[0][~data.prompt[0]]
     read = data.tokens[0][data.prompt[0]].tolist()

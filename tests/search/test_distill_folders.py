@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from indexcache_search.training import sets
+from indexcache_search.data.packing import Packer
 from tests.search.test_distill import distill
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -35,14 +35,14 @@ def test_data_that_change_while_they_are_read_are_refused(
 ) -> None:
     data = tmp_path / "training.jsonl"
     shutil.copy(token_file, data)
-    real = sets.build_training_sets
+    real = Packer.collect
 
     def slow(*args: Any, **more: Any) -> Any:
         built = real(*args, **more)
         data.write_text(data.read_text() + "\n")
         return built
 
-    monkeypatch.setattr(sets, "build_training_sets", slow)
+    monkeypatch.setattr(Packer, "collect", slow)
     code, text = distill(model_folder, data, tmp_path / "out")
     assert code == 2 and f"sha256 of {data} changed while it was read" in " ".join(text.split())
 

@@ -27,9 +27,10 @@ from typer.testing import CliRunner
 
 from indexcache_search.cli.search import app as search_app
 from indexcache_search.compare.endpoints import Endpoint
-from indexcache_search.data.packing import build_token_sets
+from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.stored import save_set
+from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerBusyError, ServerLostError
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.evaluation.records import Sealer, append
@@ -46,7 +47,6 @@ from tests.conftest import VOCAB, random_tokens, tiny_config
 from tests.core.test_pattern_file import GOOD
 
 SECONDS = 10.0  # of processor time: that others use the machine is no fault
-SIZES: dict[str, Any] = {"seq_len": 32, "num_calibration": 3, "num_evaluation": 3, "seed": 0}
 ODD = [*"&*!|>%@`?:-#'\"{}[],= FS~<", "&a", "*a", "!!str ", "0", "010", "0x1F", "0o7", "1e3", ".inf", "-.5", "1:30"]
 ODD += ["1_0", "yes", "null", "true", "<<", "2026-11-22", "schema: x", "é", "\n", "\n  ", "\t", "\r", "\x85", "\u2028"]
 ODD += ["\ufeff", "\u202e", "\x00", "\x1b[0m"]
@@ -107,14 +107,17 @@ def test_ten_thousand_pattern_files() -> None:
 def test_two_hundred_data_files(tmp_path: Path) -> None:
     model = describe(tiny_config(), "tiny")
     rng = random.Random(8)
+
+    def build(source: str) -> list[TokenSet]:
+        packer = Packer(TokenReader(lambda: pytest.fail("no text"), VOCAB, 32), model, 32)
+        return [packer.held_out([source], 3), packer.collect([source], 3, 0, "calibration")]
+
     rows = [json.dumps({"input_ids": [rng.randrange(3, VOCAB) for _ in range(32)]}) for _ in range(12)]
     for number in range(200):
         path = tmp_path / f"{number}.{rng.choice(['jsonl', 'jsonl', 'json', 'parquet'])}"
         text = mutated("\n".join(rows) + "\n", rng).encode("utf-8", "surrogatepass")
         path.write_bytes(text if rng.random() < 0.9 else bytes(rng.randrange(256) for _ in range(200)))
-        reader = TokenReader(lambda: pytest.fail("no text"), VOCAB, 32)
-        sets = one_line_or(lambda p=path, r=reader: build_token_sets(r, model, [str(p)], [str(p)], **SIZES))
-        for tokens in sets or ():
+        for tokens in one_line_or(lambda path=path: build(str(path))) or ():
             assert tokens.tokens.min() >= 0 and tokens.tokens.max() < VOCAB and tokens.scored.any(axis=1).all()
 
 

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -16,10 +17,9 @@ from indexcache_search import demo
 from indexcache_search.compare.tasks import sample
 from indexcache_search.data import templates
 from indexcache_search.data.chats import Chat, Text
-from indexcache_search.data.options import RowOptions
 from indexcache_search.data.reader import TokenReader
-from indexcache_search.data.shapes import Tokens, read, shape_of, unread
-from indexcache_search.data.templates import read_template
+from indexcache_search.data.shapes import Section, shape_of
+from indexcache_search.data.templates import RowOptions, read_template
 from indexcache_search.errors import DataError, RowError
 
 TEMPLATE = (
@@ -49,8 +49,8 @@ def fresh_tokenizer() -> Any:
     return tokenizer()
 
 
-def said(row: dict[str, Any]) -> Tokens | Text | Chat:
-    return read(shape_of(row), row)
+def said(row: dict[str, Any]) -> Section | Text | Chat:
+    return shape_of(row).read(row)
 
 
 def turns(*texts: str) -> list[dict[str, str]]:
@@ -118,21 +118,26 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
             {"messages": [{"role": "system", "content": "", "tools": [TOOL]}], "tools": [TOOL]},
             Chat(({"role": "system", "content": ""},), (TOOL,)),
         ),
-        ({"text": "Word.", "messages": None, "url": "u"}, Text((("Word.", True),))),
-        ({"content": "Word."}, Text((("Word.", True),))),
-        ({"prompt": "How? ", "completion": "So."}, Text((("How? ", False), ("So.", True)))),
-        ({"prompt": "How? ", "chosen": "How? So.", "rejected": "No."}, Text((("How? ", False), ("So.", True)))),
-        ({"chosen": "How? So.", "rejected": "No."}, Text((("How? So.", True),))),
-        ({"input": "Numbers:", "outputs": ["1", "2"], "index": 0}, Text((("Numbers:", False), (" 1, 2", True)))),
-        ({"input_ids": [4, 5], "labels": [-100, 5]}, Tokens([4, 5], [0, 1])),
-        ({"input_ids": [4, 5, 0], "attention_mask": [1, 1, 0], "loss_mask": [0, 1, 1]}, Tokens([4, 5], [0, 1])),
+        ({"text": "Word.", "messages": None, "url": "u"}, Text.of("", "Word.")),
+        ({"content": "Word."}, Text.of("", "Word.")),
+        ({"prompt": "How? ", "completion": "So."}, Text.of("How? ", "So.")),
+        ({"prompt": "How? ", "chosen": "How? So.", "rejected": "No."}, Text.of("How? ", "So.")),
+        ({"chosen": "How? So.", "rejected": "No."}, Text.of("", "How? So.")),
+        ({"input": "Numbers:", "outputs": ["1", "2"], "index": 0}, Text.of("Numbers:", " 1, 2")),
+        ({"input_ids": [4, 5], "labels": [-100, 5]}, Section(np.array([4, 5]), np.array([False, True]))),
+        (
+            {"input_ids": [4, 5, 0], "attention_mask": [1, 1, 0], "loss_mask": [0, 1, 1]},
+            Section(np.array([4, 5]), np.array([False, True])),
+        ),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else type(value).__name__,
 )
-def test_what_rows_say(row: dict[str, Any], expected: Tokens | Text | Chat) -> None:
+def test_what_rows_say(row: dict[str, Any], expected: Section | Text | Chat) -> None:
     found = said(row)
     if isinstance(found, Chat) and isinstance(expected, Chat):
         assert (found.messages, found.tools) == (expected.messages, expected.tools)
+    elif isinstance(found, Section) and isinstance(expected, Section):
+        assert found.tokens.tolist() == expected.tokens.tolist() and found.mask.tolist() == expected.mask.tolist()
     else:
         assert found == expected
 
@@ -178,7 +183,7 @@ def test_what_rows_say(row: dict[str, Any], expected: Tokens | Text | Chat) -> N
         ({"instruction": "a", "output": "b", "history": [["a"]]}, r"history\[0\] is not a list of a question and its"),
         ({"custom_id": "1", "response": {"body": {"choices": []}}}, "an answer of a batch without its prompt"),
         ({"body": {"input": "a"}, "custom_id": "1"}, "body has input, expected messages or prompt"),
-        ({"input_ids": [1, 2], "labels": [1]}, "labels is not a list of integers as long as input_ids"),
+        ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 entries, input_ids 2; expected as many"),
         ({"input_ids": [1, 2], "labels": [-100, 1], "loss_mask": [1, 1]}, "loss_mask and labels differ"),
         ({"title": "a", "score": 1}, "columns are title, score, expected one of: input_ids; messages or conversations"),
         ({}, "columns are missing"),
@@ -191,7 +196,7 @@ def test_rows_that_are_broken(row: dict[str, Any], message: str) -> None:
 
 def test_columns_that_are_not_read_are_known() -> None:
     row = {"messages": turns("a"), "text": "a", "id": 1, "meta": None, "tools": []}
-    assert unread(shape_of(row), row) == ["text", "id"]
+    assert shape_of(row).unread(row) == ["text", "id"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from indexcache_search import demo
-from indexcache_search.data.packing import build_token_sets
+from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config
@@ -16,13 +16,6 @@ def demo_sets(
 ) -> tuple[TokenSet, TokenSet]:
     """Read sets of so many sequences; calibration from `sources`."""
     reader = TokenReader(lambda: load_tokenizer(model), read_config(model).vocab_size, seq_len)
-    return build_token_sets(
-        reader,
-        describe_model(model),
-        sources,
-        demo.EVALUATION,
-        seq_len=seq_len,
-        num_calibration=calibration,
-        num_evaluation=held_out,
-        seed=0,
-    )
+    packer = Packer(reader, describe_model(model), seq_len)
+    evaluation = packer.held_out(demo.EVALUATION, held_out)
+    return packer.collect(sources, calibration, 0, "calibration"), evaluation

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search import demo
-from indexcache_search.data.packing import build_token_sets
+from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.stored import load_set, save_set
 from indexcache_search.data.tokens import TokenSet
@@ -154,18 +154,9 @@ def _token_sets(options: argparse.Namespace) -> Iterator[tuple[int, TokenSet, To
         )
     reader = TokenReader(lambda: load_tokenizer(options.model), read_config(options.model).vocab_size, options.seq_len)
     for seed in map(int, options.seeds.split(",")):
-        yield (
-            seed,
-            *build_token_sets(
-                reader,
-                describe_model(options.model),
-                *sources,
-                seq_len=options.seq_len,
-                num_calibration=options.sequences,
-                num_evaluation=options.eval_sequences,
-                seed=seed,
-            ),
-        )
+        packer = Packer(reader, describe_model(options.model), options.seq_len)
+        held_out = packer.held_out(sources[1], options.eval_sequences)
+        yield seed, packer.collect(sources[0], options.sequences, seed, "calibration"), held_out
 
 
 def write_sets(options: argparse.Namespace) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,9 +16,9 @@ from typer.core import TyperCommand
 import sglang_indexcache
 from indexcache_search.cli.bounded import Bounds
 from indexcache_search.cli.config import SETTINGS, read_config
-from indexcache_search.cli.groups import group
-from indexcache_search.cli.needs import Needs, refuse_unread
+from indexcache_search.cli.groups import group, hint_for
 from indexcache_search.console import errors_in_one_line, messages
+from indexcache_search.errors import SearchError
 
 GROUPS = {
     "Model": ("model", "pattern", "selection"),
@@ -60,16 +60,6 @@ class Command(TyperCommand):
                 raise
 
 
-def hint_for(function: Any, flag: str) -> str:
-    """Name the option of a command's function that has a setting of this name; empty if none has."""
-    setting = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-    for name, hint in get_type_hints(function).items():
-        for kind in filter(is_dataclass, get_args(hint)):
-            if setting in {field.name for field in fields(kind)}:
-                return f"expected --{name.replace('_', '-')} {setting}=VALUE"
-    return ""
-
-
 def application(functions: Mapping[str, Callable[..., None]], epilog: str = "", help: str = "", **more: Any) -> Typer:
     """Make an application of one or several commands, with plain text output and our own error lines.
 
@@ -86,12 +76,39 @@ def application(functions: Mapping[str, Callable[..., None]], epilog: str = "", 
     return app
 
 
+@dataclass(frozen=True)
+class OptionNeed:
+    """A condition under which an option is read.
+
+    Attributes:
+        words: names the condition in messages, behind "needs".
+        met: returns true if the values of all options fulfil it.
+    """
+
+    words: str
+    met: Callable[[Mapping[str, Any]], bool]
+
+
+def _refuse_unread(context: typer.Context, needs: Mapping[str, tuple[OptionNeed, ...]]) -> None:
+    for name, its_needs in needs.items():
+        value, source = context.params[name], context.get_parameter_source(name)
+        if source is None or source.name == "DEFAULT":
+            continue
+        flag = "--" + ("no-" if value is False else "") + name.replace("_", "-")
+        shown = f"{context.params['config']}: {name}" if source.name == "DEFAULT_MAP" else flag
+        for need in its_needs:
+            if not need.met(context.params):
+                raise SearchError(f"{shown} needs {need.words}")
+
+
 @contextmanager
-def running(context: typer.Context, needs: Needs, quiet: bool = False) -> Iterator[Console]:
-    """Refuse options that nothing would read, and report any error as one line and an exit code."""
+def running(
+    context: typer.Context, needs: Mapping[str, tuple[OptionNeed, ...]], quiet: bool = False
+) -> Iterator[Console]:
+    """Refuse options that were given without what they need, and report any error as one line and an exit code."""
     console = messages(quiet)
     with errors_in_one_line(console, context.command_path):
-        refuse_unread(context, needs)
+        _refuse_unread(context, needs)
         yield console
 
 

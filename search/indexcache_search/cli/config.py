@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from indexcache_search.cli.groups import hint_for
 from indexcache_search.errors import SearchError
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.files import strict_yaml
@@ -51,7 +51,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-def server_flags(context: typer.Context, taken: bool, hint_for: Callable[[str], str]) -> tuple[str, ...]:
+def server_flags(context: typer.Context, taken: bool) -> tuple[str, ...]:
     """Return the unknown flags of the file and of the command line, which go to a server.
 
     Raises:
@@ -61,7 +61,8 @@ def server_flags(context: typer.Context, taken: bool, hint_for: Callable[[str], 
     for where, words in ((f"{context.params['config']}: ", of_file), ("", context.args)):
         if words and not taken:
             flag = words[0].partition("=")[0]
-            raise SearchError(f"{where}no such option: {flag}; {hint_for(flag) or f'see {context.info_name} --help'}")
+            hint = hint_for(context.command.callback, flag) or f"see {context.info_name} --help"
+            raise SearchError(f"{where}no such option: {flag}; {hint}")
     return (*of_file, *context.args)
 
 

@@ -13,8 +13,7 @@ import typer
 from indexcache_search import demo
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import BATCH, MILLION, RATE, STEPS, STEPS_OR_NONE, TRAINING_SEQUENCES
-from indexcache_search.cli.command import Config, Version, application, number, option, running, settings
-from indexcache_search.cli.needs import OptionNeed
+from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
 from indexcache_search.console import results, serving
 from indexcache_search.distill.settings import DistillSettings, Loss, Schedule
 from indexcache_search.errors import SearchError

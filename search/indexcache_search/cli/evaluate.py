@@ -11,8 +11,7 @@ import typer
 from indexcache_search import demo
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import SEQUENCES, Bounds
-from indexcache_search.cli.command import Config, Version, application, number, option, running, settings
-from indexcache_search.cli.needs import OptionNeed
+from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
 from indexcache_search.cli.selection_choice import selections_of
 from indexcache_search.compare.tasks import TASKS
 from indexcache_search.console import results

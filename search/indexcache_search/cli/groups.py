@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -22,6 +22,16 @@ def group(kind: type[Group]) -> Callable[[Any], Group]:
     The first field may stand without its key, before a colon. A tuple's values are separated by `/`, there by commas.
     """
     return lambda value: value if isinstance(value, kind) else _build(kind, value)
+
+
+def hint_for(function: Any, flag: str) -> str:
+    """Name the option of a command's function that has a setting of this name; empty if none has."""
+    setting = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+    for name, hint in get_type_hints(function).items():
+        for kind in filter(is_dataclass, get_args(hint)):
+            if setting in {field.name for field in fields(kind)}:
+                return f"expected --{name.replace('_', '-')} {setting}=VALUE"
+    return ""
 
 
 def _build(kind: Any, value: Any) -> Any:

@@ -13,8 +13,7 @@ import typer
 from indexcache_search.cli.bounded import BATCH, MILLION, SEED, SEQUENCES, TOKENS, TWO_TOKENS, Bounds
 from indexcache_search.cli.command import number, option, settings
 from indexcache_search.cli.selection_choice import MOST, SelectionChoice
-from indexcache_search.data.options import RowOptions, Turns
-from indexcache_search.data.templates import read_template
+from indexcache_search.data.templates import RowOptions, Turns, read_template
 from indexcache_search.errors import SearchError
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.files.spec import GRAMMAR

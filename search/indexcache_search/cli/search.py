@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,9 +11,8 @@ import typer
 from indexcache_search import demo
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import MILLION, SEQUENCES, Bounds
-from indexcache_search.cli.command import Config, Version, application, hint_for, number, option, running, settings
+from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
 from indexcache_search.cli.config import server_flags
-from indexcache_search.cli.needs import OptionNeed
 from indexcache_search.cli.selection_choice import SelectionChoice, selection_of
 from indexcache_search.console import results
 from indexcache_search.errors import SearchError
@@ -211,7 +209,7 @@ def search(
     """
     how, chosen, is_demo = strategy or StrategyChoice(), engine or SearchEngineChoice(), model is None
     with running(context, NEEDS) as console:
-        flags = server_flags(context, chosen.name == "sglang" and not endpoint, partial(hint_for, search))
+        flags = server_flags(context, chosen.name == "sglang" and not endpoint)
         if chosen.name == "transformers":
             options.check_runs_here(device, dtype)
         if is_demo and calibration is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from indexcache_search.cli.bounded import TOKENS, Bounds
@@ -61,15 +61,10 @@ class SelectionChoice(PagesChoice):
         """List the selections, each once."""
         default = _DEFAULTS[self.score]
         share = default.pages // default.recent_pages
+        sizes = {name: getattr(self, name) for name in ("page_tokens", "recent_pages", "sink_pages")}
+        given = {name: size for name, size in sizes.items() if size is not None}
         found = [
-            Selection(
-                page_tokens=default.page_tokens if self.page_tokens is None else self.page_tokens,
-                pages=pages,
-                recent_pages=max(1, pages // share) if self.recent_pages is None else self.recent_pages,
-                sink_pages=default.sink_pages if self.sink_pages is None else self.sink_pages,
-                score=self.score,
-                steps=steps,
-            )
+            replace(default, pages=pages, steps=steps, **{"recent_pages": max(1, pages // share), **given})
             for pages, steps in itertools.product(self.pages or (default.pages,), self.steps)
         ]
         return tuple(dict.fromkeys(found))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from indexcache_search.compare.tasks import TASKS, sample
-from indexcache_search.data.packing import EVALUATION_ORDER_SEED, held_out_set
+from indexcache_search.data.packing import EVALUATION_ORDER_SEED, Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.tokens import TokenSet
@@ -76,10 +76,9 @@ def build(
         raise DataError("nothing to compare on, expected --evaluation or --tasks")
     parts, left_out = [], 0
     if sources:
-        token_set, left_out = held_out_set(
-            reader, model, sources, seq_len=seq_len, count=sequences, calibrated=calibrated
-        )
-        parts.append(token_set)
+        packer = Packer(reader, model, seq_len, calibrated)
+        parts.append(packer.held_out(sources, sequences))
+        left_out = packer.left_out
     tokens = [token_set.tokens for token_set in parts]
     scored = [token_set.scored for token_set in parts]
     prompts = [token_set.prompt for token_set in parts if token_set.prompt is not None]

@@ -15,9 +15,9 @@ from indexcache_search.compare import held_out, measure, result
 from indexcache_search.compare.held_out import HeldOut
 from indexcache_search.compare.measure import Compared, Done
 from indexcache_search.data import dry_run
-from indexcache_search.data.options import AS_THEY_ARE, RowOptions
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.sketch import Sketch
+from indexcache_search.data.templates import AS_THEY_ARE, RowOptions
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.identity import engine_identity, engine_words, today

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from indexcache_search.errors import RowError
 
@@ -26,13 +26,22 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 @dataclass(frozen=True)
 class Text:
-    """Plain text.
+    """Text to tokenize.
 
     Attributes:
-        parts: pieces to join unchanged, each with a flag that is true if a model wrote it.
+        text: all of it.
+        replies: spans that a model wrote, `[start, end)` in characters.
+        ended: true if no end token is to follow, since a template wrote its own.
     """
 
-    parts: tuple[tuple[str, bool], ...]
+    text: str
+    replies: tuple[tuple[int, int], ...]
+    ended: bool = False
+
+    @classmethod
+    def of(cls, prompt: str, reply: str) -> Self:
+        """Join a prompt and a model's reply unchanged."""
+        return cls(prompt + reply, ((len(prompt), len(prompt) + len(reply)),))
 
 
 @dataclass(frozen=True)
@@ -57,10 +66,9 @@ def pair(prompt: str, reply: str, *, system: Any = None, before: Sequence[Messag
         RowError: if `system` is given but is not a string.
     """
     messages = [*before, {"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
-    if system is not None and string(system, "system"):
-        messages.insert(0, {"role": "system", "content": system})
-    earlier = [str(message["content"]) for message in messages[:-1]]
-    return Chat(tuple(messages), plain=Text((("\n\n".join([*earlier, ""]), False), (reply, True))))
+    chat = conversation(messages, "messages", system=system)
+    earlier = [message["content"] for message in chat.messages[:-1]]
+    return replace(chat, plain=Text.of("\n\n".join([*earlier, ""]), reply))
 
 
 def conversation(value: Any, column: str, *, system: Any = None, tools: Any = None) -> Chat:
@@ -188,27 +196,25 @@ def _content(value: Any, place: str) -> str:
 def _calls(value: Any, place: str) -> list[dict[str, Any]]:
     """Return tool calls with their arguments parsed into objects, as SGLang does."""
     calls = []
-    for number, call in enumerate([] if value is None else parsed(value, place, list)):
-        where = f"{place}[{number}]"
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise RowError(f"{where} names no function, expected an object with function.name and function.arguments")
-        arguments = function.get("arguments")
-        given = {} if arguments is None else parsed(arguments, f"{where}.function.arguments", dict)
-        outer = call if "function" in call else {"type": "function"}
-        calls.append({**outer, "function": {**function, "arguments": given}})
+    for number, item in enumerate([] if value is None else parsed(value, place, list)):
+        call = _wrapped(item, f"{place}[{number}]")
+        arguments = call["function"].get("arguments")
+        given = {} if arguments is None else parsed(arguments, f"{place}[{number}].function.arguments", dict)
+        calls.append({**call, "function": {**call["function"], "arguments": given}})
     return calls
 
 
 def _tools(value: Any, place: str) -> tuple[dict[str, Any], ...]:
-    if value is None or value == "":
-        return ()
-    tools = []
-    for number, item in enumerate(parsed(value, place, list)):
-        tool = parsed(item, f"{place}[{number}]", dict)
-        wrapped = tool if "function" in tool else {"type": "function", "function": tool}
-        function = wrapped["function"]
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RowError(f"{place}[{number}] names no function, expected an object with function.name")
-        tools.append(wrapped)
-    return tuple(tools)
+    tools = [] if value is None or value == "" else parsed(value, place, list)
+    return tuple(
+        _wrapped(parsed(tool, f"{place}[{number}]", dict), f"{place}[{number}]") for number, tool in enumerate(tools)
+    )
+
+
+def _wrapped(item: Any, place: str) -> dict[str, Any]:
+    """Return a tool, or a call of one, in the wrapper of OpenAI's form."""
+    wrapped = item if isinstance(item, dict) and "function" in item else {"type": "function", "function": item}
+    function = wrapped["function"]
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise RowError(f"{place} names no function, expected an object with function.name")
+    return wrapped

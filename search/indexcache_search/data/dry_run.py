@@ -6,10 +6,14 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
+from indexcache_search.data.chats import Text
 from indexcache_search.data.reader import Reading, TokenReader
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import SearchError
 from sglang_indexcache.errors import one_line
+
+_ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"})
+_ENDS = 160  # characters of either end of an example
 
 
 def show(reader: TokenReader, sets: Mapping[str, TokenSet]) -> None:
@@ -43,16 +47,21 @@ def _show_rows(out: Console, reading: Reading, reader: TokenReader) -> None:
     read = ", ".join(f"{count} of {name}" for name, count in reading.rows.items())
     unread = f"; columns not read: {', '.join(sorted(reading.unread))}" if reading.unread else ""
     out.print("    " + one_line(f"rows: {read}{unread}"))
-    text = reading.example
-    if reading.example_ids:
+    if isinstance(reading.example, Text):
+        text = _example(reading.example, reader.replies)
+    else:
+        ids = (reading.example or [])[:_ENDS]
         try:
-            text = reader.tokenizer.decode(list(reading.example_ids))
+            text = reader.tokenizer.decode(ids)
         except SearchError:  # ids need no tokenizer
-            text = f"token ids {list(reading.example_ids)}"
+            text = f"token ids {ids}"
     counts = " ([[what counts]])" if reader.replies and "[[" in text else ""
-    out.print(f"    the first{counts}: {one_line(_escaped(text), 800)}")
+    out.print(f"    the first{counts}: {one_line(text.translate(_ESCAPED), 800)}")
 
 
-def _escaped(text: str) -> str:
-    """Return `text` with visible line ends and tabs."""
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
+def _example(text: Text, replies: bool) -> str:
+    """Shorten a text to both ends; with `replies`, mark a model's words with `[[` and `]]`."""
+    shown = text.text
+    for start, stop in reversed(text.replies if replies else ()):
+        shown = f"{shown[:start]}[[{shown[start:stop]}]]{shown[stop:]}"
+    return shown if len(shown) <= 2 * _ENDS else f"{shown[:_ENDS]} ... {shown[-_ENDS:]}"

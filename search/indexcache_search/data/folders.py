@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from indexcache_search.data.formats import ENDINGS, kind_of
@@ -17,27 +17,19 @@ _NAMED = {split: re.compile(rf"(?:^|[^a-z])(?:{words})(?:[^a-z]|$)") for split, 
 _MAX_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)
-class FolderContents:
-    """Files of a source in reading order, with notes for the user about files that are skipped."""
-
-    files: tuple[Path, ...]
-    notes: tuple[str, ...] = ()
-
-
-def data_files(folder: Path) -> FolderContents:
-    """Return the files of `folder` that hold data.
+def data_files(folder: Path, notice: Callable[[str], None]) -> list[Path]:
+    """Return the files of `folder` that hold data, in reading order.
 
     Skips hidden files, metadata that `datasets` writes, documentation beside tables, and validation and test splits
-    where there is another split.
+    where there is another split; `notice` is called with a line about each that a user may expect to be read.
 
     Raises:
         DataError: if there are none, or several kinds or splits.
     """
     if (folder / "dataset_dict.json").is_file():
-        return _saved_splits(folder)
+        return _saved_split(folder, notice)
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        return FolderContents(_saved(folder))
+        return _saved(folder)
     kinds = {
         path: kind
         for path in sorted(folder.rglob("*"))
@@ -45,34 +37,31 @@ def data_files(folder: Path) -> FolderContents:
     }
     if not kinds:
         raise DataError(f"{folder}: no file in this folder ends with {ENDINGS}")
-    tables = {path: kind for path, kind in kinds.items() if kind != "text"}
-    card = folder / "README.md"
-    chosen = tables or {path: kind for path, kind in kinds.items() if path != card} or kinds
-    notes = [_left_out(folder, [path for path in kinds if path not in chosen], "no data")]
-    if len(set(chosen.values())) > 1:
+    tables = [path for path, kind in kinds.items() if kind != "text"]
+    chosen = tables or [path for path in kinds if path != folder / "README.md"] or list(kinds)
+    if len({kinds[path] for path in chosen}) > 1:
         found = ", ".join(sorted({path.suffix for path in chosen}))
         raise DataError(f"{folder}: holds {found} files, expected one kind; name the file or folder that is meant")
-    files, other = _of_one_split(folder, list(chosen))
-    notes.append(_left_out(folder, other, "held out by its name"))
-    return FolderContents(tuple(files), tuple(note for note in notes if note))
+    files = _of_one_split(folder, chosen)
+    for left, why in ((kinds.keys() - set(chosen), "no data"), (set(chosen) - set(files), "held out by its name")):
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            notice(f"{folder}: {min(left).relative_to(folder)}{more} is not read: {why}")
+    return files
 
 
 def _shown(path: Path, folder: Path) -> bool:
     return not any(part.startswith((".", "__")) for part in path.relative_to(folder).parts)
 
 
-def _of_one_split(folder: Path, files: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Divide `files` into those to read and those held out for validation and tests."""
-    split_of = {path: _split(path.relative_to(folder)) for path in files}
-    held_out = [path for path in files if split_of[path] in ("validation", "test")]
-    splits = {split_of[path] for path in held_out}
-    if len(held_out) < len(files):
-        return [path for path in files if path not in held_out], held_out
-    if len(splits) > 1:
-        raise DataError(
-            f"{folder}: holds the splits {' and '.join(sorted(map(str, splits)))}; name the file that is meant"
-        )
-    return files, []
+def _of_one_split(folder: Path, files: list[Path]) -> list[Path]:
+    """Leave out files for validation and tests, unless there are no others."""
+    splits = {path: _split(path.relative_to(folder)) for path in files}
+    names = {split for split in splits.values() if split in ("validation", "test")}
+    others = [path for path in files if splits[path] not in names]
+    if len(names) > 1 and not others:
+        raise DataError(f"{folder}: holds the splits {' and '.join(sorted(names))}; name the file that is meant")
+    return others or files
 
 
 def _split(path: Path) -> str | None:
@@ -81,14 +70,7 @@ def _split(path: Path) -> str | None:
     return next((split for split, words in _NAMED.items() if words.search(text)), None)
 
 
-def _left_out(folder: Path, files: list[Path], why: str) -> str:
-    if not files:
-        return ""
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    return f"{folder}: {files[0].relative_to(folder)}{more} is not read: {why}"
-
-
-def _saved_splits(folder: Path) -> FolderContents:
+def _saved_split(folder: Path, notice: Callable[[str], None]) -> list[Path]:
     """Return the split `train` of a saved `DatasetDict`, or its only one."""
     splits = read_json_object(folder / "dataset_dict.json", _MAX_BYTES).get("splits")
     if not isinstance(splits, list) or not splits or not all(isinstance(name, str) and name for name in splits):
@@ -98,18 +80,19 @@ def _saved_splits(folder: Path) -> FolderContents:
         raise DataError(
             f"{folder}: holds the splits {', '.join(splits)}; name the folder of one, such as {folder / splits[0]}"
         )
-    note = f"{folder}: of the splits {', '.join(splits)} {split} is read"
-    return FolderContents(_saved(folder / split), (note,) if len(splits) > 1 else ())
+    if len(splits) > 1:
+        notice(f"{folder}: of the splits {', '.join(splits)} {split} is read")
+    return _saved(folder / split)
 
 
-def _saved(folder: Path) -> tuple[Path, ...]:
+def _saved(folder: Path) -> list[Path]:
     """Return the files that `Dataset.save_to_disk` wrote, without cache files beside them."""
     state = folder / "state.json"
     listed = read_json_object(state, _MAX_BYTES).get("_data_files")
     names = [item.get("filename") if isinstance(item, dict) else None for item in listed] if listed else []
     if not isinstance(listed, list) or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise DataError(f"{state}: _data_files is not a list of file names")
-    files = tuple(folder / str(name) for name in names)
+    files = [folder / str(name) for name in names]
     for file in files:
         if kind_of(file) is None or not file.is_file():
             raise DataError(f"{file}: no such file, but state.json lists it")

@@ -9,11 +9,12 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TextIO
 
-from indexcache_search.errors import DataError
+from indexcache_search.data.chats import kind
+from indexcache_search.errors import DataError, RowError
 from sglang_indexcache.errors import one_line
 from sglang_indexcache.files.atomic import reason
 
@@ -35,30 +36,21 @@ _BATCH = 256  # rows of a table turned into objects at a time
 _LFS = b"version https://git-lfs.github.com/spec/"
 _ARROW = b"ARROW1"
 _MARKS = (
-    (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 
 
-@dataclass(frozen=True)
-class Damaged:
-    """Stand-in for a record that can't be read."""
-
-    reason: str
-
-
-Record = Mapping[str, Any] | Damaged
+Record = Mapping[str, Any] | RowError
+"""A row, or what is wrong with one that can't be read."""
 
 
 def kind_of(path: Path) -> str | None:
     """Return the format that a file's ending names, ignoring case; `None` if it is not a data file."""
-    endings = [ending.lower() for ending in path.suffixes[-2:]]
-    if not endings or endings[-1] not in COMPRESSIONS:
-        return KINDS.get(endings[-1]) if endings else None
-    kind = KINDS.get(endings[0]) if len(endings) == 2 else None
-    return None if kind in _TABLES else kind
+    compressed = path.suffix.lower() in COMPRESSIONS
+    kind = KINDS.get((path.with_suffix("") if compressed else path).suffix.lower())
+    return None if compressed and kind in _TABLES else kind
 
 
 def records(path: Path) -> Iterator[tuple[str, Record]]:
@@ -91,8 +83,8 @@ def _opened(path: Path, newline: str | None = None) -> Iterator[TextIO]:
     compression = COMPRESSIONS.get(path.suffix.lower())
     with input_stream(str(path), compression=compression) as start:
         beginning = start.read(4)
-    encoding = next((name for mark, name in _MARKS if beginning.startswith(mark)), "utf-8")
-    errors = "surrogateescape" if encoding.startswith("utf-8") else "strict"
+    encoding = next((name for mark, name in _MARKS if beginning.startswith(mark)), "utf-8-sig")
+    errors = "surrogateescape" if encoding == "utf-8-sig" else "strict"
     with (
         input_stream(str(path), compression=compression) as raw,
         io.TextIOWrapper(raw, encoding, errors, newline) as file,
@@ -104,38 +96,31 @@ def _json(path: Path) -> Iterator[tuple[str, Record]]:
     """Yield the rows of JSON lines, of one JSON list, or of one object over several lines."""
     with _opened(path) as file:
         first = next((line for line in file if line.strip()), "")
-        whole = first.lstrip().startswith("[") or ("json" in path.name.lower().split(".")[-2:] and not _is_json(first))
+    many_lines = "json" in path.name.lower().split(".")[-2:] and isinstance(_row(first), RowError)
     with _opened(path) as file:
-        if whole:
-            try:
-                content = json.load(file)
-            except (ValueError, RecursionError) as error:
-                place = f" (line {error.lineno})" if isinstance(error, json.JSONDecodeError) else ""
-                raise DataError(f"{path}: not JSON{place}") from None
-            rows = content if isinstance(content, list) else [content]
-            yield from ((f"row {number}", _object(row)) for number, row in enumerate(rows, 1))
+        if not many_lines and not first.lstrip().startswith("["):
+            yield from ((f"line {number}", _row(line)) for number, line in enumerate(file, 1) if line.strip())
             return
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    yield f"line {number}", _object(json.loads(line))
-                except (ValueError, RecursionError):
-                    yield f"line {number}", Damaged("not JSON")
+        try:
+            content = json.load(file)
+        except (ValueError, RecursionError) as error:
+            place = f" (line {error.lineno})" if isinstance(error, json.JSONDecodeError) else ""
+            raise DataError(f"{path}: not JSON{place}") from None
+        rows = content if isinstance(content, list) else [content]
+        yield from ((f"row {number}", _object(row)) for number, row in enumerate(rows, 1))
 
 
-def _is_json(line: str) -> bool:
+def _row(line: str) -> Record:
     try:
-        json.loads(line)
+        return _object(json.loads(line))
     except (ValueError, RecursionError):
-        return False
-    return True
+        return RowError("not JSON")
 
 
 def _object(content: Any) -> Record:
     if isinstance(content, dict):
         return content
-    found = "null" if content is None else type(content).__name__
-    return Damaged(f'found {found}, expected an object such as {{"text": ...}}')
+    return RowError(f'found {kind(content)}, expected an object such as {{"text": ...}}')
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Record]]:
@@ -146,18 +131,16 @@ def _csv(path: Path) -> Iterator[tuple[str, Record]]:
         names = next(rows, [])
         if len(set(names)) < len(names) or not all(names):
             raise DataError(f"{path}: line 1: found {len(names)} names of columns, expected each once and none empty")
-        number = 0
-        while True:
-            number += 1
+        for number in count(1):
             try:
-                cells = next(rows)
-            except StopIteration:
-                return
+                cells = next(rows, None)
             except csv.Error as error:
-                yield f"row {number}", Damaged(f"not CSV: {error}")
+                yield f"row {number}", RowError(f"not CSV: {error}")
                 continue
+            if cells is None:
+                return
             if len(cells) not in (0, len(names)):
-                yield f"row {number}", Damaged(f"found {len(cells)} cells, expected {len(names)}, as many as names")
+                yield f"row {number}", RowError(f"found {len(cells)} cells, expected {len(names)}, as many as names")
             elif cells:
                 yield f"row {number}", {name: cell or None for name, cell in zip(names, cells, strict=True)}
 
@@ -178,23 +161,17 @@ def _arrow(path: Path) -> Iterator[tuple[str, Record]]:
     """Yield the rows of either kind of IPC data: a file, or the stream that `datasets` writes."""
     from pyarrow import OSFile, ipc
 
-    with path.open("rb") as start:
-        is_file = start.read(len(_ARROW)) == _ARROW
     with OSFile(str(path)) as file:
-        if is_file:
-            found = ipc.open_file(file)
-            batches = (found.get_batch(number) for number in range(found.num_record_batches))
-        else:
-            batches = iter(ipc.open_stream(file))
+        is_file = file.read(len(_ARROW)) == _ARROW
+        file.seek(0)
+        found = (ipc.open_file if is_file else ipc.open_stream)(file)
+        batches = map(found.get_batch, range(found.num_record_batches)) if is_file else found
         yield from _rows(batch.slice(start, _BATCH) for batch in batches for start in range(0, batch.num_rows, _BATCH))
 
 
 def _rows(batches: Iterator[Any]) -> Iterator[tuple[str, Record]]:
-    number = 0
-    for batch in batches:
-        for row in batch.to_pylist():
-            number += 1
-            yield f"row {number}", table_row(row)
+    rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+    yield from ((f"row {number}", table_row(row)) for number, row in enumerate(rows, 1))
 
 
 def table_row(row: Mapping[str, Any]) -> Mapping[str, Any]:

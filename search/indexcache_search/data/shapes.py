@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from indexcache_search.data.chats import Chat, Text, conversation, kind, one_of, pair, parsed, string
 from indexcache_search.errors import RowError
@@ -13,59 +18,71 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Token ids and a mask of those that count, not yet checked."""
+class Section:
+    """Piece of one document: `tokens` int, and `mask` bool of those that count, equally long."""
 
-    ids: Any
-    mask: Any | None = None
+    tokens: NDArray[Any]
+    mask: NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
 class Shape:
     """One way to write a row.
 
-    Attributes:
+    Args:
         name: its columns, for messages.
-        needs: required columns, each with its synonyms.
-        also: optional columns, each with its synonyms.
+        needs: required columns, a stroke between synonyms.
+        also: optional columns, likewise.
         read: function of the columns of `needs` and `also`, by their first names.
     """
 
-    name: str
-    needs: tuple[tuple[str, ...], ...]
-    also: tuple[tuple[str, ...], ...]
-    read: Callable[[Row], Tokens | Text | Chat]
+    def __init__(self, name: str, needs: str, also: str, read: Callable[[Row], Section | Text | Chat]) -> None:
+        self.name, self._read = name, read
+        self.needs = [names.split("/") for names in needs.split()]
+        self._columns = self.needs + [names.split("/") for names in also.split()]
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """All column names that it knows."""
-        return tuple(name for names in (*self.needs, *self.also) for name in names)
+    def read(self, row: Row) -> Section | Text | Chat:
+        """Read a row.
+
+        Raises:
+            RowError: if its columns can't be understood, or contradict each other.
+        """
+        if self.name != "input_ids" and row.get("loss_mask") is not None:
+            raise RowError(f"loss_mask stands beside {self.name}, expected it beside input_ids")
+        return self._read({names[0]: one_of(row, names, "") for names in self._columns})
+
+    def unread(self, row: Row) -> list[str]:
+        """List the columns of `row` that hold a value but are not read."""
+        known = [name for names in self._columns for name in names]
+        return [str(name) for name, value in row.items() if value is not None and name not in known]
 
 
-def _tokens(row: Row) -> Tokens:
-    ids, mask, labels, attended = (row[name] for name in ("input_ids", "loss_mask", "labels", "attention_mask"))
-    for name, other in (("labels", labels), ("attention_mask", attended)):
-        if other is not None and not (_as_long(ids, other) and all(type(item) is int for item in other)):
-            raise RowError(f"{name} is not a list of integers as long as input_ids")
-    if labels is not None:
-        counts = [int(label >= 0) for label in labels]
-        if mask is not None and mask != counts:
+def _tokens(row: Row) -> Section:
+    columns = {name: _integers(values, name) for name, values in row.items() if values is not None}
+    ids = columns["input_ids"]
+    for name, column in columns.items():
+        if len(column) != len(ids):
+            raise RowError(f"{name} has {len(column)} entries, input_ids {len(ids)}; expected as many")
+    every = np.ones(len(ids), np.bool_)
+    mask = columns.get("loss_mask", every) != 0
+    if "labels" in columns:
+        counts = columns["labels"] >= 0
+        if "loss_mask" in columns and (mask != counts).any():
             raise RowError("loss_mask and labels differ about what counts, expected one of them")
         mask = counts
-    if attended is None:
-        return Tokens(ids, mask)
-    if mask is not None and not _as_long(ids, mask):
-        raise RowError("loss_mask is not a list as long as input_ids")
-    kept = [number for number, item in enumerate(attended) if item]
-    return Tokens([ids[at] for at in kept], None if mask is None else [mask[at] for at in kept])
+    kept = columns.get("attention_mask", every) != 0
+    return Section(ids[kept], mask[kept])
 
 
-def _as_long(ids: Any, other: Any) -> bool:
-    return isinstance(ids, list) and isinstance(other, list) and len(ids) == len(other)
+def _integers(values: Any, name: str) -> NDArray[Any]:
+    with suppress(TypeError, ValueError, OverflowError):
+        array = np.asarray(values)
+        if array.ndim == 1 and (not len(array) or array.dtype.kind in ("iub" if name == "loss_mask" else "iu")):
+            return array
+    raise RowError(f"{name} is not a list of integers")
 
 
-def _messages(row: Row) -> Chat:
-    return conversation(row["messages"], "messages", system=row["system"], tools=row["tools"])
+def _chat(row: Row, name: str) -> Chat:
+    return conversation(row[name], name, system=row["system"], tools=row["tools"])
 
 
 def _batch(row: Row) -> Chat | Text:
@@ -74,7 +91,7 @@ def _batch(row: Row) -> Chat | Text:
     if body.get("messages") is not None:
         return conversation(body["messages"], "body.messages", tools=body.get("tools"))
     if body.get("prompt") is not None:
-        return Text(((string(body["prompt"], "body.prompt"), True),))
+        return Text.of("", string(body["prompt"], "body.prompt"))
     raise RowError(f"body has {', '.join(map(str, body)) or 'nothing'}, expected messages or prompt")
 
 
@@ -85,29 +102,23 @@ def _answers_of_a_batch(row: Row) -> Chat:
 def _chosen(row: Row) -> Chat | Text:
     """Read the preferred answer of a preference pair, with or without its prompt."""
     prompt, chosen = row["prompt"], row["chosen"]
-    if isinstance(chosen, str):
-        if prompt is None:
-            return Text(((chosen, True),))
-        if isinstance(prompt, str) and prompt and chosen.startswith(prompt):
-            return Text(((prompt, False), (chosen[len(prompt) :], True)))
-    return _continued(row, chosen, "chosen")
+    if isinstance(chosen, str) and (prompt is None or (isinstance(prompt, str) and chosen.startswith(prompt))):
+        return Text.of(prompt or "", chosen.removeprefix(prompt or ""))
+    return _continued(row, "chosen")
 
 
-def _completion(row: Row) -> Chat | Text:
-    return _continued(row, row["completion"], "completion")
-
-
-def _continued(row: Row, end: Any, name: str) -> Chat | Text:
-    """Join a prompt and its continuation: strings unchanged, messages through the template."""
-    prompt = row["prompt"]
+def _continued(row: Row, name: str) -> Chat | Text:
+    """Join a prompt and its continuation `name`: strings unchanged, messages through the template."""
+    prompt, end = row["prompt"], row[name]
     if isinstance(prompt, str) and isinstance(end, str):
-        return Text(((prompt, False), (end, True)))
-    before: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt")
-    behind: list[Any] = [{"role": "assistant", "content": end}] if isinstance(end, str) else _list(end, name)
+        return Text.of(prompt, end)
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt")
+    behind = [{"role": "assistant", "content": end}] if isinstance(end, str) else _list(end, name)
     asked = any(isinstance(item, dict) and item.get("role") == "user" for item in behind)
-    whole = behind[: len(before)] == before or (isinstance(prompt, str) and asked)  # the prompt is in it, too
-    column = name if whole else f"prompt + {name}"
-    return conversation(behind if whole else before + behind, column, system=row["system"], tools=row["tools"])
+    if behind[: len(before)] == before or (isinstance(prompt, str) and asked):  # the prompt is in it, too
+        return _chat({**row, name: behind}, name)
+    joined = f"prompt + {name}"
+    return _chat({**row, joined: before + behind}, joined)
 
 
 def _list(value: Any, name: str) -> list[Any]:
@@ -131,10 +142,6 @@ def _instruction(row: Row) -> Chat:
     return pair("\n\n".join(words), string(row["output"], "output"), system=row["system"], before=before)
 
 
-def _text(row: Row) -> Text:
-    return Text(((string(row["text"], "text"), True),))
-
-
 def _question(row: Row) -> Chat:
     """Read a row of LongBench: a long text, a question, and answers, of which the first is used."""
     words = [string(row[name], name) for name in ("context", "input") if row[name]]
@@ -148,7 +155,7 @@ def _ruler(row: Row) -> Text:
         prompt += string(row["answer_prefix"], "answer_prefix")
     outputs = _list(row["outputs"], "outputs")
     answers = [string(item, f"outputs[{number}]") for number, item in enumerate(outputs)]
-    return Text(((prompt, False), (" " + ", ".join(answers), True)))
+    return Text.of(prompt, " " + ", ".join(answers))
 
 
 def _answer(row: Row) -> Chat:
@@ -162,30 +169,20 @@ def _first(value: Any, name: str) -> str:
     return string(value, name)
 
 
-_SYSTEM = ("system", "system_prompt")
-_TOOLS = ("tools", "functions")
+_SYSTEM, _TOOLS = "system/system_prompt", "tools/functions"
+_QUESTION, _ANSWER = "prompt/question/query/input", "response/answer/answers/output"
 SHAPES = (
-    Shape("input_ids", (("input_ids",),), (("loss_mask",), ("labels",), ("attention_mask",)), _tokens),
-    Shape("messages", (("messages", "conversations", "conversation"),), (_SYSTEM, _TOOLS), _messages),
-    Shape("body (batch)", (("body",),), (), _batch),
-    Shape("chosen", (("chosen",),), (("prompt",), _SYSTEM, _TOOLS), _chosen),
-    Shape(
-        "instruction, output",
-        (("instruction",), ("output", "response")),
-        (("input", "context"), _SYSTEM, ("history",)),
-        _instruction,
-    ),
-    Shape("text", (("text", "content"),), (), _text),
-    Shape("context, input, answers", (("context",), ("input", "question"), ("answers", "answer")), (), _question),
-    Shape("input, outputs", (("input",), ("outputs",)), (("answer_prefix",),), _ruler),
-    Shape("prompt, completion", (("prompt",), ("completion",)), (_SYSTEM, _TOOLS), _completion),
-    Shape(
-        "prompt, response",
-        (("prompt", "question", "query", "input"), ("response", "answer", "answers", "output")),
-        (_SYSTEM,),
-        _answer,
-    ),
-    Shape("response of a batch", (("custom_id",), ("response",)), (), _answers_of_a_batch),
+    Shape("input_ids", "input_ids", "loss_mask labels attention_mask", _tokens),
+    Shape("messages", "messages/conversations/conversation", f"{_SYSTEM} {_TOOLS}", partial(_chat, name="messages")),
+    Shape("body (batch)", "body", "", _batch),
+    Shape("chosen", "chosen", f"prompt {_SYSTEM} {_TOOLS}", _chosen),
+    Shape("instruction, output", "instruction output/response", f"input/context {_SYSTEM} history", _instruction),
+    Shape("text", "text/content", "", lambda row: Text.of("", string(row["text"], "text"))),
+    Shape("context, input, answers", "context input/question answers/answer", "", _question),
+    Shape("input, outputs", "input outputs", "answer_prefix", _ruler),
+    Shape("prompt, completion", "prompt completion", f"{_SYSTEM} {_TOOLS}", partial(_continued, name="completion")),
+    Shape("prompt, response", f"{_QUESTION} {_ANSWER}", _SYSTEM, _answer),
+    Shape("response of a batch", "custom_id response", "", _answers_of_a_batch),
 )
 _KNOWN = "; ".join(shape.name.replace("messages", "messages or conversations") for shape in SHAPES[:-1])
 
@@ -204,19 +201,3 @@ def shape_of(row: Row) -> Shape:
             null = next(name for names in shape.needs for name in names if name in row and row[name] is None)
             raise RowError(f"{null} is null, expected a value")
     raise RowError(f"columns are {', '.join(map(str, row)) or 'missing'}, expected one of: {_KNOWN}")
-
-
-def read(shape: Shape, row: Row) -> Tokens | Text | Chat:
-    """Read `row` by the columns of `shape`.
-
-    Raises:
-        RowError: if they can't be understood, or contradict each other.
-    """
-    if shape.name != "input_ids" and row.get("loss_mask") is not None:
-        raise RowError(f"loss_mask stands beside {shape.name}, expected it beside input_ids")
-    return shape.read({names[0]: one_of(row, names, "") for names in (*shape.needs, *shape.also)})
-
-
-def unread(shape: Shape, row: Row) -> Sequence[str]:
-    """List the columns of `row` that hold a value but are not read."""
-    return [str(name) for name, value in row.items() if value is not None and name not in shape.columns]

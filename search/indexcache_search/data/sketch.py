@@ -35,8 +35,7 @@ class Sketch:
 
     def add(self, tokens: NDArray[Any]) -> None:
         """Remember the windows of one text, `[tokens]`."""
-        hashes = _hashes(tokens)
-        self._hashes.update(hashes[hashes < self._limit].tolist())
+        self._hashes |= self._sampled(tokens)
         while len(self._hashes) > self._most:
             self._limit //= 2
             self._hashes = {item for item in self._hashes if item < self._limit}
@@ -57,11 +56,14 @@ class Sketch:
     @classmethod
     def of(cls, texts: Iterable[NDArray[Any]], count: int = IN_A_FILE) -> Self:
         """Build a sketch from the `count` lowest hashes of all windows of `texts`, or all if there are fewer."""
+        every = np.concatenate([np.empty(0, np.uint64), *map(_hashes, texts)])
+        return cls._lowest(set(np.unique(every)[:count].tolist()), count)
+
+    @classmethod
+    def _lowest(cls, hashes: set[int], count: int) -> Self:
         made = cls(count)
-        every = [_hashes(text) for text in texts]
-        lowest = np.unique(np.concatenate(every))[:count] if every else np.empty(0, np.uint64)
-        made._hashes = set(lowest.tolist())
-        made._limit = max(made._hashes) + 1 if len(made._hashes) == count else 1 << BITS
+        made._hashes = hashes
+        made._limit = max(hashes) + 1 if len(hashes) == count else 1 << BITS
         return made
 
     def encode(self) -> str:
@@ -78,10 +80,8 @@ class Sketch:
         content, size = base64.b64decode(text, validate=True), BITS // 8
         if len(content) % size:
             raise ValueError("found a part of a hash")
-        made = cls(IN_A_FILE)
-        made._hashes = {int.from_bytes(content[at : at + size], "big") for at in range(0, len(content), size)}
-        made._limit = max(made._hashes) + 1 if len(made._hashes) == IN_A_FILE else 1 << BITS
-        return made
+        hashes = {int.from_bytes(content[at : at + size], "big") for at in range(0, len(content), size)}
+        return cls._lowest(hashes, IN_A_FILE)
 
 
 def _hashes(tokens: NDArray[Any]) -> NDArray[np.uint64]:

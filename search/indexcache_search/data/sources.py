@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from indexcache_search import demo
-from indexcache_search.data.folders import FolderContents, data_files
+from indexcache_search.data.folders import data_files
 from indexcache_search.data.formats import ENDINGS, Record, kind_of, records, table_row
 from indexcache_search.errors import DataError
 from sglang_indexcache import IndexCacheError
@@ -37,8 +37,8 @@ def rows(source: str, seed: int, notice: Callable[[str], None] = lambda _: None)
 
     where = "can't be read"
     try:
-        found = _files(source)
-        if found is None:
+        files = _files(source, notice)
+        if files is None:
             where = "no such file or folder here, and can't be read from the hub"
             name, subset, split = (*source.split(":"), "", "")[:3]
             whole = load_dataset(name, *([subset] if subset else []), split=split or "train", streaming=True)
@@ -46,9 +46,7 @@ def rows(source: str, seed: int, notice: Callable[[str], None] = lambda _: None)
             for number, row in enumerate(shuffled, 1):
                 yield f"{source}: row {number} of those read", table_row(row)
             return
-        for note in found.notes:
-            notice(note)
-        local = IterableDataset.from_generator(partial(_read_all), gen_kwargs={"files": list(map(str, found.files))})
+        local = IterableDataset.from_generator(partial(_read_all), gen_kwargs={"files": list(map(str, files))})
         for row in local.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER):
             yield row["place"], row["record"]
     except IndexCacheError:
@@ -58,19 +56,19 @@ def rows(source: str, seed: int, notice: Callable[[str], None] = lambda _: None)
         raise DataError(f"{source}: {where}: {one_line(error, 200) or type(error).__name__}{split}") from None
 
 
-def _files(source: str) -> FolderContents | None:
+def _files(source: str, notice: Callable[[str], None]) -> list[Path] | None:
     """Return the files of a source; `None` for a hub id."""
     if source.startswith("demo:"):
-        return FolderContents((Path(str(demo.data_file(source.removeprefix("demo:")))),))
+        return [demo.data_file(source.removeprefix("demo:"))]
     path = Path(source)
     if path.is_dir():
-        return data_files(path)
+        return data_files(path, notice)
     if path.exists():
         if not path.is_file():
             raise DataError(f"{source}: not a regular file")
         if kind_of(path) is None:
             raise DataError(f"{source}: ending is {path.suffix or 'missing'}, expected {ENDINGS}")
-        return FolderContents((path,))
+        return [path]
     if kind_of(path) is not None or source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise DataError(f"{source}: no such file, and not a hub id like owner/name")
     if source.count(":") > 2:

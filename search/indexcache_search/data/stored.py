@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-import errno
+import json
 from pathlib import Path
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import JournalError
-from sglang_indexcache.files.atomic import read_regular, write_atomically
+from sglang_indexcache.files.atomic import read_json_object, write_atomically
 from sglang_indexcache.files.naming import naming
 
 _MAX_BYTES = 16 << 20
 _ARRAYS = ("tokens", "scored", "source_of")
-_PROMPT = "prompt"
-
-
-class _About(BaseModel):
-    """Metadata beside the arrays."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    sources: list[str]
-    sha256: str
-    prompt: bool = False
 
 
 def save_set(data: TokenSet, folder: Path) -> None:
     """Write a set to `folder`; `load_set` finds it only once it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (*_ARRAYS, *(() if data.prompt is None else (_PROMPT,))):
+    has_prompt = data.prompt is not None
+    for name in (*_ARRAYS, "prompt") if has_prompt else _ARRAYS:
         path = folder / f"{name}.npy"
         with naming(path):
             np.save(path, getattr(data, name))
-    about = _About(sources=list(data.sources), sha256=data.sha256, prompt=data.prompt is not None)
-    write_atomically(folder / "set.json", about.model_dump_json() + "\n")
+    about = {"sources": data.sources, "sha256": data.sha256, "prompt": has_prompt}
+    write_atomically(folder / "set.json", json.dumps(about) + "\n")
 
 
 def load_set(folder: Path) -> TokenSet | None:
@@ -49,16 +38,12 @@ def load_set(folder: Path) -> TokenSet | None:
     if not path.is_file():
         return None
     try:
-        about = _About.model_validate_json(read_regular(path, _MAX_BYTES))
-        tokens, scored, source_of, *prompt = (
-            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-            for name in (*_ARRAYS, *((_PROMPT,) if about.prompt else ()))
-        )
-        data = TokenSet(tokens, scored, source_of, tuple(about.sources), *prompt)
-        if data.tokens.ndim != 2 or data.scored.shape != data.tokens.shape or data.sha256 != about.sha256:
+        about = read_json_object(path, _MAX_BYTES)
+        names = (*_ARRAYS, "prompt") if about["prompt"] else _ARRAYS
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
+        data = TokenSet(sources=tuple(about["sources"]), **arrays)
+        if data.tokens.ndim != 2 or data.scored.shape != data.tokens.shape or data.sha256 != about["sha256"]:
             raise ValueError
-    except (OSError, ValueError, TypeError) as error:
-        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
-            raise
+    except (FileNotFoundError, EOFError, KeyError, TypeError, ValueError):
         raise JournalError(f"{folder}: the stored tokens are damaged; --restart reads the data anew") from None
     return data

@@ -6,13 +6,12 @@ import json
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from indexcache_search.data.chats import Chat, Message
-from indexcache_search.data.options import Turns
+from indexcache_search.data.chats import Chat, Message, Text
 from indexcache_search.errors import DataError, RowError
 from sglang_indexcache.errors import one_line
 from sglang_indexcache.files.atomic import read_regular
@@ -20,14 +19,25 @@ from sglang_indexcache.files.atomic import read_regular
 RENDER_SECONDS = 1.0  # of computing; a conversation takes milliseconds
 MOST_CHARACTERS = 1 << 26
 _MAX_BYTES = 1 << 20
+Turns = Literal["auto", "all", "each", "last"]
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """Text, and its spans, `[start, end)` in characters, that a model wrote."""
+@dataclass(frozen=True, kw_only=True)
+class RowOptions:
+    """Options for interpreting rows.
 
-    text: str
-    replies: tuple[tuple[int, int], ...]
+    Attributes:
+        chat_template: Jinja text that replaces the tokenizer's own template.
+        turns: see `ChatTemplate`.
+        skip_bad_rows: how many bad rows of each source may be skipped.
+    """
+
+    chat_template: str | None = None
+    turns: Turns = "auto"
+    skip_bad_rows: int = 0
+
+
+AS_THEY_ARE = RowOptions()
 
 
 class _OutOfTimeError(BaseException):
@@ -52,7 +62,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, turns: Turns, replies: bool) -> None:
         self._tokenizer, self._turns, self._replies = tokenizer, turns, replies
 
-    def write(self, chat: Chat) -> tuple[list[Rendered], bool]:
+    def write(self, chat: Chat) -> tuple[list[Text], bool]:
         """Return the texts of one conversation, and true if `auto` split it.
 
         Raises:
@@ -65,14 +75,13 @@ class ChatTemplate:
             if number and message["role"] == "assistant" and message.get("weight") != 0  # OpenAI's: not learned from
         ]
         if self._turns in ("auto", "all") or not found:
-            try:
+            with suppress(_RewritesError):
                 return [self._whole(chat, found)], False
-            except _RewritesError:
-                if self._turns == "all":
-                    raise RowError(
-                        "the chat template writes earlier turns otherwise once others follow, so replies can't be told"
-                        " from prompts; expected --rows turns=each or last, or input_ids with a loss_mask"
-                    ) from None
+        if self._turns == "all":
+            raise RowError(
+                "the chat template writes earlier turns otherwise once others follow, so replies can't be told from"
+                " prompts; expected --rows turns=each or last, or input_ids with a loss_mask"
+            )
         chosen = found[-1:] if self._turns == "last" else found
         try:
             return [self._upto(chat, number) for number in chosen], self._turns == "auto"
@@ -82,7 +91,7 @@ class ChatTemplate:
                 " prompts; expected another --rows chat_template, or input_ids with a loss_mask"
             ) from None
 
-    def _whole(self, chat: Chat, found: Sequence[int]) -> Rendered:
+    def _whole(self, chat: Chat, found: Sequence[int]) -> Text:
         """Write one text, in which every reply follows its own prompt."""
         text = self._render(chat, chat.messages)
         spans: list[tuple[int, int]] = []
@@ -91,21 +100,22 @@ class ChatTemplate:
             if not text.startswith(reply.text):
                 raise _RewritesError
             spans += reply.replies
-        return Rendered(text, tuple(spans))
+        return Text(text, tuple(spans), ended=True)
 
-    def _upto(self, chat: Chat, number: int) -> Rendered:
+    def _upto(self, chat: Chat, number: int) -> Text:
         """Write the conversation up to reply `number`, of which only that reply counts.
 
         A prompt may end with text that the answer lacks, such as `<think>` where the data has no thoughts.
         """
         text = self._render(chat, chat.messages[: number + 1])
         if not self._replies:
-            return Rendered(text, ())
+            return Text(text, (), ended=True)
         prompt = self._render(chat, chat.messages[:number], asks=True)
         if not text.startswith(prompt) and not text.startswith(self._render(chat, chat.messages[:number])):
             raise _RewritesError
-        same = next((at for at, pair in enumerate(zip(prompt, text, strict=False)) if pair[0] != pair[1]), None)
-        return Rendered(text, ((min(len(prompt), len(text)) if same is None else same, len(text)),))
+        pairs = enumerate(zip(prompt, text, strict=False))
+        start = next((at for at, (asked, written) in pairs if asked != written), min(len(prompt), len(text)))
+        return Text(text, ((start, len(text)),), ended=True)
 
     def _render(self, chat: Chat, messages: Sequence[Message], asks: bool = False) -> str:
         """Render `messages`; if the template refuses them, try the other forms that templates know.
@@ -113,12 +123,11 @@ class ChatTemplate:
         The first form is OpenAI's, as in SGLang: wrapped tools, and arguments as objects. The second has tools without
         the wrapper, as in SGLang. The third has arguments as strings, which the templates of DeepSeek-V3.1 take.
         """
-        flat = [tool["function"] for tool in chat.tools]
         forms: list[tuple[Sequence[Message], Sequence[Any]]] = [(messages, chat.tools)]
-        forms += [(messages, flat)] if flat else []
-        forms += (
-            [([_with_strings(m) for m in messages], chat.tools)] if any("tool_calls" in m for m in messages) else []
-        )
+        if chat.tools:
+            forms.append((messages, [tool["function"] for tool in chat.tools]))
+        if any("tool_calls" in message for message in messages):
+            forms.append((list(map(_with_strings, messages)), chat.tools))
         first: Exception | None = None
         for form, tools in forms:
             try:
@@ -137,16 +146,10 @@ def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] = (
         DataError: if the template does not terminate, or writes too much.
         Exception: whatever the template raises.
     """
-    try:
-        with _limited(RENDER_SECONDS):
-            text: str = tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=asks
-            )
-    except _OutOfTimeError:
-        raise DataError(
-            f"the chat template takes more than {RENDER_SECONDS:g} seconds for one conversation, expected one that"
-            " comes to an end (--rows chat_template)"
-        ) from None
+    with _limited():
+        text: str = tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=asks
+        )
     if len(text) > MOST_CHARACTERS:
         raise DataError(f"the chat template writes more than {MOST_CHARACTERS} characters, expected a conversation")
     return text
@@ -162,8 +165,8 @@ def _with_strings(message: Message) -> Message:
 
 
 @contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Stop code that computes for longer than `seconds`. Works in the main thread only.
+def _limited() -> Iterator[None]:
+    """Stop a template that computes for longer than `RENDER_SECONDS`. Works in the main thread only.
 
     Jinja's sandbox bounds a single loop, but not nested ones.
     """
@@ -176,8 +179,13 @@ def _limited(seconds: float) -> Iterator[None]:
 
     before = signal.signal(signal.SIGVTALRM, stop)
     try:
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_SECONDS)
         yield
+    except _OutOfTimeError:
+        raise DataError(
+            f"the chat template takes more than {RENDER_SECONDS:g} seconds for one conversation, expected one that"
+            " comes to an end (--rows chat_template)"
+        ) from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)

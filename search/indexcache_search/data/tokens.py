@@ -99,12 +99,10 @@ def growing_shares(data: TokenSet, first: int) -> list[list[int]]:
         first: minimum number of rows in the first share.
     """
     counts = np.bincount(data.source_of, minlength=len(data.sources))
-    seen = np.zeros_like(counts)
-    order_keys = []
-    for row, source in enumerate(data.source_of):
-        order_keys.append(((seen[source] + 0.5) / counts[source], int(source), row))
-        seen[source] += 1
-    order = [row for _, _, row in sorted(order_keys)]
+    place = np.zeros(data.num_sequences)  # of a row among those of its source, from 0 to 1
+    for source, count in enumerate(counts):
+        place[data.source_of == source] = (np.arange(count) + 0.5) / count
+    order: list[int] = np.lexsort((data.source_of, place)).tolist()
     size = first
     while any((data.source_of[order[:size]] == source).sum() < min(2, count) for source, count in enumerate(counts)):
         size += 1

@@ -13,7 +13,7 @@ from typing import Self
 from indexcache_search.errors import FolderError
 from indexcache_search.evaluation.records import may_be_sealed
 from indexcache_search.owned.lock import locked
-from indexcache_search.owned.mark import MARK, Mark, digest_of
+from indexcache_search.owned.mark import Holds, Mark, digest_of, unmarked
 from sglang_indexcache.files.atomic import write_atomically
 
 
@@ -36,7 +36,7 @@ class OwnFolder:
     def __init__(self, path: Path, command: str, names: Sequence[str], option: str) -> None:
         self.path, self.command, self.written = path, command, list[Path]()
         self._names, self._option = names, option
-        self._mark: Mark | None = None
+        self._mark = Mark(command=command, holds="files", files={})
 
     def check(self) -> None:
         """Check that all names are free or the command's own; create nothing.
@@ -52,8 +52,9 @@ class OwnFolder:
     def _check_all(self) -> None:
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise FolderError(f"{self._option} is {self.path}, which is no folder")
-        self._mark = checked_mark(self.path, self.command, "files", self._option)
-        for name in {**dict.fromkeys(self._names), **(self._mark.files if self._mark else {})}:
+        new = Mark(command=self.command, holds="files", files={})
+        self._mark = checked_mark(self.path, self.command, "files", self._option) or new
+        for name in dict.fromkeys([*self._names, *self._mark.files]):
             self._check(name)
 
     @contextmanager
@@ -85,7 +86,7 @@ class OwnFolder:
         """
         before = self._check(name)
         new = hashlib.sha256(text.encode()).hexdigest()
-        self._record(name, [*dict.fromkeys([*([before] if before else []), new])])
+        self._record(name, list(dict.fromkeys(filter(None, [before, new]))))
         write_atomically(self.path / name, text)
         if self.path / name not in self.written:
             self.written.append(self.path / name)
@@ -106,49 +107,42 @@ class OwnFolder:
         Raises:
             FolderError: if one of them was changed since; then none is removed.
         """
-        if self._mark is None:
-            return []
         names = [name for name, digests in self._mark.files.items() if growing or digests is not None]
         there = [name for name in names if self._check(name) is not None]
         for name in there:
             (self.path / name).unlink()
-        kept = {name: digests for name, digests in self._mark.files.items() if name not in names}
-        self._mark = Mark.new(self.command, "files", kept)
-        self._mark.write(self.path)
+        if names:
+            kept = {name: digests for name, digests in self._mark.files.items() if name not in names}
+            self._mark = Mark(command=self.command, holds="files", files=kept)
+            self._mark.write(self.path)
         return [self.path / name for name in there]
 
     def _record(self, name: str, digests: list[str] | None) -> None:
-        mark = self._mark or Mark.new(self.command, "files", {})
-        if self._mark is None or mark.files.get(name, []) != digests:
-            self._mark = mark.model_copy(update={"files": {**mark.files, name: digests}})
+        if self._mark.files.get(name, []) != digests:
+            self._mark = self._mark.model_copy(update={"files": {**self._mark.files, name: digests}})
             self._mark.write(self.path)
 
     def _check(self, name: str) -> str | None:
         """Return the sha256 of the command's own file, empty if it grows; `None` if there is no file."""
-        path = self.path / name
+        path, mend = self.path / name, f"move it away, or choose another {self._option}"
         if not os.path.lexists(path):
             return None
-        if self._mark is None or name not in self._mark.files:
-            raise FolderError(
-                f"{path}: is there already, and no {MARK} says that {self.command} wrote it; move it away, or choose"
-                f" another {self._option}"
-            )
+        if name not in self._mark.files:
+            raise unmarked(path, self.command, self._option)
         digests = self._mark.files[name]
         if not stat.S_ISREG(path.lstat().st_mode):
             raise FolderError(f"{path}: not a regular file, but {self.command} wrote one; move it away")
         if digests is None:
             if path.suffix == ".jsonl" and not may_be_sealed(path):
-                raise FolderError(f"{path}: is not what {self.command} wrote; move it away, or choose another"
-                                  f" {self._option}")  # fmt: skip
+                raise FolderError(f"{path}: is not what {self.command} wrote; {mend}")
             return ""
         digest = digest_of(path)
         if digest not in digests:
-            raise FolderError(f"{path}: was changed since {self.command} wrote it; move it away, or choose another"
-                              f" {self._option}")  # fmt: skip
+            raise FolderError(f"{path}: was changed since {self.command} wrote it; {mend}")
         return digest
 
 
-def checked_mark(folder: Path, command: str, holds: str, option: str) -> Mark | None:
+def checked_mark(folder: Path, command: str, holds: Holds, option: str) -> Mark | None:
     """Return the mark of `folder`, if there is one.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import socket
@@ -19,7 +18,6 @@ from sglang_indexcache.files.atomic import reason
 
 LOCK = ".indexcache-lock"
 _MAX_BYTES = 4096
-_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 class _Holder(BaseModel):
@@ -32,6 +30,9 @@ class _Holder(BaseModel):
     host: str
     since: str
 
+    def __str__(self) -> str:
+        return f"{self.command} is using this folder: process {self.process} on {self.host}, since {self.since}"
+
 
 @contextmanager
 def locked(folder: Path, command: str) -> Iterator[None]:
@@ -43,19 +44,16 @@ def locked(folder: Path, command: str) -> Iterator[None]:
         FolderError: if another process, which it names, writes there, or the file system has no locks.
     """
     path = folder / LOCK
-    descriptor = _taken(path)
-    try:
-        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        holder = _Holder(command=command, process=os.getpid(), host=socket.gethostname(), since=since)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, holder.model_dump_json().encode(), 0)
-        yield
-    finally:
+    with os.fdopen(_taken(path), "wb", buffering=0) as file:
         try:
+            since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+            holder = _Holder(command=command, process=os.getpid(), host=socket.gethostname(), since=since)
+            file.truncate(0)
+            file.write(holder.model_dump_json().encode())
+            yield
+        finally:
             with suppress(OSError):
                 path.unlink()  # while held, so that a process that has opened it sees that it is gone
-        finally:
-            os.close(descriptor)
 
 
 def _taken(path: Path) -> int:
@@ -68,10 +66,11 @@ def _taken(path: Path) -> int:
                 raise FolderError(f"{path}: not a regular file, expected no such file, or the lock of a run")
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                holder = _holder(descriptor) or "another process is using this folder"
+                raise FolderError(f"{path.parent}: {holder}; wait for it, or choose another folder") from None
             except OSError as error:
-                if error.errno not in _HELD:
-                    raise FolderError(f"{path}: {reason(error)}; expected a file system that has locks") from None
-                raise FolderError(f"{path.parent}: {_by(descriptor)}; wait for it, or choose another folder") from None
+                raise FolderError(f"{path}: {reason(error)}; expected a file system that has locks") from None
             if _is_at(path, descriptor):
                 if os.fstat(descriptor).st_size and _holder(descriptor) is None:
                     raise FolderError(f"{path}: is no lock of ours, expected no such file, or the lock of a run")
@@ -94,10 +93,3 @@ def _holder(descriptor: int) -> _Holder | None:
         return _Holder.model_validate_json(os.pread(descriptor, _MAX_BYTES, 0))
     except ValidationError:
         return None
-
-
-def _by(descriptor: int) -> str:
-    holder = _holder(descriptor)
-    if holder is None:
-        return "another process is using this folder"
-    return f"{holder.command} is using this folder: process {holder.process} on {holder.host}, since {holder.since}"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import stat
 import time
-from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Literal, Self
 
@@ -16,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from indexcache_search.errors import FolderError
 from sglang_indexcache import __version__
 from sglang_indexcache.errors import FileError
-from sglang_indexcache.files.atomic import read_regular, reason, write_atomically
+from sglang_indexcache.files.atomic import read_regular, write_atomically
+from sglang_indexcache.files.digest import opened
 
 MARK = "indexcache-run.json"
 Holds = Literal["files", "model", "work", "events"]
@@ -43,35 +42,22 @@ class Mark(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=True)
 
-    schema_: Literal["indexcache-run/v1"] = Field(alias="schema")
+    schema_: Literal["indexcache-run/v1"] = Field(default="indexcache-run/v1", alias="schema")
     command: str
-    version: str
-    created: str
+    version: str = __version__
+    created: str = Field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
     holds: Holds
     files: dict[str, list[str] | None]
 
     @model_validator(mode="after")
     def _is_a_mark(self) -> Self:
         for name, digests in self.files.items():
-            known = _RESULTS.fullmatch(name) if self.holds == "files" else self.holds == "model" and is_below(name)
+            known = _RESULTS.fullmatch(name) if self.holds == "files" else self.holds == "model" and _is_below(name)
             if not known:
                 raise ValueError(f"names {name!r}, which no command writes there")
             if digests is not None and not all(_DIGEST.fullmatch(digest) for digest in digests):
                 raise ValueError(f"{name}: no sha256")
         return self
-
-    @classmethod
-    def new(cls, command: str, holds: Holds, files: Mapping[str, list[str] | None]) -> Self:
-        """Create a mark dated now."""
-        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        return cls(
-            schema="indexcache-run/v1",
-            command=command,
-            version=__version__,
-            created=created,
-            holds=holds,
-            files=dict(files),
-        )
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
@@ -102,24 +88,27 @@ class Mark(BaseModel):
 _NEXT = "nothing here is touched without a whole mark; move the folder away, or choose another"
 
 
-def is_below(name: str) -> bool:
-    """Return true if `name` is a plain relative path below a folder, without `..`."""
+def _is_below(name: str) -> bool:
     path = PurePosixPath(name)
-    plain = "\0" not in name and "\\" not in name and str(path) == name and not path.is_absolute()
-    return plain and bool(path.parts) and not {".", ".."} & {*path.parts}
+    plain = str(path) == name != "." and ".." not in path.parts and not path.is_absolute()
+    return plain and not {"\0", "\\"} & {*name}
+
+
+def unmarked(path: Path, command: str, option: str) -> FolderError:
+    """Return the error for a file or folder that no mark names."""
+    return FolderError(
+        f"{path}: is there already, and no {MARK} says that {command} wrote it; move it away, or choose another"
+        f" {option}"
+    )
 
 
 def digest_of(path: Path) -> str:
-    """Return the sha256 of a regular file; do not follow links.
+    """Return the sha256 of a regular file.
 
     Raises:
-        FolderError: if it is not a regular file, or can't be read.
+        FileError: if it is a link, not a regular file, or can't be read.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise FolderError(f"{path}: not a regular file")
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise FolderError(f"{path}: {'is a link' if path.is_symlink() else reason(error)}") from None
+    if path.is_symlink():
+        raise FileError(f"{path}: is a link")
+    with opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from indexcache_search.errors import FolderError
+
+_exists = os.path.exists  # unlike `Path.exists`, false for what is no valid path
 
 
 def check_apart(writes: Mapping[str, Path], names: Iterable[Path], reads: Mapping[str, Iterable[str]]) -> None:
@@ -34,13 +37,6 @@ def check_apart(writes: Mapping[str, Path], names: Iterable[Path], reads: Mappin
                         f"{option} is {text} and {other} is {folder}: what is read and what is written overlap;"
                         f" choose another {other}"
                     )
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # not a valid path
-        return False
 
 
 def _is_in(path: Path, folder: Path) -> bool:

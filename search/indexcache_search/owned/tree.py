@@ -13,7 +13,7 @@ from uuid import uuid4
 from indexcache_search.errors import FolderError
 from indexcache_search.owned.folder import checked_mark
 from indexcache_search.owned.lock import LOCK
-from indexcache_search.owned.mark import MARK, Mark, digest_of
+from indexcache_search.owned.mark import MARK, Holds, Mark, digest_of, unmarked
 
 UNFINISHED = re.compile(r"unfinished-[0-9a-f]{32}")
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.partial")  # left by a killed `write_atomically`
@@ -42,11 +42,10 @@ def check_ours(folder: Path, command: str) -> None:
     if mark is None:
         return
     for path, name in _files(folder):
-        if name != MARK:
-            digests = mark.files.get(name)
-            if digests is None or digest_of(path) not in digests:
-                raise FolderError(f"{path}: {'is not' if digests is None else 'was changed since it was'} written by"
-                                  f" {command}; move it away")  # fmt: skip
+        digests = mark.files.get(name)
+        if name != MARK and (digests is None or digest_of(path) not in digests):
+            found = "is not" if digests is None else "was changed since it was"
+            raise FolderError(f"{path}: {found} written by {command}; move it away")
 
 
 @contextmanager
@@ -67,7 +66,7 @@ def replaced(folder: Path, work: Path, command: str) -> Iterator[Path]:
     try:
         yield unfinished
         files: dict[str, list[str] | None] = {name: [digest_of(path)] for path, name in _files(unfinished)}
-        Mark.new(command, "model", files).write(unfinished)
+        Mark(command=command, holds="model", files=files).write(unfinished)
         discard(folder, work, command)
         unfinished.rename(folder)
     except BaseException:
@@ -88,7 +87,7 @@ def discard(folder: Path, work: Path, command: str) -> None:
         shutil.rmtree(gone)
 
 
-def open_subfolder(folder: Path, command: str, holds: str) -> None:
+def open_subfolder(folder: Path, command: str, holds: Holds) -> None:
     """Create a folder that only `command` writes to, or check that it is one.
 
     Raises:
@@ -97,10 +96,10 @@ def open_subfolder(folder: Path, command: str, holds: str) -> None:
     check_subfolder(folder, command, holds)
     folder.mkdir(parents=True, exist_ok=True)
     if Mark.read(folder) is None:
-        Mark.new(command, holds, {}).write(folder)  # type: ignore[arg-type]  # callers pass a literal
+        Mark(command=command, holds=holds, files={}).write(folder)
 
 
-def check_subfolder(folder: Path, command: str, holds: str) -> None:
+def check_subfolder(folder: Path, command: str, holds: Holds) -> None:
     """Check that a folder that only `command` may write to is free or its own.
 
     Raises:
@@ -114,7 +113,7 @@ def check_subfolder(folder: Path, command: str, holds: str) -> None:
         )
     left = [path for path in folder.iterdir() if path.name != LOCK and not _PARTIAL.fullmatch(path.name)]
     if checked_mark(folder, command, holds, "--output") is None and left:
-        raise _unmarked(folder, command)
+        raise unmarked(folder, command, "--output")
 
 
 def check_content(folder: Path, ours: re.Pattern[str]) -> None:
@@ -127,9 +126,10 @@ def check_content(folder: Path, ours: re.Pattern[str]) -> None:
     Raises:
         FolderError: naming the first file with another name, or the first link.
     """
-    for path, name in _files(folder, UNFINISHED):
+    for path, name in _files(folder):
+        unfinished = "/" in name and UNFINISHED.fullmatch(name.partition("/")[0])
         known = name == MARK or ours.fullmatch(name) or _PARTIAL.fullmatch(path.name)
-        if path.is_symlink() or not known:
+        if not unfinished and (path.is_symlink() or not known):
             raise FolderError(f"{path}: not written by us; move it away, or choose another --output")
 
 
@@ -146,33 +146,17 @@ def _mark(folder: Path, command: str) -> Mark | None:
     """Return the mark of a folder written as a whole; `None` if there is no folder."""
     if not os.path.lexists(folder):
         return None
-    if folder.is_symlink() or not folder.is_dir():
-        raise _unmarked(folder, command)
-    mark = checked_mark(folder, command, "model", "--output")
+    is_folder = folder.is_dir() and not folder.is_symlink()
+    mark = checked_mark(folder, command, "model", "--output") if is_folder else None
     if mark is None:
-        raise _unmarked(folder, command)
+        raise unmarked(folder, command, "--output")
     return mark
 
 
-def _unmarked(folder: Path, command: str) -> FolderError:
-    return FolderError(
-        f"{folder}: is there already, and no {MARK} says that {command} wrote it; move it away, or choose another"
-        " --output"
-    )
-
-
-def _files(folder: Path, passed_over: re.Pattern[str] | None = None) -> Iterator[tuple[Path, str]]:
-    """Yield all files in a folder and their paths below it; links are not followed, and count as files.
-
-    Args:
-        folder: the folder; may be missing.
-        passed_over: pattern of the names of subfolders to skip.
-
-    Raises:
-        OSError: if a folder can't be read.
-    """
+def _files(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield all files in a folder, if there is one, and their paths below it; links count as files."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_symlink() or not path.is_dir():
             yield path, path.name
-        elif passed_over is None or not passed_over.fullmatch(path.name):
+        else:
             yield from ((inner, f"{path.name}/{name}") for inner, name in _files(path))

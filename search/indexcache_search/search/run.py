@@ -16,9 +16,9 @@ from rich.text import Text
 from indexcache_search import demo
 from indexcache_search.console import command, serving
 from indexcache_search.data import dry_run
-from indexcache_search.data.options import AS_THEY_ARE, RowOptions
-from indexcache_search.data.packing import build_token_sets
+from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
+from indexcache_search.data.templates import AS_THEY_ARE, RowOptions
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine
 from indexcache_search.engines.calibration_server import CalibrationServer
@@ -183,19 +183,11 @@ def token_sets(
     check_seq_len(seq_len, config)
     replies = description.dense
     reader = TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len, replies, data.rows)
-    sets = build_token_sets(
-        reader,
-        description,
-        data.calibration,
-        data.evaluation,
-        seq_len=seq_len,
-        num_calibration=data.num_sequences,
-        num_evaluation=data.num_eval_sequences,
-        seed=data.seed,
-    )
-    if data.reply is None:
-        return reader, *sets
-    calibration, held_out = (item.ending_in_replies(data.reply) for item in sets)
+    packer = Packer(reader, description, seq_len)
+    held_out = packer.held_out(data.evaluation, data.num_eval_sequences)
+    calibration = packer.collect(data.calibration, data.num_sequences, data.seed, "calibration")
+    if data.reply is not None:
+        calibration, held_out = calibration.ending_in_replies(data.reply), held_out.ending_in_replies(data.reply)
     return reader, calibration, held_out
 
 

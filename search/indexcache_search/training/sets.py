@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from indexcache_search import demo
 from indexcache_search.data import dry_run
-from indexcache_search.data.content import content_digest
-from indexcache_search.data.options import AS_THEY_ARE, RowOptions
-from indexcache_search.data.packing import build_training_sets
+from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.stored import load_set, save_set
+from indexcache_search.data.templates import AS_THEY_ARE, RowOptions
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import DataError
 from indexcache_search.hf.loading import load_tokenizer, read_config
 from indexcache_search.training.processes import Processes
 from indexcache_search.training.settings import Folders
 from sglang_indexcache import ModelLayers
+from sglang_indexcache.files.digest import file_digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +42,9 @@ class TrainingData:
         """Return a digest of the content of each source.
 
         Raises:
-            DataError: if a source can't be read.
+            FileError: if a source can't be read.
         """
-        return {f"sha256 of {source}": content_digest(source) for source in {*self.training, *self.evaluation}}
+        return {f"sha256 of {source}": _content_digest(source) for source in {*self.training, *self.evaluation}}
 
 
 def training_sets(
@@ -101,14 +104,20 @@ def _read(
     replies = description.dense
     vocab_size = read_config(model).vocab_size
     reader = TokenReader(lambda: load_tokenizer(model), vocab_size, data.seq_len, replies, data.rows)
-    sets = build_training_sets(
-        reader,
-        description,
-        data.training,
-        data.evaluation,
-        seq_len=data.seq_len,
-        num_training=data.num_sequences,
-        num_evaluation=data.num_eval_sequences,
-        seed=seed,
-    )
-    return reader, *sets
+    packer = Packer(reader, description, data.seq_len)
+    held_out = packer.held_out(data.evaluation, data.num_eval_sequences)
+    return reader, packer.collect(data.training, data.num_sequences, seed, "training"), held_out
+
+
+def _content_digest(source: str) -> str | None:
+    """Return the sha256 of all bytes and file names of a source; `None` for a hub id."""
+    path = demo.data_file(source.removeprefix("demo:")) if source.startswith("demo:") else Path(source)
+    if path.is_file():
+        return file_digest(path).sha256
+    if not path.exists():
+        return None
+    digest = hashlib.sha256()
+    for inner in sorted(path.rglob("*")):
+        if inner.is_file():
+            digest.update(f"{inner.relative_to(path).as_posix()!r} {file_digest(inner).sha256}\n".encode())
+    return digest.hexdigest()

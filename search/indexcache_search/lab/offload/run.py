@@ -15,9 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import sglang_indexcache
 from indexcache_search.compare.run import Runtime
-from indexcache_search.data.options import RowOptions
-from indexcache_search.data.packing import held_out_set
+from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
+from indexcache_search.data.templates import RowOptions
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Losses
 from indexcache_search.engines.calibration_server import CalibrationServer
@@ -132,13 +132,8 @@ def _run(
             f" {first_sparse_position} tokens a query selects all"
         )
     reader = TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len, options=asked.rows)
-    data, _ = held_out_set(
-        reader,
-        replace(description, first_sparse_position=first_sparse_position),
-        asked.sources,
-        seq_len=seq_len,
-        count=asked.sequences,
-    )
+    counted = replace(description, first_sparse_position=first_sparse_position)
+    data = Packer(reader, counted, seq_len).held_out(asked.sources, asked.sequences)
     for note in reader.notes:
         warn(console, note)
     data = _decoded(data, asked.steps, description.dense)
