@@ -46,8 +46,13 @@ def _build(kind: Any, value: Any) -> Any:
     missing = [key for key, field in known.items() if field.default is MISSING and key not in found]
     if missing:
         raise typer.BadParameter(f"{missing[0]} is missing")
+    given = {}
     try:
-        return kind(**{key: _checked(key, hints[key], item) for key, item in found.items()})
+        for key, item in found.items():
+            given[key] = _convert(hints[key], item)
+        return kind(**given)
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"{key}: {error.message}") from None
     except IndexCacheError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -66,13 +71,6 @@ def _settings(text: str, first: str) -> dict[str, str]:
             raise typer.BadParameter(f"{key} is given twice")
         found[key] = value
     return found
-
-
-def _checked(key: str, hint: Any, value: Any) -> Any:
-    try:
-        return _convert(hint, value)
-    except typer.BadParameter as error:
-        raise typer.BadParameter(f"{key}: {error.message}") from None
 
 
 def _convert(hint: Any, value: Any) -> Any:

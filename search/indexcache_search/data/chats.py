@@ -179,9 +179,9 @@ def _message(item: Any, place: str) -> Message:
 
 def _content(value: Any, place: str) -> str:
     """Join content parts into one string, with spaces, as SGLang does for templates that take strings."""
+    if isinstance(value, str):
+        return value
     if not isinstance(value, list):
-        if isinstance(value, str):
-            return value
         raise RowError(f"{place} is {kind(value)}, expected a string or a list of parts of type text")
     texts = []
     for number, part in enumerate(value):

@@ -169,7 +169,6 @@ class TokenReader:
         return Section(tokens.astype(np.int32), mask)
 
     def _texts(self, content: Text | Chat, reading: Reading) -> list[Text]:
-        """Return the texts of a row to tokenize."""
         if isinstance(content, Text):
             return [content]
         source = getattr(self.tokenizer, "chat_template", None)
@@ -218,7 +217,6 @@ class TokenReader:
 
 
 def _overlapping(pieces: list[tuple[int, int]], spans: tuple[tuple[int, int], ...]) -> list[bool]:
-    """Flag the `pieces` that overlap any of the `spans`."""
     begins, ends = np.asarray(pieces, np.int64).reshape(-1, 2).T
     flags = np.zeros(len(begins), np.bool_)
     for start, stop in spans:

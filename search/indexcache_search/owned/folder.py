@@ -6,7 +6,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -72,11 +72,9 @@ class OwnFolder:
                 self.check()  # another run may have ended since
                 yield self
         finally:
-            for folder in made:
-                try:
+            with suppress(OSError):  # holds something now
+                for folder in made:
                     folder.rmdir()
-                except OSError:  # holds something now
-                    break
 
     def write(self, name: str, text: str) -> None:
         """Write a whole file, replacing the command's own older one.
@@ -108,14 +106,14 @@ class OwnFolder:
             FolderError: if one of them was changed since; then none is removed.
         """
         names = [name for name, digests in self._mark.files.items() if growing or digests is not None]
-        there = [name for name in names if self._check(name) is not None]
-        for name in there:
-            (self.path / name).unlink()
+        paths = [self.path / name for name in names if self._check(name) is not None]
+        for path in paths:
+            path.unlink()
         if names:
             kept = {name: digests for name, digests in self._mark.files.items() if name not in names}
             self._mark = Mark(command=self.command, holds="files", files=kept)
             self._mark.write(self.path)
-        return [self.path / name for name in there]
+        return paths
 
     def _record(self, name: str, digests: list[str] | None) -> None:
         if self._mark.files.get(name, []) != digests:
