@@ -132,20 +132,17 @@ class TokenReader:
             try:
                 document = self._encode(record, reading)
             except RowError as error:
-                self._skip(f"{place}: {error}", reading)
+                most = self._options.skip_bad_rows
+                if len(reading.bad) >= most:
+                    already = f" ({most} bad rows were skipped before it)" if most else ""
+                    raise DataError(f"{place}: {error}{already}; --rows skip_bad=N skips up to N such rows") from None
+                reading.bad.append(f"{place}: {error}")
                 continue
             except DataError as error:
                 raise DataError(f"{place}: {error}") from None
             for start in range(0, len(document.tokens), size):
                 block = slice(start, start + size)
                 yield Section(document.tokens[block], document.mask[block])
-
-    def _skip(self, line: str, reading: Reading) -> None:
-        most = self._options.skip_bad_rows
-        if len(reading.bad) >= most:
-            already = f" ({most} bad rows were skipped before it)" if most else ""
-            raise DataError(f"{line}{already}; --rows skip_bad=N skips up to N such rows")
-        reading.bad.append(line)
 
     def _encode(self, record: Record, reading: Reading) -> Section:
         if isinstance(record, RowError):

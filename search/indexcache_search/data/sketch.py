@@ -45,10 +45,6 @@ class Sketch:
         sampled = self._sampled(tokens)
         return bool(sampled) and len(sampled & self._hashes) >= MOSTLY * len(sampled)
 
-    def common(self, tokens: NDArray[Any]) -> int:
-        """Count the distinct windows of a text, `[tokens]`, that are in this sketch."""
-        return len(self._sampled(tokens) & self._hashes)
-
     def _sampled(self, tokens: NDArray[Any]) -> set[int]:
         hashes = _hashes(tokens)
         return set(hashes[hashes < self._limit].tolist())

@@ -36,7 +36,7 @@ class OwnFolder:
     def __init__(self, path: Path, command: str, names: Sequence[str], option: str) -> None:
         self.path, self.command, self.written = path, command, list[Path]()
         self._names, self._option = names, option
-        self._mark = Mark(command=command, holds="files", files={})
+        self._mark = self._empty = Mark(command=command, holds="files", files={})
 
     def check(self) -> None:
         """Check that all names are free or the command's own; create nothing.
@@ -52,8 +52,7 @@ class OwnFolder:
     def _check_all(self) -> None:
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise FolderError(f"{self._option} is {self.path}, which is no folder")
-        new = Mark(command=self.command, holds="files", files={})
-        self._mark = checked_mark(self.path, self.command, "files", self._option) or new
+        self._mark = checked_mark(self.path, self.command, "files", self._option) or self._empty
         for name in dict.fromkeys([*self._names, *self._mark.files]):
             self._check(name)
 
@@ -111,7 +110,7 @@ class OwnFolder:
             path.unlink()
         if names:
             kept = {name: digests for name, digests in self._mark.files.items() if name not in names}
-            self._mark = Mark(command=self.command, holds="files", files=kept)
+            self._mark = self._empty.model_copy(update={"files": kept})
             self._mark.write(self.path)
         return paths
 

@@ -21,8 +21,6 @@ _MAX_BYTES = 4096
 
 
 class _Holder(BaseModel):
-    """Holder of a lock."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
     command: str
@@ -57,7 +55,6 @@ def locked(folder: Path, command: str) -> Iterator[None]:
 
 
 def _taken(path: Path) -> int:
-    """Return a descriptor of the lock file that holds the lock."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     while True:
         descriptor = os.open(path, flags, 0o644)
@@ -82,10 +79,9 @@ def _taken(path: Path) -> int:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def _holder(descriptor: int) -> _Holder | None:

@@ -143,7 +143,6 @@ def empty(folder: Path) -> None:
 
 
 def _mark(folder: Path, command: str) -> Mark | None:
-    """Return the mark of a folder written as a whole; `None` if there is no folder."""
     if not os.path.lexists(folder):
         return None
     is_folder = folder.is_dir() and not folder.is_symlink()
