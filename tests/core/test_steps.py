@@ -89,19 +89,18 @@ class Walk:
 
 
 @pytest.mark.parametrize("steps", POLICIES)
-@pytest.mark.parametrize("turns", ["none", "prompt", "two prompts", "padding"])
+@pytest.mark.parametrize("turns", ["none", "prompt", "two prompts"])
 def test_choices_are_those_of_a_plain_walk(steps: str, turns: str) -> None:
     """Two sequences of scores that drift, at once and in parts; a prompt ends what is remembered."""
     selection = replace(FEW, page_tokens=32, steps=ReusePolicy.parse(steps))
-    rng, length, padding = np.random.default_rng(0), 700, 37 if turns == "padding" else 0
+    rng, length = np.random.default_rng(0), 700
     pages = -(-length // 32)
     noise = rng.random((2, length, pages), np.float32)
     scores = np.float32(0.9) * rng.random((2, 1, pages), np.float32) + np.float32(0.3) * noise
     settled, position = rng.random((2, pages), np.float32), np.arange(length)
     prompt = {"prompt": position < 400, "two prompts": (position < 300) | (position // 50 == 9)}.get(turns)
     given = None if prompt is None else torch.from_numpy(np.stack([prompt, np.zeros(length, bool)]))
-    starts = torch.tensor([0, padding]) if padding else None
-    found, parted = PageSelector(selection, starts), PageSelector(selection, starts)
+    found, parted = PageSelector(selection), PageSelector(selection)
     whole = found.choose(torch.from_numpy(scores), 0, given, torch.from_numpy(settled))
     parts = []
     for first, end in ((0, 290), (290, 291), (291, 480), (480, length)):
@@ -113,12 +112,11 @@ def test_choices_are_those_of_a_plain_walk(steps: str, turns: str) -> None:
         parts.append(torch.nn.functional.pad(chosen, (0, pages - live)))
     for row in range(2):
         walk = Walk(selection, settled[row])
-        for at in range(padding * row, length):
-            own = at - padding * row
-            expected = walk.step(scores[row, at], own, prompt is not None and row == 0 and bool(prompt[at]))
+        for at in range(length):
+            expected = walk.step(scores[row, at], at, prompt is not None and row == 0 and bool(prompt[at]))
             seen = set(whole[row, at].nonzero()[:, 0].tolist())
-            assert {page for page in seen if page <= own // 32} == expected, (row, at)
-            assert torch.equal(whole[row, at, : own // 32 + 1], torch.cat(parts, 1)[row, at, : own // 32 + 1])
+            assert {page for page in seen if page <= at // 32} == expected, (row, at)
+            assert torch.equal(whole[row, at, : at // 32 + 1], torch.cat(parts, 1)[row, at, : at // 32 + 1])
 
 
 def test_what_policies_promise() -> None:
@@ -168,10 +166,6 @@ def test_scores_of_compressed_keys_are_the_definition(page_tokens: int) -> None:
             torch.testing.assert_close(found[row, at], expected, rtol=1e-5, atol=1e-6)
     short = compressed_scores(query[:, :, :5], key[:, :, :20], 0.5, selection)
     assert short.shape[:2] == (2, 5) and not short.any()
-    starts = torch.tensor([0, 21])
-    padded = compressed_scores(query, key, 0.5, selection, starts)
-    alone = compressed_scores(query[1:], key[1:, :, 21:], 0.5, selection)
-    assert torch.equal(padded[1:, :, : alone.shape[2]], alone) and torch.equal(padded[:1], found[:1])
 
 
 def test_importance_is_of_whole_pages() -> None:
@@ -180,8 +174,6 @@ def test_importance_is_of_whole_pages() -> None:
     found = importance(value_norm(value), replace(KEYS, page_tokens=64))[0]
     expected = [max(float(norm[page * 64 + at : page * 64 + at + 32].mean()) for at in (0, 16, 32)) for page in (0, 1)]
     torch.testing.assert_close(found, torch.tensor([*expected, 0.0]))
-    padded = importance(value_norm(value), replace(KEYS, page_tokens=64), torch.tensor([22]))
-    assert torch.equal(padded, importance(value_norm(value[:, :, 22:]), replace(KEYS, page_tokens=64)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -228,21 +220,6 @@ def test_one_pass_is_decoding_step_by_step(steps: str, score: str, step: int) ->
             for at, row in enumerate(kept):
                 live = (PROMPT + at) // 32 + 1
                 assert torch.equal(row[:, :live], whole[layer][:, PROMPT + at, :live]), (layer, at)
-
-
-def test_padding_moves_pages_and_memory() -> None:
-    for steps, score in (("ema:0.5", "token_max"), ("nosa:1", "compressed_keys"), ("bounded:1", "compressed_keys")):
-        selection = replace(KEYS, score=score, steps=ReusePolicy.parse(steps))  # type: ignore[arg-type]
-        model, ids, left = dense_model(), tokens(1), 9
-        with apply_page_roles(model, Pattern("FSFSFS", selection)):
-            expected = logits(model, input_ids=ids[:, : LENGTH - left])[0]
-        batch, mask = torch.zeros(2, LENGTH, dtype=torch.long), torch.ones(2, LENGTH, dtype=torch.long)
-        batch[0], batch[1, left:], mask[1, :left] = ids[0], ids[0, : LENGTH - left], 0
-        positions = (mask.cumsum(1) - 1).clamp_min(0)
-        with apply_page_roles(model, Pattern("FSFSFS", selection), starts=torch.tensor([0, left])):
-            found = logits(model, input_ids=batch, attention_mask=mask, position_ids=positions)
-        torch.testing.assert_close(found[1, left:], expected, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(found[0, : LENGTH - left], expected, rtol=1e-4, atol=1e-4)
 
 
 # -- the plan

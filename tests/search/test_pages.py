@@ -130,20 +130,6 @@ def test_one_pass_is_teacher_forced_decoding(roles: str, kind: str) -> None:
     torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_padding_moves_the_pages() -> None:
-    model, padding = dense_model(), [0, 9]
-    ids = tokens(1)
-    with apply_page_roles(model, Pattern("DSSDSS", FEW)):
-        expected = logits(model, input_ids=ids[:, : LENGTH - 9])[0]
-    batch, mask = torch.zeros(2, LENGTH, dtype=torch.long), torch.ones(2, LENGTH, dtype=torch.long)
-    batch[0], batch[1, 9:], mask[1, :9] = ids[0], ids[0, : LENGTH - 9], 0
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    with apply_page_roles(model, Pattern("DSSDSS", FEW), starts=torch.tensor(padding)):
-        found = logits(model, input_ids=batch, attention_mask=mask, position_ids=positions)
-    torch.testing.assert_close(found[1, 9:], expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found[0, : LENGTH - 9], expected, rtol=1e-4, atol=1e-5)
-
-
 def test_what_is_chosen_is_the_kernels_choice() -> None:
     """Row by row, with sinks, against the definition for one request."""
     selection = Selection(page_tokens=8, pages=5, recent_pages=1, sink_pages=1, score="token_max")
@@ -201,16 +187,6 @@ def test_in_blocks_it_is_the_same(kind: str, roles: str, prompts: str, monkeypat
         ):
             end = model(input_ids=ids[:, part], past_key_values=past).logits
     torch.testing.assert_close(found[0][:, begins:], end, rtol=1e-4, atol=1e-4)
-
-
-def test_padding_is_refused_in_blocks() -> None:
-    starts = torch.tensor([0, 3])
-    with (
-        pytest.raises(SearchError, match="padding on the left is not known to attention in blocks"),
-        attention_in_blocks(),
-        apply_page_roles(dense_model(), Pattern("DSSDSS", FEW), starts=starts),
-    ):
-        pass
 
 
 def test_observers_see_what_every_layer_chose_or_was_given() -> None:

@@ -10,27 +10,19 @@ from sglang_indexcache.pattern.reuse import NO_MEMORY
 from sglang_indexcache.pattern.selection import CHUNK, STRIDE, Selection
 
 
-def token_max_scores(weights: Tensor, selection: Selection, starts: Tensor | None = None) -> Tensor:
+def token_max_scores(weights: Tensor, selection: Selection) -> Tensor:
     """Return `[batch, queries, pages]`: the sum over a page's tokens of each one's largest share in any head.
 
     Args:
         weights: `[batch, heads, queries, keys]`, a causal layer's attention; queries are those of the last tokens.
         selection: gives the page length.
-        starts: `[batch]`, int64: tokens of padding on the left of each sequence; pages are counted from there.
     """
-    keys = weights.shape[3]
     shares = weights.float().amax(1)  # [batch, queries, keys]
-    if starts is None:
-        whole = F.pad(shares, (0, -keys % selection.page_tokens))
-        return whole.view(*shares.shape[:2], -1, selection.page_tokens).sum(3)
-    page = page_of(keys, selection, starts, weights)
-    scores = torch.zeros(*shares.shape[:2], int(page.max()) + 1, device=weights.device)
-    return scores.scatter_add_(2, page[:, None].expand_as(shares), shares)
+    whole = F.pad(shares, (0, -shares.shape[2] % selection.page_tokens))
+    return whole.view(*shares.shape[:2], -1, selection.page_tokens).sum(3)
 
 
-def compressed_scores(
-    query: Tensor, key: Tensor, scale: float, selection: Selection, starts: Tensor | None = None
-) -> Tensor:
+def compressed_scores(query: Tensor, key: Tensor, scale: float, selection: Selection) -> Tensor:
     """Return `[batch, queries, pages]`: shares of compressed keys, see `Selection.score`.
 
     A query gives no share to a compressed key that ends after it. A key that touches two pages counts for both.
@@ -40,15 +32,7 @@ def compressed_scores(
         key: `[batch, key_heads, keys, dim]`.
         scale: factor of their products.
         selection: gives the page length.
-        starts: as for `token_max_scores`.
     """
-    if starts is not None:
-        rows = [
-            compressed_scores(query[[row]], key[[row], :, start:], scale, selection)
-            for row, start in enumerate(starts.tolist())
-        ]
-        most = max(scores.shape[2] for scores in rows)
-        return torch.cat([F.pad(scores, (0, most - scores.shape[2])) for scores in rows])
     batch, groups, keys, dim = key.shape
     queries, pages = query.shape[2], -(-keys // selection.page_tokens)
     if keys < CHUNK:
@@ -72,15 +56,11 @@ def value_norm(value: Tensor) -> Tensor:
     return value.float().square().sum((1, 3)).sqrt()
 
 
-def importance(tokens: Tensor, selection: Selection, starts: Tensor | None = None) -> Tensor:
+def importance(tokens: Tensor, selection: Selection) -> Tensor:
     """Return `[batch, pages]`: the largest mean of 32 tokens in a page, for all queries (NOSA, eq. 5 and 6).
 
-    An incomplete page has 0. `tokens` is `[batch, keys]`; `starts` is as for `token_max_scores`.
+    An incomplete page has 0. `tokens` is `[batch, keys]`.
     """
-    if starts is not None:
-        rows = [importance(tokens[[row], start:], selection) for row, start in enumerate(starts.tolist())]
-        most = max(found.shape[1] for found in rows)
-        return torch.cat([F.pad(found, (0, most - found.shape[1])) for found in rows])
     pages, whole = -(-tokens.shape[1] // selection.page_tokens), tokens.shape[1] // selection.page_tokens
     inside = tokens[:, : whole * selection.page_tokens].view(len(tokens), whole, selection.page_tokens)
     found = inside.unfold(2, CHUNK, STRIDE).mean(-1).amax(-1)
@@ -92,19 +72,19 @@ class PageSelector:
 
     Args:
         selection: the number of pages, and the policy over steps.
-        starts: as for `token_max_scores`.
 
     Attributes:
         next: position of the query that follows the last one.
     """
 
-    def __init__(self, selection: Selection, starts: Tensor | None = None) -> None:
-        self._selection, self._starts = selection, starts
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+        self._by_score = selection.pages - selection.recent_pages - selection.sink_pages
         self.next = 0
-        self._steps: Tensor | None = None  # [batch]: steps since memory began; 0 without memory
-        self._average: Tensor | None = None  # [batch, pages], for `ema`
-        self._kept: Tensor | None = None  # [batch, pages], bool: all pages selected last
-        self._best: Tensor | None = None  # [batch, pages], bool: those selected by score
+        self._steps: Tensor | None = None  # [batch]: steps since memory began; 0 or `None` without memory
+        self._average = torch.empty(0)  # [batch, pages], for `ema`
+        self._kept = torch.empty(0)  # [batch, pages], bool: all pages selected last
+        self._best = torch.empty(0)  # [batch, pages], bool: those selected by score
 
     def choose(
         self, scores: Tensor, first: int, prompt: Tensor | None = None, importance: Tensor | None = None
@@ -113,7 +93,7 @@ class PageSelector:
 
         Args:
             scores: `[batch, queries, pages]`; scores of pages after a query are ignored.
-            first: position of the first query, padding included; queries follow those of the call before.
+            first: position of the first query; queries follow those of the call before.
             prompt: `[batch, queries]`, bool: queries that attend to everything.
             importance: `[batch, pages]`, required by the policy `nosa`.
 
@@ -123,20 +103,19 @@ class PageSelector:
         selection = self._selection
         position = torch.arange(first, first + scores.shape[1], device=scores.device)
         self.next = first + scores.shape[1]
-        start = 0 if self._starts is None else self._starts[:, None]
-        live = ((position[None] - start).clamp_min(0) // selection.page_tokens + 1)[..., None]  # [... or 1, queries, 1]
+        live = (position // selection.page_tokens + 1)[None, :, None]  # pages that begin up to a query
         number = torch.arange(scores.shape[2], device=scores.device)
         always = (number >= live - selection.recent_pages) & (number < live) | (number < selection.sink_pages)
         open_ = (number < live - selection.recent_pages) & (number >= selection.sink_pages)
         everything = (live <= selection.pages) if prompt is None else (live <= selection.pages) | prompt[..., None]
         steps = selection.steps
         if steps == NO_MEMORY:
-            return always | _best(scores, open_, self._wanted) | everything
+            return always | _best(scores, open_, self._by_score) | everything
         if steps.policy == "nosa":
             assert importance is not None and steps.query_pages is not None
             asked = _best(scores, open_, steps.query_pages)
             settled = importance[:, None, : scores.shape[2]].expand(scores.shape)
-            return always | asked | _best(settled, open_ & ~asked, self._wanted - steps.query_pages) | everything
+            return always | asked | _best(settled, open_ & ~asked, self._by_score - steps.query_pages) | everything
         open_ = open_.expand(scores.shape)
         always, everything = always.expand(scores.shape), everything.expand(*scores.shape[:2], 1)
         rows = []
@@ -148,23 +127,23 @@ class PageSelector:
                 rows.append(self._remembering(scores[:, row], open_[:, row], always[:, row], everything[:, row]))
         return torch.stack(rows, 1)
 
-    @property
-    def _wanted(self) -> int:
-        return self._selection.pages - self._selection.recent_pages - self._selection.sink_pages
-
     def _remembering(self, scores: Tensor, open_: Tensor, always: Tensor, everything: Tensor) -> Tensor:
         """Select the pages `[batch, pages]` of one step; `everything` is `[batch, 1]`."""
-        self._grow(scores)
-        assert self._steps is not None and self._kept is not None and self._best is not None
+        if self._steps is None:
+            self._steps = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
+            self._kept = self._best = torch.zeros_like(scores, dtype=torch.bool)
+            self._average = torch.zeros_like(scores)
+        more = (0, scores.shape[1] - self._kept.shape[1])
+        self._kept, self._best, self._average = (F.pad(item, more) for item in (self._kept, self._best, self._average))
         fresh = (self._steps == 0)[:, None]
         policy = self._selection.steps
         if policy.policy == "ema":
-            assert self._average is not None and policy.beta is not None
+            assert policy.beta is not None
             seen = torch.where(open_ | always, scores, 0.0)
             self._average = torch.where(fresh, seen, policy.beta * self._average + (1 - policy.beta) * seen)
-            best = _best(self._average, open_, self._wanted)
+            best = _best(self._average, open_, self._by_score)
         else:
-            anew = _best(scores, open_, self._wanted)
+            anew = _best(scores, open_, self._by_score)
             if policy.policy == "refresh":
                 assert policy.every is not None
                 anew_now, held = fresh | (self._steps % policy.every == 0)[:, None], self._best & open_
@@ -178,25 +157,13 @@ class PageSelector:
 
     def _traded(self, scores: Tensor, open_: Tensor, swaps: int) -> Tensor:
         """Keep the best of the previous pages, but trade the worst of them for better ones."""
-        assert self._kept is not None
-        held = _best(scores, self._kept & open_, self._wanted)
+        held = _best(scores, self._kept & open_, self._by_score)
         worst = scores.masked_fill(~held, torch.inf).sort(dim=1, stable=True, descending=False)
         best = scores.masked_fill(held | ~open_, -torch.inf).sort(dim=1, stable=True, descending=True)
         better = best.values[:, :swaps] > worst.values[:, :swaps]  # from the first pair on, then never again
         out = torch.zeros_like(held).scatter_(1, worst.indices[:, :swaps], better)
         into = torch.zeros_like(held).scatter_(1, best.indices[:, :swaps], better)
         return held & ~out | into
-
-    def _grow(self, scores: Tensor) -> None:
-        """Extend the memory to the number of pages scored, or create it."""
-        if self._steps is None or self._kept is None or self._best is None:
-            self._steps = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
-            self._kept = self._best = torch.zeros_like(scores, dtype=torch.bool)
-            self._average = torch.zeros_like(scores)
-            return
-        assert self._average is not None
-        more = (0, scores.shape[1] - self._kept.shape[1])
-        self._kept, self._best, self._average = (F.pad(item, more) for item in (self._kept, self._best, self._average))
 
 
 def _best(scores: Tensor, open_: Tensor, wanted: int) -> Tensor:
@@ -206,9 +173,13 @@ def _best(scores: Tensor, open_: Tensor, wanted: int) -> Tensor:
     return torch.zeros_like(open_).scatter_(-1, ranked[..., :wanted], True) & open_
 
 
-def page_of(keys: int, selection: Selection, starts: Tensor | None, like: Tensor) -> Tensor:
-    """Return `[batch, keys]`, int64: the page of each token, counted from the start of its sequence."""
-    position = torch.arange(keys, device=like.device).expand(len(like), -1)
-    if starts is not None:
-        position = (position - starts[:, None]).clamp_min(0)
-    return position // selection.page_tokens
+def ascending_pages(kept: Tensor, position: Tensor, selection: Selection) -> Tensor:
+    """Return `[queries, pages]`: the numbers of kept pages up to that of each query, ascending, then -1.
+
+    `kept` is `[queries, pages]`, bool, and `position` `[queries]`.
+    """
+    pages = kept.shape[1]
+    number = torch.arange(pages, device=kept.device)
+    live = kept & (number <= position[:, None] // selection.page_tokens)
+    ranked = torch.where(live, number, pages).sort(dim=1).values
+    return ranked.masked_fill(ranked == pages, -1)

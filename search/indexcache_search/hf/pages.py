@@ -22,9 +22,9 @@ from indexcache_kernels import sparse_attention
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.page_selector import (
     PageSelector,
+    ascending_pages,
     compressed_scores,
     importance,
-    page_of,
     token_max_scores,
     value_norm,
 )
@@ -59,47 +59,32 @@ class Importance(Protocol):
 
 @dataclass
 class _State:
-    """State that a pass with roles carries from layer to layer.
-
-    Attributes:
-        pattern: the role of each layer.
-        prompt: `[batch, queries]`, queries that attend to everything in all layers; `None` for none.
-        starts: `[batch]`, the first position of each sequence after its padding.
-        observe: called with the pages of each layer.
-        watch: called with the attention of layers that are not shared.
-        kept: the latest selection, `[batch, queries, pages]`.
-        in_blocks: see `attention_in_blocks`.
-        choosers: by layer, with their memory of earlier passes.
-        importance: the model's trained heads, if the selection uses them.
-    """
+    """State that a pass with roles carries from layer to layer; see `apply_page_roles`."""
 
     pattern: Pattern
+    selection: Selection
     prompt: Tensor | None
-    starts: Tensor | None
     observe: Callable[[int, Tensor], None] | None
     watch: Watcher | None
-    kept: Tensor | None
+    kept: Tensor | None  # the latest selection, `[batch, queries, pages]`
     in_blocks: bool
     importance: Importance | None
-    choosers: dict[int, PageSelector] = field(default_factory=dict)
+    choosers: dict[int, PageSelector] = field(default_factory=dict)  # by layer, with their memory of earlier passes
 
-    @property
-    def selection(self) -> Selection:
-        """Selection of the pattern."""
-        assert self.pattern.selection is not None
-        return self.pattern.selection
-
-    @torch.no_grad()
     def choose(self, layer: int, scores: Tensor, first: int, offset: int, value: Tensor) -> Tensor:
-        """See `PageSelector.choose`; `first` counts queries of this pass, which follows `offset` tokens."""
+        """See `PageSelector.choose`; `first` counts queries of this pass, which follows `offset` tokens.
+
+        The result has all pages of the pass, also for a block of queries that sees fewer.
+        """
         if layer not in self.choosers or self.choosers[layer].next != offset + first:
-            self.choosers[layer] = PageSelector(self.selection, self.starts)
+            self.choosers[layer] = PageSelector(self.selection)
         prompt = None if self.prompt is None else self.prompt[:, first : first + scores.shape[1]]
         settled = None
         if self.selection.steps.policy == "nosa":
             tokens = value_norm(value) if self.importance is None else self.importance(layer, value).sum(1)
-            settled = importance(tokens, self.selection, self.starts)
-        return self.choosers[layer].choose(scores, offset + first, prompt, settled)
+            settled = importance(tokens, self.selection)
+        found = self.choosers[layer].choose(scores, offset + first, prompt, settled)
+        return F.pad(found, (0, -(-value.shape[2] // self.selection.page_tokens) - found.shape[2]))
 
 
 _running: list[_State] = []
@@ -125,7 +110,6 @@ def apply_page_roles(
     model: Any,
     pattern: Pattern,
     prompt: Tensor | None = None,
-    starts: Tensor | None = None,
     observe: Callable[[int, Tensor], None] | None = None,
     carried: Tensor | None = None,
     watch: Watcher | None = None,
@@ -140,7 +124,6 @@ def apply_page_roles(
         model: a model of the family `dense_gqa`.
         pattern: roles with a selection.
         prompt: `[batch, queries]`, bool: prompt queries, which attend to everything.
-        starts: `[batch]`, int64: tokens of padding on the left of each sequence; pages are counted from there.
         observe: called with each layer and its selected or reused pages `[batch, queries, pages]`; makes all `D` layers
             select.
         carried: pages for an `S` layer before any layer selects, in a forward that skips the lower layers.
@@ -148,30 +131,26 @@ def apply_page_roles(
 
     Raises:
         PatternError: if the pattern does not fit the model.
-        SearchError: if the model's layers don't support it, the model lacks the trained heads that the selection
-            requires, or there is padding with attention in blocks.
+        SearchError: if the model's layers don't support it, or the model lacks the trained heads that the selection
+            requires, or they meet attention in blocks.
         RuntimeError: if roles are already applied.
     """
     pattern.check_fits(model.config.num_hidden_layers)
     check_layers(model)
-    if starts is not None and _in_blocks:
-        raise SearchError("padding on the left is not known to attention in blocks, expected --engine attention=naive")
-    trained = _importance_of(model) if pattern.selection and pattern.selection.steps.importance else None
-    if trained is not None and _in_blocks:
-        raise SearchError("trained heads are not known to attention in blocks, expected --engine attention=naive")
-    state = _State(pattern, prompt, starts, observe, watch, carried, bool(_in_blocks), trained)
+    trained: Importance | None = None
+    assert pattern.selection is not None
+    if pattern.selection.steps.importance:
+        trained = getattr(model, "importance", None)
+        if trained is None:
+            raise SearchError(
+                "the plan asks for trained heads, and the model has none here; expected a model that was trained so, in"
+                " indexcache-offload"
+            )
+        if _in_blocks:
+            raise SearchError("trained heads are not known to attention in blocks, expected --engine attention=naive")
+    state = _State(pattern, pattern.selection, prompt, observe, watch, carried, bool(_in_blocks), trained)
     with attending(model, "indexcache_pages", _attention, eager_mask, _running, state):
         yield
-
-
-def _importance_of(model: Any) -> Importance:
-    found: Importance | None = getattr(model, "importance", None)
-    if found is None:
-        raise SearchError(
-            "the plan asks for trained heads, and the model has none here; expected a model that was trained so, in"
-            " indexcache-offload"
-        )
-    return found
 
 
 def check_layers(model: Any) -> None:
@@ -201,79 +180,44 @@ def _attention(
     role, eager = state.pattern[layer], sys.modules[type(module).__module__].eager_attention_forward
     assert attention_mask is not None
     attend = partial(eager, module, scaling=scaling, **kwargs)
-    rows = ROWS if state.in_blocks else query.shape[2]
-    blocks = _blocks(attend, query, key, value, attention_mask, rows)
+    queries, keys, selection = query.shape[2], key.shape[2], state.selection
+    rows = ROWS if state.in_blocks else queries
     following = state.pattern.roles[layer + 1 : layer + 2]
     chooses = role != SHARED and (role == FULL or following == SHARED or state.observe is not None)
-    by_keys = state.selection.score == COMPRESSED_KEYS
-    output = None
-    if role == DENSE or (chooses and not by_keys):
-        output = _dense(state, layer, blocks, chooses and not by_keys, value, query.shape[2])
-    if chooses and by_keys:
-        state.kept = _by_keys(state, layer, query, key, value, scaling, rows)
+    by_attention = chooses and selection.score != COMPRESSED_KEYS
+    everything = role == DENSE or by_attention
+    if state.in_blocks and not everything and state.prompt is not None:
+        everything = bool(state.prompt.any())  # prompts attend to everything
+    outputs, chosen = [], []
+    for first in range(0, queries, rows):
+        block, end = slice(first, first + rows), min(keys, keys - queries + first + rows)  # later keys are not seen
+        asked, seen = query[:, :, block], key[:, :, :end]
+        if everything:
+            output, weights = attend(asked, seen, value[:, :, :end], attention_mask[:, :, block, :end])
+            outputs.append(output)
+            if state.watch is not None and role != SHARED:
+                state.watch(layer, first, weights)
+        if chooses:
+            with torch.no_grad():
+                if by_attention:
+                    scores = token_max_scores(weights, selection)
+                else:
+                    scores = compressed_scores(asked, seen, scaling, selection)
+                chosen.append(state.choose(layer, scores, first, keys - queries, value))
+    if chooses:
+        state.kept = torch.cat(chosen, 1)
     if state.observe is not None:
         state.observe(layer, state.kept)  # type: ignore[arg-type]  # set above or by an earlier layer
-    if output is not None and role == DENSE:
-        return output, None
+    if role == DENSE:
+        return torch.cat(outputs, 1), None
     assert state.kept is not None
     if state.in_blocks:
-        prompts = state.prompt is not None and bool(state.prompt.any())  # they attend to everything
-        output = torch.cat([found for _, found, _ in blocks], 1) if prompts and output is None else output
-        return _over_pages(state, query, key, value, scaling, output), None
-    allowed = _tokens_of(state.kept, key.shape[2], state.selection, state.starts)
+        return _over_pages(state, query, key, value, scaling, torch.cat(outputs, 1) if outputs else None), None
+    allowed = state.kept.repeat_interleave(selection.page_tokens, dim=2)[:, :, :keys]
     masked = attention_mask.masked_fill(~allowed[:, None], torch.finfo(attention_mask.dtype).min)
     if state.importance is None:
         return attend(query, key, value, masked)[0], None
     return state.importance.attend(layer, attend, query, key, value, masked), None
-
-
-def _dense(
-    state: _State,
-    layer: int,
-    blocks: Iterator[tuple[int, Tensor, Tensor]],
-    chooses: bool,
-    value: Tensor,
-    queries: int,
-) -> Tensor:
-    """Attend to everything, `[batch, queries, heads, dim]`; if the layer `chooses` by that, keep its pages."""
-    keys, outputs, chosen = value.shape[2], [], []
-    for first, output, weights in blocks:
-        outputs.append(output)
-        if state.watch is not None:
-            state.watch(layer, first, weights)
-        if chooses:
-            scores = token_max_scores(weights, state.selection, state.starts)
-            chosen.append(_whole(state, state.choose(layer, scores, first, keys - queries, value), keys))
-    if chooses:
-        state.kept = torch.cat(chosen, 1)
-    return torch.cat(outputs, 1)
-
-
-def _by_keys(state: _State, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, rows: int) -> Tensor:
-    """Select a layer's pages by compressed keys, `[batch, queries, pages]`."""
-    queries, keys, chosen = query.shape[2], key.shape[2], []
-    for first in range(0, queries, rows):
-        asked, end = query[:, :, first : first + rows], min(keys, keys - queries + first + rows)
-        with torch.no_grad():
-            scores = compressed_scores(asked, key[:, :, :end], scaling, state.selection, state.starts)
-        chosen.append(_whole(state, state.choose(layer, scores, first, keys - queries, value), keys))
-    return torch.cat(chosen, 1)
-
-
-def _whole(state: _State, pages: Tensor, keys: int) -> Tensor:
-    """Pad the selected pages of a block's queries to all pages where there are other blocks."""
-    whole = -(-keys // state.selection.page_tokens) if state.in_blocks else pages.shape[2]
-    return F.pad(pages, (0, whole - pages.shape[2]))
-
-
-def _blocks(
-    attend: Callable[..., tuple[Tensor, Tensor]], query: Tensor, key: Tensor, value: Tensor, mask: Tensor, size: int
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Attend to everything; yield each block's first query, output `[batch, queries, heads, dim]` and weights."""
-    queries, keys = query.shape[2], key.shape[2]
-    for first in range(0, queries, size):
-        rows, end = slice(first, first + size), min(keys, keys - queries + first + size)  # later keys are not seen
-        yield first, *attend(query[:, :, rows], key[:, :, :end], value[:, :, :end], mask[:, :, rows, :end])
 
 
 def _over_pages(
@@ -295,17 +239,6 @@ def _over_pages(
 
 def _indices(kept: Tensor, position: Tensor, selection: Selection) -> Tensor:
     """Return `[queries, tokens]`, int32: tokens of `[queries, pages]` up to each query, padded with -1."""
-    number = torch.arange(kept.shape[1], device=kept.device)
-    live = kept & (number <= position[:, None] // selection.page_tokens)
-    most = min(selection.pages, kept.shape[1])
-    page = torch.where(live, number, kept.shape[1]).sort(dim=1).values[:, :most]
-    token = page[:, :, None] * selection.page_tokens + torch.arange(selection.page_tokens, device=kept.device)
-    return token.masked_fill(token > position[:, None, None], -1).flatten(1).int()
-
-
-def _tokens_of(kept: Tensor, keys: int, selection: Selection, starts: Tensor | None) -> Tensor:
-    """Return `[batch, queries, keys]`, bool: the tokens of pages `[batch, queries, pages]`."""
-    if starts is None:
-        return kept.repeat_interleave(selection.page_tokens, dim=2)[:, :, :keys]
-    page = page_of(keys, selection, starts, kept)
-    return kept.gather(2, page[:, None].expand(-1, kept.shape[1], -1))
+    page = ascending_pages(kept, position, selection)[:, : selection.pages, None]
+    token = page * selection.page_tokens + torch.arange(selection.page_tokens, device=kept.device)
+    return token.masked_fill((page < 0) | (token > position[:, None, None]), -1).flatten(1).int()
