@@ -15,7 +15,7 @@ from torch import Tensor
 
 from indexcache_search.engines import transformers as transformers_engine
 from indexcache_search.engines.base import Evaluation
-from indexcache_search.engines.prefix import LayerState, PrefixCache
+from indexcache_search.engines.prefix import Copy, LayerState, PrefixCache
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import describe_model
@@ -25,6 +25,7 @@ from sglang_indexcache.errors import FileError, ModelConfigError, PatternError
 from sglang_indexcache.families.dsa.spellings import indexer_types
 from tests.conftest import LAYERS, TOPK, random_tokens, save_model, tiny_config, tiny_engine
 
+CPU = torch.device("cpu")
 PATTERNS = [Pattern(roles) for roles in ("FFFFFF", "FSFFFF", "FFFFFS", "FFSSFF", "FSSSSS", "FFFSFF")]
 
 
@@ -172,13 +173,12 @@ def test_the_prefix_cache_keeps_to_its_limit_and_drops_the_oldest() -> None:
     """Room for four tensors of 128 bytes."""
     cache = PrefixCache(512.0)
 
-    def add(batch: str, prefix: str, indices: Tensor | None = None, value: float = 0.0) -> Tensor:
+    def add(batch: str, prefix: str, indices: Copy | None = None, value: float = 0.0) -> Copy:
         made = [cache.copy(torch.full((32,), value)) for _ in range(1 if indices is not None else 2)]
         assert None not in made
         own = made[-1] if indices is None else indices
-        cache.add(batch, prefix, LayerState(made[0], own, False))
-        cache.release([item for item in made if item is not None])  # only the state needs them now
-        return own
+        cache.add(batch, prefix, LayerState(made[0], own))
+        return own  # the state alone needs the others
 
     indices = add("a", "F", value=1.0)
     add("a", "FS", indices, 2.0)  # the indices of both are one tensor
@@ -190,7 +190,8 @@ def test_the_prefix_cache_keeps_to_its_limit_and_drops_the_oldest() -> None:
     assert cache.longest("a", Pattern("FFFF"))[0] == 2
     assert cache.longest("b", Pattern("FFFF")) == (0, None)
     found = cache.longest("a", Pattern("FFFF"))[1]
-    assert found is not None and found.output.eq(4.0).all()
+    assert found is not None and found.output.to(CPU).eq(4.0).all()
+    del found, indices
     assert cache.copy(torch.zeros(1000)) is None and len(cache) == 0  # nothing helps
     assert cache.copy(torch.zeros(60)) is not None  # another size, once all is free again
 
@@ -199,12 +200,10 @@ def test_a_state_that_is_in_use_is_not_overwritten() -> None:
     cache = PrefixCache(256.0)
     output, indices = cache.copy(torch.ones(32)), cache.copy(torch.full((32,), 2.0))
     assert output is not None and indices is not None
-    cache.add("a", "F", LayerState(output, indices, False))
-    cache.release([output, indices])
-    cache.keep([output, indices])  # a run goes on from it
-    assert cache.copy(torch.zeros(32)) is None and len(cache) == 0
-    assert output.eq(1).all() and indices.eq(2).all()
-    cache.release([output, indices])
+    cache.add("a", "F", LayerState(output, indices))
+    assert cache.copy(torch.zeros(32)) is None and len(cache) == 0  # a run goes on from it
+    assert output.to(CPU).eq(1).all() and indices.to(CPU).eq(2).all()
+    del output, indices
     assert cache.copy(torch.zeros(32)) is not None
 
 
@@ -212,14 +211,16 @@ def test_a_small_prefix_cache_changes_nothing(config: dict[str, Any]) -> None:
     data = random_tokens()
     plenty = tiny_engine(config)
     full = {item.pattern: item.losses for item in plenty.evaluate(PATTERNS, data, "nll")}
-    size = plenty._cache._slab._end / 1e9
+    size = plenty._cache._end / 1e9
     for share in (0.02, 0.1, 0.5, 0.9):
         engine = tiny_engine(config, prefix_cache_gb=size * share)
         engine._prefixes_fit = lambda *_: True  # also where a run does not fit
         assert {item.pattern: item.losses for item in engine.evaluate(PATTERNS, data, "nll")} == full
-        assert engine._cache._slab._end <= size * share * 1e9
-        assert set(engine._cache._users) == set(engine._cache._starts)  # nothing is held by a run that is over
-        assert min(engine._cache._users.values(), default=1) > 0
+        cache = engine._cache
+        assert cache._end <= size * share * 1e9
+        cache._states.clear()
+        free = sum(room * len(starts) for room, starts in cache._free.items())
+        assert free == cache._end  # nothing is held by a run that is over
 
 
 def test_kl_of_the_native_pattern_is_zero_and_of_others_positive(config: dict[str, Any]) -> None:

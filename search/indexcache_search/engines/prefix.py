@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from indexcache_kernels.patching import replaced
 from indexcache_search.hf.cache_argument import cache_argument
@@ -17,79 +19,48 @@ from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
 
 
+class Copy:
+    """Copy of a tensor in a cache, whose memory is free again once nothing refers to the copy."""
+
+    def __init__(self, tensor: Tensor, piece: Tensor, start: int, free: list[int]) -> None:
+        self._piece, self._dtype, self._start, self._free = piece.copy_(tensor), tensor.dtype, start, free
+
+    def to(self, device: torch.device) -> Tensor:
+        """Return the tensor on a device; on the CPU it may lie in the cache, so keep this copy while you use it."""
+        return self._piece.to(device, self._dtype)
+
+    def __del__(self) -> None:
+        self._free.append(self._start)
+
+
 @dataclass(frozen=True)
 class LayerState:
-    """State left by the layers below one: the output of the last, and the indices it passes up.
+    """State left by the layers below one.
 
     Attributes:
-        output: a tensor, or a tuple that may include the indices.
-        indices: `[batch, queries, k]`, or in dense models pages `[batch, queries, pages]`.
-        wide: true if the model's indices are int64; they are kept in int32.
+        output: the output of the last of them, with copies for tensors; may include the indices.
+        indices: the indices it passes up, `[batch, queries, k]`, or in dense models pages `[batch, queries, pages]`.
     """
 
     output: Any
-    indices: Tensor
-    wide: bool
-
-    def tensors(self) -> list[Tensor]:
-        """List the tensors of this state."""
-        output = self.output if isinstance(self.output, tuple) else (self.output,)
-        return [item for item in (*output, self.indices) if isinstance(item, Tensor)]
-
-
-class Slab:
-    """Memory allocated once and handed out in pieces, to keep the process's heap free of gaps.
-
-    Args:
-        size: bytes; the operating system commits them as they are used.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size, self._memory, self._end = size, torch.empty(0, dtype=torch.uint8), 0
-        self._free: dict[int, list[int]] = {}  # starts of returned pieces, by size in bytes
-
-    def take(self, like: Tensor) -> tuple[int, Tensor] | None:
-        """Return start and tensor of a piece with the shape and dtype of `like`; `None` if there is no room."""
-        if not len(self._memory):
-            self._memory = torch.empty(self.size, dtype=torch.uint8)
-        room = self._room(like)
-        if self._free.get(room):
-            start = self._free[room].pop()
-        elif self._end + room <= self.size:
-            start, self._end = self._end, self._end + room
-        else:
-            return None
-        return start, self._memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
-
-    def give(self, start: int, piece: Tensor) -> None:
-        """Take a piece back."""
-        self._free.setdefault(self._room(piece), []).append(start)
-
-    def clear(self) -> None:
-        """Take all pieces back, to make room for other sizes."""
-        self._end = 0
-        self._free.clear()
-
-    @staticmethod
-    def _room(piece: Tensor) -> int:
-        return -(-piece.nbytes // 64) * 64
+    indices: Copy
 
 
 class PrefixCache:
     """Layer states in host memory, by token batch and roles of the layers below; the oldest go first.
 
-    A search evaluates neighbours of one pattern over and over. Its states stay, since every use renews them.
+    A search evaluates neighbours of one pattern over and over. Its states stay, since every use renews them. All lie in
+    one piece of memory, to keep the process's heap free of gaps.
 
     Args:
-        limit: bytes; tensors shared by several states count once.
+        limit: bytes; tensors shared by several states count once. The operating system commits them as they are used.
     """
 
     def __init__(self, limit: float) -> None:
-        self.limit = limit
-        self._slab = Slab(int(limit))
+        self.limit = int(limit)
+        self._memory, self._end = torch.empty(0, dtype=torch.uint8), 0
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # starts of free pieces, by size in bytes
         self._states: OrderedDict[tuple[str, str], LayerState] = OrderedDict()
-        self._users: Counter[int] = Counter()  # number of states and runs that use a tensor, by its id
-        self._starts: dict[int, int] = {}  # in the slab, by the tensor's id
 
     def __len__(self) -> int:
         return len(self._states)
@@ -102,49 +73,37 @@ class PrefixCache:
                 self._states.move_to_end((batch, pattern.beginning(below)))
         return depth, self._states.get((batch, pattern.beginning(depth)))
 
-    def copy(self, tensor: Tensor) -> Tensor | None:
-        """Copy a tensor to host memory until `release`; return `None` if no room can be made."""
-        while True:
-            copy = self._slab.take(tensor)
-            if copy is not None:
-                start, piece = copy
-                piece.copy_(tensor)
-                self._starts[id(piece)] = start
-                self._users[id(piece)] = 1
-                return piece
-            if self._states:
-                self._forget_oldest()
-            elif not self._starts:
-                self._slab.clear()
-                if self._slab._room(tensor) > self._slab.size:
-                    return None
-            else:
-                return None
-
-    def keep(self, tensors: Sequence[Tensor]) -> None:
-        """Hold copies for one more user."""
-        for tensor in tensors:
-            self._users[id(tensor)] += 1
-
-    def release(self, tensors: Sequence[Tensor]) -> None:
-        """Release copies for one user."""
-        for tensor in tensors:
-            self._users[id(tensor)] -= 1
-            if not self._users[id(tensor)]:
-                del self._users[id(tensor)]
-                self._slab.give(self._starts.pop(id(tensor)), tensor)
+    def copy(self, tensor: Tensor) -> Copy | None:
+        """Copy a tensor, int64 as int32, to host memory; return `None` if no room can be made."""
+        dtype = torch.int32 if tensor.dtype == torch.int64 else tensor.dtype  # indices, which fit
+        size = tensor.numel() * dtype.itemsize
+        room = -(-size // 64) * 64
+        start = self._take(room)
+        if start is None:
+            return None
+        if not len(self._memory):
+            self._memory = torch.empty(self.limit, dtype=torch.uint8)
+        piece = self._memory[start : start + size].view(dtype).view(tensor.shape)
+        return Copy(tensor, piece, start, self._free[room])
 
     def add(self, batch: str, prefix: str, state: LayerState) -> None:
-        """Store the state after the layers with roles `prefix`, made of copies."""
-        earlier = self._states.pop((batch, prefix), None)
+        """Store the state after the layers with roles `prefix`."""
         self._states[batch, prefix] = state
-        self.keep(state.tensors())
-        if earlier is not None:
-            self.release(earlier.tensors())
+        self._states.move_to_end((batch, prefix))
 
-    def _forget_oldest(self) -> None:
-        _, oldest = self._states.popitem(last=False)
-        self.release(oldest.tensors())
+    def _take(self, room: int) -> int | None:
+        """Return the start of a piece of `room` bytes; forget the oldest states if there is none."""
+        while not self._free[room]:
+            if sum(size * len(starts) for size, starts in self._free.items()) == self._end:
+                self._free.clear()  # nothing is used: make room for other sizes
+                self._end = 0
+            if self._end + room <= self.limit:
+                self._end += room
+                return self._end - room
+            if not self._states:
+                return None
+            self._states.popitem(last=False)
+        return self._free[room].pop()
 
 
 def run_from_cache(
@@ -176,89 +135,58 @@ def run_from_cache(
         Post-norm hidden states `[sequences, tokens, hidden]`, and the number of letters that ran.
     """
     decoder: Any = model.model
-    start, state = cache.longest(batch, pattern)
-    pinned = [] if state is None else state.tensors()
-    cache.keep(pinned)
-    carried = None if state is None else _restored(state.indices, tokens.device, state.wide)
-    recorder = _Recorder(cache, pattern, carried, state)
     layers = decoder.layers[: decoder.config.num_hidden_layers]
     above = [*sites[1:], len(layers)]  # the first layer that a letter does not govern
-    hooks = [
-        layers[above[number] - 1].register_forward_hook(
-            lambda _m, _i, output, _number=number: recorder.keep(_number, output)
+    start, state = cache.longest(batch, pattern)
+    skipped, carried, output = layers[: above[start - 1] if start else 0], None, None
+    if state is not None:
+        carried, device = state.indices.to(tokens.device), tokens.device
+        output = tree_map(
+            lambda item: carried if item is state.indices else item.to(device) if isinstance(item, Copy) else item,
+            state.output,
         )
-        for number in range(start, len(sites) - 1)
-    ]
-    try:
-        with (
-            apply_roles(model, pattern, recorder.selected.__setitem__, carried, prompt),
-            _replayed(layers[: above[start - 1] if start else 0], state, carried),
-        ):
-            output: Tensor = decoder(
-                input_ids=tokens, **cache_argument(decoder, past), use_cache=past is not None
-            ).last_hidden_state
-        for prefix, left in recorder.states:
-            cache.add(batch, prefix, left)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        cache.release([*pinned, *recorder.copies])
-    return output, len(pattern) - start
+    recorder = _Recorder(cache, pattern, carried, None if state is None else state.indices)
+    with ExitStack() as stack:
+        stack.enter_context(apply_roles(model, pattern, recorder.selected.__setitem__, carried, prompt))
+        stack.enter_context(replaced(*((layer, "forward", lambda *_, **__: output) for layer in skipped)))
+        for letter in range(start, len(sites) - 1):
+            hook = layers[above[letter] - 1].register_forward_hook(partial(recorder.keep, letter))
+            stack.enter_context(hook)
+        hidden: Tensor = decoder(
+            input_ids=tokens, **cache_argument(decoder, past), use_cache=past is not None
+        ).last_hidden_state
+    for prefix, left in recorder.states:
+        cache.add(batch, prefix, left)
+    return hidden, len(pattern) - start
 
 
 class _Recorder:
-    """Recorder of the state that each layer leaves while a pattern runs."""
+    """Recorder of the state that each layer leaves while a pattern runs; once there is no room, it keeps no more."""
 
-    def __init__(self, cache: PrefixCache, pattern: Pattern, carried: Tensor | None, state: LayerState | None) -> None:
+    def __init__(self, cache: PrefixCache, pattern: Pattern, carried: Tensor | None, copied: Copy | None) -> None:
         self._cache, self._pattern = cache, pattern
         self.selected: dict[int, Tensor] = {}  # by letter, filled by `apply_roles`
         self.states: list[tuple[str, LayerState]] = []
-        self.copies: list[Tensor] = []
-        self._latest = (carried, None if state is None else state.indices)  # indices for an S layer, and their copy
-        self._full = False  # no room, since all states are in use
+        self._indices, self._copied = carried, copied  # indices for an S layer, and their copy
+        self._full = False
 
-    def keep(self, layer: int, output: Any) -> None:
-        """Copy a layer's state, as a forward hook; once there is no room, keep nothing more."""
+    def keep(self, letter: int, module: nn.Module, args: Any, output: Any) -> None:
+        """Copy the state after a letter's last layer, as a forward hook."""
         if self._full:
             return
-        indices = self.selected.get(layer)
-        if indices is not None and indices is not self._latest[0]:
-            self._latest = indices, self._copy(indices.int() if indices.dtype == torch.int64 else indices)
-        passed, copy = self._latest
-        parts = output if isinstance(output, tuple) else (output,)
-        held = tuple(
-            copy if item is passed else self._copy(item) if isinstance(item, Tensor) else item for item in parts
-        )
-        if copy is None or any(mine is None and theirs is not None for mine, theirs in zip(held, parts, strict=True)):
-            self._full = True
-            return
-        assert passed is not None
-        whole = held if isinstance(output, tuple) else held[0]
-        state = LayerState(whole, copy, passed.dtype == torch.int64)
-        self.states.append((self._pattern.beginning(layer + 1), state))
+        indices = self.selected.get(letter)
+        if indices is not None and indices is not self._indices:
+            self._indices, self._copied = indices, self._copy(indices)
+        held = tree_map(self._copy, output)
+        if not self._full:
+            assert self._copied is not None
+            self.states.append((self._pattern.beginning(letter + 1), LayerState(held, self._copied)))
 
-    def _copy(self, tensor: Tensor) -> Tensor | None:
-        copy = self._cache.copy(tensor)
-        if copy is not None:
-            self.copies.append(copy)
+    def _copy(self, item: Any) -> Any:
+        if item is self._indices:
+            return self._copied
+        if not isinstance(item, Tensor):
+            return item
+        copy = self._cache.copy(item)
+        self._full |= copy is None
         return copy
-
-
-def _restored(indices: Tensor, device: torch.device, wide: bool) -> Tensor:
-    return indices.to(device, torch.int64 if wide else indices.dtype)
-
-
-@contextmanager
-def _replayed(layers: Sequence[nn.Module], state: LayerState | None, carried: Tensor | None) -> Iterator[None]:
-    """Make `layers` return the stored output of the last one instead of computing."""
-    output: Any = None
-    if state is not None:
-        assert carried is not None
-        parts = state.output if isinstance(state.output, tuple) else (state.output,)
-        moved = tuple(
-            carried if item is state.indices else item.to(carried.device) if isinstance(item, Tensor) else item
-            for item in parts
-        )
-        output = moved if isinstance(state.output, tuple) else moved[0]
-    with replaced(*((layer, "forward", lambda *_, **__: output) for layer in layers)):
-        yield
