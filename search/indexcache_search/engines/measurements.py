@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -23,84 +24,72 @@ from sglang_indexcache.families import family_of_modules
 
 @torch.inference_mode()
 def topk_overlap(
-    model: nn.Module, description: ModelLayers, batches: Iterable[Tensor], rows: int
+    model: nn.Module, description: ModelLayers, sequences: Iterable[Tensor], rows: int
 ) -> NDArray[np.float64]:
     """Return the mean of |T_i & T_j| / k over layers i and j (paper, Appendix A).
 
     Args:
         model: a transformers model of a family in `sglang_indexcache.families`.
         description: its layers; the native pattern runs.
-        batches: token batches `[batch, seq_len]`.
+        sequences: tokens of each, `[1, seq_len]`.
         rows: queries per sequence, evenly spread over those that see more than k tokens.
 
     Returns:
         `[layers, layers]`, symmetric, 1 on the diagonal.
     """
     total, count = np.zeros((description.num_layers, description.num_layers)), 0
-    for batch in batches:
-        sampled = torch.from_numpy(sampled_queries(batch.shape[1], description.first_sparse_position, rows))
-        selected: dict[int, Tensor] = {}
+    selected: dict[int, Tensor] = {}  # by layer, [queries, tokens]: 1 for selected tokens
 
-        def keep(layer: int, indices: Tensor, sampled: Tensor = sampled, batch: Tensor = batch) -> None:
-            chosen = indices[:, sampled.to(indices.device)].long()
-            mask = torch.zeros(*chosen.shape[:2], batch.shape[1], device=indices.device)
-            selected[layer] = mask.scatter_(-1, chosen, 1.0).flatten()  # noqa: B023
+    def keep(layer: int, indices: Tensor) -> None:
+        length = indices.shape[1]
+        sampled = torch.from_numpy(sampled_queries(length, description.first_sparse_position, rows))
+        chosen = indices[0, sampled.to(indices.device)].long()
+        selected[layer] = torch.zeros(len(chosen), length, device=indices.device).scatter_(-1, chosen, 1.0)
 
+    for tokens in sequences:
         with apply_roles(model, description.native, keep):
-            model(input_ids=batch, use_cache=False, logits_to_keep=1)
-        masks = torch.stack([selected[source].cpu() for source in description.native.source_layers])
+            model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        masks = torch.stack([selected[source].cpu().flatten() for source in description.native.source_layers])
         total += (masks @ masks.T).double().numpy() / description.index_topk
-        count += len(sampled) * batch.shape[0]
+        count += len(selected[0])
     return total / count
 
 
 @torch.inference_mode()
-def output_similarity(model: nn.Module, description: ModelLayers, batches: Iterable[Tensor]) -> NDArray[np.float64]:
+def output_similarity(model: nn.Module, description: ModelLayers, sequences: Iterable[Tensor]) -> NDArray[np.float64]:
     """Return the mean cosine of layer i's attention outputs with its own and with layer j's indices.
 
     Args:
         model: a transformers model of a family in `sglang_indexcache.families`.
         description: its layers; the native pattern runs below layer i.
-        batches: token batches `[1, seq_len]`; the indices of all layers are held for one batch.
+        sequences: tokens of each, `[1, seq_len]`; the indices of all layers are held for one sequence.
 
     Returns:
         `[i, j]`, 1 on the diagonal, 0 for j > i. Only queries that see more than k tokens count (paper, Appendix C).
     """
     letters = description.num_layers
     decoder: Any = model.model
-    attentions = [decoder.layers[layer].self_attn for layer in description.layers]
     indexers = family_of_modules(model).transformers.indexer_modules(model)
     total, count = np.zeros((letters, letters)), 0
-    for batch in batches:
-        indices: dict[int, Tensor] = {}
+    indices: dict[int, Tensor] = {}
 
-        def compare(
-            letter: int,
-            attention: Any,
-            args: Any,
-            kwargs: dict[str, Any],
-            output: Any,
-            held: dict[int, Tensor] = indices,
-        ) -> None:
-            own = output[0][:, description.first_sparse_position :].float()
-            for other in range(letter):
-                source = description.native.source_layers[other]
-                again = _run_with_indices(attention, indexers[letter], args, kwargs, held[source])
-                reused = again[:, description.first_sparse_position :].float()
-                total[letter, other] += F.cosine_similarity(own, reused, dim=-1).double().mean().item()
-            total[letter, letter] += 1.0
+    def compare(letter: int, attention: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        own = output[0][:, description.first_sparse_position :].float()
+        for other in range(letter):
+            source = description.native.source_layers[other]
+            again = _run_with_indices(attention, indexers[letter], args, kwargs, indices[source])
+            reused = again[:, description.first_sparse_position :].float()
+            total[letter, other] += F.cosine_similarity(own, reused, dim=-1).double().mean().item()
+        total[letter, letter] += 1.0
 
-        hooks = [
-            attention.register_forward_hook(partial(compare, letter), with_kwargs=True)
-            for letter, attention in enumerate(attentions)
-        ]
-        try:
-            with apply_roles(model, description.native, indices.__setitem__):
-                model(input_ids=batch, use_cache=False, logits_to_keep=1)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        count += 1
+    with ExitStack() as stack:
+        for letter, layer in enumerate(description.layers):
+            attention = decoder.layers[layer].self_attn
+            stack.enter_context(attention.register_forward_hook(partial(compare, letter), with_kwargs=True))
+        stack.enter_context(apply_roles(model, description.native, indices.__setitem__))
+        for tokens in sequences:
+            model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+            count += 1
     return total / count
 
 

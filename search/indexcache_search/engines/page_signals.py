@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from indexcache_search.data.tokens import sampled_queries
+from indexcache_search.engines.prompt_cache import SequenceEnd
 from indexcache_search.hf.cache_argument import cache_argument
 from indexcache_search.hf.pages import apply_page_roles
 from sglang_indexcache import ModelLayers
@@ -20,16 +21,15 @@ from sglang_indexcache import ModelLayers
 
 @torch.inference_mode()
 def page_signals(
-    model: Any, description: ModelLayers, ends: Iterable[AbstractContextManager[tuple[Tensor, Any, int]]], rows: int
+    model: Any, description: ModelLayers, ends: Iterable[AbstractContextManager[SequenceEnd]], rows: int
 ) -> dict[str, NDArray[np.float64]]:
     """Measure the signals of a model that shares nothing.
 
     Args:
         model: a model of the family `dense_gqa`.
         description: its layers, and the selection of its native pattern.
-        ends: for each sequence, the tokens `[1, tokens]` from the first selection on, a cache of those before, if any,
-            and the index of the first of these tokens that selects and is not a prompt.
-        rows: queries per sequence, evenly spread from there on.
+        ends: of each sequence, one at a time; after a beginning all tokens but the first one select.
+        rows: queries per sequence, evenly spread over those that select.
 
     Returns:
         `overlap`, `[layers, layers]`: share of selected pages that two layers have in common, mean over queries.
@@ -42,17 +42,18 @@ def page_signals(
     overlap, recall = np.zeros((letters, letters)), np.zeros((letters, letters))
     shift, weight, count = np.zeros((1, letters)), np.zeros(letters), 0
     for end in ends:
-        with end as (tokens, past, first):
+        with end as given:
+            tokens, past = given.tokens, given.past
+            first = min(description.first_sparse_position, tokens.shape[1] - 1) if past is None else 1
             sampled = torch.from_numpy(sampled_queries(tokens.shape[1], first, rows)).to(tokens.device)
             pass_ = _Pass(sampled, description)
-            hooks = [layer.register_forward_pre_hook(pass_.before, with_kwargs=True) for layer in model.model.layers]
-            hooks += [layer.self_attn.register_forward_hook(pass_.after) for layer in model.model.layers]
-            try:
-                with apply_page_roles(model, description.native, observe=pass_.pages, watch=pass_.attention):
-                    model(input_ids=tokens, **cache_argument(model, past), use_cache=past is not None, logits_to_keep=1)
-            finally:
-                for hook in hooks:
-                    hook.remove()
+            with ExitStack() as stack:
+                for layer in model.model.layers:
+                    stack.enter_context(layer.register_forward_pre_hook(pass_.before, with_kwargs=True))
+                    stack.enter_context(layer.self_attn.register_forward_hook(pass_.after))
+                roles = apply_page_roles(model, description.native, observe=pass_.pages, watch=pass_.attention)
+                stack.enter_context(roles)
+                model(input_ids=tokens, **cache_argument(model, past), use_cache=past is not None, logits_to_keep=1)
         shift[0] += pass_.shift
         recall += pass_.recalled()
         overlap += pass_.overlap()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,16 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from indexcache_search.hf.cache_argument import cache_argument
+
+
+@dataclass(frozen=True)
+class SequenceEnd:
+    """Tokens of sequences that have to run, after a beginning that is known."""
+
+    tokens: Tensor  # [sequences, tokens]
+    prompt: Tensor | None  # [sequences, tokens], see `TokenSet`
+    past: Any  # keys and values of the beginning, if there is one
+    read: int  # tokens per sequence that were run to fill that cache
 
 
 class PromptCache:
@@ -26,7 +37,7 @@ class PromptCache:
     """
 
     def __init__(self, model: Any, limit: float) -> None:
-        self._model, self._limit, self._held = model, limit, 0
+        self._model, self._limit = model, limit
         self._caches: OrderedDict[str, Any] = OrderedDict()
 
     @contextmanager
@@ -37,21 +48,19 @@ class PromptCache:
             name: key of `tokens`.
             tokens: `[sequences, beginning]`.
         """
-        known = name in self._caches
-        cache = self._caches.pop(name) if known else self._fill(tokens)
-        size = _size(cache)
-        if not known:
-            while self._caches and self._held + size > self._limit:
-                self._held -= _size(self._caches.popitem(last=False)[1])
+        must_run = name not in self._caches
+        if must_run:
+            self._caches[name] = self._fill(tokens)
+        self._caches.move_to_end(name)
+        cache = self._caches[name]
+        while sum(map(_size, self._caches.values())) > self._limit:
+            self._caches.popitem(last=False)
         kept = [(layer, layer.keys, layer.values) for layer in cache.layers]
         try:
-            yield cache, not known
+            yield cache, must_run
         finally:
             for layer, keys, values in kept:  # the forward appended to them
                 layer.keys, layer.values = keys, values
-            if known or self._held + size <= self._limit:
-                self._caches[name] = cache
-                self._held += 0 if known else size
 
     def _fill(self, tokens: Tensor) -> Any:
         """Run `tokens` with the model's own attention, fused where possible, without `[queries, keys]`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -20,7 +19,7 @@ from indexcache_search.engines import measurements
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.page_signals import page_signals
 from indexcache_search.engines.prefix import PrefixCache, run_from_cache
-from indexcache_search.engines.prompt_cache import PromptCache
+from indexcache_search.engines.prompt_cache import PromptCache, SequenceEnd
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation import objectives
 from indexcache_search.evaluation.objectives import Objective
@@ -35,6 +34,7 @@ from indexcache_search.hf.device import (
     target_device,
 )
 from indexcache_search.hf.loading import describe_model, load_model
+from indexcache_search.hf.page_selector import ascending_pages
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.families import family_of
@@ -77,12 +77,10 @@ class TransformersEngine:
         self.batch_size = batch_size
         self._cache = PrefixCache(prefix_cache_gb * 1e9)
         self.name = f"transformers {transformers.__version__}"
-        device, dtype = model.device, str(model.dtype).removeprefix("torch.")
-        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         self.settings: Mapping[str, str] = {
             "torch": torch.__version__,
-            "device": kind,
-            "dtype": dtype,
+            "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "CPU",
+            "dtype": str(model.dtype).removeprefix("torch."),
             "batch_size": str(batch_size),
             "attention": attention,
         }
@@ -204,10 +202,7 @@ class TransformersEngine:
         return bool(sequences * tokens * self.model.num_layers * width <= self._cache.limit)
 
     def _begins(self, pattern: Pattern, rows: Sequence[int], data: TokenSet) -> int:
-        """Return the first token that must run under `pattern`; earlier ones are as under the native pattern.
-
-        It is the one before the first token that selects, since that one is predicted from it.
-        """
+        """Return the token before the first that selects under `pattern`; up to it, all patterns are alike."""
         if pattern.selection is None:
             return 0
         first = min(self.model.first_sparse_position, pattern.selection.tokens)
@@ -221,25 +216,15 @@ class TransformersEngine:
         if self.model.dense:
             return self.page_signals(data, rows)["overlap"]
         with self._attention():
-            return measurements.topk_overlap(self.torch_model, self.model, self._batches(data, 1), rows)
+            return measurements.topk_overlap(self.torch_model, self.model, self._sequences(data), rows)
 
     def page_signals(self, data: TokenSet, rows: int) -> Mapping[str, NDArray[np.float64]]:
         """See `Engine.page_signals`."""
         if not self.model.dense:
             return {}
-        ends = (self._end(row, data) for row in range(data.num_sequences))
+        ends = (self._from_choice(self.model.native, [row], data) for row in range(data.num_sequences))
         with self._attention():
             return page_signals(self.torch_model, self.model, ends, rows)
-
-    @contextmanager
-    def _end(self, row: int, data: TokenSet) -> Iterator[tuple[Tensor, Any, int]]:
-        """Yield the item of `ends` that `page_signals` needs for one sequence."""
-        tokens, start = self._batches(data.taken([row]), 1)[0], self._begins(self.model.native, [row], data)
-        if not start:
-            yield tokens, None, min(self.model.first_sparse_position, data.seq_len - 1)
-            return
-        with self._beginnings.read(f"{data.sha256} {[row]} {start}", tokens[:, :start]) as (past, _):
-            yield tokens[:, start:], past, 1
 
     def selections(self, pattern: Pattern, data: TokenSet, row: int, steps: int) -> dict[int, NDArray[np.int32]]:
         """Return the selections of the last `steps` queries, `[steps, k]`, by selecting layer; -1 for none.
@@ -255,7 +240,8 @@ class TransformersEngine:
             last = chosen[0, -steps:]
             if pattern.selection is not None:
                 position = torch.arange(data.seq_len - steps, data.seq_len, device=last.device)
-                last = _ascending(last, position // pattern.selection.page_tokens)
+                last = ascending_pages(last, position, pattern.selection)
+                last = last[:, (last >= 0).any(0)]
             found[letter] = last.int().cpu().numpy()
 
         with (
@@ -273,11 +259,13 @@ class TransformersEngine:
         if self.model.dense:
             return None
         with self._attention():
-            return measurements.output_similarity(self.torch_model, self.model, self._batches(data, 1))
+            return measurements.output_similarity(self.torch_model, self.model, self._sequences(data))
 
-    def _batches(self, data: TokenSet, size: int) -> list[Tensor]:
-        tokens = torch.from_numpy(data.tokens.astype(np.int64))
-        return [batch.to(self.torch_model.device) for batch in torch.split(tokens, size)]
+    def _tokens(self, data: TokenSet, rows: Sequence[int]) -> Tensor:
+        return torch.from_numpy(data.tokens[list(rows)].astype(np.int64)).to(self.torch_model.device)
+
+    def _sequences(self, data: TokenSet) -> Iterator[Tensor]:
+        return (self._tokens(data, [row]) for row in range(data.num_sequences))
 
     @torch.inference_mode()
     def _hidden(
@@ -285,42 +273,34 @@ class TransformersEngine:
     ) -> tuple[Tensor, int]:
         """Return post-norm hidden states `[rows, tokens, hidden]` of the last tokens, and layer-tokens per row."""
         batch = f"{data.sha256} {rows} {pattern.selection}"
+        states = PrefixCache(0) if cache is None else cache
         with self._attention(), self._from_choice(pattern, rows, data) as end:
-            if cache is not None:
-                hidden, layers = run_from_cache(
-                    self.torch_model, self.model.layers, end.tokens, pattern, cache, batch, end.prompt, end.past
-                )
-            else:
-                with apply_roles(self.torch_model, pattern, prompt=end.prompt):
-                    decoder = self.torch_model.model
-                    hidden = decoder(
-                        input_ids=end.tokens, **cache_argument(decoder, end.past), use_cache=end.past is not None
-                    ).last_hidden_state
-                layers = len(pattern)
+            hidden, layers = run_from_cache(
+                self.torch_model, self.model.layers, end.tokens, pattern, states, batch, end.prompt, end.past
+            )
         return hidden, layers * end.tokens.shape[1] + end.read * len(pattern)
 
     @contextmanager
-    def _from_choice(self, pattern: Pattern, rows: Sequence[int], data: TokenSet) -> Iterator[_End]:
+    def _from_choice(self, pattern: Pattern, rows: Sequence[int], data: TokenSet) -> Iterator[SequenceEnd]:
         """Yield sequences from the first selection of `pattern` on, with a cache of the tokens before."""
-        device = self.torch_model.device
-        tokens = torch.from_numpy(data.tokens[list(rows)].astype(np.int64)).to(device)
-        prompt = None if data.prompt is None else torch.from_numpy(data.prompt[list(rows)]).to(device)
-        start = self._begins(pattern, rows, data)
+        tokens, start = self._tokens(data, rows), self._begins(pattern, rows, data)
+        rest, prompt = tokens[:, start:], None
+        if data.prompt is not None:
+            prompt = torch.from_numpy(data.prompt[list(rows), start:]).to(tokens.device)
         if not start:
-            yield _End(tokens, prompt, None, 0)
+            yield SequenceEnd(rest, prompt, None, 0)
             return
         with self._beginnings.read(f"{data.sha256} {rows} {start}", tokens[:, :start]) as (past, was_read):
-            rest = None if prompt is None else prompt[:, start:]
-            yield _End(tokens[:, start:], rest, past, was_read * start)
+            yield SequenceEnd(rest, prompt, past, was_read * start)
 
     @torch.inference_mode()
     def _score(self, hidden: Tensor, index: int, data: TokenSet, objective: Objective) -> tuple[float, int, int]:
-        targets = torch.from_numpy(np.flatnonzero(data.scored[index])).to(hidden.device)
-        rows = hidden[targets - 1 - (data.seq_len - len(hidden))]  # token t is predicted from the one before
-        labels = torch.from_numpy(data.tokens[index].astype(np.int64)).to(hidden.device)[targets]
+        """Return the loss, and the numbers of correct and of scored tokens, of the sequence `index`."""
+        rows = _predicting(hidden, index, data)
+        labels = torch.from_numpy(data.tokens[index, data.scored[index]].astype(np.int64)).to(hidden.device)
         baseline = self._baselines[data.sha256, index].to(hidden.device) if objective == "kl" else None
         loss, correct = 0.0, 0
-        for start in range(0, len(targets), LOGIT_ROWS):
+        for start in range(0, len(labels), LOGIT_ROWS):
             block = slice(start, start + LOGIT_ROWS)
             logits = self.torch_model.lm_head(rows[block]).float()
             correct += int((logits.argmax(-1) == labels[block]).sum())
@@ -329,7 +309,7 @@ class TransformersEngine:
             else:
                 losses = objectives.kl(logits, self.torch_model.lm_head(baseline[block]).float())
             loss += losses.double().sum().item()
-        return loss, correct, len(targets)
+        return loss, correct, len(labels)
 
     def _keep_baselines(self, rows: Sequence[int], data: TokenSet, cache: PrefixCache | None) -> int:
         """Keep the hidden states that predict scored tokens under the native pattern; return the layer-tokens.
@@ -340,45 +320,18 @@ class TransformersEngine:
             return 0
         hidden, layer_tokens = self._hidden(self.model.native, data, cache, rows)
         for row, states in zip(rows, hidden, strict=True):
-            targets = torch.from_numpy(np.flatnonzero(data.scored[row]))
-            self._baselines[data.sha256, row] = states.cpu()[targets - 1 - (data.seq_len - len(states))]
+            self._baselines[data.sha256, row] = _predicting(states, row, data).cpu()
         return layer_tokens
 
 
-def _check_scored(pattern: Pattern, data: TokenSet) -> None:
-    """Refuse to score tokens predicted by a query whose selection later queries took part in.
+def _predicting(hidden: Tensor, row: int, data: TokenSet) -> Tensor:
+    """Return the states in `hidden`, those of a sequence's last tokens, that predict scored tokens."""
+    before = torch.from_numpy(np.flatnonzero(data.scored[row])) - 1  # token t is predicted from the one before
+    return hidden[before.to(hidden.device) - (data.seq_len - len(hidden))]
 
-    Raises:
-        SearchError: if there is such a token.
-    """
+
+def _check_scored(pattern: Pattern, data: TokenSet) -> None:
+    """Refuse to score tokens predicted by a query whose selection later queries took part in."""
     shares = pattern.indexers
     if shares and (data.prompt is None or (data.scored[:, 1:] & data.prompt[:, :-1]).any()):
         raise SearchError(f"{shares[0]}: prompt tokens count, whose selections see later ones; expected --reply")
-
-
-@dataclass(frozen=True)
-class _End:
-    """Tokens of sequences that have to run.
-
-    Attributes:
-        tokens: `[sequences, tokens]`.
-        prompt: `[sequences, tokens]`, see `TokenSet`.
-        past: keys and values of the tokens before, if any.
-        read: number of tokens per sequence run to fill that cache.
-    """
-
-    tokens: Tensor
-    prompt: Tensor | None
-    past: Any
-    read: int
-
-
-def _ascending(chosen: Tensor, newest: Tensor) -> Tensor:
-    """Return `[queries, most]`, int64: numbers of the pages set in `[queries, pages]`, ascending, padded with -1.
-
-    `newest` is the page of each query, `[queries]`; later pages don't count.
-    """
-    number = torch.arange(chosen.shape[1], device=chosen.device).expand(chosen.shape)
-    seen = chosen & (number <= newest[:, None])
-    ranked = torch.where(seen, number, chosen.shape[1]).sort(dim=1).values[:, : int(seen.sum(1).max())]
-    return torch.where(ranked < chosen.shape[1], ranked, -1)
