@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, WrapValidator, field_validator, model_validator
 
 from sglang_indexcache import Pattern
 from sglang_indexcache.files.fields import Count, Finite
@@ -15,7 +15,8 @@ from sglang_indexcache.http.redaction import redacted
 ROUNDING = 1e-3  # nats by which a nonnegative sum may fall below 0
 _MOST_RANKS = 1 << 16
 
-_Number = Finite | None  # JSON has null where a number is not finite
+# JSON has null where a number is not finite, NaN here.
+_Number = Annotated[Finite, WrapValidator(lambda value, check: math.nan if value is None else check(value))]
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,64}$")]
 _Word = Annotated[str, Field(pattern=r"^[ -~]{1,200}$"), AfterValidator(redacted)]  # written to files
@@ -25,7 +26,7 @@ _Token = tuple[_Number, Count, Any]  # logprob, id, text
 class _Frozen(BaseModel):
     """Base of answers. Unknown fields are ignored, since SGLang adds some with every version."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = {"frozen": True}
 
 
 class Rank(_Frozen):
@@ -98,7 +99,7 @@ GENERATED: TypeAdapter[list[Generated]] = TypeAdapter(list[Generated])
 
 
 def token_logprobs(answer: Generated, prompt: Sequence[int]) -> list[tuple[float, bool]]:
-    """Return each token's logprob, NaN for null, and true if it is the likeliest; skip the first answered.
+    """Return each token's logprob, and true if it is the likeliest; skip the first answered.
 
     Raises:
         ValueError: if the answer is about other tokens, or holds invalid logprobs.
@@ -109,26 +110,25 @@ def token_logprobs(answer: Generated, prompt: Sequence[int]) -> list[tuple[float
     pairs = []
     for (value, token, _), top in zip(own, best, strict=True):
         assert top
-        most = top[0][0]
-        if value is not None and value > ROUNDING:
+        most, likeliest, _ = top[0]
+        if value > ROUNDING:
             raise ValueError("with a logprob above 0")
-        if value is not None and most is not None and not value - ROUNDING <= most <= ROUNDING:
+        if most < value - ROUNDING or (most > ROUNDING and not math.isnan(value)):
             raise ValueError("with a token that is likelier than the likeliest")
-        pairs.append((_number(value), token == top[0][1]))
+        pairs.append((value, token == likeliest))
     return pairs
 
 
-def divergence(total: float | None, squares: float | None, count: int, *, expected: int) -> tuple[float, float, int]:
-    """Check the sum, sum of squares and count of a divergence; return them with NaN for null.
+def check_divergence(total: float, squares: float, count: int, expected: int) -> None:
+    """Check the sum, sum of squares and count of a divergence.
 
     Raises:
         ValueError: if `expected` divergences can't add up to these.
     """
-    if count != expected or (total is not None and total < -ROUNDING):
+    if count != expected or total < -ROUNDING:
         raise ValueError(f"a divergence of {total} over {count} tokens, expected {expected}")
-    if squares is not None and (squares < 0 or (total is not None and total**2 > (squares + ROUNDING) * count * 1.001)):
+    if squares < 0 or total**2 > (squares + ROUNDING) * count * 1.001:
         raise ValueError(f"a divergence of {total} whose squares sum up to {squares} over {count} tokens")
-    return _number(total), _number(squares), count
 
 
 def same_tokens(answered: Sequence[int], sent: Sequence[int]) -> bool:
@@ -137,8 +137,3 @@ def same_tokens(answered: Sequence[int], sent: Sequence[int]) -> bool:
     return len(answered) == len(sent) and all(
         one == other or (one == 0 and other == last) for one, other in zip(answered, sent, strict=True)
     )
-
-
-def _number(value: float | None) -> float:
-    """Return NaN for null, JSON's stand-in for numbers that are not finite."""
-    return math.nan if value is None else value

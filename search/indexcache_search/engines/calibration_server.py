@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import TypeAdapter
 
-from indexcache_search.engines.answers import GENERATED, RANKS, Rank, divergence, token_logprobs
+from indexcache_search.engines.answers import GENERATED, RANKS, Rank, check_divergence, token_logprobs
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
 from sglang_indexcache.calibration import protocol
@@ -39,6 +39,9 @@ class ServerBusyError(ServerLostError):
 class CalibrationServer:
     """Client that switches patterns and requests losses.
 
+    All methods raise a `ServerLostError` if the server does not answer, and a `SearchError` if it is not a calibration
+    server, refuses the key or the request, or answers something that can't be.
+
     Args:
         url: such as `http://host:30000`.
         dp_rank: the data-parallel rank to work with; by default the server as a whole.
@@ -53,30 +56,16 @@ class CalibrationServer:
         self.url = self.address.label
 
     def status(self) -> Rank:
-        """Return the server's pattern, fingerprint, versions, supported measurements and model digests.
-
-        Raises:
-            ServerLostError: if it does not answer.
-            SearchError: if it is not a calibration server, or refuses the key.
-        """
+        """Return the server's pattern, fingerprint, versions, supported measurements and model digests."""
         return self._control(protocol.STATUS)[0]
 
     def lanes(self) -> list[CalibrationServer]:
-        """Return a client for each data-parallel rank, each of which can run its own pattern.
-
-        Raises:
-            ServerLostError, SearchError: as `status`.
-        """
+        """Return a client for each data-parallel rank, each of which can run its own pattern."""
         ranks = sorted(rank.dp_rank for rank in self._control(protocol.STATUS))
         return [self] if len(ranks) == 1 else [CalibrationServer(self.address, rank, self._key) for rank in ranks]
 
     def switch(self, pattern: Pattern) -> None:
-        """Switch all ranks to `pattern`; wait while requests are running.
-
-        Raises:
-            ServerLostError: if it does not answer, or stays busy.
-            SearchError: if it refuses the pattern, or a rank then runs another one.
-        """
+        """Switch all ranks to `pattern`; wait while requests are running, but not for long."""
         deadline, pause = time.monotonic() + BUSY_SECONDS, 0.02
         while True:
             try:
@@ -100,10 +89,6 @@ class CalibrationServer:
             sequences: token ids of each.
             start: at least 1.
             ids: request ids, if the server is to measure something on them.
-
-        Raises:
-            ServerLostError: if the server goes away.
-            SearchError: if it refuses the sequences.
         """
         body: dict[str, Any] = {
             "input_ids": [list(tokens) for tokens in sequences],
@@ -131,13 +116,6 @@ class CalibrationServer:
         Args:
             data: digest of the data set.
             ranges: for each sequence, the positions whose next token is scored, the last one excluded.
-
-        Returns:
-            Numbers of the sequences whose baseline has yet to be run.
-
-        Raises:
-            ServerLostError: if the server goes away.
-            SearchError: if it lacks memory for them, or can't measure divergences.
         """
         ranks = self._control(protocol.BASELINE, data=data, ranges=ranges)
         missing = sorted({number for rank in ranks for number in rank.missing})
@@ -146,44 +124,25 @@ class CalibrationServer:
         return missing
 
     def divergences(self, requests: Mapping[str, Sequence[Range]]) -> dict[str, tuple[float, float, int]]:
-        """Return sum, sum of squares and count of each request's divergence over ranges of positions.
-
-        Raises:
-            ServerLostError: if the server goes away.
-            SearchError: if the server did not measure it.
-        """
+        """Return sum, sum of squares and count of each request's divergence over ranges of positions."""
         sums = self._control(protocol.KL, requests=requests)[0].sums
         if set(sums) != set(requests):
             raise SearchError(
                 f"{self.url}: gave divergences of {len(sums)} requests, expected those of {len(requests)}"
             )
         try:
-            return {
-                rid: divergence(*sums[rid], expected=sum(last - first for first, last in ranges))
-                for rid, ranges in requests.items()
-            }
+            for rid, ranges in requests.items():
+                check_divergence(*sums[rid], expected=sum(last - first for first, last in ranges))
         except ValueError as error:
             raise SearchError(f"{self.url}: gave {error}") from None
+        return sums
 
     def sample_indices(self, positions: Sequence[int]) -> None:
-        """Start sampling the queries at `positions` of requests marked for it.
-
-        Raises:
-            ServerLostError: if the server goes away.
-            SearchError: if it can't.
-        """
+        """Start sampling the queries at `positions` of requests marked for it."""
         self._control(protocol.SAMPLE, positions=[int(position) for position in positions])
 
     def index_overlap(self, layers: int) -> tuple[list[list[float]], int]:
-        """Stop sampling; return the mean overlap of layers i and j, and the number of sampled queries.
-
-        Args:
-            layers: number of layers.
-
-        Raises:
-            ServerLostError: if the server goes away.
-            SearchError: if nothing was sampled, or the values are not a valid overlap.
-        """
+        """Stop sampling; return the mean overlap of each two of `layers` layers, and the number of sampled queries."""
         answer = self._control(protocol.OVERLAP)[0]
         if len(answer.overlap) != layers or {len(row) for row in answer.overlap} != {layers}:
             raise SearchError(f"{self.url}: gave no overlap of all {layers} layers")
@@ -196,12 +155,7 @@ class CalibrationServer:
         return answer.overlap, answer.queries
 
     def record_selections(self, first: int, tokens: int) -> None:
-        """Start recording selections from position `first` on, in a marked request of `tokens` tokens.
-
-        Raises:
-            ServerLostError: if the server goes away.
-            SearchError: if it can't.
-        """
+        """Start recording selections from position `first` on, in a marked request of `tokens` tokens."""
         self._control(protocol.RECORD, first=first, tokens=tokens)
 
     def misses(self, layers: Sequence[int], sizes: Sequence[int], most: int) -> dict[int, list[int]]:
@@ -211,10 +165,6 @@ class CalibrationServer:
             layers: the selecting layers.
             sizes: buffer sizes in tokens.
             most: tokens that a layer selects in all steps, an upper bound of misses.
-
-        Raises:
-            ServerLostError: if the server goes away.
-            SearchError: if it recorded other layers or sizes, or counted more.
         """
         found = self._control(protocol.MISSES, sizes=list(sizes))[0].misses
         if sorted(found) != sorted(layers) or any(len(counts) != len(sizes) for counts in found.values()):
@@ -242,17 +192,15 @@ class CalibrationServer:
         except NoAnswerError as error:
             raise ServerLostError(str(error)) from None
         except StatusError as error:
-            self._refuse(error, path)
+            control = path.startswith(protocol.path(""))
+            if error.code == protocol.CONFLICT and control:
+                raise ServerBusyError(f"{self.url}: {error.detail}") from None
+            if error.code in (401, 403):
+                raise SearchError(f"{self.url}: refuses the key; expected the admin key in {KEY_VARIABLE}") from None
+            if error.code == 404 and control:
+                raise SearchError(f"{self.url}: is not in calibration mode; expected --indexcache-calibrate") from None
+            if error.code >= 500:
+                raise ServerLostError(f"{self.url}: answers {error.code}") from None
+            raise SearchError(f"{error}: {error.detail}") from None
         except ServerError as error:
             raise SearchError(f"{error}; expected a server with this version of sglang-indexcache") from None
-
-    def _refuse(self, error: StatusError, path: str) -> NoReturn:
-        if error.code == protocol.CONFLICT and path.startswith(protocol.path("")):
-            raise ServerBusyError(f"{self.url}: {error.detail}") from None
-        if error.code in (401, 403):
-            raise SearchError(f"{self.url}: refuses the key; expected the admin key in {KEY_VARIABLE}") from None
-        if error.code == 404 and path.startswith(protocol.path("")):
-            raise SearchError(f"{self.url}: is not in calibration mode; expected --indexcache-calibrate") from None
-        if error.code >= 500:
-            raise ServerLostError(f"{self.url}: answers {error.code}") from None
-        raise SearchError(f"{error}: {error.detail}") from None

@@ -140,10 +140,8 @@ def _wait(process: subprocess.Popen[bytes], logging: threading.Thread, server: C
             ours = [line.removeprefix(_OURS) for line in lines if line.startswith(_OURS)]
             reason = ours[-1] if ours else (lines[-1] if lines else "no output")
             raise SearchError(f"SGLang ended with exit code {process.returncode}: {reason} (all of it: {log})")
-        try:
+        with suppress(ServerLostError, SearchError):
             server.status()
-        except (ServerLostError, SearchError):
-            time.sleep(0.5)
-        else:
             return
+        time.sleep(0.5)
     raise SearchError(f"SGLang gave no answer within {START_SECONDS} s; see {log}")

@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -24,15 +26,6 @@ from sglang_indexcache.calibration.protocol import KEEP, KL, MISSES, OVERLAP, Me
 
 LONGEST_PAUSE = 30.0
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True)
-class _Task:
-    """Data, objective and rows of one call."""
-
-    data: TokenSet
-    objective: Objective
-    rows: tuple[int, ...]
 
 
 @dataclass
@@ -109,9 +102,10 @@ class SglangEngine:
         for pattern in patterns:
             pattern.check_plain("runs on transformers alone")
             work.put(pattern)
-        task = _Task(data, objective, tuple(range(data.num_sequences) if rows is None else rows))
+        asked = tuple(range(data.num_sequences) if rows is None else rows)
+        run = partial(self._evaluate, data=data, objective=objective, rows=asked)
         threads = [
-            threading.Thread(target=self._serve, args=(lane, work, done, task, stop), daemon=True)
+            threading.Thread(target=self._serve, args=(lane, run, work, done, stop), daemon=True)
             for lane in self._lanes
         ]
         for thread in threads:
@@ -137,11 +131,8 @@ class SglangEngine:
     def check_unchanged(self) -> None:
         """See `Engine.check_unchanged`; a lost server was checked after each of its evaluations."""
         for lane in self._lanes:
-            try:
-                status = lane.status()
-            except ServerLostError:
-                continue
-            self._check_same(lane, status)
+            with suppress(ServerLostError):
+                self._check_same(lane, lane.status())
 
     def page_signals(self, data: TokenSet, rows: int) -> Mapping[str, NDArray[np.float64]]:
         """See `Engine.page_signals`; dense models are searched in transformers."""
@@ -184,22 +175,17 @@ class SglangEngine:
         return None
 
     def _anywhere(self, work: Callable[[CalibrationServer], _Result]) -> _Result:
-        """Run `work` on the first reachable lane.
-
-        Raises:
-            SearchError: if none came back within `patience`.
-        """
+        """Run `work` on the first reachable lane."""
         reason = ""
         for lane in self._lanes:
-            while True:
+            came_back = True
+            while came_back:
                 try:
                     result = work(lane)
                     self._lost.pop(lane, None)
                     return result
                 except ServerLostError as error:
-                    reason = str(error)
-                    if not self._came_back(lane, error, threading.Event()):
-                        break
+                    reason, came_back = str(error), self._came_back(lane, error, threading.Event())
         raise SearchError(f"no server came back within {self._patience:.0f} s: {reason}")
 
     def _kind(self, status: Rank) -> tuple[str, Mapping[str, str]]:
@@ -226,40 +212,32 @@ class SglangEngine:
     def _serve(
         self,
         lane: CalibrationServer,
+        run: Callable[[CalibrationServer, Pattern], Evaluation],
         work: queue.Queue[Pattern],
         done: queue.Queue[Evaluation | Exception],
-        task: _Task,
         stop: threading.Event,
     ) -> None:
-        """Evaluate patterns until none are left; on a loss put the pattern back and wait for the server."""
-        while not stop.is_set():
-            try:
-                pattern = work.get(timeout=0.1)
-            except queue.Empty:
-                continue  # another lane may still return a pattern
-            try:
-                done.put(self._evaluate(lane, pattern, task))
-                self._lost.pop(lane, None)
-            except ServerLostError as error:
-                work.put(pattern)
+        """Run patterns until none are left; on a loss put the pattern back and wait for the server."""
+        try:
+            while not stop.is_set():
                 try:
+                    pattern = work.get(timeout=0.1)
+                except queue.Empty:
+                    continue  # another lane may still return a pattern
+                try:
+                    done.put(run(lane, pattern))
+                    self._lost.pop(lane, None)
+                except ServerLostError as error:
+                    work.put(pattern)
                     if not self._came_back(lane, error, stop):
-                        done.put(error)
-                        return
-                except SearchError as refusal:
-                    done.put(refusal)
-                    return
-            except Exception as error:
-                done.put(error)
-                return
+                        raise
+        except Exception as error:
+            done.put(error)
 
     def _came_back(self, lane: CalibrationServer, error: ServerLostError, stop: threading.Event) -> bool:
         """Wait for a lost server, in pauses that grow until it has evaluated something again.
 
         A server that answers status requests but fails to evaluate is still lost.
-
-        Raises:
-            SearchError: if it came back with another model or version.
         """
         if lane not in self._lost:  # otherwise an earlier call has reported it
             self._notice(f"lost {error}; waiting for it up to {self._patience:.0f} s")
@@ -277,47 +255,45 @@ class SglangEngine:
             return True
         return False
 
-    def _evaluate(self, lane: CalibrationServer, pattern: Pattern, task: _Task) -> Evaluation:
-        began, data, rows = time.monotonic(), task.data, task.rows
-        ids = None
-        if task.objective == "kl":
+    def _evaluate(
+        self, lane: CalibrationServer, pattern: Pattern, data: TokenSet, objective: Objective, rows: tuple[int, ...]
+    ) -> Evaluation:
+        began, ids = time.monotonic(), None
+        if objective == "kl":
             ranges = [_ranges(scored) for scored in data.scored]
             self._run_baselines(lane, data, ranges)
             ids = {row: Measured.new(KL, row).rid for row in rows}
         lane.switch(pattern)
-        losses, correct = self._likelihoods(lane, data, rows, ids)
+        losses, correct = zip(*self._likelihoods(lane, data, rows, ids), strict=True)
         if ids is not None:
             sums = lane.divergences({ids[row]: ranges[row] for row in rows})
-            losses = [sums[ids[row]][0] for row in rows]
+            losses = tuple(sums[ids[row]][0] for row in rows)
         self._check_same(lane, lane.status())  # somebody may have updated its weights meanwhile
-        tokens = tuple(int(count) for count in data.scored[list(rows)].sum(axis=1))
-        layer_tokens = (self.model.num_layers * data.seq_len,) * len(rows)
         return Evaluation(
             pattern=pattern,
             rows=rows,
-            losses=tuple(losses),
-            correct=tuple(correct),
-            tokens=tokens,
-            layer_tokens=layer_tokens,
+            losses=losses,
+            correct=correct,
+            tokens=tuple(data.scored[list(rows)].sum(axis=1).tolist()),
+            layer_tokens=(self.model.num_layers * data.seq_len,) * len(rows),
             seconds=time.monotonic() - began,
         )
 
     def _likelihoods(
         self, lane: CalibrationServer, data: TokenSet, rows: Sequence[int], ids: Mapping[int, str] | None
-    ) -> tuple[list[float], list[int]]:
+    ) -> list[tuple[float, int]]:
         """Return `nll` and the number of correct tokens of each sequence."""
 
         def send(first: int) -> list[tuple[float, int]]:
             batch = rows[first : first + self.batch_size]
-            start = min(_first_scored(data, row) for row in batch)
+            start = int(data.scored[list(batch)].any(axis=0).argmax())  # the first that counts
             sequences = [data.tokens[row].tolist() for row in batch]
             answers = lane.logprobs(sequences, start, None if ids is None else [ids[row] for row in batch])
-            return [_score(lane, answer, data.scored[row][start:]) for row, answer in zip(batch, answers, strict=True)]
+            return [_score(answer, data.scored[row, start:]) for row, answer in zip(batch, answers, strict=True)]
 
         ahead = 2 if self._chunk and data.seq_len % self._chunk == 0 else 1
         with ThreadPoolExecutor(ahead) as pool:
-            scores = [pair for pairs in pool.map(send, range(0, len(rows), self.batch_size)) for pair in pairs]
-        return [loss for loss, _ in scores], [hits for _, hits in scores]
+            return [score for scores in pool.map(send, range(0, len(rows), self.batch_size)) for score in scores]
 
     def _run_baselines(self, lane: CalibrationServer, data: TokenSet, ranges: list[list[Range]]) -> None:
         """Make the lane store the native pattern's hidden states of sequences without a baseline."""
@@ -327,7 +303,8 @@ class SglangEngine:
             return
         lane.switch(self.model.native)
         for row in missing:
-            lane.logprobs([data.tokens[row].tolist()], _first_scored(data, row), [Measured.new(KEEP, row).rid])
+            first = ranges[row][0][0] + 1
+            lane.logprobs([data.tokens[row].tolist()], first, [Measured.new(KEEP, row).rid])
         missing = lane.missing_baselines(data.sha256, whole)
         if missing:
             raise SearchError(f"{lane.url}: kept no baseline of sequence {missing[0]}")
@@ -344,17 +321,10 @@ class SglangEngine:
         return np.asarray(overlap)
 
 
-def _score(lane: CalibrationServer, answer: list[tuple[float, bool]], scored: NDArray[np.bool_]) -> tuple[float, int]:
+def _score(answer: list[tuple[float, bool]], scored: NDArray[np.bool_]) -> tuple[float, int]:
     """Return `nll` and the number of correct tokens of one sequence."""
-    if len(answer) != len(scored):
-        raise SearchError(f"{lane.url}: {len(answer)} logprobs for {len(scored)} tokens")
-    values = np.asarray([logprob for logprob, _ in answer], dtype=np.float64)
-    hits = np.asarray([hit for _, hit in answer])
-    return -float(values[scored].sum()), int(hits[scored].sum())
-
-
-def _first_scored(data: TokenSet, row: int) -> int:
-    return int(np.flatnonzero(data.scored[row])[0])
+    logprobs, hits = np.asarray(answer)[scored].T
+    return -float(logprobs.sum()), int(hits.sum())
 
 
 def _ranges(scored: NDArray[np.bool_]) -> list[Range]:
