@@ -21,7 +21,5 @@ def cache_argument(model: nn.Module, held: Any) -> dict[str, Any]:
     for name in CACHE_NAMES:
         if name in takes:
             return {name: held}
-    kind = type(model).__name__
-    raise SearchError(
-        f"{kind} of transformers takes {', '.join(takes)}; expected {' or '.join(CACHE_NAMES)} among them"
-    )
+    found = f"{type(model).__name__} of transformers takes {', '.join(takes)}"
+    raise SearchError(f"{found}; expected {' or '.join(CACHE_NAMES)} among them")

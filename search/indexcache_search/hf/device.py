@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from indexcache_kernels.errors import KernelInputError
+from indexcache_kernels.transformers import check_transformers, use_kernels
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.pages import attention_in_blocks
 from sglang_indexcache.families import family_of_modules
@@ -55,8 +56,6 @@ def resolve_attention(attention: str, device: torch.device) -> str:
         )
     missing = "the package triton" if find_spec("triton") is None else ""
     if not missing:
-        from indexcache_kernels.transformers import check_transformers
-
         try:
             check_transformers()
         except KernelInputError as error:
@@ -88,14 +87,8 @@ def on_kernels(model: Any) -> Iterator[None]:
     Raises:
         SearchError: if the kernels can't run it.
     """
-    from indexcache_kernels.transformers import use_kernels
-
-    if family_of_modules(model) is DENSE_GQA:
-        with attention_in_blocks():
-            yield
-        return
     try:
-        with use_kernels(model):
+        with attention_in_blocks() if family_of_modules(model) is DENSE_GQA else use_kernels(model):
             yield
     except KernelInputError as error:
         raise SearchError(f"the kernels can't run this model: {error}; expected --engine attention=naive") from None

@@ -109,11 +109,7 @@ def model_folder(model: str) -> Path:
 
 
 def _check_tied(model: str, config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> None:
-    """Check that a checkpoint with tied embeddings, if it has both tensors, has them equal.
-
-    Raises:
-        SearchError: if they differ, since transformers would use both and SGLang one.
-    """
+    """Refuse tied embeddings with two different tensors, of which transformers would use both and SGLang one."""
     head, embeddings = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
     if not config.tie_word_embeddings or head is None or embeddings is None or torch.equal(head, embeddings):
         return
@@ -127,14 +123,13 @@ def _unexplained(
     names: Iterable[str], weights: Iterable[str], never_runs: Callable[[str], bool], layers: int
 ) -> list[str]:
     """Return those of `names` that belong neither to an unused indexer nor to a NextN layer after the last."""
-    nextn = {int(match[1]) for name in weights if ".eh_proj." in name and (match := _LAYER.search(name))}
-    unknown = []
-    for name in names:
+
+    def layer(name: str) -> int:
         match = _LAYER.search(name)
-        behind = match is not None and int(match[1]) >= layers and int(match[1]) in nextn
-        if not behind and not never_runs(name):
-            unknown.append(name)
-    return sorted(unknown)
+        return int(match[1]) if match else -1
+
+    nextn = {layer(name) for name in weights if ".eh_proj." in name and layer(name) >= layers}
+    return sorted(name for name in names if layer(name) not in nextn and not never_runs(name))
 
 
 def describe_model(model: str, selection: Selection | None = None) -> ModelLayers:

@@ -54,44 +54,33 @@ def apply_roles(
         SearchError: if its indexers are missing, or transformers calls them with an unknown signature.
         RuntimeError: if roles are already applied to the model.
     """
-    adapter = family_of_modules(model).transformers
     if pattern.dense:
         with apply_page_roles(model, pattern, prompt, observe=observe, carried=carried):
             yield
         return
-    indexers = adapter.indexer_modules(model)
+    indexers = family_of_modules(model).transformers.indexer_modules(model)
     pattern.check_fits(len(indexers), [site for site, indexer in enumerate(indexers) if indexer is None])
     kept: list[Tensor] = [] if carried is None else [carried]
     block_runs = _block_runs(model, indexers, pattern, prompt)
 
-    def full(layer: int, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def forward(*args: Any, **kwargs: Any) -> Tensor:
-            kept[:] = [run(*args, **kwargs)]
-            if observe is not None:
-                observe(layer, kept[0])
-            return kept[0]
-
-        return forward
-
-    def shared(layer: int) -> Callable[..., Tensor]:
-        def forward(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    def replacement(site: int, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if pattern[site] != SHARED:
+                kept[:] = [run(hidden_states, *args, **kwargs)]
             indices = kept[0].to(hidden_states.device)  # layers may lie on several devices
             if observe is not None:
-                observe(layer, indices)
+                observe(site, indices)
             return indices
 
+        setattr(forward, _MARK, True)
         return forward
 
     changes: list[tuple[Any, str, Any]] = []
     for site, indexer in enumerate(indexers):
-        if indexer is None:
-            continue
-        if hasattr(indexer.forward, _MARK):
+        if hasattr(getattr(indexer, "forward", None), _MARK):
             raise RuntimeError("roles are already applied to this model; leave the first `with` block before")
-        run = block_runs.get(site, indexer.forward)
-        forward = shared(site) if pattern[site] == SHARED else full(site, run)
-        setattr(forward, _MARK, pattern[site])
-        changes.append((indexer, "forward", forward))
+        if indexer is not None:
+            changes.append((indexer, "forward", replacement(site, block_runs.get(site, indexer.forward))))
     with replaced(*changes):
         yield
 
@@ -99,12 +88,12 @@ def apply_roles(
 def _block_runs(
     model: Any, indexers: Sequence[Any], pattern: Pattern, prompt: Tensor | None
 ) -> dict[int, Callable[..., Tensor]]:
-    """Return, by layer, the replacement `forward` of indexers that select in blocks."""
-    if pattern.indexers and model.config.model_type not in INDEXER_ROPES:
-        raise SearchError(f"{pattern.indexers[0]}: indexers of {model.config.model_type} can't select in blocks")
+    """Return, by layer, the `forward` of indexers that select in blocks."""
     runs: dict[int, Callable[..., Tensor]] = {}
     for item in pattern.indexers:
         indexer = indexers[item.layer]
+        if model.config.model_type not in INDEXER_ROPES:
+            raise SearchError(f"{item}: indexers of {model.config.model_type} can't select in blocks")
         check_call(indexer)
         if prompt is None:
             raise SearchError(f"{item}: expected data with prompts, where queries may share a selection (--reply)")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.tensors import TensorFile, read_tensors
-from sglang_indexcache.files.digest import Digest, file_digest, side_by_side
+from sglang_indexcache.files.digest import file_digest, side_by_side
 from sglang_indexcache.model.files import INDEX, ModelFiles, tensor_files, weight_files, weight_map
 
 SINGLE = "model.safetensors"
@@ -22,7 +22,7 @@ _FLOATS = ("F32", "BF16", "F16")
 _INTEGERS = ("I32", "I64")
 
 # Further types of weights in a quantised checkpoint, by its `quant_method`.
-_QUANTISED = {
+_QUANTISED: dict[str | None, tuple[str, ...]] = {
     "fp8": ("F8_E4M3", "F8_E8M0"),
     "fbgemm_fp8": ("F8_E4M3",),
     "awq": ("I32",),
@@ -54,9 +54,9 @@ def read_weights(folder: Path, config: Any, whole: set[str], widen: bool) -> tup
     """
     names, quantised = _loaded(folder), getattr(config, "quantization_config", None)
 
-    def read(path: Path, stop: Event) -> Digest | TensorFile:
+    def read(path: Path, stop: Event) -> TensorFile:
         if path.relative_to(folder).as_posix() not in names:
-            return file_digest(path, stop)
+            return TensorFile({}, {}, file_digest(path, stop))
         found = read_tensors(path, stop)
         for name, kind in found.types.items():
             _check_type(path, name, kind, whole, quantised)
@@ -68,21 +68,13 @@ def read_weights(folder: Path, config: Any, whole: set[str], widen: bool) -> tup
 
     listed = weight_files(folder)
     files = dict(zip(listed, side_by_side(read, (folder / name for name in listed)), strict=True))
-    digests = {name: item.digest if isinstance(item, TensorFile) else item for name, item in files.items()}
-    tensors: dict[str, Tensor] = {}
-    found = {name: item for name, item in files.items() if isinstance(item, TensorFile)}
-    _check_places(folder, found)
-    for item in found.values():
-        tensors |= item.tensors
-    return tensors, ModelFiles(folder, weight_files, digests)
+    _check_places(folder, files)
+    tensors = {name: tensor for file in files.values() for name, tensor in file.tensors.items()}
+    return tensors, ModelFiles(folder, weight_files, {name: file.digest for name, file in files.items()})
 
 
 def _loaded(folder: Path) -> set[str]:
-    """Return the names of the files that hold the weights.
-
-    Raises:
-        SearchError: if there are none, or engines would load different ones.
-    """
+    """Return the names of the files with the weights; refuse a folder with none, or where engines would differ."""
     names = tensor_files(folder)
     if (folder / _ADAPTER).is_file():
         raise SearchError(
@@ -99,28 +91,15 @@ def _loaded(folder: Path) -> set[str]:
 
 
 def _check_type(path: Path, name: str, kind: str, whole: set[str], quantised: Any) -> None:
-    if name.rpartition(".")[2] in whole:
-        allowed: tuple[str, ...] = _INTEGERS
-    elif quantised is None:
-        allowed = _FLOATS
-    else:
-        allowed = (*_FLOATS, *_QUANTISED.get(_method(quantised), ()))
+    method = None if quantised is None else str(quantised.get("quant_method", ""))
+    allowed = _INTEGERS if name.rpartition(".")[2] in whole else (*_FLOATS, *_QUANTISED.get(method, ()))
     if kind not in allowed:
-        why = "no quantization_config" if quantised is None else f"a quantization_config of {_method(quantised)!r}"
+        why = "no quantization_config" if method is None else f"a quantization_config of {method!r}"
         raise SearchError(f"{path}: {name} is {kind}, expected {' or '.join(allowed)}: config.json has {why}")
 
 
-def _method(quantised: Any) -> str:
-    found = quantised.get("quant_method") if isinstance(quantised, Mapping) else getattr(quantised, "quant_method", "")
-    return str(getattr(found, "value", found))
-
-
 def _check_places(folder: Path, files: Mapping[str, TensorFile]) -> None:
-    """Check that every tensor is in one file only, and in the one that the index names.
-
-    Raises:
-        SearchError: if not.
-    """
+    """Check that every tensor is in one file only, and in the one that the index names."""
     place: dict[str, str] = {}
     for file, item in files.items():
         for name in item.tensors:
