@@ -22,7 +22,7 @@ _FLOATS = ("F32", "BF16", "F16")
 _INTEGERS = ("I32", "I64")
 
 # Further types of weights in a quantised checkpoint, by its `quant_method`.
-_QUANTISED: dict[str | None, tuple[str, ...]] = {
+_QUANTISED = {
     "fp8": ("F8_E4M3", "F8_E8M0"),
     "fbgemm_fp8": ("F8_E4M3",),
     "awq": ("I32",),
@@ -92,7 +92,7 @@ def _loaded(folder: Path) -> set[str]:
 
 def _check_type(path: Path, name: str, kind: str, whole: set[str], quantised: Any) -> None:
     method = None if quantised is None else str(quantised.get("quant_method", ""))
-    allowed = _INTEGERS if name.rpartition(".")[2] in whole else (*_FLOATS, *_QUANTISED.get(method, ()))
+    allowed = _INTEGERS if name.rpartition(".")[2] in whole else (*_FLOATS, *_QUANTISED.get(method or "", ()))
     if kind not in allowed:
         why = "no quantization_config" if method is None else f"a quantization_config of {method!r}"
         raise SearchError(f"{path}: {name} is {kind}, expected {' or '.join(allowed)}: config.json has {why}")
