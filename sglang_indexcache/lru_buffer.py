@@ -39,26 +39,26 @@ class LruBuffer:
         order: Items = self._order.copy()
         return order
 
-    def use(self, wanted: Items, born: int = -1) -> Items:
-        """Return the items of `wanted` that must be copied to the device; from then on all of them are there.
+    def use(self, requested: Items, new_item: int = -1) -> Items:
+        """Return the items of `requested` that must be copied to the device; from then on all of them are there.
 
         Args:
-            wanted: different items, `[K]`; below 0 for none.
-            born: an item that is made on the device: it needs a slot, but no copy.
+            requested: different items, `[K]`; below 0 for none.
+            new_item: an item that is written on the device: it needs a slot, but no copy.
 
         Raises:
             IndexCacheError: if they don't all fit into the buffer, or one is listed twice.
         """
-        wanted = wanted[wanted >= 0]
-        if len(wanted) > len(self._order) or len(np.unique(wanted)) < len(wanted):
+        requested = requested[requested >= 0]
+        if len(requested) > len(self._order) or len(np.unique(requested)) < len(requested):
             raise IndexCacheError(
-                f"a buffer of {len(self._order)} items can't hold {len(wanted)} different ones at once"
+                f"a buffer of {len(self._order)} items can't hold {len(requested)} different ones at once"
             )
-        there = np.isin(self._order, wanted)
-        missing = wanted[~np.isin(wanted, self._order[there])]
+        there = np.isin(self._order, requested)
+        missing = requested[~np.isin(requested, self._order[there])]
         self._order = np.concatenate([self._order[~there][len(missing) :], missing, self._order[there]])
-        brought: Items = missing[missing != born]
-        return brought
+        copied: Items = missing[missing != new_item]
+        return copied
 
 
 def page_misses(steps: NDArray[np.int32], size: int, newest: Sequence[int]) -> int:

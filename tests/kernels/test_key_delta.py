@@ -86,15 +86,16 @@ def test_counts_are_those_of_brute_force() -> None:
     _, moved = kept_keys(k, 0.8)
     positions = torch.tensor([0, 3, 9, 22, 23])
     exact_from = torch.tensor([0, 4, 5, 0, 20])
-    computed, all_ = multiply_adds(moved, positions, exact_from)
+    computed = multiply_adds(moved, positions, exact_from)
     for head in range(3):
-        count = 0
-        for position, exact in zip(positions.tolist(), exact_from.tolist(), strict=True):
+        for query, (position, exact) in enumerate(zip(positions.tolist(), exact_from.tolist(), strict=True)):
+            count = 0
             for key in range(keys):
                 if key <= position:
                     count += 8 if key >= exact else int(moved[head, key].sum())
-        assert computed[head] == count
-    assert all_ == sum(8 * (position + 1) for position in positions.tolist())
+            assert computed[head, query] == count
+    everything = multiply_adds(moved, positions, torch.zeros_like(positions))
+    assert everything.tolist() == [[8 * (position + 1) for position in positions.tolist()]] * 3
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for roles in ("", "S", "DSF", "FX"):
         with pytest.raises(SearchError, match="an F before the first S"):
             Blocks(roles=roles, share=0.5)
-    for changes in ({"share": 0.0}, {"share": 1.1}, {"recent": 0}):
+    for changes in ({"share": 0.0}, {"share": 1.1}, {"tokens": 0}):
         with pytest.raises(SearchError, match="can't be chosen"):
             Blocks(**{"roles": "F", "share": 0.5, **changes})  # type: ignore[arg-type]
     some, two = Blocks(roles="F" * LAYERS, share=0.5), Blocks(roles="FS", share=0.5)

@@ -14,8 +14,8 @@ from indexcache_search.errors import SearchError
 from indexcache_search.lab.cli import app
 from indexcache_search.lab.key_delta.attention import chosen_blocks
 from indexcache_search.lab.key_delta.compare import share_of, window_of
+from indexcache_search.lab.key_delta.engine import KeyEngine, pairs_of
 from indexcache_search.lab.key_delta.file import KeyFile
-from indexcache_search.lab.key_delta.runs import KeyRuns, pairs_of
 from indexcache_search.lab.key_delta.search import STEP, Curves, allocate
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
@@ -123,7 +123,7 @@ def test_a_comparison_goes_on_where_it_ended(
                "--num-sequences", 4, "--output", tmp_path]  # fmt: skip
     assert evaluate(*options).exit_code == 0
     before = (tmp_path / "eval.json").read_bytes()
-    monkeypatch.setattr(KeyRuns, "hidden", lambda *_: pytest.fail("ran again"))
+    monkeypatch.setattr(KeyEngine, "run_plan", lambda *_: pytest.fail("ran again"))
     assert evaluate(*options).exit_code == 0
     assert (tmp_path / "eval.json").read_bytes() == before
 

@@ -16,7 +16,7 @@ from indexcache_search.evaluation.journal import Journal
 from indexcache_search.lab.key_delta import attention as keys
 from indexcache_search.lab.key_delta.attention import KeyDeltaCache, apply_key_plan, chosen_blocks, rounded
 from indexcache_search.lab.key_delta.engine import KeyEngine
-from indexcache_search.lab.key_delta.plan import KeyMethod, KeyPlan
+from indexcache_search.lab.key_delta.plan import KeyMethod, KeyPlan, Stage
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.families import describe
 from tests.conftest import LAYERS, tiny_dense_config, tiny_model
@@ -206,10 +206,14 @@ def test_counts_are_those_of_brute_force(method: KeyMethod, monkeypatch: pytest.
     passes: list[tuple[int, Tensor, Tensor]] = []
     original = keys._scores
     monkeypatch.setattr(keys, "_scores", lambda *given: passes.append(given[1:4]) or original(*given))
-    model = dense_model()
-    with torch.inference_mode(), apply_key_plan(model, asked, read) as work:
-        model(input_ids=tokens(), use_cache=False)
-    for stage, rows in (("reading", read), ("decoding", ~read)):
+    engine = key_engine()
+    with torch.inference_mode(), apply_key_plan(engine.torch_model, asked, read) as counts:
+        engine.torch_model(input_ids=tokens(), use_cache=False)
+    monkeypatch.undo()
+    ids = tokens().numpy().astype(np.int32)
+    data = TokenSet(ids, ~read.numpy(), np.zeros(2, np.int64), ("texts",), read.numpy())
+    stages: tuple[tuple[Stage, Tensor], ...] = (("reading", read), ("decoding", ~read))
+    for stage, rows in stages:
         for row in range(2):
             computed = everything = 0
             for layer, query, key in passes:
@@ -231,8 +235,8 @@ def test_counts_are_those_of_brute_force(method: KeyMethod, monkeypatch: pytest.
                             elif looks is not None:
                                 cost = dim * bool(looks[row, head, position, other])
                             computed += cost
-            assert int(work.computed[stage][row]) == computed  # type: ignore[index]
-            assert int(work.everything[stage][row]) == everything  # type: ignore[index]
+            assert int(sum(counts)[row, rows[row]].sum()) == computed
+            assert engine.work(asked, row, data, stage) == (computed, everything)
 
 
 def test_an_engine_evaluates_plans_and_remembers_their_cost(tmp_path: Any) -> None:
@@ -243,13 +247,13 @@ def test_an_engine_evaluates_plans_and_remembers_their_cost(tmp_path: Any) -> No
     data = TokenSet(ids, scored, np.zeros(3, np.int64), ("texts",), prompt)
     nothing, some = plan("key_delta", 0.0), plan("key_delta", 0.7)
     [first] = engine.evaluate([nothing], data, "kl")
-    [_, second] = engine.evaluate([some, engine.model.native], data, "kl", rows=[2, 0])
+    [second, _] = engine.evaluate([some, engine.model.native], data, "kl", rows=[2, 0])
     assert max(map(abs, first.losses)) < 1e-9 and second.rows == (2, 0) and min(second.losses) > 1e-6
     [own] = engine.evaluate([engine.model.native], data, "nll")
     [same] = engine.evaluate([nothing], data, "nll")
     assert same.losses == own.losses and same.correct == own.correct
-    read = [engine.runs.work(some, row, data, "reading") for row in range(3)]
-    written = [engine.runs.work(some, row, data, "decoding") for row in range(3)]
+    read = [engine.work(some, row, data, "reading") for row in range(3)]
+    written = [engine.work(some, row, data, "decoding") for row in range(3)]
     assert read[1][1] > read[0][1] and written[1] == (0, 0) and all(0 < own < all_ for own, all_ in read)
     with Journal(tmp_path, {}, {}) as journal:
         journal.add_evaluation("texts", second)
@@ -313,8 +317,8 @@ def test_layers_below_the_first_change_need_not_run() -> None:
     with_cache, without = (key_engine(prefix_cache_gb=gb) for gb in (1.0, 0.0))
     first = [list(engine.evaluate(asked, data, "kl")) for engine in (with_cache, without)]
     assert [item.losses for item in first[0]] == [item.losses for item in first[1]]
-    assert len(with_cache.runs._exact) == 2 and not without.runs._exact
+    assert len(with_cache._unchanged) == 2 and not without._unchanged
     for each in asked:
         for row in range(2):
-            counts = {engine.runs.work(each, row, data, "reading") for engine in (with_cache, without)}
+            counts = {engine.work(each, row, data, "reading") for engine in (with_cache, without)}
             assert len(counts) == 1

@@ -19,8 +19,9 @@ from indexcache_search.evaluation.identity import today
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.pages import apply_page_roles
 from indexcache_search.lab.offload import bandwidth, cli
-from indexcache_search.lab.offload.advice import PAGE, CacheBytes, Machine, hisparse_config, selecting_layers, stall_ms
+from indexcache_search.lab.offload.advice import PAGE, CacheBytes, hisparse_config, selecting_layers, stall_ms
 from indexcache_search.lab.offload.counting import count_misses
+from indexcache_search.lab.offload.server import Server
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.lru_buffer import page_misses
@@ -115,9 +116,9 @@ def test_a_layer_that_chooses_waits_and_those_that_share_wait_for_the_rest() -> 
     """By hand: layers of 1 ms; a layer's tokens travel 0.5 ms, then 3 ms."""
 
     def stall(letters: str, misses: list[float], batch: int = 1) -> float | None:
-        machine = Machine(bandwidth=1e6, step_ms=float(len(letters)), batch=batch, memory=None, context=100)
+        server = Server(bandwidth=1e-3, step_ms=float(len(letters)), batch=batch)
         pattern = Pattern(letters, PAGES if "D" in letters else None)
-        return stall_ms(pattern, dict(zip(selecting_layers(pattern), misses, strict=True)), 100, machine)
+        return stall_ms(pattern, dict(zip(selecting_layers(pattern), misses, strict=True)), 100, server)
 
     assert stall("FFFF", [5, 5, 5, 5]) == pytest.approx(2.0)
     assert stall("FSSS", [5]) == pytest.approx(0.5)  # 0.5 ms each, behind 1 ms of computation
@@ -125,7 +126,7 @@ def test_a_layer_that_chooses_waits_and_those_that_share_wait_for_the_rest() -> 
     assert stall("FSFS", [30, 0]) == pytest.approx(3 + 2)
     assert stall("FSSS", [15], batch=2) == stall("FSSS", [30])
     assert stall("FSSS", [0]) == 0
-    unknown = Machine(bandwidth=None, step_ms=1.0, batch=1, memory=None, context=100)
+    unknown = Server(step_ms=1.0)
     assert stall_ms(Pattern("FS"), {0: 1.0}, 100, unknown) is None
     assert stall("DSSF", [30, 5]) == pytest.approx(3 + 2 + 0.5)  # what D chose travels from its end on
     assert stall("DSSF", [5, 5]) == pytest.approx(0.5 + 0.5)  # the second of them comes while the first computes
@@ -183,10 +184,10 @@ def test_the_command_counts_predicts_and_resumes(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--buffers", "1,x"], "'--buffers': 'x' is no number from 1 to 1000"),
-        (["--buffers", "0.5"], "'--buffers': '0.5' is no number from 1 to 1000"),
-        (["--buffers", "1e6"], "'--buffers': '1e6' is no number from 1 to 1000"),
-        (["--buffers", "nan"], "'--buffers': 'nan' is no number from 1 to 1000"),
+        (["--buffers", "1,x"], "'--buffers': sizes: found 'x', expected a number"),
+        (["--buffers", "0.5"], "'--buffers': sizes: found 0.5, expected 1 to 1000"),
+        (["--buffers", "1e6"], "'--buffers': sizes: found 1e+06, expected 1 to 1000"),
+        (["--buffers", "nan"], "'--buffers': sizes: found nan, expected 1 to 1000"),
         (["--server", "kv_dtype=int4"], "kv_dtype: found 'int4', expected one of bfloat16, fp8_e4m3"),
         (["--decode-steps", "30"], "--decode-steps is 30, expected at most 24"),
         (["--seq-len", "9"], "--decode-steps is 8, expected at most 1"),

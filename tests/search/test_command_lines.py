@@ -156,7 +156,6 @@ VALUES: dict[str, Any] = {
     "dtype": "bfloat16",
     "threshold": "0.7",
     "loss": "own",
-    "buffers": "1,2",
 }
 SETTINGS: dict[str, list[str]] = {
     "selection": [
@@ -168,6 +167,7 @@ SETTINGS: dict[str, list[str]] = {
         "memory_check=no",
     ],
     "strategy": ["name=uniform", "flips=3", "race=no", "swaps=3", "name=greedy,blocks=2"],
+    "buffers": ["sizes=1/2"],
     "queries": ["sizes=8", "sizes=8,context=4096"],
     "tasks": [f"names=common_words{more}" for more in ("", ",samples=3", ",haystack=b", ",chat=yes")],
     "warmup": ["steps=3", "lr=0.5"],
@@ -187,8 +187,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Record the arguments of each run as text."""
     found: list[str] = []
 
-    def note(*arguments: Any) -> None:
-        found.append(repr(arguments))
+    def note(*arguments: Any, **options: Any) -> None:
+        found.append(repr((arguments, options)))
         raise typer.Exit(0)
 
     for name in RUNS:

@@ -60,8 +60,8 @@ def delta_scores(q: Tensor, delta: Tensor) -> Tensor:
     return (q @ delta.mT).cumsum(-1)
 
 
-def multiply_adds(moved: Tensor, positions: Tensor, exact_from: Tensor) -> tuple[Tensor, int]:
-    """Count the multiply-adds of products of queries and keys, for one head of queries.
+def multiply_adds(moved: Tensor, positions: Tensor, exact_from: Tensor) -> Tensor:
+    """Count the multiply-adds of a query's products with its keys, for one head of queries.
 
     A key that a query sees as it was costs one for each of its numbers; one before `exact_from` only for those that
     moved, since the rest of its product is that of the key before.
@@ -72,7 +72,7 @@ def multiply_adds(moved: Tensor, positions: Tensor, exact_from: Tensor) -> tuple
         exact_from: `[T]`, int64: the first key that it sees as it was; `positions + 1` for none.
 
     Returns:
-        `[...]`, int64, those computed, and how many attention without differences computes.
+        `[..., T]`, int64.
 
     Raises:
         KernelInputError: if a query's keys are not there.
@@ -81,5 +81,4 @@ def multiply_adds(moved: Tensor, positions: Tensor, exact_from: Tensor) -> tuple
     if bool(((exact_from < 0) | (exact_from > positions + 1) | (positions >= keys)).any()):
         raise KernelInputError(f"exact_from and positions name keys that are not among the {keys}")
     before = F.pad(moved.sum(-1).cumsum(-1), (1, 0))  # [..., L + 1]: of all keys before each
-    exact = int((positions + 1 - exact_from).sum()) * dim
-    return before[..., exact_from].sum(-1) + exact, int((positions + 1).sum()) * dim
+    return before[..., exact_from] + (positions + 1 - exact_from) * dim

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_kernels import BlockBuffer, copy_blocks, swap_blocks
-from indexcache_search.hf.patch_attention import attending
+from indexcache_search.hf.patch_attention import AttentionCall, attending
 from indexcache_search.lab.offload.bandwidth import copy_bandwidth
 from indexcache_search.lab.offload.decoder import OffloadedDecoder, PassedOn
 from scripts.bench.shapes import SHAPES, config_of
@@ -114,12 +114,9 @@ class Replaying(OffloadedDecoder):
         super()._forward()
         self._at += 1
 
-    def _wanted(self, number: int, query: Tensor, scale: float) -> Tensor:
-        super()._wanted(number, query, scale)
+    def _requested(self, number: int, query: Tensor, scale: float) -> Tensor:
+        super()._requested(number, query, scale)
         return self._trace[:, self._choosers[number].number].index_select(0, self._at)[0]
-
-
-_running: list[Resident] = []
 
 
 class Resident:
@@ -169,7 +166,7 @@ class Resident:
         return self._logits.clone()
 
     def _forward(self) -> None:
-        with attending(self._model, "indexcache_resident", _attention, lambda *_, **__: None, _running, self):
+        with attending(self._model, "indexcache_resident", self._attend, lambda *_, **__: None):
             self._logits: Tensor = self._model(
                 self._tokens[:, None],
                 position_ids=self._positions[:, None],
@@ -177,17 +174,11 @@ class Resident:
                 use_cache=True,
             ).logits[:, -1]
 
-    def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        cache = self._cache[number]
-        cache[:, self._newest[0], self._newest[1]] = torch.stack([key, value])
-        out: Tensor = self._wrapper.run(query, (cache[0], cache[1]))
-        return out
-
-
-def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    [resident] = _running
-    layer: Any = module.layer_idx
-    return resident.attend(layer, query[:, :, 0].contiguous(), key[:, :, 0], value[:, :, 0])[:, None], None
+    def _attend(self, call: AttentionCall) -> Tensor:
+        cache = self._cache[call.layer]
+        cache[:, self._newest[0], self._newest[1]] = torch.stack([call.key[:, :, 0], call.value[:, :, 0]])
+        out: Tensor = self._wrapper.run(call.query[:, :, 0].contiguous(), (cache[0], cache[1]))
+        return out[:, None]
 
 
 def tokens_a_second(step: Callable[[Tensor], Tensor], requests: int, steps: int, device: torch.device) -> float:

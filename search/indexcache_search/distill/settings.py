@@ -127,9 +127,9 @@ class TrainingRuntime:
 
     device: str
     dtype: str
-    attention: str
     gradient_checkpointing: bool
-    check_memory: bool
-    keep_shared: bool | None
     intervals: Intervals
-    tensorboard: bool
+    attention: str = "naive"
+    check_memory: bool = False
+    keep_shared: bool | None = None
+    tensorboard: bool = False

@@ -142,7 +142,7 @@ class TransformersEngine:
 
     def evaluate(
         self,
-        patterns: Sequence[Pattern],
+        patterns: Sequence[Plan],
         data: TokenSet,
         objective: Objective,
         rows: Sequence[int] | None = None,
@@ -152,24 +152,23 @@ class TransformersEngine:
         asked = list(range(data.num_sequences) if rows is None else rows)
         cache = None if fresh or not self._prefixes_fit(data, len(asked)) else self._cache
         for pattern in sorted(patterns, key=order):
-            _check_scored(pattern, data)
-            yield self.evaluation(pattern, partial(self._hidden, pattern, data, cache), data, objective, asked, cache)
+            yield self._evaluation(pattern, data, objective, asked, cache)
 
-    def evaluation(
-        self,
-        plan: Plan,
-        run: Callable[[Sequence[int]], tuple[Tensor, int]],
-        data: TokenSet,
-        objective: Objective,
-        rows: Sequence[int],
-        cache: PrefixCache | None = None,
-    ) -> Evaluation:
-        """Evaluate a plan on `rows`, batch by batch; `cache` serves the native pattern, the baseline of `kl`.
+    def runner(
+        self, plan: Any, data: TokenSet, cache: PrefixCache | None
+    ) -> Callable[[Sequence[int]], tuple[Tensor, int]]:
+        """Return a function that runs `plan` on some rows of `data`.
 
-        `run` runs the plan on some rows and returns post-norm hidden states `[rows, tokens, hidden]` of the last
-        tokens, and the layer-tokens of each row.
+        It returns post-norm hidden states `[rows, tokens, hidden]` of the last tokens, and the layer-tokens of a row.
         """
-        began = time.monotonic()
+        _check_scored(plan, data)
+        return partial(self._hidden, plan, data, cache)
+
+    def _evaluation(
+        self, plan: Plan, data: TokenSet, objective: Objective, rows: Sequence[int], cache: PrefixCache | None
+    ) -> Evaluation:
+        """Evaluate a plan on `rows`, batch by batch."""
+        began, run = time.monotonic(), self.runner(plan, data, cache)
         scores: list[tuple[float, int, int, int]] = []
         with memory_error_in_one_line(
             f"--seq-len {data.seq_len} and --batch-size {self.batch_size}",

@@ -6,7 +6,6 @@ sequence equals decoding it token by token (DELTA, arXiv 2510.09883, teacher-for
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.masking_utils import eager_mask
 
 from indexcache_kernels import sparse_attention
@@ -28,7 +27,7 @@ from indexcache_search.hf.page_selector import (
     token_max_scores,
     value_norm,
 )
-from indexcache_search.hf.patch_attention import attending
+from indexcache_search.hf.patch_attention import Attend, AttentionCall, attending
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
 from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, Selection
@@ -47,9 +46,7 @@ class Importance(Protocol):
         """Return `[batch, key_heads, keys]` for a layer's values `[batch, key_heads, keys, dim]`."""
         ...
 
-    def attend(
-        self, layer: int, attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, mask: Tensor
-    ) -> Tensor:
+    def attend(self, layer: int, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         """Attend to the selected pages of a layer, `[batch, queries, heads, dim]`, using the importance.
 
         `attend` is transformers' eager attention; `mask`, `[batch, 1, queries, keys]`, is additive.
@@ -87,7 +84,6 @@ class _State:
         return F.pad(found, (0, -(-value.shape[2] // self.selection.page_tokens) - found.shape[2]))
 
 
-_running: list[_State] = []
 _in_blocks: list[None] = []
 
 
@@ -149,7 +145,7 @@ def apply_page_roles(
         if _in_blocks:
             raise SearchError("trained heads are not known to attention in blocks, expected --engine attention=naive")
     state = _State(pattern, pattern.selection, prompt, observe, watch, carried, bool(_in_blocks), trained)
-    with attending(model, "indexcache_pages", _attention, eager_mask, _running, state):
+    with attending(model, "indexcache_pages", partial(_attention, state), eager_mask):
         yield
 
 
@@ -165,21 +161,11 @@ def check_layers(model: Any) -> None:
         raise SearchError(f"{name}: sliding_window is {window}, expected layers that see everything")
 
 
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Run eager attention, over selected keys in F and S layers; `query` is `[batch, heads, queries, dim]`."""
-    [state] = _running
-    layer: Any = module.layer_idx
-    role, eager = state.pattern[layer], sys.modules[type(module).__module__].eager_attention_forward
-    assert attention_mask is not None
-    attend = partial(eager, module, scaling=scaling, **kwargs)
+def _attention(state: _State, call: AttentionCall) -> Tensor:
+    """Run eager attention, over selected keys in F and S layers."""
+    layer, query, key, value, mask = call.layer, call.query, call.key, call.value, call.mask
+    role, attend, scaling = state.pattern[layer], call.eager, call.scaling
+    assert mask is not None
     queries, keys, selection = query.shape[2], key.shape[2], state.selection
     rows = ROWS if state.in_blocks else queries
     following = state.pattern.roles[layer + 1 : layer + 2]
@@ -193,7 +179,7 @@ def _attention(
         block, end = slice(first, first + rows), min(keys, keys - queries + first + rows)  # later keys are not seen
         asked, seen = query[:, :, block], key[:, :, :end]
         if everything:
-            output, weights = attend(asked, seen, value[:, :, :end], attention_mask[:, :, block, :end])
+            output, weights = attend(asked, seen, value[:, :, :end], mask[:, :, block, :end])
             outputs.append(output)
             if state.watch is not None and role != SHARED:
                 state.watch(layer, first, weights)
@@ -209,15 +195,15 @@ def _attention(
     if state.observe is not None:
         state.observe(layer, state.kept)  # type: ignore[arg-type]  # set above or by an earlier layer
     if role == DENSE:
-        return torch.cat(outputs, 1), None
+        return torch.cat(outputs, 1)
     assert state.kept is not None
     if state.in_blocks:
-        return _over_pages(state, query, key, value, scaling, torch.cat(outputs, 1) if outputs else None), None
+        return _over_pages(state, query, key, value, scaling, torch.cat(outputs, 1) if outputs else None)
     allowed = state.kept.repeat_interleave(selection.page_tokens, dim=2)[:, :, :keys]
-    masked = attention_mask.masked_fill(~allowed[:, None], torch.finfo(attention_mask.dtype).min)
+    masked = mask.masked_fill(~allowed[:, None], torch.finfo(mask.dtype).min)
     if state.importance is None:
-        return attend(query, key, value, masked)[0], None
-    return state.importance.attend(layer, attend, query, key, value, masked), None
+        return attend(query, key, value, masked)[0]
+    return state.importance.attend(layer, attend, query, key, value, masked)
 
 
 def _over_pages(

@@ -11,11 +11,13 @@ from indexcache_search.results.variant import Kind
 from sglang_indexcache import PatternFile
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """A part of a result, frozen; unknown fields are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
-class Measured(_Section):
+class Measured(Section):
     """Measurements of a pattern or server on one source; a comparison adds changes from the baseline.
 
     Attributes:
@@ -37,7 +39,7 @@ class Measured(_Section):
     generated_change: Estimate | None = None
 
 
-class Row(_Section):
+class Row(Section):
     """One line of a table: its variant (see `Variant`), and measurements over all sources and on each.
 
     `extra` holds further measurements of a study's plans, by column title.
@@ -56,7 +58,7 @@ class Row(_Section):
     extra: dict[str, Estimate] | None = None
 
 
-class HeldOut(_Section):
+class HeldOut(Section):
     """A comparison on held-out data.
 
     Attributes:
@@ -72,7 +74,7 @@ class HeldOut(_Section):
     rows: list[Row]
 
 
-class StepResult(_Section):
+class StepResult(Section):
     """Committed flip of `layer`; `candidates` are the losses of flips run on all sequences, by layer."""
 
     layer: int
@@ -83,7 +85,7 @@ class StepResult(_Section):
     candidates: dict[str, float]
 
 
-class CostResult(_Section):
+class CostResult(Section):
     """See `evaluator.Cost`; also the layer-tokens of the paper's Algorithm 1 to the same retention."""
 
     evaluations: int
@@ -94,7 +96,7 @@ class CostResult(_Section):
     share_of_algorithm_1: float
 
 
-class SearchResult(_Section):
+class SearchResult(Section):
     """Contents of a search's metrics.json.
 
     Attributes:
@@ -126,7 +128,7 @@ class SearchResult(_Section):
         return {**content, "pattern_file": self.pattern_file.model_dump(mode="json", by_alias=True)}
 
 
-class ComparisonResult(_Section):
+class ComparisonResult(Section):
     """Contents of eval.json; each line of `findings` says where a row is worse than the baseline."""
 
     schema_: str = Field(alias="schema")

@@ -44,19 +44,19 @@ def cells(row: Row, held_out: HeldOut) -> list[str]:
     full = "" if row.full_layers is None else str(row.full_layers)
     kept = [row.retention or "", full]
     if row.extra is not None:
-        kept = [_with_error(row.extra[title], ".3f") if title in row.extra else "" for title in extras(held_out)]
+        kept = [with_error(row.extra[title], ".3f") if title in row.extra else "" for title in extras(held_out)]
     values = [name, *kept, f"{row.loss.mean:.4f}"]
-    values.append("" if row.kind == BASELINE else _with_error(row.increase, "+.4f"))
+    values.append("" if row.kind == BASELINE else with_error(row.increase, "+.4f"))
     if row.extra is not None:
-        values.append("" if row.kind == BASELINE or row.kl is None else _with_error(row.kl, ".4f"))
+        values.append("" if row.kind == BASELINE or row.kl is None else with_error(row.kl, ".4f"))
     for source in held_out.sources:
         measured = row.by_source[source]
         if source in held_out.answer_sources:
-            values.append(_with_error(measured.accuracy, ".3f"))
+            values.append(with_error(measured.accuracy, ".3f"))
         elif row.kind == BASELINE:
             values.append(f"{measured.loss.mean:.4f}")
         else:
-            values.append(_with_error(measured.increase, "+.4f"))
+            values.append(with_error(measured.increase, "+.4f"))
     return values
 
 
@@ -122,7 +122,8 @@ def _short(source: str) -> str:
     return source.removeprefix("demo:").rsplit("/", 1)[-1]
 
 
-def _with_error(estimate: Estimate, form: str) -> str:
+def with_error(estimate: Estimate, form: str) -> str:
+    """Format a mean with its standard error, if that is known; the error never has the sign of `form`."""
     digits = form.strip("+")
     return format(estimate.mean, form) + ("" if estimate.stderr is None else f" ±{format(estimate.stderr, digits)}")
 

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -18,8 +19,10 @@ from transformers.masking_utils import sdpa_mask
 from indexcache_kernels.block_attention import BlockBackend, block_attention
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.pages import check_layers
-from indexcache_search.hf.patch_attention import attending
+from indexcache_search.hf.patch_attention import AttentionCall, attending
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
+
+SINKS, RECENT = 1, 2  # first and last blocks, which are always selected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +33,6 @@ class Blocks:
         roles: a letter a layer: `F` selects blocks, `S` reuses those of the nearest `F` before it, `D` sees all.
         share: share of the cache's blocks to select.
         tokens: tokens of a block, counted from position 0.
-        sinks: number of first blocks that are always selected.
-        recent: number of last blocks that are always selected, the newest token's included.
 
     Raises:
         SearchError: if a value is out of range.
@@ -40,19 +41,17 @@ class Blocks:
     roles: str
     share: float
     tokens: int = 64
-    sinks: int = 1
-    recent: int = 2
 
     def __post_init__(self) -> None:
         before = self.roles.partition(SHARED)[0]
         if not self.roles or set(self.roles) - {DENSE, FULL, SHARED} or (before != self.roles and FULL not in before):
             raise SearchError(f"roles are {self.roles!r}, expected D, F and S, with an F before the first S")
-        if not 0 < self.share <= 1 or self.tokens < 1 or self.sinks < 0 or self.recent < 1:
-            raise SearchError(f"{self} can't be chosen; expected a share up to 1, and a recent block")
+        if not 0 < self.share <= 1 or self.tokens < 1:
+            raise SearchError(f"{self} can't be chosen; expected a share up to 1")
 
     def count(self, blocks: int) -> int:
         """Return the number of blocks to select of `blocks`."""
-        return min(blocks, max(math.ceil(blocks * self.share), self.sinks + self.recent))
+        return min(blocks, max(math.ceil(blocks * self.share), SINKS + RECENT))
 
 
 @dataclass
@@ -71,9 +70,6 @@ class _State:
     sums: dict[int, Tensor] = field(default_factory=dict)
     counted: dict[int, int] = field(default_factory=dict)
     chosen: Tensor | None = None
-
-
-_running: list[_State] = []
 
 
 @contextmanager
@@ -99,25 +95,15 @@ def apply_block_decoding(
     if len(blocks.roles) != layers:
         raise SearchError(f"there are {len(blocks.roles)} roles, the model has {layers} layers")
     check_layers(model)
-    with attending(model, "indexcache_blocks", _attention, sdpa_mask, _running, _State(blocks, cache, backend)):
+    state = _State(blocks, cache, backend)
+    with attending(model, "indexcache_blocks", partial(_attention, state), sdpa_mask):
         yield
 
 
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    [state] = _running
-    layer: Any = module.layer_idx
+def _attention(state: _State, call: AttentionCall) -> Tensor:
+    layer, query, key = call.layer, call.query, call.key
     if query.shape[2] > 1 or state.blocks.roles[layer] == DENSE:
-        output: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
+        output, _ = call.by(sdpa_attention_forward)(query, key, call.value, call.mask)
         return output
     length = int(state.cache.layers[layer].get_seq_length())
     if state.blocks.roles[layer] == FULL:
@@ -127,14 +113,14 @@ def _attention(
     attended = block_attention(
         query[:, :, 0],
         key,
-        value,
+        call.value,
         state.chosen,
-        scale=scaling,
+        scale=call.scaling,
         block_tokens=state.blocks.tokens,
         lengths=lengths,
         backend=state.backend,
     )
-    return attended[:, None], None
+    return attended[:, None]
 
 
 def _choose(state: _State, layer: int, query: Tensor, key: Tensor, length: int) -> Tensor:
@@ -151,6 +137,6 @@ def _choose(state: _State, layer: int, query: Tensor, key: Tensor, length: int) 
     state.counted[layer] = length
     grouped = query[:, :, 0].float().view(batch, kv_heads, -1, dim).sum(2).flatten(1)  # [batch, G * D]
     scores = (state.sums[layer][:, :number] @ grouped[:, :, None])[:, :, 0]
-    scores[:, : blocks.sinks] = torch.inf
-    scores[:, max(0, number - blocks.recent) :] = torch.inf
+    scores[:, :SINKS] = torch.inf
+    scores[:, max(0, number - RECENT) :] = torch.inf
     return scores.topk(blocks.count(number), dim=1, sorted=False).indices.int()

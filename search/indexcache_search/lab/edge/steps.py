@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import StaticCache
 
-from indexcache_search.errors import SearchError
-from indexcache_search.hf.loading import describe_model, load_model
+from indexcache_search.hf.loading import load_model
+from indexcache_search.lab.dense import describe_dense, key_heads
 from indexcache_search.lab.edge.decoding import Blocks, apply_block_decoding
 
 STEPS, WARM = 8, 2  # of a turn; the first ones add up the keys of all blocks
@@ -25,10 +25,7 @@ def load(model: str) -> Any:
     Raises:
         SearchError: if it can't be found or loaded, or has indexers.
     """
-    description = describe_model(model)
-    if not description.dense:
-        raise SearchError(f"{model} has indexers that choose, expected a dense model")
-    loaded, _ = load_model(model, description, torch.float32)
+    loaded, _ = load_model(model, describe_dense(model), torch.float32)
     loaded.set_attn_implementation("sdpa")
     return loaded.eval()
 
@@ -48,9 +45,9 @@ def _filled(config: Any, context: int, more: int) -> StaticCache:
     """Make a cache with `context` random tokens, which take as long as real ones, and room for `more`."""
     cache = StaticCache(config=config, max_cache_len=context + more)
     generator = torch.Generator().manual_seed(0)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads, dim = key_heads(config)
     for layer in cache.layers:
-        layer.update(*torch.randn(2, 1, config.num_key_value_heads, context, dim, generator=generator))
+        layer.update(*torch.randn(2, 1, heads, context, dim, generator=generator))
     return cache
 
 

@@ -11,7 +11,6 @@ from indexcache_search.cli.bounded import BATCH, RATE, STEPS_OR_NONE, TOKENS, TR
 from indexcache_search.cli.command import Config, Version, application, number, option, settings
 from indexcache_search.cli.selection_choice import NOSAS, PagesChoice, SelectionChoice, selection_of
 from indexcache_search.console import errors_in_one_line, messages, results, serving
-from indexcache_search.errors import SearchError
 from sglang_indexcache import process
 from sglang_indexcache.files.spec import GRAMMAR, PatternSpec
 from sglang_indexcache.pattern import FULL
@@ -94,21 +93,16 @@ def eviction(
     console = messages()
     with errors_in_one_line(console, COMMAND):
         head, beside, runs = heads or HeadsChoice(), body or BodyChoice(), engine or distill.TrainingEngineChoice()
-        plain = selection_of(SelectionChoice(**vars(selection or PagesChoice()), score=NOSAS.score))
-        assert plain is not None
         nosa = ReusePolicy(policy="nosa", query_pages=head.query_pages, importance="heads")
-        chosen = replace(plain, steps=nosa)
+        chosen = selection_of(SelectionChoice(**vars(selection or PagesChoice()), score=NOSAS.score, steps=(nosa,)))
         from indexcache_search.distill.settings import TrainingRuntime
-        from indexcache_search.hf.loading import describe_model
+        from indexcache_search.lab.dense import describe_dense
         from indexcache_search.lab.eviction.run import run, terminal_table
-        from indexcache_search.lab.eviction.settings import EvictionSettings
+        from indexcache_search.lab.eviction.task import EvictionSettings
         from indexcache_search.training.sets import TrainingData, show_data
         from indexcache_search.training.settings import Folders, Intervals
 
-        description = describe_model(model)
-        if not description.dense:
-            raise SearchError(f"eviction heads are for dense models; {description.name} has indexers that choose")
-        description = describe_model(model, chosen)
+        description = describe_dense(model, chosen)
         spec = PatternSpec.read(pattern or FULL * description.num_layers, chosen)
         data = TrainingData(
             training=tuple(training),
@@ -136,12 +130,8 @@ def eviction(
         runtime = TrainingRuntime(
             device=device,
             dtype=dtype,
-            attention="naive",
             gradient_checkpointing=runs.gradient_checkpointing,
-            check_memory=False,
-            keep_shared=None,
             intervals=Intervals(**vars(every or distill.EveryChoice())),
-            tensorboard=False,
         )
         folder = output or Path(f"indexcache-distilled-{Path(model).name}")
         process.let_work_end()

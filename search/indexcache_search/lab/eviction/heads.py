@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -15,6 +14,8 @@ from torch import Tensor, nn
 
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
+from indexcache_search.hf.patch_attention import Attend
+from indexcache_search.lab.dense import key_heads
 from sglang_indexcache.files.naming import naming
 
 FILE = Path("eviction_heads") / "heads.safetensors"  # apart from the model's own, which engines load by their suffix
@@ -48,12 +49,9 @@ class EvictionHeads(nn.Module):
     @classmethod
     def like(cls, config: Any, use: BiasUse, seed: int) -> Self:
         """Make heads for a model of this configuration; `seed` decides the weights."""
-        heads = config.num_attention_heads
-        groups = getattr(config, "num_key_value_heads", None) or heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return cls(config.num_hidden_layers, groups, dim, use)
+            return cls(config.num_hidden_layers, *key_heads(config), use)
 
     def forward(self, layer: int, value: Tensor) -> Tensor:
         """Compute `[batch, key_heads, keys]` float32 of `[batch, key_heads, keys, dim]`; values get no gradient."""
@@ -62,19 +60,15 @@ class EvictionHeads(nn.Module):
             bias = F.softplus(vectors @ self.weight[layer].float().mT) * self.scale[layer].float()
         return bias.transpose(1, 2)
 
-    def attend(
-        self, layer: int, attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, mask: Tensor
-    ) -> Tensor:
+    def attend(self, layer: int, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         """Attend in a layer with its bias, according to `use`; see `hf.pages.Importance`."""
         training = torch.is_grad_enabled() and self.scale.requires_grad
         if self.use == "training" and not training:
-            plain: Tensor = attend(query, key, value, mask)[0]
-            return plain
+            return attend(query, key, value, mask)[0]
         bias = self(layer, value).repeat_interleave(query.shape[1] // key.shape[1], 1)[:, :, None]
         # Masked keys have the lowest number of the dtype; the sum with a negative bias must not overflow.
-        biased: Tensor = attend(query, key, value, (mask + bias).clamp_min(torch.finfo(mask.dtype).min).to(mask.dtype))[
-            0
-        ]
+        biased_mask = (mask + bias).clamp_min(torch.finfo(mask.dtype).min).to(mask.dtype)
+        biased = attend(query, key, value, biased_mask)[0]
         if self.use == "always":
             return biased
         with torch.no_grad():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,22 +18,14 @@ from indexcache_search.distill.session import session
 from indexcache_search.distill.settings import TrainingRuntime
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.device import checkpoint_gradients
-from indexcache_search.hf.loading import (
-    check_seq_len,
-    describe_model,
-    load_model,
-    read_config,
-    set_quiet,
-)
+from indexcache_search.hf.loading import check_seq_len, describe_model, load_model, read_config, set_quiet
 from indexcache_search.lab.eviction.heads import FILE, EvictionHeads, attach
-from indexcache_search.lab.eviction.settings import EvictionSettings
-from indexcache_search.lab.eviction.task import STAGE, EvictionTask
+from indexcache_search.lab.eviction.task import STAGE, EvictionSettings, EvictionTask
 from indexcache_search.training.processes import Processes, joined
 from indexcache_search.training.sets import TrainingData
 from indexcache_search.training.settings import Folders
-from sglang_indexcache import ModelLayers, Pattern
+from sglang_indexcache import Pattern
 from sglang_indexcache.files.naming import naming
-from sglang_indexcache.model.files import ModelFiles
 from sglang_indexcache.pattern.reuse import NO_MEMORY
 
 
@@ -68,8 +59,10 @@ def run(
         )
         run.progress.begin(STAGE)
         if run.done < settings.steps or not run.work.is_whole(folders.model, processes):
-            loaded = _load(model, description, settings, runtime, processes, run.files)
-            task = EvictionTask(processes, loaded, settings, run.train, run.held_out)
+            loaded, found = load_model(model, description, "auto")
+            run.files.check_loaded(found)
+            prepared = _prepared(loaded, settings, runtime, processes)
+            task = EvictionTask(processes, prepared, settings, run.train, run.held_out)
             if not run.done:
                 for name, pattern in _others(settings.pattern, description.native).items():
                     run.loop.report({"step": 0, "stage": name, **task.evaluate(pattern)})
@@ -83,30 +76,16 @@ def run(
 
 def _others(pattern: Pattern, native: Pattern) -> dict[str, Pattern]:
     """List patterns to compare with, of the same size: attention to everything, and plans without training."""
-    selection, steps = pattern.selection, pattern.selection.steps if pattern.selection else NO_MEMORY
+    selection = pattern.selection
     assert selection is not None
-    return {
-        "original": native,
-        "best by query": replace(pattern, selection=replace(selection, steps=NO_MEMORY)),
-        "norms of values": replace(pattern, selection=replace(selection, steps=replace(steps, importance=None))),
-    }
+    by_query = replace(selection, steps=NO_MEMORY)
+    by_norms = replace(selection, steps=replace(selection.steps, importance=None))
+    plans = {"best by query": by_query, "norms of values": by_norms}
+    return {"original": native, **{name: replace(pattern, selection=plan) for name, plan in plans.items()}}
 
 
-def _load(
-    model: str,
-    description: ModelLayers,
-    settings: EvictionSettings,
-    runtime: TrainingRuntime,
-    processes: Processes,
-    files: ModelFiles,
-) -> Any:
-    """Load the model with new heads to its device, in float32 where that is computed in.
-
-    Raises:
-        ModelConfigError: if the model differs from `files`.
-    """
-    loaded, found = load_model(model, description, "auto")
-    files.check_loaded(found)
+def _prepared(loaded: Any, settings: EvictionSettings, runtime: TrainingRuntime, processes: Processes) -> Any:
+    """Return a model with new heads on its device, in float32 where that is computed in."""
     loaded = loaded.to(processes.device)
     if not processes.bfloat16:
         loaded = loaded.float()
@@ -120,14 +99,12 @@ def _load(
 
 def _export(model: Any, source: str, settings: EvictionSettings, folder: Path) -> None:
     """Fill `folder` with the original checkpoint and the heads; a trained body replaces the original weights."""
-    origin = local_folder(source)
-    copy_files(origin, folder, weights=not settings.body)
     if settings.body:
-        kept = {name: item for name, item in model.state_dict().items() if not name.startswith("importance.")}
         dtype = getattr(torch, str(model.config.dtype).removeprefix("torch."))
+        body = {k: item.to(dtype) for k, item in model.state_dict().items() if not k.startswith("importance.")}
         with naming(folder):
-            model.save_pretrained(folder, state_dict={name: item.to(dtype) for name, item in kept.items()})
-        shutil.copyfile(origin / "config.json", folder / "config.json")
+            model.save_pretrained(folder, state_dict=body)
+    copy_files(local_folder(source), folder, weights=not settings.body)
     model.importance.save(folder / FILE)
 
 

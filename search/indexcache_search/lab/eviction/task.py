@@ -2,30 +2,67 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.result import losses_of
-from indexcache_search.errors import NonFiniteLossError
+from indexcache_search.distill.settings import TrainingSettings, rate
+from indexcache_search.errors import NonFiniteLossError, SearchError
 from indexcache_search.evaluation import estimates, objectives
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.hf.device import LOGIT_ROWS
 from indexcache_search.hf.roles import apply_roles
-from indexcache_search.lab.eviction.heads import EvictionHeads
-from indexcache_search.lab.eviction.settings import EvictionSettings
+from indexcache_search.lab.eviction.heads import BiasUse
 from indexcache_search.training.optimizer import adamw, clip, take_step
 from indexcache_search.training.order import Order
 from indexcache_search.training.processes import Processes
 from sglang_indexcache import Pattern
+from sglang_indexcache.pattern import SHARED
 
 STAGE = "eviction"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictionSettings(TrainingSettings):
+    """Inputs of the heads; the pattern is of D and F, with a selection whose steps are `nosa` with heads.
+
+    Attributes:
+        use: when the heads' bias is added, see `EvictionHeads`.
+        body: train the model, too, by the language modelling loss. Otherwise only the heads learn, from the divergence
+            to the model with attention to everything.
+        steps: number of steps.
+        heads_lr: peak learning rate of the heads.
+    """
+
+    use: BiasUse
+    body: bool
+    steps: int
+    heads_lr: float
+
+    def check(self, processes: int) -> None:
+        """Check the settings; see `TrainingSettings.check`.
+
+        Raises:
+            SearchError: if there is nothing to train, or training is not possible in this way.
+        """
+        if processes > 1:
+            raise SearchError(f"eviction heads are trained in one process, found {processes}")
+        if SHARED in self.pattern.roles or "F" not in self.pattern.roles:
+            raise SearchError(
+                f"--pattern is {self.pattern.roles}, expected D and F: eviction heads serve layers that choose for"
+                " themselves"
+            )
+        if self.steps < 1:
+            raise SearchError("--steps is 0, expected at least one step")
+        super().check(processes)
 
 
 class EvictionTask:
@@ -48,22 +85,15 @@ class EvictionTask:
         self._train, self._held_out = train, held_out
         self.model: Any = model
         self.steps = (0, settings.steps)
-        heads: EvictionHeads = model.importance
-        for parameter in model.parameters():
-            parameter.requires_grad_(settings.body)
-        for parameter in heads.parameters():
-            parameter.requires_grad_(True)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
-        own = {id(parameter) for parameter in heads.parameters()}
-        body = [item for item in model.parameters() if item.requires_grad and id(item) not in own]
+        model.requires_grad_(settings.body)
+        model.importance.requires_grad_(True)
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for parameter in trained.values():
+            parameter.data = parameter.data.float()
+        body = [parameter for name, parameter in trained.items() if not name.startswith("importance.")]
+        heads = list(model.importance.parameters())
         self.optimizer = adamw(
-            list(heads.parameters()),
-            body,
-            own_lr=settings.heads_lr,
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
+            heads, body, own_lr=settings.heads_lr, lr=settings.lr, weight_decay=settings.weight_decay
         )
         self._order = Order(train.num_sequences, settings.seed)
 
@@ -74,18 +104,19 @@ class EvictionTask:
             NonFiniteLossError: if a loss or gradient is NaN or infinite; the step is not taken.
         """
         settings, data = self._settings, self._train
+        objective: Objective = "nll" if settings.body else "kl"
         rows = self._order.step(number, settings.batch_size)
         scored, total = max(1, int(data.scored[rows][:, 1:].sum())), 0.0
         for start in range(0, len(rows), settings.micro_batch_size):
             part = rows[start : start + settings.micro_batch_size]
-            total += float(self._losses(part, data, self._objective, 1 / scored).double().sum()) / scored
+            total += float(self._losses(part, data, objective, 1 / scored).double().sum()) / scored
         norms = {f"norm_{name}": norm for name, norm in clip(self.optimizer, "heads", settings.max_norm).items()}
         if not np.isfinite([total, *norms.values()]).all():
             raise NonFiniteLossError(
                 f"step {number + 1}: loss {total}, gradient norms"
                 f" {', '.join(f'{name} {value}' for name, value in norms.items())}; expected finite numbers"
             )
-        factor = settings.rate(number)
+        factor = rate(settings.schedule, settings.ramp_steps, number, settings.steps)
         take_step(self.optimizer, factor)
         measured = {"loss" if settings.body else "kl": total, **norms}
         return {"step": number + 1, "stage": STAGE, **measured, "lr_factor": factor}
@@ -98,29 +129,19 @@ class EvictionTask:
             `losses`: sum over each sequence's scored tokens; `tokens`: their number; `held_out_loss`: mean over tokens,
             then over sources; `held_out_kl`: likewise, to the same weights with attention to everything.
         """
-        pattern, data = pattern or self._settings.pattern, self._held_out
+        data, tokens = self._held_out, self._held_out.scored[:, 1:].sum(1).tolist()
+        rows = [np.array([row]) for row in range(data.num_sequences)]
         self.model.eval()
-        sums = {
-            objective: [
-                float(self._losses(np.array([row]), data, objective, None, pattern))
-                for row in range(data.num_sequences)
-            ]
-            for objective in ("nll", "kl")
-        }
+        losses = [float(self._losses(row, data, "nll", None, pattern)) for row in rows]
+        divergences = [float(self._losses(row, data, "kl", None, pattern)) for row in rows]
         self.model.train()
-        tokens = data.scored[:, 1:].sum(1).tolist()
-        loss, divergence = (losses_of(sums[objective], tokens) for objective in ("nll", "kl"))
         return {
-            "held_out_loss": estimates.loss(loss, data).mean,
-            "held_out_kl": estimates.loss(divergence, data).mean,
-            "losses": sums["nll"],
-            "divergences": sums["kl"],
+            "held_out_loss": estimates.loss(losses_of(losses, tokens), data).mean,
+            "held_out_kl": estimates.loss(losses_of(divergences, tokens), data).mean,
+            "losses": losses,
+            "divergences": divergences,
             "tokens": tokens,
         }
-
-    @property
-    def _objective(self) -> Objective:
-        return "nll" if self._settings.body else "kl"
 
     def _losses(
         self,
@@ -151,28 +172,21 @@ class EvictionTask:
     def _sums(self, hidden: Tensor, dense: Tensor | None, tokens: Tensor, scored: NDArray[np.bool_]) -> Tensor:
         sums = []
         for number, counts in enumerate(scored):
-            targets = torch.from_numpy(np.flatnonzero(counts[1:])).to(tokens.device)  # positions that predict them
-            labels = tokens[number, targets + 1]
+            positions = torch.from_numpy(np.flatnonzero(counts[1:])).to(tokens.device)  # that predict scored tokens
             total = hidden.new_zeros((), dtype=torch.float32)
-            for start in range(0, len(targets), LOGIT_ROWS):
-                block = targets[start : start + LOGIT_ROWS]
+            for block in torch.split(positions, LOGIT_ROWS):
                 teacher = None if dense is None else dense[number, block]
-                total = total + checkpoint(
-                    self._block, hidden[number, block], labels[start : start + LOGIT_ROWS], teacher, use_reentrant=False
-                )
+                labels = tokens[number, block + 1]
+                total = total + checkpoint(self._block, hidden[number, block], labels, teacher, use_reentrant=False)
             sums.append(total)
         return torch.stack(sums)
 
     def _block(self, hidden: Tensor, labels: Tensor, teacher: Tensor | None) -> Tensor:
         """Return the sum of some tokens' losses; their logits are computed again for the gradients."""
-        logits = F.linear(hidden.float(), self._head.float())
+        head = self.model.lm_head.weight.float()
+        logits = F.linear(hidden.float(), head)
         if teacher is None:
             return objectives.nll(logits, labels).sum()
         with torch.no_grad():
-            wanted = F.linear(teacher.float(), self._head.float())
-        return objectives.kl(logits, wanted).sum()
-
-    @property
-    def _head(self) -> Tensor:
-        head: nn.Linear = self.model.lm_head
-        return head.weight
+            truth = F.linear(teacher.float(), head)
+        return objectives.kl(logits, truth).sum()

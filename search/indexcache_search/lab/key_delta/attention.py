@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import eager_mask
@@ -17,29 +18,8 @@ from transformers.masking_utils import eager_mask
 from indexcache_kernels.key_delta import delta_scores, differences, kept_keys, multiply_adds
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.pages import check_layers
-from indexcache_search.hf.patch_attention import attending
-from indexcache_search.lab.key_delta.plan import BITS_GROUP, BLOCK, SINKS, KeyPlan, Stage
-
-Watcher = Callable[[int, Tensor], None]
-"""A callback with a layer and its unchanged keys, `[batch, G, L, D]`."""
-
-
-@dataclass
-class Work:
-    """Multiply-adds of queries with keys: those computed, and those of attention to everything.
-
-    Attributes:
-        computed: by stage, `[sequences]`, int64, over all layers and heads.
-        everything: the same for attention to everything.
-    """
-
-    computed: dict[Stage, Tensor] = field(default_factory=dict)
-    everything: dict[Stage, Tensor] = field(default_factory=dict)
-
-    def add(self, stage: Stage, computed: Tensor, everything: Tensor) -> None:
-        """Add counts to those of a stage."""
-        for sums, more in ((self.computed, computed), (self.everything, everything)):
-            sums[stage] = sums[stage] + more if stage in sums else more
+from indexcache_search.hf.patch_attention import AttentionCall, attending
+from indexcache_search.lab.key_delta.plan import BITS_GROUP, BLOCK, SINKS, KeyPlan
 
 
 class KeyDeltaCache(Cache):  # type: ignore[misc]  # transformers is not typed
@@ -74,36 +54,20 @@ class _DeltaLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
         return super().update(delta, value_states, *args, **kwargs)  # type: ignore[no-any-return]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _State:
-    """State of a pass under a plan.
-
-    Attributes:
-        plan: has a value for each layer.
-        read: `[batch, queries]`, bool: tokens of prompts.
-        work: counts, accumulated during the pass.
-        cache: source of the keys, if not the pass itself.
-        watch: receives the keys of each layer.
-    """
+    """State of a pass: the arguments of `apply_key_plan`, and the counts that it yields."""
 
     plan: KeyPlan
     read: Tensor | None
-    work: Work
     cache: KeyDeltaCache | None
-    watch: Watcher | None
-
-
-_running: list[_State] = []
+    counts: list[Tensor]
 
 
 @contextmanager
 def apply_key_plan(
-    model: Any,
-    plan: KeyPlan,
-    read: Tensor | None = None,
-    cache: KeyDeltaCache | None = None,
-    watch: Watcher | None = None,
-) -> Iterator[Work]:
+    model: Any, plan: KeyPlan, read: Tensor | None = None, cache: KeyDeltaCache | None = None
+) -> Iterator[list[Tensor]]:
     """Run `model` with `plan` inside the `with` block, and restore it afterwards.
 
     Without a `cache` a pass takes whole sequences without padding, and computes for each token the result of reading or
@@ -115,10 +79,10 @@ def apply_key_plan(
         plan: has a value for each layer.
         read: `[batch, queries]`, bool: tokens of prompts, which are read at once; by default all tokens.
         cache: the model's cache (see `cache_argument`), for actual decoding.
-        watch: see `Watcher`.
 
     Yields:
-        The counts of the passes; with a `cache` nothing is counted.
+        The multiply-adds of queries with keys, `[batch, queries]`, int64, of each layer that ran; with a `cache`
+        nothing is counted.
 
     Raises:
         SearchError: if the plan does not fit the model, or its layers can't take one.
@@ -128,31 +92,18 @@ def apply_key_plan(
     if len(plan.values) != layers:
         raise SearchError(f"the plan has values for {len(plan.values)} layers, the model has {layers}")
     check_layers(model)
-    state = _State(plan, read, Work(), cache, watch)
-    with attending(model, "indexcache_keys", _attention, eager_mask, _running, state):
-        yield state.work
+    state = _State(plan, read, cache, [])
+    with attending(model, "indexcache_keys", partial(_attention, state), eager_mask):
+        yield state.counts
 
 
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Attend like transformers' eager attention with other scores; `query` is `[batch, heads, queries, dim]`."""
-    [state] = _running
-    layer: Any = module.layer_idx
-    assert attention_mask is not None
-    if state.cache is None:
-        scores = _scores(state, layer, query, key, scaling)
-    else:
-        scores = _cached_scores(state, layer, query, key, scaling)
-    weights = F.softmax(scores + attention_mask, dim=-1, dtype=torch.float32).to(query.dtype)
-    return (weights @ _for_heads(value, query)).transpose(1, 2).contiguous(), None
+def _attention(state: _State, call: AttentionCall) -> Tensor:
+    """Attend like transformers' eager attention, with other scores."""
+    assert call.mask is not None
+    score = _scores if state.cache is None else _cached_scores
+    scores = score(state, call.layer, call.query, call.key, call.scaling)
+    weights = F.softmax(scores + call.mask, dim=-1, dtype=torch.float32).to(call.query.dtype)
+    return (weights @ _for_heads(call.value, call.query)).transpose(1, 2).contiguous()
 
 
 def _for_heads(item: Tensor, query: Tensor) -> Tensor:
@@ -166,35 +117,35 @@ def _products(query: Tensor, key: Tensor, scaling: float) -> Tensor:
 
 def _scores(state: _State, layer: int, query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """Return scores of whole sequences, `[batch, heads, queries, keys]`; -inf where a query does not look."""
-    batch, _, tokens, _ = query.shape
-    if key.shape[2] != tokens:
+    batch, groups, tokens, dim = key.shape
+    if query.shape[2] != tokens:
         raise SearchError("a plan for keys takes whole sequences, or a cache of its own")
-    plan, read = state.plan, state.read
-    read = torch.ones(batch, tokens, dtype=torch.bool, device=query.device) if read is None else read
-    value, position = plan.values[layer], torch.arange(tokens, device=query.device)
-    if state.watch is not None:
-        state.watch(layer, key)
+    plan, value, position = state.plan, state.plan.values[layer], torch.arange(tokens, device=query.device)
     scores = _products(query, key, scaling)
-    if plan.method in ("key_delta", "key_bits"):
-        near = exact_from(plan, read)
-        if plan.method == "key_delta" and value:
-            kept, moved = kept_keys(key, value)
-            _count(state, read, moved, near)
+    if plan.method in ("sink_window", "key_blocks"):
+        if plan.method == "sink_window":
+            looks = (position < SINKS) | (position[:, None] - position < value)
+            looks = looks.expand(batch, groups, -1, -1)
         else:
-            _count_all(state, read, key)
-            if not value or value >= 16:
-                return scores
-            kept, near = rounded(key, int(value)), near // BITS_GROUP * BITS_GROUP  # of whole groups
-        far = position < near[:, None, :, None]  # [batch, 1, queries, keys]
-        return torch.where(far, _products(query, kept, scaling), scores)
-    if plan.method == "sink_window":
-        looks = (position < SINKS) | (position[:, None] - position < value)
-        looks = looks.expand(batch, key.shape[1], -1, -1)
+            looks = chosen_blocks(query, key, value)
+        looks = looks & (position <= position[:, None])
+        state.counts.append(looks.sum((1, 3)) * dim)
+        return scores.masked_fill(~_for_heads(looks, query), -torch.inf)
+    everything = ((position + 1) * groups * dim).expand(batch, -1)
+    if value == (0 if plan.method == "key_delta" else 16):  # nothing changes
+        state.counts.append(everything)
+        return scores
+    read = torch.ones(batch, tokens, dtype=torch.bool, device=query.device) if state.read is None else state.read
+    near = exact_from(plan, read)
+    if plan.method == "key_delta":
+        kept, moved = kept_keys(key, value)
+        counts = [multiply_adds(own, position, first).sum(0) for own, first in zip(moved, near, strict=True)]
+        state.counts.append(torch.stack(counts))
     else:
-        looks = chosen_blocks(query, key, value)
-    looks = looks & (position <= position[:, None])
-    _count_looks(state, read, looks, key.shape[3])
-    return scores.masked_fill(~looks.repeat_interleave(query.shape[1] // key.shape[1], 1), -torch.inf)
+        kept, near = rounded(key, int(value)), near // BITS_GROUP * BITS_GROUP  # of whole groups
+        state.counts.append(everything)
+    far = position < near[:, None, :, None]  # [batch, 1, queries, keys]
+    return torch.where(far, _products(query, kept, scaling), scores)
 
 
 def _cached_scores(state: _State, layer: int, query: Tensor, key: Tensor, scaling: float) -> Tensor:
@@ -254,34 +205,3 @@ def chosen_blocks(query: Tensor, key: Tensor, share: float) -> Tensor:
     rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     best: Tensor = rank < wanted
     return best.repeat_interleave(BLOCK, 3)[..., :tokens]
-
-
-def _count(state: _State, read: Tensor, moved: Tensor, near: Tensor) -> None:
-    """Count a layer's products with differences; `moved` is `[batch, key heads, L, D]`, `near` as of `exact_from`."""
-    position = torch.arange(read.shape[1], device=read.device)
-    for stage, rows in _stages(read):
-        computed, everything = [], []
-        for number, mask in enumerate(rows):
-            own, all_ = multiply_adds(moved[number], position[mask], near[number, mask])
-            computed.append(own.sum())
-            everything.append(own.new_tensor(all_ * moved.shape[1]))
-        state.work.add(stage, torch.stack(computed), torch.stack(everything))
-
-
-def _count_looks(state: _State, read: Tensor, looks: Tensor, dim: int) -> None:
-    """Count a layer's products with selected keys; `looks` is `[batch, key heads, queries, keys]`."""
-    seen = looks.sum((1, 3)) * dim  # [batch, queries]
-    visible = torch.arange(1, read.shape[1] + 1, device=read.device) * dim * looks.shape[1]
-    for stage, rows in _stages(read):
-        state.work.add(stage, (seen * rows).sum(1), (visible * rows).sum(1))
-
-
-def _count_all(state: _State, read: Tensor, key: Tensor) -> None:
-    visible = torch.arange(1, read.shape[1] + 1, device=read.device) * key.shape[1] * key.shape[3]
-    for stage, rows in _stages(read):
-        everything = (visible * rows).sum(1)
-        state.work.add(stage, everything, everything)
-
-
-def _stages(read: Tensor) -> list[tuple[Stage, Tensor]]:
-    return [("reading", read), ("decoding", ~read)]

@@ -68,10 +68,10 @@ def search(
     with errors_in_one_line(console, "indexcache-lab key-delta search"):
         options.check_runs_here(device, dtype)
         from indexcache_search.compare.run import Runtime
-        from indexcache_search.lab.key_delta.run import KeySettings, run, shares_of, show, show_data
+        from indexcache_search.lab.key_delta.run import run, shares_of, show_data
         from indexcache_search.search.run import Files, SearchData
 
-        what = KeySettings(shares=shares_of(skip), near=_given(near))
+        shares = shares_of(skip)
         data = SearchData(
             calibration=tuple(calibration),
             evaluation=tuple(evaluation or calibration),
@@ -89,7 +89,7 @@ def search(
         )
         process.let_work_end()
         files = Files(folder=output, work_dir=work_dir or output / "work", restart=restart)
-        show(run(model, data, runtime, what, files, console), model, results())
+        run(model, data, runtime, files, console, shares=shares, near=_given(near))
 
 
 def evaluate(
@@ -121,10 +121,11 @@ def evaluate(
     with errors_in_one_line(console, "indexcache-lab key-delta eval"):
         options.check_runs_here(device, dtype)
         from indexcache_search.compare.run import Data, Runtime, run, show
-        from indexcache_search.lab.key_delta.compare import KeyCandidates, asked_for
+        from indexcache_search.lab.key_delta.compare import KeyCandidates, read_thresholds
 
         candidates = KeyCandidates(
-            asked=asked_for(threshold, _given(near)),
+            thresholds=read_thresholds(threshold),
+            near=_given(near),
             rivals=rivals,
             patterns=tuple(pattern or ()),
             retentions=options.retentions(retain),

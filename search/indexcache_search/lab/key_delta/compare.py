@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,12 +22,10 @@ from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.evaluation.journal import Journal
-from indexcache_search.evaluation.plan import Plan
-from indexcache_search.hf.loading import describe_model
-from indexcache_search.lab.key_delta.costs import Costs, main_stage
-from indexcache_search.lab.key_delta.engine import KeyEngine
+from indexcache_search.lab.dense import describe_dense
+from indexcache_search.lab.key_delta.engine import Costs, KeyEngine, main_stage
 from indexcache_search.lab.key_delta.file import KeyFile
-from indexcache_search.lab.key_delta.plan import BLOCK, LONG, METHODS, SINKS, STAGES, KeyMethod, KeyPlan, Stage
+from indexcache_search.lab.key_delta.plan import BLOCK, LONG, METHODS, SINKS, STAGES, KeyMethod, KeyPlan
 from indexcache_search.results.held_out import ComparisonResult
 from indexcache_search.results.held_out import HeldOut as HeldOutResult
 from indexcache_search.results.variant import BASELINE, NAMED, Variant
@@ -36,31 +35,6 @@ from sglang_indexcache import ModelLayers
 BITS = (8, 4)
 
 
-@dataclass(frozen=True)
-class KeyPlanRequest:
-    """A threshold for all layers, or those of a file, before the model is known.
-
-    Attributes:
-        thresholds: either of the two.
-        near: `window`, `max_window` and `recent` of a `KeyPlan`, instead of its own or the file's.
-        text: as the user wrote it.
-    """
-
-    thresholds: float | KeyFile
-    near: Mapping[str, Any]
-    text: str
-
-    def plan(self, model: ModelLayers) -> KeyPlan:
-        """Make the plan for `model`.
-
-        Raises:
-            SearchError: if the file is of another model, or a value is not a threshold.
-        """
-        if isinstance(self.thresholds, KeyFile):
-            return replace(self.thresholds.for_model(model), **self.near)
-        return KeyPlan(method="key_delta", values=(self.thresholds,) * model.num_layers, **self.near)
-
-
 @dataclass(frozen=True, kw_only=True)
 class KeyCandidates(Candidates):
     """Plans for keys of a dense model, and patterns beside them.
@@ -68,7 +42,8 @@ class KeyCandidates(Candidates):
     Positions behind the first quarter of a text count, and are read at once; replies are decoded.
 
     Attributes:
-        asked: plans of `key_delta`, see `asked_for`.
+        thresholds: a threshold for all layers, or those of a file, each with its text on the command line.
+        near: `window`, `max_window` and `recent` of a `KeyPlan`, instead of its own or a file's.
         rivals: also compare sinks and a window, blocks, and keys of 8 and 4 bits, at equal savings.
     """
 
@@ -76,13 +51,14 @@ class KeyCandidates(Candidates):
     noun: ClassVar[str] = "plan"
     engine: ClassVar[type[TransformersEngine]] = KeyEngine
 
-    asked: tuple[KeyPlanRequest, ...]
-    rivals: bool = True
+    thresholds: tuple[tuple[str, float | KeyFile], ...]
+    near: Mapping[str, Any]
+    rivals: bool
 
     @property
     def _files(self) -> dict[str, KeyFile]:
         """Files with thresholds, by their paths."""
-        return {item.text: item.thresholds for item in self.asked if isinstance(item.thresholds, KeyFile)}
+        return {text: item for text, item in self.thresholds if isinstance(item, KeyFile)}
 
     def check(self) -> None:
         """Accept any candidates, since there are always thresholds."""
@@ -92,16 +68,16 @@ class KeyCandidates(Candidates):
         return {**super().reads(), "--threshold": list(self._files)}
 
     def describe(self, model: str, specs: Sequence[Spec], seq_len: int | None) -> ModelLayers:
-        """See `dense_model`."""
-        return dense_model(model, seq_len or LONG)
+        """See `describe_dense`."""
+        return replace(describe_dense(model), first_sparse_position=(seq_len or LONG) // 4)
 
     def lines(self, specs: Sequence[Spec], model: ModelLayers) -> list[Variant]:
         """See `Candidates.lines`."""
-        plans = [item.plan(model) for item in self.asked]
-        count = Counter(plan.name for plan in plans)
+        plans = [(text, self._plan(item, model)) for text, item in self.thresholds]
+        count = Counter(plan.name for _, plan in plans)
         lines = [
-            Variant(NAMED, plan.name if count[plan.name] == 1 else f"{plan.name} ({item.text})", None, plan)
-            for item, plan in zip(self.asked, plans, strict=True)
+            Variant(NAMED, plan.name if count[plan.name] == 1 else f"{plan.name} ({text})", None, plan)
+            for text, plan in plans
         ]
         lines += super().lines(specs, model)
         count = Counter(f"{line.name} {line.retention or ''}".strip() for line in lines)
@@ -109,6 +85,11 @@ class KeyCandidates(Candidates):
         if twice is not None:
             raise SearchError(f"two plans are called {twice!r}, expected each --threshold and --pattern once")
         return lines
+
+    def _plan(self, thresholds: float | KeyFile, model: ModelLayers) -> KeyPlan:
+        if isinstance(thresholds, KeyFile):
+            return replace(thresholds.for_model(model), **self.near)
+        return KeyPlan(method="key_delta", values=(thresholds,) * model.num_layers, **self.near)
 
     def calibrated_on(self, specs: Sequence[Spec]) -> list[Sketch]:
         """See `Candidates.calibrated_on`."""
@@ -119,7 +100,7 @@ class KeyCandidates(Candidates):
     ) -> list[Compared]:
         """See `compare`."""
         assert isinstance(engine, KeyEngine)
-        rivalled = [line.pattern for line in lines] if self.rivals else []
+        rivalled = [line.pattern for line in lines if isinstance(line.pattern, KeyPlan) and self.rivals]
         return compare(engine, journal, lines, built, done, rivalled)
 
     def figures(self, comparison: ComparisonResult) -> Mapping[str, str]:
@@ -127,34 +108,21 @@ class KeyCandidates(Candidates):
         return figures(comparison.held_out)
 
 
-def asked_for(thresholds: str, near: Mapping[str, Any]) -> tuple[KeyPlanRequest, ...]:
-    """Read numbers and files, separated by commas; `near` as of `KeyPlanRequest`.
+def read_thresholds(text: str) -> tuple[tuple[str, float | KeyFile], ...]:
+    """Read numbers and files, separated by commas; see `KeyCandidates.thresholds`.
 
     Raises:
         SearchError: if a word is neither a number nor a file.
     """
-    asked = []
-    for word in (item.strip() for item in thresholds.split(",")):
+    found: list[tuple[str, float | KeyFile]] = []
+    for word in (item.strip() for item in text.split(",")):
         try:
-            asked.append(KeyPlanRequest(float(word), near, word))
+            found.append((word, float(word)))
         except ValueError:
             if not Path(word).exists():
                 raise SearchError(f"--threshold: {word[:60]!r} is neither a number nor a file") from None
-            asked.append(KeyPlanRequest(KeyFile.load(Path(word)), near, word))
-    return tuple(asked)
-
-
-def dense_model(model: str, seq_len: int) -> ModelLayers:
-    """Describe a dense model by its config.json; positions behind the first quarter of a sequence count.
-
-    Raises:
-        SearchError: if the model has indexers.
-        ModelConfigError: if the model is of no known family.
-    """
-    description = describe_model(model)
-    if not description.dense:
-        raise SearchError(f"{model} has indexers that choose; key-delta is for dense models")
-    return replace(description, first_sparse_position=seq_len // 4)
+            found.append((word, KeyFile.load(Path(word))))
+    return tuple(found)
 
 
 def compare(
@@ -163,41 +131,38 @@ def compare(
     lines: Sequence[Variant],
     built: HeldOut,
     done: Done,
-    rivalled: Sequence[Plan | None],
+    rivalled: Sequence[KeyPlan],
 ) -> list[Compared]:
-    """Evaluate the baseline, `lines`, and plans that leave out as much as the plans for keys among `rivalled`."""
-    costs = {stage: Costs(engine, built.data, journal, stage) for stage in STAGES}
+    """Evaluate the baseline, `lines`, and plans that leave out as much as those of `rivalled`."""
+    costs = {stage: Costs(engine, built.data, journal, stage, "held-out") for stage in STAGES}
     compared = measure.patterns(engine, journal, lines, built, done)
     more = rival_lines(rivalled, costs[main_stage(built.data)])
     if more:
         compared += measure.patterns(engine, journal, more, built, done)[1:]
-    return [replace(item, extra=_skipped(item.row.line, costs)) for item in compared]
 
+    def with_costs(item: Compared) -> Compared:
+        plan = item.row.line.pattern
+        assert plan is not None
+        return replace(item, extra={f"skips {stage}": cost.skipped(plan) for stage, cost in costs.items() if cost.rows})
 
-def _skipped(line: Variant, costs: Mapping[Stage, Costs]) -> dict[str, Estimate]:
-    """Return the shares that a plan leaves out in reading and in decoding, by the title of the column."""
-    assert line.pattern is not None
-    nothing = Estimate(0.0, 0.0)
-    return {
-        f"skips {stage}": nothing if line.kind == BASELINE else cost.skipped(line.pattern)
-        for stage, cost in costs.items()
-        if cost.rows
-    }
+    return [with_costs(item) for item in compared]
 
 
 def figures(held_out: HeldOutResult) -> dict[str, Markup]:
     """Draw the divergence over the share of products of queries with keys left out, a curve for each method."""
-    rows = [row for row in held_out.rows if row.kind != BASELINE and row.extra and row.kl is not None]
+    rows = [row for row in held_out.rows if row.kind != BASELINE and row.extra]
     title = next(iter(rows[0].extra or {}))
+    curves: dict[str, list[tuple[float, Estimate]]] = {}
+    for row in rows:
+        if row.extra and row.kl:
+            curves.setdefault((row.pattern or "").partition("|")[0], []).append((row.extra[title].mean, row.kl))
     figure, axes = blank(8, 3.6)
-    for method in dict.fromkeys((row.pattern or "").partition("|")[0] for row in rows):
-        own = [row for row in rows if (row.pattern or "").partition("|")[0] == method]
-        points = [(row.extra[title].mean, row.kl) for row in own if row.extra and row.kl]
-        points.sort(key=lambda point: point[0])
+    for method, points in curves.items():
+        skipped, divergences = zip(*sorted(points, key=itemgetter(0)), strict=True)
         axes.errorbar(
-            [skipped for skipped, _ in points],
-            [kl.mean for _, kl in points],
-            yerr=[kl.stderr or 0.0 for _, kl in points],
+            skipped,
+            [kl.mean for kl in divergences],
+            yerr=[kl.stderr or 0.0 for kl in divergences],
             marker="o",
             markersize=4,
             linewidth=1.2,
@@ -211,14 +176,14 @@ def figures(held_out: HeldOutResult) -> dict[str, Markup]:
     return {"What is left out, and what it costs": svg(figure)}
 
 
-def rival_lines(plans: Sequence[Plan | None], costs: Costs) -> list[Variant]:
+def rival_lines(plans: Sequence[KeyPlan], costs: Costs) -> list[Variant]:
     """List plans that leave out as much as each plan of differences, and keys in few bits."""
-    of_keys, lines = [plan for plan in plans if isinstance(plan, KeyPlan)], []
-    for plan in of_keys:
+    lines = []
+    for plan in plans:
         skipped = costs.skipped(plan).mean
         lines.append(_rival(plan, "sink_window", float(window_of(skipped, costs.counted))))
         lines.append(_rival(plan, "key_blocks", share_of(skipped, costs.counted)))
-    lines += [_rival(plan, "key_bits", float(bits)) for plan in of_keys[:1] for bits in BITS]
+    lines += [_rival(plan, "key_bits", float(bits)) for plan in plans[:1] for bits in BITS]
     return list(dict.fromkeys(lines))
 
 
@@ -229,28 +194,31 @@ def _rival(plan: KeyPlan, method: KeyMethod, value: float) -> Variant:
 
 def window_of(skipped: float, counted: NDArray[np.bool_]) -> int:
     """Return the window that leaves out about `skipped` of the pairs of queries and keys; `counted` are the queries."""
-    visible, times = _visible(counted)
 
-    def left(window: int) -> float:
-        seen = np.minimum(visible, window) + np.minimum(SINKS, np.maximum(visible - window, 0))
-        return float((seen * times).sum() / (visible * times).sum())
+    def seen(visible: NDArray[np.int64], window: float) -> Any:
+        return np.minimum(visible, window) + np.minimum(SINKS, np.maximum(visible - window, 0))
 
-    return min(range(1, int(visible.max()) + 1), key=lambda window: abs(left(window) - (1 - skipped)))
+    return int(_closest(range(1, counted.shape[1] + 1), seen, skipped, counted))
 
 
 def share_of(skipped: float, counted: NDArray[np.bool_]) -> float:
     """Return the share of the blocks, to three digits, that leaves out about `skipped` of all pairs."""
-    visible, times = _visible(counted)
-    blocks = -(-visible // BLOCK)
 
-    def left(share: float) -> float:
-        wanted = np.minimum(np.maximum(np.ceil(blocks * share - 1e-6), 3), blocks)
-        seen = (wanted - 1) * BLOCK + (visible - 1) % BLOCK + 1  # a query's own block is among them
-        return float((seen * times).sum() / (visible * times).sum())
+    def seen(visible: NDArray[np.int64], share: float) -> Any:
+        blocks = -(-visible // BLOCK)
+        chosen = np.minimum(np.maximum(np.ceil(blocks * share - 1e-6), 3), blocks)
+        return (chosen - 1) * BLOCK + (visible - 1) % BLOCK + 1  # a query's own block is among them
 
-    return min((number / 1000 for number in range(1, 1001)), key=lambda share: abs(left(share) - (1 - skipped)))
+    return _closest([number / 1000 for number in range(1, 1001)], seen, skipped, counted)
 
 
-def _visible(counted: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Count visible keys: their numbers, and how many queries see each number."""
-    return np.unique(np.nonzero(counted)[1] + 1, return_counts=True)
+def _closest(
+    values: Sequence[float],
+    seen: Callable[[NDArray[np.int64], float], Any],
+    skipped: float,
+    counted: NDArray[np.bool_],
+) -> float:
+    """Return the first of `values` with which queries see closest to `1 - skipped` of their visible keys."""
+    visible, queries = np.unique(np.nonzero(counted)[1] + 1, return_counts=True)
+    everything = visible @ queries
+    return min(values, key=lambda value: abs(seen(visible, value) @ queries / everything - (1 - skipped)))

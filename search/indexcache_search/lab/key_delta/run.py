@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +13,26 @@ from rich.console import Console
 
 from indexcache_search.compare import result
 from indexcache_search.compare.held_out import HeldOut
-from indexcache_search.compare.run import Runtime
-from indexcache_search.console import command
+from indexcache_search.compare.run import Runtime, show
+from indexcache_search.console import command, results
 from indexcache_search.data import dry_run
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import SearchError
-from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.identity import engine_words, identity, today
 from indexcache_search.evaluation.journal import Journal
+from indexcache_search.evaluation.judge import Judge
 from indexcache_search.hf.loading import set_quiet
-from indexcache_search.lab.key_delta.compare import BITS, compare, dense_model, figures
-from indexcache_search.lab.key_delta.costs import Costs, main_stage
-from indexcache_search.lab.key_delta.engine import KeyEngine
+from indexcache_search.lab.dense import describe_dense
+from indexcache_search.lab.key_delta.compare import BITS, compare, figures
+from indexcache_search.lab.key_delta.engine import Costs, KeyEngine, main_stage
 from indexcache_search.lab.key_delta.file import KeyFile
 from indexcache_search.lab.key_delta.plan import LONG, KeyPlan
-from indexcache_search.lab.key_delta.search import KeyListeners, KeySearch, Thresholds
+from indexcache_search.lab.key_delta.search import KeySearch, Thresholds
 from indexcache_search.owned.outputs import outputs
-from indexcache_search.results import tables
 from indexcache_search.results.held_out import ComparisonResult
 from indexcache_search.results.variant import NAMED, Variant
 from indexcache_search.search.progress import bar, warn
@@ -42,34 +42,6 @@ from sglang_indexcache.command_line import error_context
 from sglang_indexcache.files.pattern_file import ModelSection
 
 COMMAND = "indexcache-lab key-delta search"
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeySettings:
-    """Settings of a search for thresholds.
-
-    Attributes:
-        shares: shares of the products of queries with keys to leave out.
-        near: `window`, `max_window` and `recent` of a `KeyPlan`, instead of its own.
-    """
-
-    shares: tuple[float, ...]
-    near: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class KeyResult:
-    """Result of a search for thresholds.
-
-    Attributes:
-        comparison: on held-out data, with windows, blocks and few bits.
-        gains: by share, KL saved over one threshold for all layers; paired.
-        files: the files of thresholds.
-    """
-
-    comparison: ComparisonResult
-    gains: Mapping[float, Estimate]
-    files: tuple[Path, ...]
 
 
 def shares_of(text: str) -> tuple[float, ...]:
@@ -94,20 +66,36 @@ def _file_name(share: float) -> str:
 
 
 def run(
-    model: str, data: SearchData, runtime: Runtime, settings: KeySettings, files: Files, console: Console
-) -> KeyResult:
-    """Search thresholds of `model`, a dense one, and write them with a comparison on held-out data.
+    model: str,
+    data: SearchData,
+    runtime: Runtime,
+    files: Files,
+    console: Console,
+    *,
+    shares: Sequence[float],
+    near: Mapping[str, Any],
+) -> None:
+    """Search thresholds of `model`, a dense one; write and print them with a comparison on held-out data.
+
+    Args:
+        model: folder or hub id.
+        data: the calibration and the held-out data.
+        runtime: how plans are evaluated.
+        files: where results and journal go.
+        console: for messages.
+        shares: shares of the products of queries with keys to leave out.
+        near: `window`, `max_window` and `recent` of a `KeyPlan`, instead of its own.
 
     Raises:
         IndexCacheError: if a request can't be fulfilled.
         NonFiniteLossError: if a loss is NaN or infinite.
     """
-    names = [*map(_file_name, settings.shares), *result.FILES]
+    names = [*map(_file_name, shares), *result.FILES]
     reads = {"--model": [model], "--calibration": data.calibration, "--evaluation": data.evaluation}
     with ExitStack() as stack:
         out = stack.enter_context(outputs(COMMAND, files.folder, files.work_dir, names, reads))
         description, reader, calibration, held_out = _load_data(model, data)
-        nothing = KeyPlan(method="key_delta", values=(0.0,) * description.num_layers, **settings.near)
+        nothing = KeyPlan(method="key_delta", values=(0.0,) * description.num_layers, **near)
         for note in reader.notes:
             warn(console, note)
         with error_context("loading the model"):
@@ -118,10 +106,14 @@ def run(
         belongs_to = identity(engine, calibration, held_out, "kl")
         journal = stack.enter_context(Journal(out.journal(), belongs_to, today(), files.restart, engine.parse))
         chooses = Evaluator(engine, calibration, "kl", journal, "calibration")
-        costs = Costs(engine, calibration, journal, main_stage(calibration), "calibration, ")
-        with error_context("search"):
-            found = _search(engine, chooses, costs, nothing, settings.shares, console)
-        kept = {_file_name(item.asked): _text(item, description, chooses, costs) for item in found}
+        costs = Costs(engine, calibration, journal, main_stage(calibration), "calibration")
+        with error_context("search"), bar(console) as progress:
+            task = progress.add_task("thresholds of single layers", total=None)
+            planned, notice = partial(progress.update, task), partial(console.print, soft_wrap=True)
+            chooses.on_evaluation = lambda _: progress.advance(task)
+            search = KeySearch(engine, chooses, costs, nothing, lambda plans: planned(total=plans), notice)
+            found = search.find(shares)
+        written = {_file_name(item.asked): _text(item, description, chooses, costs) for item in found}
         for item in found:
             console.print(
                 f"{item.asked:g}: {item.plan.name}; one threshold: {item.uniform.values[0]:g}", soft_wrap=True
@@ -133,8 +125,8 @@ def run(
             for item in found:
                 lines.append(Variant(NAMED, f"searched, {item.asked:g}", None, item.plan))
                 lines.append(Variant(NAMED, f"one threshold, {item.asked:g}", None, item.uniform))
-            rivalled, built = [line.pattern for line in lines[::2]], HeldOut(held_out, {})
-            compared = compare(engine, journal, lines, built, lambda done: progress.advance(task, done), rivalled)
+            built, rivalled = HeldOut(held_out, {}), [item.plan for item in found]
+            compared = compare(engine, journal, lines, built, partial(progress.advance, task), rivalled)
             comparison = result.collect(
                 compared,
                 built,
@@ -143,14 +135,11 @@ def run(
                 engine=engine_words(engine),
                 seq_len=held_out.seq_len,
             )
-            judges = Evaluator(engine, held_out, "kl", journal, "kl")
-            gains = {}
-            for item in found:
-                uniform, searched = judges.evaluations([item.uniform, item.plan])
-                gains[item.asked] = estimates.increase(uniform, searched, held_out)
+            judge = Judge(Evaluator(engine, held_out, "kl", journal, "kl"))
+            gains = {item.asked: judge.difference(item.uniform, item.plan) for item in found}
         engine.check_unchanged()
-        out.replace({**kept, **result.texts(comparison, figures(comparison.held_out))}, console)
-        return KeyResult(comparison, gains, tuple(out.results.path / name for name in kept))
+        out.replace({**written, **result.texts(comparison, figures(comparison.held_out))}, console)
+        _show(comparison, gains, [files.folder / name for name in written], model)
 
 
 def show_data(model: str, data: SearchData) -> None:
@@ -166,27 +155,14 @@ def show_data(model: str, data: SearchData) -> None:
 def _load_data(model: str, data: SearchData) -> tuple[ModelLayers, TokenReader, TokenSet, TokenSet]:
     set_quiet()
     seq_len = data.seq_len or LONG
-    description = dense_model(model, seq_len)
+    description = replace(describe_dense(model), first_sparse_position=seq_len // 4)
     with error_context("reading the data"):
         return description, *token_sets(model, description, data, seq_len)
 
 
-def _search(
-    engine: KeyEngine, chooses: Evaluator, costs: Costs, nothing: KeyPlan, shares: Sequence[float], console: Console
-) -> list[Thresholds]:
-    with bar(console) as progress:
-        task = progress.add_task("thresholds of single layers", total=None)
-        listeners = KeyListeners(
-            planned=lambda plans: progress.update(task, total=plans),
-            notice=lambda line: console.print(line, soft_wrap=True),
-        )
-        chooses.on_evaluation = lambda _: progress.advance(task)
-        return KeySearch(engine.runs, chooses, costs, nothing, listeners).find(shares)
-
-
 def _text(found: Thresholds, model: ModelLayers, chooses: Evaluator, costs: Costs) -> str:
     data = chooses.data
-    kl, uniform_kl = (estimates.loss(item, data).mean for item in chooses.evaluations([found.plan, found.uniform]))
+    kl, uniform_kl = Judge(chooses).losses([found.plan, found.uniform])
     return KeyFile(
         schema="indexcache-keys/v1",
         model=ModelSection.of(model),
@@ -204,15 +180,14 @@ def _text(found: Thresholds, model: ModelLayers, chooses: Evaluator, costs: Cost
     ).dumps()
 
 
-def show(found: KeyResult, model: str, out: Console) -> None:
-    """Print the comparison, the gain of the search, the files, and the next command."""
-    for table in tables.terminal_tables(found.comparison.held_out, out.width):
-        out.print(table)
-    for share, gain in found.gains.items():
+def _show(comparison: ComparisonResult, gains: Mapping[float, Estimate], written: Sequence[Path], model: str) -> None:
+    """Print the comparison, the KL saved over one threshold by share, the files, and the next command."""
+    out = results()
+    show(comparison, written[0].parent, out)
+    for share, gain in gains.items():
         error = "" if gain.stderr is None else f" ±{gain.stderr:.4f}"
         words = "one threshold for all layers has"
         out.print(f"{share:g}: {words} {gain.mean:+.4f}{error} KL more than the searched ones", soft_wrap=True)
-    written = [*found.files, *(found.files[0].parent / name for name in result.FILES)]
     out.print(f"Wrote {', '.join(map(str, written))}", soft_wrap=True)
-    evaluate = command("indexcache-lab", "key-delta", "eval", "--model", model, "--threshold", found.files[0])
+    evaluate = command("indexcache-lab", "key-delta", "eval", "--model", model, "--threshold", written[0])
     out.print(f"Next: {evaluate} --evaluation ...", soft_wrap=True)

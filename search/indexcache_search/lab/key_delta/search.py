@@ -6,9 +6,9 @@ exactly. Then layers trade savings while that helps, since the sum misleads wher
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -21,9 +21,8 @@ from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.judge import Judge
 from indexcache_search.lab.key_delta.attention import exact_from
-from indexcache_search.lab.key_delta.costs import Costs
+from indexcache_search.lab.key_delta.engine import Costs, KeyEngine, read_tokens
 from indexcache_search.lab.key_delta.plan import KeyPlan
-from indexcache_search.lab.key_delta.runs import KeyRuns, read_tokens
 
 Floats = NDArray[np.float64]
 
@@ -51,12 +50,9 @@ class Curves:
 
     def uniform(self, skipped: float) -> float:
         """Return the single threshold at which all layers together skip that share."""
-        low, high = 0.0, float(self.thresholds.max())
-        for _ in range(40):
-            middle = (low + high) / 2
-            shares = [np.interp(middle, *pair) for pair in zip(self.thresholds, self.skipped, strict=True)]
-            low, high = (middle, high) if np.mean(shares) < skipped else (low, middle)
-        return high
+        measured = np.unique(self.thresholds)  # the mean of all layers is linear between these
+        shares = [np.interp(measured, *pair) for pair in zip(self.thresholds, self.skipped, strict=True)]
+        return float(np.interp(skipped, np.mean(shares, axis=0), measured))
 
 
 @dataclass(frozen=True)
@@ -68,42 +64,31 @@ class Thresholds:
     uniform: KeyPlan
 
 
-@dataclass(frozen=True)
-class KeyListeners:
-    """Callbacks of a search.
-
-    Attributes:
-        planned: receives the number of plans of single layers to evaluate; mixes of them follow.
-        notice: receives other messages.
-    """
-
-    planned: Callable[[int], None] = lambda plans: None
-    notice: Callable[[str], None] = lambda line: None
-
-
 class KeySearch:
     """Search of thresholds on calibration data.
 
     Args:
-        runs: runs the dense model.
+        engine: runs the dense model.
         evaluator: evaluates `kl` on the calibration set.
         costs: counts skipped products on that set, in the stage that counts.
-        near: the plan with threshold 0 everywhere; defines the keys that stay exact.
-        listeners: receive messages and counts.
+        nothing: the plan with threshold 0 everywhere; defines the keys that stay exact.
+        planned: called with the number of plans of single layers to evaluate; mixes of them follow.
+        notice: called with messages.
     """
 
     def __init__(
         self,
-        runs: KeyRuns,
+        engine: KeyEngine,
         evaluator: Evaluator,
         costs: Costs,
-        near: KeyPlan,
-        listeners: KeyListeners,
+        nothing: KeyPlan,
+        planned: Callable[[int], None],
+        notice: Callable[[str], None],
     ) -> None:
-        self._runs, self._evaluator, self._costs = runs, evaluator, costs
-        self._nothing, self._listeners = near, listeners
+        self._engine, self._evaluator, self._costs = engine, evaluator, costs
+        self._nothing, self._planned, self._notice = nothing, planned, notice
         self._judge = Judge.racing(evaluator)
-        self._layers = len(near.values)
+        self._layers = len(nothing.values)
 
     def find(self, shares: Sequence[float]) -> list[Thresholds]:
         """Find thresholds for each share.
@@ -124,28 +109,23 @@ class KeySearch:
 
     def _curves(self) -> Curves:
         """Measure the unchanged model on the sequences of the first share."""
-        data = self._evaluator.data.taken(self._judge.shares[0])
-        read = torch.from_numpy(read_tokens(data))
-        counted = torch.from_numpy(self._costs.counted[self._judge.shares[0]])
+        data, device = self._evaluator.data.taken(self._judge.shares[0]), self._engine.torch_model.device
+        read = torch.from_numpy(read_tokens(data)).to(device)
+        counted = torch.from_numpy(self._costs.counted[self._judge.shares[0]]).to(device)
         rows = [row for row in range(data.num_sequences) if bool(counted[row].any())]
         steps = np.zeros(self._layers)  # mean step of each layer, from a key to the next
         computed, everything = np.zeros((self._layers, len(FACTORS))), np.zeros(self._layers)
-
-        def measure(layer: int, key: torch.Tensor) -> None:
-            steps[layer] += key.diff(dim=2).abs().double().mean().item() / len(rows)
-
-        def count(row: int, layer: int, key: torch.Tensor) -> None:
-            position = counted[row].nonzero()[:, 0].to(key.device)
-            near = exact_from(self._nothing, read[[row]].to(key.device))[0, position]
-            for number, factor in enumerate(FACTORS):
-                own, all_ = multiply_adds(kept_keys(key[0], factor * steps[layer])[1], position, near)
-                computed[layer, number] += int(own.sum())
-            everything[layer] += all_ * key.shape[1]
-
         for row in rows:
-            self._runs.watch(self._nothing, row, data, measure)
+            for layer, key in enumerate(self._engine.keys(self._nothing, row, data)):
+                steps[layer] += key.diff(dim=1).abs().double().mean().item() / len(rows)
         for row in rows:
-            self._runs.watch(self._nothing, row, data, partial(count, row))
+            position = counted[row].nonzero()[:, 0]
+            near = exact_from(self._nothing, read[[row]])[0, position]
+            for layer, key in enumerate(self._engine.keys(self._nothing, row, data)):
+                for number, factor in enumerate(FACTORS):
+                    _, moved = kept_keys(key, factor * steps[layer])
+                    computed[layer, number] += int(multiply_adds(moved, position, near).sum())
+                everything[layer] += int((position + 1).sum()) * key.shape[0] * key.shape[2]
         skipped = np.maximum.accumulate(1 - computed / everything[:, None], axis=1)
         zeros = np.zeros((self._layers, 1))
         return Curves(np.hstack([zeros, steps[:, None] * np.asarray(FACTORS)]), np.hstack([zeros, skipped]))
@@ -157,38 +137,31 @@ class KeySearch:
             for layer in range(self._layers)
             for share in reach[layer]
         ]
-        self._listeners.planned(len(plans))
-        losses = iter(self._losses(plans, self._judge.shares[0]))
+        self._planned(len(plans))
+        evaluations = iter(self._evaluator.evaluations(plans, self._judge.shares[0]))
         steps = np.arange(0, 1 + STEP / 2, STEP)
         prices = np.full((self._layers, len(steps)), np.inf)
         for layer, shares in enumerate(reach):
-            costs = np.maximum.accumulate([0.0, *(max(0.0, next(losses)) for _ in shares)])
+            losses = [estimates.loss(next(evaluations), self._evaluator.data).mean for _ in shares]
+            costs = np.maximum.accumulate([0.0, *losses])
             known = steps <= (shares[-1] if shares else 0.0)
             prices[layer, known] = PchipInterpolator([0.0, *shares], costs)(steps[known]) if shares else 0.0
-        self._listeners.notice(f"measured {len(plans)} thresholds of single layers")
+        self._notice(f"measured {len(plans)} thresholds of single layers")
         return prices
-
-    def _losses(self, plans: Sequence[KeyPlan], rows: Sequence[int]) -> list[float]:
-        evaluations = self._evaluator.evaluations(plans, rows)
-        return [estimates.loss(item, self._evaluator.data).mean for item in evaluations]
 
     def _thresholds(self, asked: float, curves: Curves, prices: Floats) -> Thresholds:
         aim = asked
         for _ in range(3):  # layers that run with others' errors skip a little more or less than alone
-            shares = self._shares(prices, aim, asked)
-            plan = self._plan(curves, shares)
+            allocated = allocate(prices, aim)
+            if allocated is None:
+                raise SearchError(f"--skip is {asked:g}, more than layers can leave out together")
+            shares, plan = allocated, self._plan(curves, allocated)
             missing = asked - self._costs.skipped(plan).mean
             if abs(missing) < 0.002:
                 break
             aim += missing
         plan = self._traded(plan, shares, curves, prices)
         return Thresholds(asked, plan, self._uniform(self._costs.skipped(plan).mean, curves))
-
-    def _shares(self, prices: Floats, aim: float, asked: float) -> list[float]:
-        shares = allocate(prices, aim)
-        if shares is None:
-            raise SearchError(f"--skip is {asked:g}, more than layers can leave out together")
-        return shares
 
     def _plan(self, curves: Curves, shares: Sequence[float]) -> KeyPlan:
         values = tuple(curves.threshold(layer, share) for layer, share in enumerate(shares))
@@ -197,31 +170,26 @@ class KeySearch:
     def _traded(self, plan: KeyPlan, shares: list[float], curves: Curves, prices: Floats) -> KeyPlan:
         """Trade while the loss falls: one layer skips more and another as much less."""
         for number in range(ROUNDS):
-            options = self._trades(shares, prices)
-            plans = [self._plan(curves, option) for option in options]
-            if not plans:
-                break
-            choice = self._judge.choose([plan, *plans], plan)
-            best = choice.best - 1
-            if best < 0 or choice.increases[choice.best] >= -self._judge.noise(plans[best], plan):
+            options = [shares, *self._trades(shares, prices)]
+            plans = [plan, *(self._plan(curves, option) for option in options[1:])]
+            choice = self._judge.choose(plans, plan)
+            best = choice.best
+            if choice.increases[best] >= -self._judge.noise(plans[best], plan):
                 break
             plan, shares = plans[best], options[best]
-            self._listeners.notice(f"trade {number + 1}: KL {choice.loss:.4f}")
+            self._notice(f"trade {number + 1}: KL {choice.loss:.4f}")
         return plan
 
     def _trades(self, shares: list[float], prices: Floats) -> list[list[float]]:
         """List the trades whose sum of prices rises least, each pair of layers once."""
         ranked = []
         at = [round(share / STEP) for share in shares]
-        for more in range(self._layers):
-            for less in range(self._layers):
-                for traded in TRADED:
-                    step = round(traded / STEP)
-                    up, down = at[more] + step, at[less] - step
-                    if more == less or down < 0 or up >= prices.shape[1] or not np.isfinite(prices[more, up]):
-                        continue
-                    rise = prices[more, up] - prices[more, at[more]] + prices[less, down] - prices[less, at[less]]
-                    ranked.append((float(rise), more, less, traded))
+        for (more, less), traded in itertools.product(itertools.permutations(range(self._layers), 2), TRADED):
+            step = round(traded / STEP)
+            up, down = at[more] + step, at[less] - step
+            if down >= 0 and up < prices.shape[1] and np.isfinite(prices[more, up]):
+                rise = prices[more, up] - prices[more, at[more]] + prices[less, down] - prices[less, at[less]]
+                ranked.append((float(rise), more, less, traded))
         trades: list[list[float]] = []
         used: set[int] = set()
         for _, more, less, traded in sorted(ranked):

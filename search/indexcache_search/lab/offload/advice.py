@@ -6,16 +6,17 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from indexcache_search.errors import SearchError
+from indexcache_search.lab.dense import key_heads
+from indexcache_search.lab.offload.server import KvDtype, Server
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
 from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, STRIDE, Selection
 
 PAGE = 64  # slots that HiSparse keeps beside a buffer, for the newest token
 QUANTISED = 128  # values that share a scale of 4 bytes
-KvDtype = Literal["bfloat16", "fp8_e4m3"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,11 @@ class CacheBytes:
     beside: int
 
     @classmethod
+    def of(cls, config: Any, kv_dtype: KvDtype, selection: Selection | None) -> CacheBytes:
+        """Return the sizes of a model's cache; `selection` is that of a dense model."""
+        return cls.of_dsa(config, kv_dtype) if selection is None else cls.of_dense(config, kv_dtype, selection)
+
+    @classmethod
     def of_dsa(cls, config: Any, kv_dtype: KvDtype) -> CacheBytes:
         """Return the sizes of a DSA model's cache in SGLang 0.5.23 (`calculate_mla_kv_cache_dim`); an item is a token.
 
@@ -54,12 +60,11 @@ class CacheBytes:
     @classmethod
     def of_dense(cls, config: Any, kv_dtype: KvDtype, selection: Selection) -> CacheBytes:
         """Return a dense model's sizes. Items are pages; compressed keys stay on the device in bfloat16."""
-        heads = config.num_attention_heads
-        groups = getattr(config, "num_key_value_heads", None) or heads
-        width = groups * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        heads, dim = key_heads(config)
+        width = heads * dim
         index = 2 * width // STRIDE if selection.score == COMPRESSED_KEYS else 0
         kv = 2 * width * (2 if kv_dtype == "bfloat16" else 1)
-        piece = selection.page_tokens * kv // (2 * groups)  # of a head's keys, or values
+        piece = selection.page_tokens * kv // (2 * heads)  # of a head's keys, or values
         return cls(kv=kv, index=index, item=selection.page_tokens, piece=piece, beside=0)
 
     def on_device(self, pattern: Pattern, size: int, context: int) -> int:
@@ -80,26 +85,7 @@ def selecting_layers(pattern: Pattern) -> tuple[int, ...]:
     return tuple(layer for layer, role in enumerate(pattern.roles) if role == FULL or layer in shared)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Inputs of a prediction; quantities that depend on `None` are not predicted.
-
-    Attributes:
-        bandwidth: bytes a second from host memory to the device.
-        step_ms: time of a decode step of `batch` requests with all of the cache on the device.
-        batch: requests of a step.
-        memory: bytes of device memory for caches.
-        context: tokens of a request.
-    """
-
-    bandwidth: float | None
-    step_ms: float | None
-    batch: int
-    memory: float | None
-    context: int
-
-
-def stall_ms(pattern: Pattern, misses: Mapping[int, float], item_bytes: int, machine: Machine) -> float | None:
+def stall_ms(pattern: Pattern, misses: Mapping[int, float], item_bytes: int, server: Server) -> float | None:
     """Predict how much longer a decode step takes than without offloading.
 
     An `F` layer waits for its selection. The same blocks are then copied for the layers that share it, one after the
@@ -110,13 +96,13 @@ def stall_ms(pattern: Pattern, misses: Mapping[int, float], item_bytes: int, mac
         pattern: its source layers select.
         misses: items of a step and request, by selecting layer.
         item_bytes: bytes of an item.
-        machine: bandwidth and time of a step; the result is `None` if one is unknown.
+        server: has bandwidth and time of a step; the result is `None` if one is unknown.
     """
-    if machine.bandwidth is None or machine.step_ms is None:
+    if server.bandwidth is None or server.step_ms is None:
         return None
-    layer_ms, now, arrives = machine.step_ms / len(pattern), 0.0, 0.0
+    layer_ms, now, arrives = server.step_ms / len(pattern), 0.0, 0.0
     for role, source in zip(pattern.roles, pattern.source_layers, strict=True):
-        travel = machine.batch * misses.get(source, 0.0) * item_bytes / machine.bandwidth * 1e3
+        travel = server.batch * misses.get(source, 0.0) * item_bytes / (server.bandwidth * 1e9) * 1e3
         if role == SHARED:
             arrives += travel
             now = max(now, arrives) + layer_ms
@@ -126,7 +112,7 @@ def stall_ms(pattern: Pattern, misses: Mapping[int, float], item_bytes: int, mac
         else:
             arrives = now = now + travel
             now += layer_ms
-    return now - machine.step_ms
+    return now - server.step_ms
 
 
 def hisparse_config(top_k: int, size: int, context: int) -> str:

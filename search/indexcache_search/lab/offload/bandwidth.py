@@ -19,10 +19,8 @@ ROWS, PART = 64, 4  # rows of memory to gather from, and the inverse of the shar
 
 def copy_bandwidth(device: torch.device) -> float:
     """Measure GB/s of one large copy from pinned host memory to a CUDA device, the median."""
-    host, memory = (
-        torch.empty(SIZE, dtype=torch.uint8, pin_memory=True),
-        torch.empty(SIZE, dtype=torch.uint8, device=device),
-    )
+    host = torch.empty(SIZE, dtype=torch.uint8, pin_memory=True)
+    memory = torch.empty(SIZE, dtype=torch.uint8, device=device)
     return SIZE / _milliseconds(partial(memory.copy_, host, non_blocking=True)) / 1e6
 
 

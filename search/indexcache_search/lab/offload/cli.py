@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,19 +13,12 @@ from indexcache_search.cli import options
 from indexcache_search.cli.bounded import MILLION, TWO_TOKENS, Bounds
 from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
 from indexcache_search.cli.selection_choice import selections_of
-from indexcache_search.console import results, serving
+from indexcache_search.console import results
 from indexcache_search.errors import SearchError
 from indexcache_search.lab.offload.server import Server
 from sglang_indexcache import process
 from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.http.address import Address
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from indexcache_search.lab.offload.result import Limits, OffloadResult
-
-_LARGEST = 1000  # buffers, in units of what a query selects: more than any cache has
 
 EPILOG = f"""
 Examples:
@@ -58,9 +51,11 @@ HERE = OptionNeed("a model that runs here, without --endpoint", lambda given: no
 NEEDS = dict.fromkeys(("engine", "device", "dtype"), (HERE,))
 
 
-def _check_sizes(value: str) -> str:
-    _sizes(value)
-    return value
+@dataclass(frozen=True, kw_only=True)
+class BuffersChoice:
+    """Sizes of device buffers, in units of a query's selection."""
+
+    sizes: tuple[Annotated[float, Bounds(1, 1000)], ...] = (1, 1.5, 2, 3, 4)
 
 
 def offload(
@@ -76,13 +71,13 @@ def offload(
         int, number("Last tokens of each sequence, which count as decoded behind the others.", TWO_TOKENS)
     ] = 128,
     buffers: Annotated[
-        str,
-        option(
-            "Sizes of device buffers, in units of what a query selects; at least 1.",
-            metavar="SIZE,...",
-            callback=_check_sizes,
+        BuffersChoice | None,
+        settings(
+            BuffersChoice,
+            "Sizes of device buffers, in units of what a query selects; at least 1. Default: 1,1.5,2,3,4.",
+            "SIZE,...",
         ),
-    ] = "1,1.5,2,3,4",
+    ] = None,
     server: Annotated[
         Server | None,
         settings(
@@ -127,21 +122,27 @@ def offload(
         if not is_demo and not evaluation:
             raise SearchError("--evaluation is missing, expected a file, folder or hub id with text like your traffic")
         addresses, row_options = tuple(map(Address.of, endpoint or ())), options.row_options(rows)
-        from indexcache_search.compare.run import Runtime
-        from indexcache_search.lab.offload.run import PlanRequest, run
+        from indexcache_search.compare.run import Data, Runtime
+        from indexcache_search.lab.offload.result import Limits
+        from indexcache_search.lab.offload.run import PlanRequest, run, show
 
+        limits = Limits(
+            bytes_a_step=None if max_transfer is None else max_transfer * 1e6,
+            device_bytes=None if max_device_gb is None else max_device_gb * 1e9,
+        )
         asked = PlanRequest(
             patterns=tuple(pattern or ([f"{demo.PATTERNS[0]}@1/4"] if is_demo else [])),
             selections=selections_of(selection),
-            sources=tuple(evaluation or demo.EVALUATION),
-            rows=row_options,
-            seq_len=seq_len or (512 if is_demo else None),
-            sequences=num_sequences,
+            data=Data(
+                sources=tuple(evaluation or demo.EVALUATION),
+                seq_len=seq_len or (512 if is_demo else None),
+                sequences=num_sequences,
+                rows=row_options,
+            ),
             steps=decode_steps,
-            buffers=_sizes(buffers),
-            kv_dtype=machine.kv_dtype,
+            buffers=tuple(sorted(set((buffers or BuffersChoice()).sizes))),
             endpoints=addresses,
-            limits=_limits(max_transfer, max_device_gb),
+            limits=None if max_transfer is None and max_device_gb is None else limits,
         )
         runtime = Runtime(
             device=device,
@@ -152,55 +153,9 @@ def offload(
         )
         process.let_work_end()
         found = run(model or str(demo.MODEL), asked, machine, runtime, output, restart, console)
-        _show(found, model, output, results())
+        show(found, model, output, results())
         if found.limits is not None and found.choice is None:
             raise typer.Exit(1)
-
-
-def _show(found: OffloadResult, model: str | None, folder: Path, out: Console) -> None:
-    """Print a table for each plan, the best plan, and the names of the files."""
-    from indexcache_search.lab.offload import result
-
-    for plan in found.plans:
-        for table in result.terminal_tables(plan, out.width):
-            out.print(table)
-    names = ["offload.json", "offload.html", *(["pattern.yaml"] if found.choice else [])]
-    said = result.sentence(found)
-    if said is not None:
-        out.print(said, soft_wrap=True)
-    out.print(f"Wrote {', '.join(str(folder / name) for name in names)}", soft_wrap=True)
-    if found.choice is not None:
-        out.print(f"Next: {serving(folder / 'pattern.yaml', model or demo.MODEL)}", soft_wrap=True)
-
-
-def _limits(max_transfer: float | None, max_device_gb: float | None) -> Limits | None:
-    """Convert the flags; `None` if there are none."""
-    from indexcache_search.lab.offload.result import Limits
-
-    if max_transfer is None and max_device_gb is None:
-        return None
-    return Limits(
-        bytes_a_step=None if max_transfer is None else max_transfer * 1e6,
-        device_bytes=None if max_device_gb is None else max_device_gb * 1e9,
-    )
-
-
-def _sizes(text: str) -> tuple[float, ...]:
-    """Read numbers of at least 1, in ascending order.
-
-    Raises:
-        typer.BadParameter: naming the first other word.
-    """
-    sizes = []
-    for word in text.split(","):
-        try:
-            size = float(word)
-        except ValueError:
-            size = math.nan
-        if not 1 <= size <= _LARGEST:
-            raise typer.BadParameter(f"{word.strip()[:60]!r} is no number from 1 to {_LARGEST}")
-        sizes.append(size)
-    return tuple(sorted(set(sizes)))
 
 
 app = application({"indexcache-offload": offload}, EPILOG)

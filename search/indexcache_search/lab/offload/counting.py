@@ -49,30 +49,19 @@ def count_misses(
         name = f"misses {pattern.key} {list(sizes)} {row}"
         known = journal.matrix(name)
         if known is None:
-            found = _of_sequence(engine, pattern, data, row, steps, sizes)
+            if isinstance(engine, SglangEngine):  # the server counts, since selections are large
+                found = engine.misses(pattern, data, row, steps, sizes)
+            else:
+                selected = engine.selections(pattern, data, row, steps)
+                found = {
+                    layer: [_misses(selected[layer], size, data.seq_len, pattern.selection) for size in sizes]
+                    for layer in layers
+                }
             known = [[float(found[layer][number]) for layer in layers] for number in range(len(sizes))]
             journal.add_matrix(name, known)
         counted.append(known)
         done()
     return np.asarray(counted).astype(np.int64)
-
-
-def _of_sequence(
-    engine: TransformersEngine | SglangEngine,
-    pattern: Pattern,
-    data: TokenSet,
-    row: int,
-    steps: int,
-    sizes: Sequence[int],
-) -> dict[int, list[int]]:
-    """Count a sequence's misses for each size, by selecting layer; servers count, since selections are large."""
-    if isinstance(engine, SglangEngine):
-        return engine.misses(pattern, data, row, steps, sizes)
-    selected = engine.selections(pattern, data, row, steps)
-    return {
-        layer: [_misses(selected[layer], size, data.seq_len, pattern.selection) for size in sizes]
-        for layer in selecting_layers(pattern)
-    }
 
 
 def _misses(selected: NDArray[np.int32], size: int, tokens: int, selection: Selection | None) -> int:

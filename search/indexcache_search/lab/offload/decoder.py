@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -18,9 +17,11 @@ from indexcache_kernels import BlockBuffer, block_attention, block_scores, compr
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.cache_argument import cache_argument
 from indexcache_search.hf.pages import check_layers
-from indexcache_search.hf.patch_attention import attending
+from indexcache_search.hf.patch_attention import AttentionCall, attending
+from indexcache_search.lab.dense import key_heads
+from indexcache_search.lab.offload.advice import selecting_layers
 from sglang_indexcache import Pattern
-from sglang_indexcache.pattern import DENSE, SHARED
+from sglang_indexcache.pattern import DENSE
 from sglang_indexcache.pattern.selection import CHUNK, COMPRESSED_KEYS, STRIDE
 
 READ_AT_ONCE = 4096  # tokens of a prompt
@@ -49,10 +50,9 @@ class _Chooser:
 
     Attributes:
         number: index among the selecting layers.
-        compressed: `[B, G, C + 1, D]`, means of 32 keys, 16 tokens apart; the last one is a dummy that nobody reads.
+        compressed: `[B, G, C + 1, D]`, means of 32 keys, 16 tokens apart; the last one is a dummy that is never read.
         last: `[B, G, 32, D]`, the last keys, at their position modulo 32.
-        average: `[B, blocks]`, of the policy `ema`.
-        begun: `[B]`, bool: requests with an average.
+        average: `[B, blocks]`, of the policy `ema`; NaN before the first step of a request.
         buffer: blocks on the device, of this layer and those that share its selection.
     """
 
@@ -60,7 +60,6 @@ class _Chooser:
     compressed: Tensor
     last: Tensor
     average: Tensor
-    begun: Tensor
     buffer: BlockBuffer
 
 
@@ -71,32 +70,12 @@ class _Choice:
     Attributes:
         slots: `[B, K]`, int32, of the buffer.
         copies: selected blocks, their slots, and whether they are missing, `[2 B G, K]` each.
-        born: slot of the block that the previous token filled, and whether it has one, `[2 B G, 1]` each.
+        filled: slot of the block that the previous token filled, `[2 B G, 1]`, int32; -1 for none.
     """
 
     slots: Tensor
     copies: tuple[Tensor, Tensor, Tensor]
-    born: tuple[Tensor, Tensor]
-
-
-@dataclass
-class _Step:
-    """One decode step. Nothing in it waits for the device, so that a CUDA graph can hold it.
-
-    Attributes:
-        positions: of the new tokens, `[B]`, int64.
-        lengths: positions plus 1, int32.
-        full: `[B]`, bool: requests whose previous token filled its block.
-        choice: selection of the nearest selecting layer.
-    """
-
-    positions: Tensor
-    lengths: Tensor
-    full: Tensor
-    choice: _Choice | None = None
-
-
-_running: list[OffloadedDecoder] = []
+    filled: Tensor
 
 
 class OffloadedDecoder:
@@ -133,26 +112,23 @@ class OffloadedDecoder:
         if graph and model.device.type != "cuda":
             raise SearchError(f"the model is on device {model.device}, expected a CUDA device for a graph")
         self._model, self._pattern, self._selection = model, pattern, selection
-        self._groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self._dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._requests, self._blocks = requests, -(-room // selection.page_tokens)
+        self._groups, self._dim = key_heads(config)
+        self._requests, self._blocks, self._size = requests, -(-room // selection.page_tokens), selection.page_tokens
         self._check_memory()
         self._slots = selection.buffer_pages
         self._layers = [self._layer(role) for role in pattern.roles]
-        sources = {pattern.source_layers[layer] for layer in pattern.shared_layers}
-        choose = [n for n, role in enumerate(pattern.roles) if role not in (DENSE, SHARED) or n in sources]
-        self._choosers = {layer: self._chooser(number) for number, layer in enumerate(choose)}
-        self._copies: torch.cuda.Stream | None = None
-        if model.device.type == "cuda":
-            self._copies = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._choosers = {layer: self._chooser(number) for number, layer in enumerate(selecting_layers(pattern))}
+        on_gpu = model.device.type == "cuda"
+        self._copies = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
         self.lengths = [0] * requests
         self._tokens, self._positions = torch.zeros(2, requests, dtype=torch.long, device=model.device)
-        self._missed = torch.zeros(len(choose), dtype=torch.long, device=model.device)
+        self._missed = torch.zeros(len(self._choosers), dtype=torch.long, device=model.device)
         self._rows = torch.arange(requests, device=model.device)
         self._graph, self._warm = graph, False
         self._captured: torch.cuda.CUDAGraph | None = None
         self._logits = torch.empty(0)
-        self._step: _Step | None = None
+        self._filled = torch.empty(0)  # blocks that the previous tokens filled, `[B, 1]`, int32; -1 for none
+        self._choice: _Choice | None = None  # of the nearest selecting layer
 
     @property
     def misses(self) -> dict[int, int]:
@@ -162,41 +138,41 @@ class OffloadedDecoder:
     def _check_memory(self) -> None:
         """Refuse sizes beyond the host memory before anything is allocated."""
         offloaded = len(self._pattern) - self._pattern.roles.count(DENSE)
-        values = 2 * self._requests * self._groups * self._blocks * self._selection.page_tokens * self._dim
-        layer = values * self._model.dtype.itemsize
+        layer = math.prod(self._host_shape) * self._model.dtype.itemsize
         if self._model.device.type == "cuda":
             layer = 1 << (layer - 1).bit_length()  # pinned memory is allocated in powers of two
-        need = offloaded * layer
-        free = psutil.virtual_memory().available
+        need, free = offloaded * layer, psutil.virtual_memory().available
         if need > free:
             raise SearchError(
                 f"the cache of {self._requests} requests takes {need / 1e9:.1f} GB of host memory, {free / 1e9:.1f} GB"
                 " are free; expected fewer requests, or more layers D"
             )
 
+    @property
+    def _host_shape(self) -> tuple[int, ...]:
+        """Shape of `_Layer.host`."""
+        return (2, self._requests, self._groups, self._blocks, self._size, self._dim)
+
     def _new(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self._model.dtype, device=self._model.device)
 
     def _layer(self, role: str) -> _Layer:
-        tokens = self._selection.page_tokens
-        held = self._blocks if role == DENSE else self._slots + 1
-        device = self._new(2, self._requests, self._groups, held * tokens, self._dim)
+        blocks = self._blocks if role == DENSE else self._slots + 1
+        device = self._new(2, self._requests, self._groups, blocks * self._size, self._dim)
         return _Layer(device, None if role == DENSE else self._in_host_memory())
 
     def _in_host_memory(self) -> Tensor:
         """Allocate `_Layer.host`."""
-        shape = (2, self._requests, self._groups, self._blocks, self._selection.page_tokens, self._dim)
-        return torch.empty(shape, dtype=self._model.dtype, pin_memory=self._model.device.type == "cuda")
+        return torch.empty(self._host_shape, dtype=self._model.dtype, pin_memory=self._model.device.type == "cuda")
 
     def _chooser(self, number: int) -> _Chooser:
-        chunks = max(0, (self._blocks * self._selection.page_tokens - CHUNK) // STRIDE + 1)
+        chunks = max(0, (self._blocks * self._size - CHUNK) // STRIDE + 1)
         device = self._model.device
         return _Chooser(
             number,
             self._new(self._requests, self._groups, chunks + 1, self._dim),
             self._new(self._requests, self._groups, CHUNK, self._dim),
-            torch.zeros(self._requests, self._blocks, device=device),
-            torch.zeros(self._requests, dtype=torch.bool, device=device),
+            torch.full((self._requests, self._blocks), torch.nan, device=device),
             BlockBuffer.empty(self._requests, self._slots, device),
         )
 
@@ -207,9 +183,8 @@ class OffloadedDecoder:
         Raises:
             SearchError: if the prompt is too short for a selection, or leaves no room.
         """
-        length, least = len(tokens), self._selection.tokens
-        if not least < length < self._blocks * self._selection.page_tokens:
-            room = self._blocks * self._selection.page_tokens
+        length, least, room = len(tokens), self._selection.tokens, self._blocks * self._size
+        if not least < length < room:
             raise SearchError(f"a prompt has {length} tokens, expected more than {least} and fewer than {room}")
         past = DynamicCache(config=self._model.config)
         for part in torch.split(tokens[None], READ_AT_ONCE, 1):
@@ -227,7 +202,7 @@ class OffloadedDecoder:
 
     def _put(self, request: int, layer: _Layer, item: Tensor) -> None:
         """Store a prompt's keys and values; the buffer begins with the last full blocks."""
-        size, length, own = self._selection.page_tokens, item.shape[2], layer.device[:, request]
+        size, length, own = self._size, item.shape[2], layer.device[:, request]
         full = (length - 1) // size  # the last block is being written, even if it is full
         if layer.host is None:
             own[:, :, :length] = item
@@ -239,13 +214,12 @@ class OffloadedDecoder:
         own[:, :, self._slots * size : self._slots * size + length - full * size] = item[:, :, full * size :]
 
     def _begin(self, request: int, chooser: _Chooser, keys: Tensor) -> None:
-        size, length = self._selection.page_tokens, keys.shape[1]
+        length, full = keys.shape[1], (keys.shape[1] - 1) // self._size
         compressed = compress_keys(keys[None])[0]
         chooser.compressed[request, :, : compressed.shape[1]] = compressed
         last = torch.arange(length - CHUNK, length, device=keys.device)
         chooser.last[request, :, last % CHUNK] = keys[:, last]
-        chooser.begun[request] = False
-        full = (length - 1) // size
+        chooser.average[request] = torch.nan
         held = torch.arange(max(0, full - self._slots), full, dtype=torch.int32, device=keys.device)
         slot = torch.arange(self._slots, dtype=torch.int32, device=keys.device)
         chooser.buffer.blocks[request] = F.pad(held, (0, self._slots - len(held)), value=-1)
@@ -258,17 +232,15 @@ class OffloadedDecoder:
         Raises:
             SearchError: if a request has no prompt, or no room.
         """
-        size = self._selection.page_tokens
-        if min(self.lengths) == 0 or max(self.lengths) >= self._blocks * size:
-            room = self._blocks * size
+        room = self._blocks * self._size
+        if min(self.lengths) == 0 or max(self.lengths) >= room:
             raise SearchError(f"requests have {self.lengths} tokens, expected some, and fewer than {room}")
         self._tokens.copy_(tokens)
-        if self._captured is not None:
-            self._captured.replay()
-        elif self._graph and self._warm:
+        if self._graph and self._warm and self._captured is None:
             self._captured = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._captured):
                 self._forward()
+        if self._captured is not None:
             self._captured.replay()
         else:
             self._forward()  # compiles the kernels of the graph
@@ -277,10 +249,10 @@ class OffloadedDecoder:
         return self._logits.clone()
 
     def _forward(self) -> None:
-        """Run a step on tensors at fixed addresses."""
-        lengths, size = (self._positions + 1).int(), self._selection.page_tokens
-        self._step = _Step(self._positions, lengths, self._positions % size == 0)
-        with self._attached():
+        """Run a step on tensors at fixed addresses; nothing waits for the device, so that a CUDA graph can hold it."""
+        block = self._positions // self._size - 1
+        self._filled = torch.where(self._positions % self._size == 0, block, -1).int()[:, None]
+        with attending(self._model, "indexcache_offloaded", self._attend, lambda *_, **__: None):
             logits: Tensor = self._model(
                 self._tokens[:, None],
                 position_ids=self._positions[:, None],
@@ -290,141 +262,105 @@ class OffloadedDecoder:
         self._logits = logits[:, -1]
         self._positions += 1
 
-    @contextmanager
-    def _attached(self) -> Iterator[None]:
-        with attending(self._model, "indexcache_offloaded", _attention, lambda *_, **__: None, _running, self):
-            yield
-
-    def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attend in one layer, `[B, H, D]`; `key` and `value` are the new tokens', `[B, G, D]`."""
-        step, layer, size = self._step, self._layers[number], self._selection.page_tokens
-        assert step is not None
-        item, chooses = torch.stack([key, value]), number in self._choosers
-        if chooses:
-            self._remember(self._choosers[number], step, key)
+    def _attend(self, call: AttentionCall) -> Tensor:
+        """Attend in one layer, `[B, 1, H, D]`; keys and values of the call are the new tokens'."""
+        query, key, value = call.query[:, :, 0].contiguous(), call.key[:, :, 0], call.value[:, :, 0]
+        layer, chooser, size = self._layers[call.layer], self._choosers.get(call.layer), self._size
+        positions, new = self._positions, torch.stack([key, value]).transpose(0, 1)
+        if chooser is not None:
+            self._remember(chooser, key)
         if layer.host is None:
-            layer.device[:, self._rows, :, step.positions] = item.transpose(0, 1)
+            layer.device[:, self._rows, :, positions] = new
             block = torch.arange(self._blocks, dtype=torch.int32, device=query.device)
-            blocks, lengths = torch.where(block * size < step.lengths[:, None], block, -1), step.lengths
+            blocks, lengths = torch.where(block * size <= positions[:, None], block, -1), positions + 1
         else:
-            if chooses:
-                step.choice = self._choose(number, query, scale)
-                self._bring(layer, step.choice)
+            if chooser is not None:
+                self._choice = self._choose(call.layer, query, call.scaling)
+                self._copy_missing(layer)
             elif layer.ready is not None:
                 torch.cuda.current_stream().wait_event(layer.ready)
-            assert step.choice is not None
-            self._keep_full(layer, step, step.choice)
-            written = self._slots * size + step.positions % size
-            layer.device[:, self._rows, :, written] = item.transpose(0, 1)
-            tail = torch.full_like(step.choice.slots[:, :1], self._slots)
-            blocks, lengths = torch.cat([step.choice.slots, tail], 1), (written + 1).int()
+            assert self._choice is not None
+            self._keep_full(layer, self._choice)
+            written = self._slots * size + positions % size
+            layer.device[:, self._rows, :, written] = new
+            tail = torch.full_like(self._choice.slots[:, :1], self._slots)
+            blocks, lengths = torch.cat([self._choice.slots, tail], 1), written + 1
         keys, values = layer.device
-        out = block_attention(query, keys, values, blocks, scale=scale, block_tokens=size, lengths=lengths)
-        if chooses:
+        out = block_attention(query, keys, values, blocks, scale=call.scaling, block_tokens=size, lengths=lengths.int())
+        if chooser is not None:
             if layer.host is None:
-                step.choice = self._choose(number, query, scale)
-            self._bring_beside(number, step)
-        return out
+                self._choice = self._choose(call.layer, query, call.scaling)
+            self._copy_for_shared(call.layer)
+        return out[:, None]
 
-    def _remember(self, chooser: _Chooser, step: _Step, key: Tensor) -> None:
+    def _remember(self, chooser: _Chooser, key: Tensor) -> None:
         """Store the new keys, `[B, G, D]`, and the compressed keys that they complete."""
-        chooser.last[self._rows, :, step.positions % CHUNK] = key
-        begins = step.positions + 1 - CHUNK
-        place = torch.where((begins >= 0) & (begins % STRIDE == 0), begins // STRIDE, chooser.compressed.shape[2] - 1)
-        chooser.compressed[self._rows, :, place] = chooser.last.float().mean(2).to(key.dtype)
+        chooser.last[self._rows, :, self._positions % CHUNK] = key
+        begins, dummy = self._positions + 1 - CHUNK, chooser.compressed.shape[2] - 1
+        number = torch.where((begins >= 0) & (begins % STRIDE == 0), begins // STRIDE, dummy)
+        chooser.compressed[self._rows, :, number] = chooser.last.float().mean(2).to(key.dtype)
 
     def _choose(self, number: int, query: Tensor, scale: float) -> _Choice:
         """Select blocks beside the one being written, and assign them slots in the buffer."""
-        step, chooser = self._step, self._choosers[number]
-        assert step is not None
-        wanted = self._wanted(number, query, scale)
-        filled = (step.positions // self._selection.page_tokens - 1).int()
-        born = torch.where(step.full, filled, -1)
-        slots, loads = swap_blocks(wanted, born, chooser.buffer)
-        self._missed[chooser.number] += loads.sum()
-        own = (wanted == born[:, None]) & step.full[:, None]
-        rows = self._by_group
-        born_slot = (slots * own).sum(1, keepdim=True).int()
-        return _Choice(
-            slots, (rows(wanted), rows(slots), rows(loads)), (rows(born_slot), rows(own.any(1, keepdim=True)))
-        )
+        chooser, rows = self._choosers[number], self._by_group
+        requested = self._requested(number, query, scale)
+        slots, needs_copy = swap_blocks(requested, self._filled[:, 0], chooser.buffer)
+        self._missed[chooser.number] += needs_copy.sum()
+        filled = torch.where(requested == self._filled, slots, -1).amax(1, keepdim=True)
+        return _Choice(slots, (rows(requested), rows(slots), rows(needs_copy)), rows(filled))
 
     def _by_group(self, item: Tensor) -> Tensor:
         """Repeat `[B, ...]` for keys and values of every key head, `[2 B G, ...]`."""
         return item.repeat_interleave(self._groups, 0).repeat(2, 1)
 
-    def _wanted(self, number: int, query: Tensor, scale: float) -> Tensor:
+    def _requested(self, number: int, query: Tensor, scale: float) -> Tensor:
         """Select blocks by score, `[B, K]`, int32, ascending."""
-        selection, chooser, step = self._selection, self._choosers[number], self._step
-        assert step is not None
-        size = selection.page_tokens
-        scores = block_scores(query, chooser.compressed, step.lengths, scale=scale, block_tokens=size)
-        scores = scores[:, : self._blocks]
+        selection, chooser, size = self._selection, self._choosers[number], self._size
+        lengths = (self._positions + 1).int()
+        scores = block_scores(query, chooser.compressed, lengths, scale=scale, block_tokens=size)[:, : self._blocks]
         if selection.steps.policy == "ema":
             assert selection.steps.beta is not None
             averaged = selection.steps.beta * chooser.average + (1 - selection.steps.beta) * scores
-            chooser.average.copy_(torch.where(chooser.begun[:, None], averaged, scores))
-            chooser.begun.fill_(True)
+            chooser.average.copy_(torch.where(averaged.isnan(), scores, averaged))
             scores = chooser.average.clone()
         block = torch.arange(self._blocks, device=query.device)
-        newest = (step.positions // size)[:, None]
+        newest = (self._positions // size)[:, None]
         fixed = (block < selection.sink_pages) | (block > newest - selection.recent_pages)
         scores.masked_fill_(fixed, torch.inf).masked_fill_(block >= newest, -torch.inf)
         # A compressed key in two blocks gives both one score. The lower one goes first, as in the reference.
         ranked = scores.sort(dim=1, descending=True, stable=True).indices
         return ranked[:, : selection.pages - 1].sort(1).values.int()
 
-    def _bring(self, layer: _Layer, choice: _Choice) -> None:
-        """Copy the blocks that a layer misses."""
-        assert layer.host is not None
-        copy_blocks(layer.host.flatten(0, 2), self._slots_of(layer), *choice.copies)
+    def _copy_missing(self, layer: _Layer) -> None:
+        """Copy the selected blocks that a layer misses."""
+        assert layer.host is not None and self._choice is not None
+        copy_blocks(layer.host.flatten(0, 2), self._slots_of(layer), *self._choice.copies)
 
     def _slots_of(self, layer: _Layer) -> Tensor:
         """Return a view of the buffer, `[2 B G, slots + 1, block tokens, D]`."""
-        return layer.device.view(2 * self._requests * self._groups, -1, self._selection.page_tokens, self._dim)
+        return layer.device.view(2 * self._requests * self._groups, -1, self._size, self._dim)
 
-    def _bring_beside(self, number: int, step: _Step) -> None:
+    def _copy_for_shared(self, number: int) -> None:
         """Copy blocks for the layers that share the selection, while others compute."""
-        assert step.choice is not None
-        for layer in self._layers[number + 1 : self._end_of(number)]:
+        for layer, source in zip(self._layers[number + 1 :], self._pattern.source_layers[number + 1 :], strict=True):
+            if source != number:
+                break
             if self._copies is None:
-                self._bring(layer, step.choice)
+                self._copy_missing(layer)
                 continue
             self._copies.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._copies):
-                self._bring(layer, step.choice)
+                self._copy_missing(layer)
                 layer.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 layer.ready.record()
 
-    def _end_of(self, number: int) -> int:
-        """Return the first layer behind those that share layer `number`'s selection."""
-        sources = self._pattern.source_layers
-        return next((n for n in range(number + 1, len(sources)) if sources[n] != number), len(sources))
-
-    def _keep_full(self, layer: _Layer, step: _Step, choice: _Choice) -> None:
+    def _keep_full(self, layer: _Layer, choice: _Choice) -> None:
         """Copy blocks that the previous token filled to host memory, and to their slots in the buffer."""
         assert layer.host is not None
-        held, (slot, has_one) = self._slots_of(layer), choice.born
-        written = torch.full_like(slot, self._slots)
-        block = (step.positions // self._selection.page_tokens - 1).int()
-        full = step.full[:, None]
-        copy_blocks(held, layer.host.flatten(0, 2), written, self._by_group(block[:, None]), self._by_group(full))
-        copy_blocks(held, held, written, slot, has_one)
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    [decoder] = _running
-    layer: Any = module.layer_idx
-    new = query[:, :, 0].contiguous(), key[:, :, 0], value[:, :, 0]
-    return decoder.attend(layer, *new, scaling)[:, None], None
+        held, filled = self._slots_of(layer), self._by_group(self._filled)
+        written = torch.full_like(filled, self._slots)
+        copy_blocks(held, layer.host.flatten(0, 2), written, filled, filled >= 0)
+        copy_blocks(held, held, written, choice.filled, choice.filled >= 0)
 
 
 class PassedOn(Cache):  # type: ignore[misc]  # transformers is not typed
@@ -437,16 +373,3 @@ class PassedOn(Cache):  # type: ignore[misc]  # transformers is not typed
 class _Nothing(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
-
-
-def generate(decoder: OffloadedDecoder, prompts: Sequence[Tensor], steps: int) -> list[list[int]]:
-    """Generate greedy replies of `steps` tokens to prompts, one for each request of `decoder`."""
-    logits = torch.stack([decoder.read(request, prompt) for request, prompt in enumerate(prompts)])
-    replies: list[list[int]] = [[] for _ in prompts]
-    for number in range(steps):
-        tokens = logits.argmax(-1)
-        for reply, token in zip(replies, tokens.tolist(), strict=True):
-            reply.append(token)
-        if number + 1 < steps:
-            logits = decoder.step(tokens)
-    return replies

@@ -1,24 +1,26 @@
-"""Content of offload.json: counts and predictions. The table and the page read nothing else."""
+"""Content of offload.json: counts and predictions. The tables and the page, offload.html, read nothing else."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Any
+from importlib.resources import files
 
-from pydantic import BaseModel, ConfigDict, Field
+import jinja2
+from markupsafe import Markup
+from pydantic import Field
 from rich.table import Table
 
 from indexcache_search.evaluation.estimates import Estimate
-from indexcache_search.results.tables import fitted
+from indexcache_search.results.held_out import Section
+from indexcache_search.results.tables import fitted, with_error
+from indexcache_search.search.report.drawing import GREY, blank, plain, svg
 
 SCHEMA = "indexcache-offload/v2"
+FILES = ("offload.json", "offload.html")
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
-
-
-class Buffer(_Section):
+class Buffer(Section):
     """Size of a buffer, and the misses of one request's decode step.
 
     Attributes:
@@ -48,7 +50,7 @@ class Buffer(_Section):
     hisparse_config: str | None
 
 
-class PlanTraffic(_Section):
+class PlanTraffic(Section):
     """One pattern with buffers of several sizes.
 
     Attributes:
@@ -78,21 +80,21 @@ class PlanTraffic(_Section):
     buffers: list[Buffer]
 
 
-class Limits(_Section):
+class Limits(Section):
     """Limits of a plan's bytes: copied in a step, and held on the device; `None` for no limit."""
 
     bytes_a_step: float | None
     device_bytes: float | None
 
 
-class PlanChoice(_Section):
+class PlanChoice(Section):
     """The plan of least KL within the limits, and the smallest of its buffers that fits."""
 
     name: str
     buffer: Buffer
 
 
-class OffloadResult(_Section):
+class OffloadResult(Section):
     """All counts and predictions.
 
     Attributes:
@@ -116,10 +118,6 @@ class OffloadResult(_Section):
     plans: list[PlanTraffic]
     limits: Limits | None
     choice: PlanChoice | None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
-        return self.model_dump(by_alias=True, mode="json")
 
 
 def best(plans: Sequence[PlanTraffic], limits: Limits) -> PlanChoice | None:
@@ -156,8 +154,8 @@ def cells(buffer: Buffer) -> list[str]:
     return [
         f"{buffer.times:g}x",
         str(buffer.size),
-        _with_error(buffer.exposed),
-        _with_error(buffer.hidden),
+        with_error(buffer.exposed, ".1f"),
+        with_error(buffer.hidden, ".1f"),
         f"{buffer.bytes_a_step / 1e6:.3f}",
         f"{buffer.device_bytes / 1e9:.3f}",
         "" if buffer.stall_ms is None else f"{buffer.stall_ms:.3g}",
@@ -169,7 +167,7 @@ def cells(buffer: Buffer) -> list[str]:
 def heading(plan: PlanTraffic) -> str:
     """Describe a pattern without offloading."""
     fits = "" if plan.requests is None else f"; {plan.requests} requests fit without offloading"
-    loss = f"loss {_with_error(plan.loss, '+.4f')}, KL {_with_error(plan.kl, '.4f')}"
+    loss = f"loss {with_error(plan.loss, '+.4f')}, KL {with_error(plan.kl, '.4f')}"
     return f"{plan.name}: {loss}; {plan.everything / 1e9:.3f} GB a request{fits}"
 
 
@@ -178,6 +176,33 @@ def terminal_tables(plan: PlanTraffic, width: int) -> list[Table]:
     return fitted(heading(plan), [COLUMNS, *map(cells, plan.buffers)], 1, width)
 
 
-def _with_error(estimate: Estimate, form: str = ".1f") -> str:
-    error = "" if estimate.stderr is None else f" ±{format(estimate.stderr, form.lstrip('+'))}"
-    return format(estimate.mean, form) + error
+def texts(result: OffloadResult) -> dict[str, str]:
+    """Render the contents of `FILES`, by name."""
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    plans = [(plan, heading(plan), [cells(buffer) for buffer in plan.buffers]) for plan in result.plans]
+    page = template.render(
+        result=result, plans=plans, columns=COLUMNS, sentence=sentence(result), figure=misses_figure(result.plans)
+    )
+    return dict(
+        zip(FILES, (json.dumps(result.model_dump(by_alias=True, mode="json"), indent=1) + "\n", page), strict=True)
+    )
+
+
+def misses_figure(plans: Sequence[PlanTraffic]) -> Markup:
+    """Draw the tokens copied in a request's decode step over the size of the buffer: all, and the exposed ones."""
+    figure, axes = blank(8, 3.6)
+    for number, plan in enumerate(plan for plan in plans if plan.buffers):
+        times = [buffer.times for buffer in plan.buffers]
+        exposed = [plan.item * buffer.exposed.mean for buffer in plan.buffers]
+        everything = [plan.item * (buffer.exposed.mean + buffer.hidden.mean) for buffer in plan.buffers]
+        colour = f"C{number}"
+        axes.plot(times, everything, color=colour, marker="o", markersize=4, linewidth=1.2, label=plain(plan.name))
+        axes.plot(times, exposed, color=colour, marker="o", markersize=3, linewidth=1.0, linestyle="--")
+    axes.plot([], [], color=GREY, linestyle="--", label="of these, exposed")
+    axes.set_yscale("symlog", linthresh=1.0)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("buffer, in units of what a query selects")
+    axes.set_ylabel("tokens a step, all layers")
+    axes.legend(frameon=False, fontsize=8)
+    return svg(figure)
