@@ -184,7 +184,7 @@ def _selection(selection: Selection) -> str:
     return f"{pages} ({selection.recent_pages} recent{sinks}), by {selection.score}{steps}{buffer}"
 
 
-class _Parser(argparse.ArgumentParser):
+class _CheckParser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
@@ -193,7 +193,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = _Parser(
+    parser = _CheckParser(
         "indexcache-check",
         description=DESCRIPTION,
         epilog=EXAMPLES,

@@ -68,7 +68,7 @@ class Arguments:
     rest: tuple[str, ...]
 
 
-class _Parser(argparse.ArgumentParser):
+class _LauncherParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise LaunchError(message)
 
@@ -80,7 +80,7 @@ def split_arguments(arguments: Sequence[str]) -> Arguments:
         LaunchError: if the pattern flag has no value, is given twice or with the calibration flag, or if a flag is
             almost one of ours.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = _LauncherParser(add_help=False, allow_abbrev=False)
     parser.add_argument(PATTERN_FLAG, action="append", default=[], dest="patterns")
     parser.add_argument(ALLOW_FLAG, action="store_true", dest="allow")
     parser.add_argument(CALIBRATE_FLAG, action="store_true", dest="calibrate")

@@ -27,11 +27,11 @@ _Layers = Annotated[tuple[Count, ...], Field(strict=False)]
 _Names = Annotated[tuple[str, ...], Field(strict=False)]
 
 
-class _Section(BaseModel):
+class _FileSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class ModelSection(_Section):
+class ModelSection(_FileSection):
     """The model that the pattern was found for."""
 
     architecture: str = Field(description="as in config.json, for instance GlmMoeDsaForCausalLM")
@@ -82,7 +82,7 @@ class ModelSection(_Section):
         )
 
 
-class TrajectoryStep(_Section):
+class TrajectoryStep(_FileSection):
     """One layer flipped from F to S."""
 
     layer: Count = Field(description="the layer, counted from 0")
@@ -90,7 +90,7 @@ class TrajectoryStep(_Section):
     stderr: Finite | None = Field(default=None, description="paired standard error of its increase over baseline_loss")
 
 
-class SearchSection(_Section):
+class SearchSection(_FileSection):
     """The search that found the pattern."""
 
     strategy: str
@@ -106,7 +106,7 @@ class SearchSection(_Section):
     noise_floor: Finite = Field(description="difference of two evaluations of the baseline")
 
 
-class CalibrationSection(_Section):
+class CalibrationSection(_FileSection):
     """The text that the patterns were evaluated on."""
 
     sources: _Names
@@ -119,7 +119,7 @@ class CalibrationSection(_Section):
     )
 
 
-class PatternFile(_Section):
+class PatternFile(_FileSection):
     """A pattern with what a reviewer needs to trust it. Load with `PatternFile.load("deploy/glm5.yaml@1/4")`."""
 
     schema_: Literal["indexcache/v1"] = Field(alias="schema")

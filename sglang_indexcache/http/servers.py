@@ -21,14 +21,14 @@ class _Served(BaseModel):
     reason: str = "no reason is given"
 
 
-class _State(BaseModel):
+class _ServerState(BaseModel):
     """The state of one data-parallel rank; without the plugin it names no pattern."""
 
     indexcache: _Served | None = None
 
 
 class _ServerInfo(BaseModel):
-    internal_states: Annotated[list[_State], Field(min_length=1)]
+    internal_states: Annotated[list[_ServerState], Field(min_length=1)]
 
 
 _FORM = TypeAdapter(_ServerInfo)

@@ -139,7 +139,7 @@ def evaluate(
         options.check_runs_here(device, dtype)
         addresses, row_options = tuple(map(Address.of, endpoint or ())), options.row_options(rows)
         from indexcache_search.compare.result import rises
-        from indexcache_search.compare.run import Candidates, Data, Runtime, run, show
+        from indexcache_search.compare.run import Candidates, ComparisonData, Runtime, run, show
 
         candidates = Candidates(
             patterns=tuple(pattern or (demo.PATTERNS if is_demo and not endpoint else ())),
@@ -149,7 +149,7 @@ def evaluate(
             selections=selections_of(selection),
         )
         generated = {} if tasks is None else {**vars(tasks)}
-        data = Data(
+        data = ComparisonData(
             sources=tuple(evaluation or (demo.EVALUATION if is_demo and not tasks else ())),
             tasks=generated.pop("names", ()),
             seq_len=seq_len or (512 if is_demo else None),

@@ -228,7 +228,7 @@ def search(
             price_context=PRICE_CONTEXT if queries is None else queries.context,
             decode_retain=None if decode_retain is None else options.retentions(decode_retain)[0],
         )
-        from indexcache_search.search.run import Files, Runtime, SearchData, run, show, show_data
+        from indexcache_search.search.run import EngineSettings, Files, SearchData, run, show, show_data
 
         data = SearchData(
             calibration=tuple(calibration),
@@ -240,7 +240,7 @@ def search(
             reply=reply,
             rows=row_options,
         )
-        runtime = Runtime(
+        runtime = EngineSettings(
             engine=chosen.name,
             device=device,
             dtype=dtype,

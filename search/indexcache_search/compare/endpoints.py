@@ -21,37 +21,37 @@ _Logprob = Annotated[float, AllowInfNan(False), Field(le=ROUNDING)]
 _Answer = TypeVar("_Answer")
 
 
-class _Frozen(BaseModel):
+class _ResponsePart(BaseModel):
     """A part of a response; unknown fields are ignored."""
 
     model_config = ConfigDict(frozen=True)
 
 
-class _Model(_Frozen):
+class _Model(_ResponsePart):
     id: Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class _Models(_Frozen):
+class _Models(_ResponsePart):
     data: Annotated[list[_Model], Field(min_length=1)]
 
 
-class _Logprobs(_Frozen):
+class _Logprobs(_ResponsePart):
     token_logprobs: list[_Logprob | None]
     top_logprobs: list[dict[str, _Logprob] | None]
     tokens: list[str] | None = None
 
 
-class _Choice(_Frozen):
+class _CompletionChoice(_ResponsePart):
     text: str = ""
     logprobs: _Logprobs | None = None
 
 
-class _Usage(_Frozen):
+class _Usage(_ResponsePart):
     prompt_tokens: Count | None = None
 
 
-class _Completion(_Frozen):
-    choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
+class _Completion(_ResponsePart):
+    choices: Annotated[list[_CompletionChoice], Field(min_length=1, max_length=1)]
     usage: _Usage | None = None
 
 
@@ -114,7 +114,7 @@ class Endpoint:
         """
         return self._complete(tokens, count, {}).text
 
-    def _complete(self, tokens: Sequence[int], count: int, more: dict[str, Any]) -> _Choice:
+    def _complete(self, tokens: Sequence[int], count: int, more: dict[str, Any]) -> _CompletionChoice:
         body = {"model": self.model, "prompt": list(tokens), "max_tokens": count, "temperature": 0, **more}
         answer = self._ask("/v1/completions", _COMPLETION, body, len(tokens) + count)
         read = None if answer.usage is None else answer.usage.prompt_tokens

@@ -17,7 +17,7 @@ from sglang_indexcache import ModelLayers
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class ComparisonSet:
     """Sequences of a comparison.
 
     Attributes:
@@ -44,7 +44,7 @@ def build(
     chat: bool,
     calibrated: Sequence[Sketch] = (),
     reply: int | None = None,
-) -> HeldOut:
+) -> ComparisonSet:
     """Read the sources and generate the tasks.
 
     Args:
@@ -105,4 +105,4 @@ def build(
     data = TokenSet(np.concatenate(tokens), np.concatenate(scored), np.concatenate(source_of), tuple(names), prompt)
     if reply is not None:
         data = data.ending_in_replies(reply)
-    return HeldOut(data, answers, left_out)
+    return ComparisonSet(data, answers, left_out)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from indexcache_search.compare.endpoints import Endpoint
-from indexcache_search.compare.held_out import HeldOut
+from indexcache_search.compare.held_out import ComparisonSet
 from indexcache_search.engines.base import Engine, Losses
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.evaluation.evaluator import Evaluator
@@ -41,7 +41,7 @@ class Compared:
 
 
 def patterns(
-    engine: Engine, journal: Journal, named: Sequence[Variant], held_out: HeldOut, done: Done
+    engine: Engine, journal: Journal, named: Sequence[Variant], held_out: ComparisonSet, done: Done
 ) -> list[Compared]:
     """Measure the baseline and each named pattern: loss, teacher-forced accuracy, and `kl`.
 
@@ -71,11 +71,11 @@ def patterns(
     return compared
 
 
-def _whole(evaluation: Losses, held_out: HeldOut) -> dict[int, float]:
+def _whole(evaluation: Losses, held_out: ComparisonSet) -> dict[int, float]:
     return {row: float(evaluation.correct[row] == evaluation.tokens[row]) for row in held_out.answers}
 
 
-def servers(addresses: Sequence[Address], held_out: HeldOut, done: Done) -> list[Compared]:
+def servers(addresses: Sequence[Address], held_out: ComparisonSet, done: Done) -> list[Compared]:
     """Measure each server: loss and accuracy of the prompt's tokens, and its replies to the tasks.
 
     Raises:

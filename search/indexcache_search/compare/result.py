@@ -12,13 +12,12 @@ import jinja2
 import numpy as np
 from rich.table import Table
 
-from indexcache_search.compare.held_out import HeldOut
+from indexcache_search.compare.held_out import ComparisonSet
 from indexcache_search.compare.measure import Compared
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.results import tables
-from indexcache_search.results.held_out import ComparisonResult, Measured, Row
-from indexcache_search.results.held_out import HeldOut as HeldOutResult
+from indexcache_search.results.held_out import ComparisonResult, HeldOut, Row, SourceResult
 from indexcache_search.results.variant import BASELINE, BEST, MEAN, NAMED, PHASE
 from indexcache_search.search import metrics
 from indexcache_search.search.report.figures import changes_figure
@@ -28,7 +27,13 @@ ERRORS = 2.0  # standard errors beyond which a change is a finding
 
 
 def collect(
-    lines: Sequence[Compared], held_out: HeldOut, first_sparse_position: int, *, model: str, engine: str, seq_len: int
+    lines: Sequence[Compared],
+    held_out: ComparisonSet,
+    first_sparse_position: int,
+    *,
+    model: str,
+    engine: str,
+    seq_len: int,
 ) -> ComparisonResult:
     """Collect all measurements: `held_out` as in metrics.json of a search, with `kl` and changes paired by sequence.
 
@@ -48,7 +53,7 @@ def collect(
     )
 
 
-def _with_changes(row: Row, line: Compared, base: Compared, held_out: HeldOut) -> Row:
+def _with_changes(row: Row, line: Compared, base: Compared, held_out: ComparisonSet) -> Row:
     """Return `row` with changes from the baseline, `kl` and the tasks' answers."""
     data, by_source = held_out.data, {}
     for number, name in enumerate(data.sources):
@@ -67,7 +72,7 @@ def _with_changes(row: Row, line: Compared, base: Compared, held_out: HeldOut) -
     return row.model_copy(update={"by_source": by_source, **kl, **extra})
 
 
-def findings(table: HeldOutResult) -> list[str]:
+def findings(table: HeldOut) -> list[str]:
     """Say of each row on which sources it is worse than the baseline by more than two standard errors."""
     lines = []
     for row in table.rows:
@@ -89,7 +94,7 @@ def rises(rows: Sequence[Row]) -> float:
     return max((value if math.isfinite(value) else math.inf for value in lower), default=math.inf)
 
 
-def _worse(source: Measured) -> bool:
+def _worse(source: SourceResult) -> bool:
     falls = [change for change in (source.accuracy_change, source.generated_change) if change is not None]
     rise = source.increase
     return _beyond(rise.mean, rise.stderr) or any(_beyond(-change.mean, change.stderr) for change in falls)

@@ -12,7 +12,7 @@ from typing import ClassVar
 from rich.console import Console
 
 from indexcache_search.compare import held_out, measure, result
-from indexcache_search.compare.held_out import HeldOut
+from indexcache_search.compare.held_out import ComparisonSet
 from indexcache_search.compare.measure import Compared, Done
 from indexcache_search.data import dry_run
 from indexcache_search.data.reader import TokenReader
@@ -39,8 +39,8 @@ Spec = tuple[str | None, PatternSpec]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
-    """Data of a comparison, see `held_out.build`. `seq_len` None means 4 x `first_sparse_position`.
+class ComparisonData:
+    """ComparisonData of a comparison, see `held_out.build`. `seq_len` None means 4 x `first_sparse_position`.
 
     `rows` says how rows are read. With `only_shown` the data are printed and nothing is compared.
     """
@@ -142,7 +142,7 @@ class Candidates:
         return calibrated_on(specs)
 
     def compared(
-        self, engine: TransformersEngine, journal: Journal, lines: Sequence[Variant], built: HeldOut, done: Done
+        self, engine: TransformersEngine, journal: Journal, lines: Sequence[Variant], built: ComparisonSet, done: Done
     ) -> list[Compared]:
         """Evaluate the baseline and `lines`; see `measure.patterns`."""
         return measure.patterns(engine, journal, lines, built, done)
@@ -153,7 +153,13 @@ class Candidates:
 
 
 def run(
-    model: str, candidates: Candidates, data: Data, runtime: Runtime, output: Path, restart: bool, console: Console
+    model: str,
+    candidates: Candidates,
+    data: ComparisonData,
+    runtime: Runtime,
+    output: Path,
+    restart: bool,
+    console: Console,
 ) -> ComparisonResult | None:
     """Compare on held-out data, and write eval.json and eval.html.
 
@@ -181,7 +187,13 @@ def run(
 
 
 def _run(
-    model: str, candidates: Candidates, data: Data, runtime: Runtime, out: Outputs, restart: bool, console: Console
+    model: str,
+    candidates: Candidates,
+    data: ComparisonData,
+    runtime: Runtime,
+    out: Outputs,
+    restart: bool,
+    console: Console,
 ) -> ComparisonResult | None:
     given = candidates.selections[0] if candidates.selections else None
     specs = [(name, PatternSpec.read(text, given, DEFAULT)) for name, text in map(split_name, candidates.patterns)]
@@ -226,12 +238,12 @@ def built_of(
     model: str,
     description: ModelLayers,
     vocab_size: int,
-    data: Data,
+    data: ComparisonData,
     seq_len: int,
     calibrated: Sequence[Sketch],
     what: str,
     console: Console,
-) -> HeldOut:
+) -> ComparisonSet:
     """Build the held-out data without texts that a `what` was calibrated on; see `held_out.build`."""
     replies = description.dense
     reader = TokenReader(lambda: load_tokenizer(model), vocab_size, seq_len, replies, data.rows)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rich.console import Console
 
 from indexcache_search.data.chats import Text
-from indexcache_search.data.reader import Reading, TokenReader
+from indexcache_search.data.reader import SourceReading, TokenReader
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import SearchError
 from sglang_indexcache.errors import one_line
@@ -43,7 +43,7 @@ def show(reader: TokenReader, sets: Mapping[str, TokenSet]) -> None:
     out.print("Nothing was loaded and nothing written; without --dry-run the same data are used.")
 
 
-def _show_rows(out: Console, reading: Reading, reader: TokenReader) -> None:
+def _show_rows(out: Console, reading: SourceReading, reader: TokenReader) -> None:
     read = ", ".join(f"{count} of {name}" for name, count in reading.rows.items())
     unread = f"; columns not read: {', '.join(sorted(reading.unread))}" if reading.unread else ""
     out.print("    " + one_line(f"rows: {read}{unread}"))

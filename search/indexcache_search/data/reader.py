@@ -23,7 +23,7 @@ SECTION_SEQUENCES = 4  # longer documents are cut
 
 
 @dataclass
-class Reading:
+class SourceReading:
     """Counts of the rows read so far from one source for one purpose.
 
     Attributes:
@@ -76,7 +76,7 @@ class TokenReader:
         options: RowOptions = AS_THEY_ARE,
     ) -> None:
         self.replies = replies
-        self.readings: list[Reading] = []
+        self.readings: list[SourceReading] = []
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._seq_len = seq_len
@@ -126,7 +126,7 @@ class TokenReader:
             DataError: if the source can't be found or read, or has more bad rows than may be skipped.
         """
         size = SECTION_SEQUENCES * self._seq_len
-        reading = Reading(source, purpose)
+        reading = SourceReading(source, purpose)
         self.readings.append(reading)
         for place, record in rows(source, seed, lambda note: self._notes.setdefault(note)):
             try:
@@ -144,7 +144,7 @@ class TokenReader:
                 block = slice(start, start + size)
                 yield Section(document.tokens[block], document.mask[block])
 
-    def _encode(self, record: Record, reading: Reading) -> Section:
+    def _encode(self, record: Record, reading: SourceReading) -> Section:
         if isinstance(record, RowError):
             raise record
         shape = shape_of(record)
@@ -165,7 +165,7 @@ class TokenReader:
             reading.example = texts[-1] if texts else tokens.tolist()
         return Section(tokens.astype(np.int32), mask)
 
-    def _texts(self, content: Text | Chat, reading: Reading) -> list[Text]:
+    def _texts(self, content: Text | Chat, reading: SourceReading) -> list[Text]:
         if isinstance(content, Text):
             return [content]
         source = getattr(self.tokenizer, "chat_template", None)

@@ -55,7 +55,7 @@ class Importance(Protocol):
 
 
 @dataclass
-class _State:
+class _PageState:
     """State that a pass with roles carries from layer to layer; see `apply_page_roles`."""
 
     pattern: Pattern
@@ -144,7 +144,7 @@ def apply_page_roles(
             )
         if _in_blocks:
             raise SearchError("trained heads are not known to attention in blocks, expected --engine attention=naive")
-    state = _State(pattern, pattern.selection, prompt, observe, watch, carried, bool(_in_blocks), trained)
+    state = _PageState(pattern, pattern.selection, prompt, observe, watch, carried, bool(_in_blocks), trained)
     with attending(model, "indexcache_pages", partial(_attention, state), eager_mask):
         yield
 
@@ -161,7 +161,7 @@ def check_layers(model: Any) -> None:
         raise SearchError(f"{name}: sliding_window is {window}, expected layers that see everything")
 
 
-def _attention(state: _State, call: AttentionCall) -> Tensor:
+def _attention(state: _PageState, call: AttentionCall) -> Tensor:
     """Run eager attention, over selected keys in F and S layers."""
     layer, query, key, value, mask = call.layer, call.query, call.key, call.value, call.mask
     role, attend, scaling = state.pattern[layer], call.eager, call.scaling
@@ -207,7 +207,7 @@ def _attention(state: _State, call: AttentionCall) -> Tensor:
 
 
 def _over_pages(
-    state: _State, query: Tensor, key: Tensor, value: Tensor, scaling: float, dense: Tensor | None
+    state: _PageState, query: Tensor, key: Tensor, value: Tensor, scaling: float, dense: Tensor | None
 ) -> Tensor:
     """Attend to selected pages, `[batch, queries, heads, dim]`, over gathered keys; prompts take `dense`."""
     assert state.kept is not None

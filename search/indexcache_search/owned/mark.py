@@ -72,7 +72,10 @@ class Mark(BaseModel):
         try:
             if path.is_symlink():
                 raise FileError(f"{path}: is a link")
-            return cls.model_validate_json(read_regular(path, _MAX_BYTES))
+            mark = cls.model_validate_json(read_regular(path, _MAX_BYTES))
+            if "schema_" not in mark.model_fields_set:
+                raise FileError(f"{path}: schema is missing")
+            return mark
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"]))

@@ -17,7 +17,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
-class Measured(Section):
+class SourceResult(Section):
     """Measurements of a pattern or server on one source; a comparison adds changes from the baseline.
 
     Attributes:
@@ -53,7 +53,7 @@ class Row(Section):
     pattern: str | None
     loss: Estimate
     increase: Estimate
-    by_source: dict[str, Measured]
+    by_source: dict[str, SourceResult]
     kl: Estimate | None = None
     extra: dict[str, Estimate] | None = None
 

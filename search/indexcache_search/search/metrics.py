@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine, Losses
 from indexcache_search.evaluation import estimates
-from indexcache_search.results.held_out import CostResult, HeldOut, Measured, Row, SearchResult, StepResult
+from indexcache_search.results.held_out import CostResult, HeldOut, Row, SearchResult, SourceResult, StepResult
 from indexcache_search.results.names import suffix
 from indexcache_search.results.variant import BASELINE, BEST, MEAN, PHASE, Variant
 from indexcache_search.search.comparison import VariantLosses
@@ -143,7 +143,7 @@ def _measure(
         "loss": estimates.loss(evaluation, data),
         "increase": estimates.increase(evaluation, baseline, data),
         "by_source": {
-            name: Measured(
+            name: SourceResult(
                 loss=estimates.loss(evaluation, data, number),
                 increase=estimates.increase(evaluation, baseline, data, number),
                 accuracy=estimates.share(hits, evaluation, data, number),

@@ -72,7 +72,7 @@ class SearchData:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runtime:
+class EngineSettings:
     """How the engine runs, see `TransformersEngine.load` and `SglangEngine`.
 
     Attributes:
@@ -110,7 +110,7 @@ class Files:
 
 
 def run(
-    model: str, data: SearchData, runtime: Runtime, settings: Settings, files: Files, console: Console
+    model: str, data: SearchData, runtime: EngineSettings, settings: Settings, files: Files, console: Console
 ) -> SearchResult:
     """Search `model`, write pattern.yaml, metrics.json and report.html, and return what they show.
 
@@ -148,7 +148,7 @@ def run(
     return result
 
 
-def show_data(model: str, data: SearchData, runtime: Runtime, settings: Settings) -> None:
+def show_data(model: str, data: SearchData, runtime: EngineSettings, settings: Settings) -> None:
     """Read the data as `run` does, print what was read, and do nothing else.
 
     Raises:
@@ -160,7 +160,7 @@ def show_data(model: str, data: SearchData, runtime: Runtime, settings: Settings
 
 
 def _load_data(
-    model: str, data: SearchData, settings: Settings, runtime: Runtime
+    model: str, data: SearchData, settings: Settings, runtime: EngineSettings
 ) -> tuple[Goal, TokenReader, TokenSet, TokenSet]:
     """Read the data before the weights: mistakes in the first are common, and the second takes long."""
     set_quiet()
@@ -191,7 +191,7 @@ def token_sets(
     return reader, calibration, held_out
 
 
-def _load_engine(model: str, runtime: Runtime, out: Outputs, stack: ExitStack, console: Console) -> Engine:
+def _load_engine(model: str, runtime: EngineSettings, out: Outputs, stack: ExitStack, console: Console) -> Engine:
     """Load weights here, or find or start servers that have; `stack` ends what was started."""
     if runtime.engine == "transformers":
         return TransformersEngine.load(

@@ -22,7 +22,7 @@ from sglang_indexcache.pattern.selection import Selection
 def make_backend_class(stock: Any) -> Any:
     """Make the subclass of `FlashAttentionBackend` that decodes by the `LayerRole` of each layer."""
 
-    class ChoosingBackend(stock):  # type: ignore[misc]
+    class ChoosingFlashAttention(stock):  # type: ignore[misc]
         _indexcache_chosen: Any  # the metadata of S layers
         _indexcache_tables: dict[int, Tensor] | None = None  # by batch size; entries that are not live stay valid
 
@@ -81,4 +81,4 @@ def make_backend_class(stock: Any) -> Any:
                 out_table=self._indexcache_tables[len(table)],
             )
 
-    return ChoosingBackend
+    return ChoosingFlashAttention

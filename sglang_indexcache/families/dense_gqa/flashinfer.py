@@ -25,7 +25,7 @@ from sglang_indexcache.pattern.selection import Selection
 
 
 @dataclass
-class _Plan:
+class _SharedPages:
     """The plan for decoding S layers of B requests."""
 
     wrapper: Any  # flashinfer's, planned for the selected tokens
@@ -59,10 +59,10 @@ def make_backend_class(stock: Any) -> Any:
     """Make the subclass of `FlashInferAttnBackend` that decodes by the `LayerRole` of each layer."""
     home = sys.modules[stock.__module__]
 
-    class ChoosingBackend(stock):  # type: ignore[misc]
+    class ChoosingFlashInfer(stock):  # type: ignore[misc]
         indexcache_selection: Selection  # written by `DenseGqaSglang.loaded`
-        _indexcache_plan: _Plan  # plan of the pass that runs, or is captured
-        _indexcache_plans: dict[int, _Plan] | None = None  # plans of CUDA graphs, by batch size
+        _indexcache_plan: _SharedPages  # plan of the pass that runs, or is captured
+        _indexcache_plans: dict[int, _SharedPages] | None = None  # plans of CUDA graphs, by batch size
         _indexcache_wrapper: Any = None  # wrapper of passes without a graph
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -150,12 +150,12 @@ def make_backend_class(stock: Any) -> Any:
                 **buffers,
             )
 
-        def _new_plan(self, batch_size: int, wrapper: Any) -> _Plan:
+        def _new_plan(self, batch_size: int, wrapper: Any) -> _SharedPages:
             counts = 2 * batch_size + 1, batch_size * self.indexcache_selection.tokens, batch_size
             device = self.kv_indptr[0].device
-            return _Plan(wrapper, *(torch.zeros(count, dtype=torch.int32, device=device) for count in counts))
+            return _SharedPages(wrapper, *(torch.zeros(count, dtype=torch.int32, device=device) for count in counts))
 
-        def _fill(self, plan: _Plan, batch: Any, fixed_split_size: int | None, disable_split_kv: bool) -> None:
+        def _fill(self, plan: _SharedPages, batch: Any, fixed_split_size: int | None, disable_split_kv: bool) -> None:
             """Plan for the lengths of a batch, and make this the plan of the pass."""
             size, updater = batch.batch_size, self.indices_updater_decode
             lengths = batch.seq_lens[:size].cpu() if batch.seq_lens_cpu is None else batch.seq_lens_cpu[:size]
@@ -182,4 +182,4 @@ def make_backend_class(stock: Any) -> Any:
             )
             self._indexcache_plan = plan
 
-    return ChoosingBackend
+    return ChoosingFlashInfer

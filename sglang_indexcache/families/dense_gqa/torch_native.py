@@ -21,7 +21,7 @@ _CHOSEN = "_indexcache_chosen"  # on a forward batch: table and lengths
 def make_backend_class(stock: Any) -> Any:
     """Make the subclass of `TorchNativeAttnBackend` that decodes by the `LayerRole` of each layer."""
 
-    class ChoosingBackend(stock):  # type: ignore[misc]
+    class ChoosingTorchNative(stock):  # type: ignore[misc]
         def forward_decode(
             self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
         ) -> Tensor:
@@ -52,7 +52,7 @@ def make_backend_class(stock: Any) -> Any:
             scores = page_scores(queries, keys, table, lengths, lse=lse, scale=scale, budget=budget, backend="naive")
             return select_pages(scores, table, lengths, budget=budget, backend="naive")
 
-    return ChoosingBackend
+    return ChoosingTorchNative
 
 
 def _denominators(q: Tensor, k: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:

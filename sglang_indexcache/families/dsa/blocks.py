@@ -97,9 +97,9 @@ class BlockSelection:
         result[members] = _with_own(own, best).flatten(0, 1)
         return result
 
-    def _plan(self, forward_batch: Any, device: torch.device) -> _Plan | None:
+    def _plan(self, forward_batch: Any, device: torch.device) -> _BlockRows | None:
         """Return where the rows of a forward pass are, computed once for all layers; `None` without blocks."""
-        plans: dict[tuple[int, int], _Plan | None] = forward_batch.__dict__.setdefault(_PLANS, {})
+        plans: dict[tuple[int, int], _BlockRows | None] = forward_batch.__dict__.setdefault(_PLANS, {})
         key = (self.queries, self.indexer.index_topk)
         if key not in plans:
             prefixes, lengths = (
@@ -107,12 +107,12 @@ class BlockSelection:
                 for counts in (forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu)
             )
             blocks = blocks_of(prefixes, lengths, *key)
-            plans[key] = _Plan.of(blocks, lengths, self.queries, device) if blocks else None
+            plans[key] = _BlockRows.of(blocks, lengths, self.queries, device) if blocks else None
         return plans[key]
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _BlockRows:
     """The blocks of a forward pass on a device: B blocks of Q queries, E other rows."""
 
     members: Tensor  # [B, Q], rows
@@ -124,7 +124,7 @@ class _Plan:
     @classmethod
     def of(
         cls, blocks: Sequence[tuple[int, int, int]], lengths: Sequence[int], queries: int, device: torch.device
-    ) -> _Plan:
+    ) -> _BlockRows:
         rows, begins, requests = map(torch.tensor, zip(*blocks, strict=True))
         members = rows[:, None] + torch.arange(queries)
         alone = torch.ones(sum(lengths), dtype=torch.bool)

@@ -49,7 +49,7 @@ _KEYS = {
 
 
 @dataclass(frozen=True)
-class Reading:
+class SpelledPattern:
     """A pattern as an engine would read it from a configuration.
 
     Attributes:
@@ -76,7 +76,7 @@ def freq_pattern(num_layers: int, freq: int, offset: int = DEFAULT_OFFSET) -> Pa
     return Pattern("".join(FULL if max(layer - offset + 1, 0) % freq == 0 else SHARED for layer in layers))
 
 
-def read_spelling(config: Mapping[str, Any], num_layers: int, rule: Rule) -> Reading:
+def read_spelling(config: Mapping[str, Any], num_layers: int, rule: Rule) -> SpelledPattern:
     """Read the pattern that an engine with `rule` takes from `config` (a config.json, overrides merged in).
 
     Engines are lenient: a pattern that is too short leaves the tail `F`, other letters count as `F`. Here both are
@@ -92,7 +92,7 @@ def read_spelling(config: Mapping[str, Any], num_layers: int, rule: Rule) -> Rea
         )
     present = [key for key in _KEYS[rule] if config.get(key) is not None]
     if not present:
-        return Reading(Pattern.full(num_layers), None)
+        return SpelledPattern(Pattern.full(num_layers), None)
     if rule is Rule.VLLM and config.get("use_index_cache") is not True:
         notes.append(
             f"{present[0]} needs use_index_cache beside it in vLLM before 0.33, which does not read it any more"
@@ -107,7 +107,7 @@ def read_spelling(config: Mapping[str, Any], num_layers: int, rule: Rule) -> Rea
     if winner == FREQ_KEY and config[FREQ_KEY] > 1 and pattern != Pattern.uniform(num_layers, config[FREQ_KEY]):
         uniform = Pattern.uniform(num_layers, config[FREQ_KEY])
         notes.append(f"{FREQ_KEY}={config[FREQ_KEY]} is {pattern}, not the paper's uniform {uniform}")
-    return Reading(pattern, winner, tuple(notes))
+    return SpelledPattern(pattern, winner, tuple(notes))
 
 
 def _read_key(config: Mapping[str, Any], key: str, num_layers: int) -> Pattern:

@@ -120,7 +120,7 @@ def evaluate(
     console = messages()
     with errors_in_one_line(console, "indexcache-lab key-delta eval"):
         options.check_runs_here(device, dtype)
-        from indexcache_search.compare.run import Data, Runtime, run, show
+        from indexcache_search.compare.run import ComparisonData, Runtime, run, show
         from indexcache_search.lab.key_delta.compare import KeyCandidates, read_thresholds
 
         candidates = KeyCandidates(
@@ -131,7 +131,7 @@ def evaluate(
             retentions=options.retentions(retain),
             selections=selections_of(selection),
         )
-        data = Data(
+        data = ComparisonData(
             sources=tuple(evaluation),
             seq_len=seq_len,
             sequences=num_sequences,

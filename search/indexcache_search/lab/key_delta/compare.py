@@ -14,7 +14,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from indexcache_search.compare import measure
-from indexcache_search.compare.held_out import HeldOut
+from indexcache_search.compare.held_out import ComparisonSet
 from indexcache_search.compare.measure import Compared, Done
 from indexcache_search.compare.run import Candidates, Spec
 from indexcache_search.data.sketch import Sketch
@@ -26,8 +26,7 @@ from indexcache_search.lab.dense import describe_dense
 from indexcache_search.lab.key_delta.engine import Costs, KeyEngine, main_stage
 from indexcache_search.lab.key_delta.file import KeyFile
 from indexcache_search.lab.key_delta.plan import BLOCK, LONG, METHODS, SINKS, STAGES, KeyMethod, KeyPlan
-from indexcache_search.results.held_out import ComparisonResult
-from indexcache_search.results.held_out import HeldOut as HeldOutResult
+from indexcache_search.results.held_out import ComparisonResult, HeldOut
 from indexcache_search.results.variant import BASELINE, NAMED, Variant
 from indexcache_search.search.report.drawing import blank, svg
 from sglang_indexcache import ModelLayers
@@ -96,7 +95,7 @@ class KeyCandidates(Candidates):
         return [*(file.calibrated_on() for file in self._files.values()), *super().calibrated_on(specs)]
 
     def compared(
-        self, engine: TransformersEngine, journal: Journal, lines: Sequence[Variant], built: HeldOut, done: Done
+        self, engine: TransformersEngine, journal: Journal, lines: Sequence[Variant], built: ComparisonSet, done: Done
     ) -> list[Compared]:
         """See `compare`."""
         assert isinstance(engine, KeyEngine)
@@ -129,7 +128,7 @@ def compare(
     engine: KeyEngine,
     journal: Journal,
     lines: Sequence[Variant],
-    built: HeldOut,
+    built: ComparisonSet,
     done: Done,
     rivalled: Sequence[KeyPlan],
 ) -> list[Compared]:
@@ -148,7 +147,7 @@ def compare(
     return [with_costs(item) for item in compared]
 
 
-def figures(held_out: HeldOutResult) -> dict[str, Markup]:
+def figures(held_out: HeldOut) -> dict[str, Markup]:
     """Draw the divergence over the share of products of queries with keys left out, a curve for each method."""
     rows = [row for row in held_out.rows if row.kind != BASELINE and row.extra]
     title = next(iter(rows[0].extra or {}))

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from indexcache_search.compare import result
-from indexcache_search.compare.held_out import HeldOut
+from indexcache_search.compare.held_out import ComparisonSet
 from indexcache_search.compare.run import Runtime, show
 from indexcache_search.console import command, results
 from indexcache_search.data import dry_run
@@ -125,7 +125,7 @@ def run(
             for item in found:
                 lines.append(Variant(NAMED, f"searched, {item.asked:g}", None, item.plan))
                 lines.append(Variant(NAMED, f"one threshold, {item.asked:g}", None, item.uniform))
-            built, rivalled = HeldOut(held_out, {}), [item.plan for item in found]
+            built, rivalled = ComparisonSet(held_out, {}), [item.plan for item in found]
             compared = compare(engine, journal, lines, built, partial(progress.advance, task), rivalled)
             comparison = result.collect(
                 compared,

@@ -122,7 +122,7 @@ def offload(
         if not is_demo and not evaluation:
             raise SearchError("--evaluation is missing, expected a file, folder or hub id with text like your traffic")
         addresses, row_options = tuple(map(Address.of, endpoint or ())), options.row_options(rows)
-        from indexcache_search.compare.run import Data, Runtime
+        from indexcache_search.compare.run import ComparisonData, Runtime
         from indexcache_search.lab.offload.result import Limits
         from indexcache_search.lab.offload.run import PlanRequest, run, show
 
@@ -133,7 +133,7 @@ def offload(
         asked = PlanRequest(
             patterns=tuple(pattern or ([f"{demo.PATTERNS[0]}@1/4"] if is_demo else [])),
             selections=selections_of(selection),
-            data=Data(
+            data=ComparisonData(
                 sources=tuple(evaluation or demo.EVALUATION),
                 seq_len=seq_len or (512 if is_demo else None),
                 sequences=num_sequences,

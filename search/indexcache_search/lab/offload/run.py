@@ -15,9 +15,9 @@ from rich.console import Console
 import sglang_indexcache
 from indexcache_search import demo
 from indexcache_search.compare import measure
-from indexcache_search.compare.held_out import HeldOut
+from indexcache_search.compare.held_out import ComparisonSet
 from indexcache_search.compare.measure import Compared
-from indexcache_search.compare.run import Data, Runtime
+from indexcache_search.compare.run import ComparisonData, Runtime
 from indexcache_search.console import serving
 from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
@@ -77,7 +77,7 @@ class PlanRequest:
 
     patterns: tuple[str, ...]
     selections: tuple[Selection, ...]
-    data: Data
+    data: ComparisonData
     steps: int
     buffers: tuple[float, ...]
     endpoints: tuple[Address, ...]
@@ -152,7 +152,7 @@ def _run(
         lines = [Variant(NAMED, name, None, pattern) for name, pattern in named.items()]
         task = progress.add_task("sequences", total=3 * (1 + len(lines)) * data.num_sequences)
         done = partial(progress.advance, task)
-        compared = measure.patterns(engine, journal, lines, HeldOut(data, {}), done)
+        compared = measure.patterns(engine, journal, lines, ComparisonSet(data, {}), done)
         counter = _Counter(engine, data, journal, asked, server, context, config, partial(done, 1))
         plans = [counter.plan(item, compared[0]) for item in compared]
     found = OffloadResult(

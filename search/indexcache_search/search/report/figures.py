@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.results import tables
-from indexcache_search.results.held_out import HeldOut, Measured, SearchResult
+from indexcache_search.results.held_out import HeldOut, SearchResult, SourceResult
 from indexcache_search.results.variant import BASELINE, NAMED, PHASE
 from indexcache_search.search.report.drawing import BLUE, GREY, RED, blank, plain, svg
 from sglang_indexcache import Pattern
@@ -140,7 +140,7 @@ def changes_figure(held_out: HeldOut) -> Markup:
     return svg(figure)
 
 
-def _shown(measured: Sequence[Measured], has_answers: bool) -> str:
+def _shown(measured: Sequence[SourceResult], has_answers: bool) -> str:
     """Which change a panel shows."""
     if measured and all(item.generated_change is not None for item in measured):
         return "generated_change"
