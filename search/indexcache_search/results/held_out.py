@@ -11,13 +11,13 @@ from indexcache_search.results.variant import Kind
 from sglang_indexcache import PatternFile
 
 
-class Section(BaseModel):
+class ResultSection(BaseModel):
     """A part of a result, frozen; unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
-class SourceResult(Section):
+class SourceResult(ResultSection):
     """Measurements of a pattern or server on one source; a comparison adds changes from the baseline.
 
     Attributes:
@@ -39,7 +39,7 @@ class SourceResult(Section):
     generated_change: Estimate | None = None
 
 
-class Row(Section):
+class Row(ResultSection):
     """One line of a table: its variant (see `Variant`), and measurements over all sources and on each.
 
     `extra` holds further measurements of a study's plans, by column title.
@@ -58,7 +58,7 @@ class Row(Section):
     extra: dict[str, Estimate] | None = None
 
 
-class HeldOut(Section):
+class HeldOut(ResultSection):
     """A comparison on held-out data.
 
     Attributes:
@@ -74,7 +74,7 @@ class HeldOut(Section):
     rows: list[Row]
 
 
-class StepResult(Section):
+class StepResult(ResultSection):
     """Committed flip of `layer`; `candidates` are the losses of flips run on all sequences, by layer."""
 
     layer: int
@@ -85,7 +85,7 @@ class StepResult(Section):
     candidates: dict[str, float]
 
 
-class CostResult(Section):
+class CostResult(ResultSection):
     """See `evaluator.Cost`; also the layer-tokens of the paper's Algorithm 1 to the same retention."""
 
     evaluations: int
@@ -96,7 +96,7 @@ class CostResult(Section):
     share_of_algorithm_1: float
 
 
-class SearchResult(Section):
+class SearchResult(ResultSection):
     """Contents of a search's metrics.json.
 
     Attributes:
@@ -128,7 +128,7 @@ class SearchResult(Section):
         return {**content, "pattern_file": self.pattern_file.model_dump(mode="json", by_alias=True)}
 
 
-class ComparisonResult(Section):
+class ComparisonResult(ResultSection):
     """Contents of eval.json; each line of `findings` says where a row is worse than the baseline."""
 
     schema_: str = Field(alias="schema")

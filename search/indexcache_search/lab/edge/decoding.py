@@ -55,7 +55,7 @@ class Blocks:
 
 
 @dataclass
-class _State:
+class _DecodingState:
     """State of decoding between layers and steps.
 
     Attributes:
@@ -95,12 +95,12 @@ def apply_block_decoding(
     if len(blocks.roles) != layers:
         raise SearchError(f"there are {len(blocks.roles)} roles, the model has {layers} layers")
     check_layers(model)
-    state = _State(blocks, cache, backend)
+    state = _DecodingState(blocks, cache, backend)
     with attending(model, "indexcache_blocks", partial(_attention, state), sdpa_mask):
         yield
 
 
-def _attention(state: _State, call: AttentionCall) -> Tensor:
+def _attention(state: _DecodingState, call: AttentionCall) -> Tensor:
     layer, query, key = call.layer, call.query, call.key
     if query.shape[2] > 1 or state.blocks.roles[layer] == DENSE:
         output, _ = call.by(sdpa_attention_forward)(query, key, call.value, call.mask)
@@ -123,7 +123,7 @@ def _attention(state: _State, call: AttentionCall) -> Tensor:
     return attended[:, None]
 
 
-def _choose(state: _State, layer: int, query: Tensor, key: Tensor, length: int) -> Tensor:
+def _choose(state: _DecodingState, layer: int, query: Tensor, key: Tensor, length: int) -> Tensor:
     """Select the blocks that the newest token attends to, `[batch, N]`, int32."""
     blocks, (batch, kv_heads, _, dim) = state.blocks, key.shape
     size, number = blocks.tokens, -(-length // blocks.tokens)

@@ -55,7 +55,7 @@ class _DeltaLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
 
 
 @dataclass(frozen=True)
-class _State:
+class _KeyState:
     """State of a pass: the arguments of `apply_key_plan`, and the counts that it yields."""
 
     plan: KeyPlan
@@ -92,12 +92,12 @@ def apply_key_plan(
     if len(plan.values) != layers:
         raise SearchError(f"the plan has values for {len(plan.values)} layers, the model has {layers}")
     check_layers(model)
-    state = _State(plan, read, cache, [])
+    state = _KeyState(plan, read, cache, [])
     with attending(model, "indexcache_keys", partial(_attention, state), eager_mask):
         yield state.counts
 
 
-def _attention(state: _State, call: AttentionCall) -> Tensor:
+def _attention(state: _KeyState, call: AttentionCall) -> Tensor:
     """Attend like transformers' eager attention, with other scores."""
     assert call.mask is not None
     score = _scores if state.cache is None else _cached_scores
@@ -115,7 +115,7 @@ def _products(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     return torch.matmul(query, _for_heads(key, query).transpose(2, 3)) * scaling
 
 
-def _scores(state: _State, layer: int, query: Tensor, key: Tensor, scaling: float) -> Tensor:
+def _scores(state: _KeyState, layer: int, query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """Return scores of whole sequences, `[batch, heads, queries, keys]`; -inf where a query does not look."""
     batch, groups, tokens, dim = key.shape
     if query.shape[2] != tokens:
@@ -148,7 +148,7 @@ def _scores(state: _State, layer: int, query: Tensor, key: Tensor, scaling: floa
     return torch.where(far, _products(query, kept, scaling), scores)
 
 
-def _cached_scores(state: _State, layer: int, query: Tensor, key: Tensor, scaling: float) -> Tensor:
+def _cached_scores(state: _KeyState, layer: int, query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """Return scores with a cache, whose layer holds `key`."""
     assert state.cache is not None
     held: Any = state.cache.layers[layer]

@@ -12,7 +12,7 @@ from pydantic import Field
 from rich.table import Table
 
 from indexcache_search.evaluation.estimates import Estimate
-from indexcache_search.results.held_out import Section
+from indexcache_search.results.held_out import ResultSection
 from indexcache_search.results.tables import fitted, with_error
 from indexcache_search.search.report.drawing import GREY, blank, plain, svg
 
@@ -20,7 +20,7 @@ SCHEMA = "indexcache-offload/v2"
 FILES = ("offload.json", "offload.html")
 
 
-class Buffer(Section):
+class Buffer(ResultSection):
     """Size of a buffer, and the misses of one request's decode step.
 
     Attributes:
@@ -50,7 +50,7 @@ class Buffer(Section):
     hisparse_config: str | None
 
 
-class PlanTraffic(Section):
+class PlanTraffic(ResultSection):
     """One pattern with buffers of several sizes.
 
     Attributes:
@@ -80,21 +80,21 @@ class PlanTraffic(Section):
     buffers: list[Buffer]
 
 
-class Limits(Section):
+class Limits(ResultSection):
     """Limits of a plan's bytes: copied in a step, and held on the device; `None` for no limit."""
 
     bytes_a_step: float | None
     device_bytes: float | None
 
 
-class PlanChoice(Section):
+class PlanChoice(ResultSection):
     """The plan of least KL within the limits, and the smallest of its buffers that fits."""
 
     name: str
     buffer: Buffer
 
 
-class OffloadResult(Section):
+class OffloadResult(ResultSection):
     """All counts and predictions.
 
     Attributes:
