@@ -26,7 +26,7 @@ from indexcache_search.distill.task import StageTask
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import read_config
 from indexcache_search.training.loop import Loop
-from indexcache_search.training.order import Order
+from indexcache_search.training.order import rows_of_step
 from indexcache_search.training.processes import joined
 from sglang_indexcache import Pattern
 from sglang_indexcache.files.pattern_file import PatternFile
@@ -302,7 +302,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(SearchError, match="process 1 of this machine has no GPU"), joined(cpu=False, bfloat16=True):
+    with pytest.raises(SearchError, match="process 1 of this machine has no GPU"), joined("auto", "bfloat16"):
         pass
 
 
@@ -525,8 +525,7 @@ def test_schedules(schedule: Any) -> None:
 
 
 def test_every_epoch_takes_each_row_once() -> None:
-    order = Order(10, seed=3)
-    rows = np.concatenate([order.step(step, 4) for step in range(10)])
+    rows = np.concatenate([rows_of_step(step, 4, 10, seed=3) for step in range(10)])
     epochs = rows.reshape(4, 10)
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs) and not (epochs[0] == epochs[1]).all()
-    assert np.array_equal(Order(10, seed=3).step(7, 4), rows[28:32])
+    assert np.array_equal(rows_of_step(1, 14, 10, seed=3), rows[14:28])  # of three epochs

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from indexcache_search.distill.losses import divergence
-from indexcache_search.distill.model import Distillation, set_trainable
+from indexcache_search.distill.model import Distillation, divergence, set_trainable
 from indexcache_search.distill.settings import Loss, Stage
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
@@ -41,14 +40,15 @@ class Watched(Distillation):
         super().__init__(*args)
         self.seen: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def _learn(self, layer: int, p: Tensor) -> None:
+    def _divergence(self, layer: int, p: Tensor) -> Tensor:
         self.seen[layer] = p, self._log_q[self.pattern.source_layers[layer]]
-        super()._learn(layer, p)
+        return super()._divergence(layer, p)
 
     def segments(self) -> list[tuple[list[Tensor], Tensor]]:
         """For each indexer what the layers that it serves do, and what it says."""
         sources = self.pattern.source_layers
         served = [[layer for layer, own in enumerate(sources) if own == source] for source in self.pattern.full_layers]
+        served = served if self.loss == "multi" else [layers[:1] for layers in served]
         return [([self.seen[layer][0] for layer in layers], self.seen[layers[0]][1]) for layers in served]
 
 

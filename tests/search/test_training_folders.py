@@ -6,7 +6,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from indexcache_search.errors import FolderError, JournalError
 from indexcache_search.owned import tree
 from indexcache_search.owned.lock import LOCK
 from indexcache_search.owned.mark import MARK
+from indexcache_search.training.folders import HeldFolders, check_folders, held_folders
 from indexcache_search.training.processes import Processes
 from indexcache_search.training.sets import TrainingData
 from indexcache_search.training.settings import Folders
-from indexcache_search.training.work import Work, check_folders, work_folder
 from sglang_indexcache.errors import IndexCacheError
 from tests.search.test_ownership import COMMAND, names_in, snapshot
 
@@ -35,19 +35,19 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     data = TrainingData(training=sources, evaluation=(), seq_len=1, num_sequences=1, num_eval_sequences=1)
 
     @contextmanager
-    def begun(restart: bool = False, **more: Any) -> Iterator[Work]:
+    def begun(restart: bool = False, **more: Any) -> Iterator[HeldFolders]:
         folders = Folders(tmp_path / "out", restart)
         check_folders(folders, data.reads("owner/name"))
-        with work_folder(folders, data, more, ALONE) as work:
+        with held_folders(folders, data, more, ALONE) as work:
             yield work
 
     return begun
 
 
-def complete(work: Work) -> None:
+def complete(work: HeldFolders) -> None:
     """Everything that a run leaves."""
-    folders = work.folders
-    with work.log(0, tensorboard=False) as log:
+    folders = work.paths
+    with closing(work.log(0, tensorboard=False)) as log:
         log.add({"step": 1})
     tree.open_subfolder(folders.events, folders.command, "events")
     (folders.events / "events.out.tfevents.1").write_bytes(b"event")
@@ -69,7 +69,7 @@ def test_restart_discards_what_a_run_left(tmp_path: Path, run: Callable[..., Any
     with run() as work:
         complete(work)
     with run() as work:
-        assert work.is_whole(work.folders.model, ALONE)
+        assert work.is_whole(work.paths.model, ALONE)
     with pytest.raises(JournalError, match="belongs to a run with lr None, now it is 1"), run(lr=1):
         pass
     with run(restart=True, lr=1):
@@ -92,7 +92,7 @@ def test_restart_takes_nothing_of_anybody_elses(tmp_path: Path, run: Callable[..
         pass
     assert snapshot(tmp_path) == before
     with run() as work:  # going on touches none of that
-        assert work.is_whole(work.folders.model, ALONE)
+        assert work.is_whole(work.paths.model, ALONE)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_folders_and_files_of_people_are_in_the_way(
 def test_a_model_with_something_missing_is_not_whole(tmp_path: Path, run: Callable[..., Any]) -> None:
     with run() as work:
         complete(work)
-        folder = work.folders.model
+        folder = work.paths.model
         (folder / "model.safetensors").unlink()
         assert not work.is_whole(folder, ALONE)
         with work.exported(folder) as unfinished:
@@ -132,8 +132,8 @@ def test_an_export_that_is_cut_off_anywhere_is_never_half(
     """Killed before the nth change of the disk: the old model is there as it was, or none, or the new one."""
     texts = {"old": "old config", "new": "new config"}
 
-    def export(work: Work, text: str) -> None:
-        with work.exported(work.folders.model) as unfinished:
+    def export(work: HeldFolders, text: str) -> None:
+        with work.exported(work.paths.model) as unfinished:
             (unfinished / "config.json").write_text(texts[text])
             (unfinished / "weights").write_text(texts[text])
 
@@ -169,7 +169,7 @@ def test_an_export_that_is_cut_off_anywhere_is_never_half(
             assert number > 5 and (folder / "config.json").read_text() == "new config"
             break
         with run() as work:
-            assert not list(work.folders.work.glob("unfinished-*"))
+            assert not list(work.paths.work.glob("unfinished-*"))
     else:
         pytest.fail("it never ended")
 

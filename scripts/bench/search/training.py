@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--warmup-only", action="store_true")
     options = parser.parse_args()
     set_quiet()
-    with joined(cpu=False, bfloat16=True) as processes:
+    with joined("auto", "bfloat16") as processes:
         if processes.first:
             versions = {"torch": torch.__version__, "processes": processes.count}
             print(json.dumps({"device": torch.cuda.get_device_name(), **versions}), flush=True)

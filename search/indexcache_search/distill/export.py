@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -18,35 +17,32 @@ from indexcache_search.errors import FolderError
 from indexcache_search.owned.lock import LOCK
 from indexcache_search.owned.mark import MARK
 from sglang_indexcache import Pattern
-from sglang_indexcache.families import describe, family_of_modules
+from sglang_indexcache.families import family_of_modules
 from sglang_indexcache.families.dsa.spellings import to_sglang
 from sglang_indexcache.files.atomic import write_atomically
 from sglang_indexcache.files.naming import naming
-from sglang_indexcache.files.pattern_file import ModelSection, PatternFile
-from sglang_indexcache.model.name import ModelName
+from sglang_indexcache.model.files import INDEX
 
-_INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pt)(\.index\.json)?$")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def export(
-    model: Any, weights: Mapping[str, Tensor], source: str, pattern: Pattern, folder: Path, keep_shared: bool
+    model: Any, weights: Mapping[str, Tensor], origin: Path, pattern: Pattern, folder: Path, keep_shared: bool
 ) -> None:
     """Fill `folder` with the trained model.
 
-    config.json is the source's own, so that keys unknown to transformers survive, with the pattern in the
+    config.json is the original's own, so that keys unknown to transformers survive, with the pattern in the
     spellings of transformers and of every SGLang. Layers that transformers does not load (NextN/MTP) are copied.
 
     Args:
         model: knows the names of its parameters in checkpoints.
         weights: all parameters and buffers, in the dtypes to be written.
-        source: folder or hub id of the original model.
+        origin: folder of the original model.
         pattern: the pattern trained for.
         folder: an empty folder.
         keep_shared: write the indexers of S layers, too.
     """
-    origin = local_folder(source)
     reader, shared = family_of_modules(model).checkpoint, set(pattern.shared_layers)
     kept = {name: value for name, value in weights.items() if keep_shared or not reader.indexer_layers([name]) & shared}
     with naming(folder):
@@ -92,30 +88,6 @@ def _copied(origin: Path) -> list[Path]:
     return paths
 
 
-def trained_pattern_file(
-    folder: Path, name: str, pattern: Pattern, versions: Mapping[str, str], created: str
-) -> PatternFile:
-    """Make the pattern file of an exported model called `name`."""
-    model = describe(json.loads((folder / "config.json").read_text()), name)
-    return PatternFile(
-        schema="indexcache/v1",
-        model=ModelSection.of(model),
-        selection=pattern.selection,
-        pattern=pattern.roles,
-        retention=pattern.retention,
-        versions=dict(versions),
-        created=created,
-    )
-
-
-def local_folder(source: str) -> Path:
-    """Return the folder of a model; for a hub id the folder in the cache."""
-    name = ModelName.parse(source)
-    if name.folder is not None:
-        return name.folder
-    return Path(snapshot_download(name.repository, revision=name.revision, local_files_only=True))
-
-
 def _copy_other_layers(origin: Path, folder: Path, layers: int) -> None:
     """Copy the layers behind the last one, which transformers leaves out, into a file of their own."""
     tensors: dict[str, Tensor] = {}
@@ -129,7 +101,7 @@ def _copy_other_layers(origin: Path, folder: Path, layers: int) -> None:
         return
     with naming(folder / "model-nextn.safetensors"):
         save_file(tensors, folder / "model-nextn.safetensors", metadata={"format": "pt"})
-    index = folder / _INDEX
+    index = folder / INDEX
     if index.is_file():
         content = json.loads(index.read_text())
     else:

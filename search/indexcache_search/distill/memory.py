@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,11 +104,11 @@ def estimate(
     return MemoryEstimate(weights, activations)
 
 
-def available(device: torch.device, local_processes: int) -> int:
-    """Return the bytes that a process may use on its device."""
+def available(device: torch.device) -> int:
+    """Return the bytes that a process may use on its device; memory of the CPU is shared with its neighbours."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available) // local_processes
+    return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def check(need: MemoryEstimate, there: int, where: Any) -> None:

@@ -26,7 +26,6 @@ from indexcache_kernels.indexer_topk.naive import indexer_scores
 from indexcache_kernels.patching import replaced
 from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors, keep_latent, key_ranges, select
 from indexcache_search.distill.kernel_attention import Vectors, attend_and_compare, computed_in
-from indexcache_search.distill.losses import divergence
 from indexcache_search.distill.settings import Loss, Stage
 from indexcache_search.hf.device import LOGIT_ROWS
 from indexcache_search.hf.indexers import check_call
@@ -47,6 +46,16 @@ class Output:
 
     token_losses: Tensor | None
     divergences: Tensor
+
+
+def divergence(p: Tensor, log_q: Tensor) -> Tensor:
+    """Compute KL(p || q) of each query, `[..., queries]`, in nats (paper, Section 3.2).
+
+    Args:
+        p: the mean of the attention heads' distributions, `[..., queries, keys]`; keys with p = 0 add nothing.
+        log_q: the logarithm of the indexer's distribution over the same keys, -inf for keys that a query does not see.
+    """
+    return (torch.xlogy(p, p) - p * log_q.masked_fill(p == 0, 0.0)).sum(-1)
 
 
 def set_trainable(model: nn.Module, pattern: Pattern, stage: Stage) -> None:
@@ -176,67 +185,54 @@ class Distillation:
             q, k, weights = indexer(hidden_states.detach(), q_resid.detach(), position_embeddings)
             if self.kernels is not None:
                 q, k = computed_in(q), computed_in(k)
+            indices: Tensor = q.new_empty(0, dtype=torch.int32)  # none are selected in the warm-up
             with torch.autocast(q.device.type, enabled=False):
                 if self.kernels is None:
-                    self._score(layer, indexer_scores(q, k, weights), ranges)
+                    keys, visible = k.shape[1], visible_keys(k.shape[1], ranges[..., 0], ranges[..., 1], None)
+                    scores = indexer_scores(q, k, weights).masked_fill(~visible, -torch.inf)
+                    if self.stage == "sparse":
+                        best = scores.detach().topk(min(self.model.config.index_topk, keys), dim=-1)
+                        indices = best.indices.int().masked_fill(best.values == -torch.inf, -1)
+                        scores = scores.masked_fill(~visible_keys(keys, None, None, indices), -torch.inf)
+                    self._log_q[layer] = scores.log_softmax(-1)
                 else:
                     self._vectors[layer] = (q, k, weights)
-                    self._indices[layer] = self._select_by_kernel(q, k, weights, ranges)
-            return self._indices[layer]
+                    if self.stage == "sparse":
+                        with torch.no_grad():
+                            indices = select(q, k, weights, ranges, self.model.config.index_topk, self.kernels)
+            self._indices[layer] = indices
+            return indices
 
         def shared(*_: Any, **__: Any) -> Tensor:
             return self._indices[self.pattern.source_layers[layer]]
 
         return full if self.pattern[layer] == "F" else shared
 
-    @torch.no_grad()
-    def _select_by_kernel(self, q: Tensor, k: Tensor, weights: Tensor, ranges: Tensor) -> Tensor:
-        assert self.kernels is not None
-        if self.stage == "warmup":
-            return q.new_empty(0, dtype=torch.int32)
-        return select(q, k, weights, ranges, self.model.config.index_topk, self.kernels)
-
-    def _score(self, layer: int, scores: Tensor, ranges: Tensor) -> None:
-        """Keep the scores and the selection of an indexer."""
-        keys = scores.shape[-1]
-        scores = scores.masked_fill(~visible_keys(keys, ranges[..., 0], ranges[..., 1], None), -torch.inf)
-        indices = scores.new_empty(0, dtype=torch.int32)
-        if self.stage == "sparse":
-            topk = min(self.model.config.index_topk, keys)
-            best = scores.detach().topk(topk, dim=-1)
-            indices = best.indices.int().masked_fill(best.values == -torch.inf, -1)
-            scores = scores.masked_fill(~visible_keys(keys, None, None, indices), -torch.inf)
-        self._indices[layer], self._log_q[layer] = indices, scores.log_softmax(-1)
-
     def attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, ranges: Tensor, scale: float) -> Tensor:
         """Attend in a layer, `[batch, queries, heads, dim]`, and add the divergence of its source's indexer."""
         layer = attention.layer_idx
         source = self.pattern.source_layers[layer]
         indices = self._indices[source] if self.stage == "sparse" else None
+        compare = self.loss == "multi" or layer == source
         if self.kernels is not None:
-            compare, share = (layer == source, 1) if self.loss == "own" else (True, self._served[source])
-            output, divergences = attend_and_compare(
+            output, found = attend_and_compare(
                 attention, query, key, ranges, scale, self._vectors[source], indices, self.kernels, compare
             )
-            if divergences is not None:
-                self._report(source, divergences / share)
-            return output
-        visible = visible_keys(key.shape[2], ranges[:, 0, :, 0], ranges[:, 0, :, 1], indices)
-        scores = torch.matmul(query, key.mT) * scale
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~visible[:, None], -torch.inf)
-        weights = scores.softmax(-1)
-        self._learn(layer, weights.detach().mean(1))
-        return torch.matmul(weights.to(value.dtype), value).transpose(1, 2).contiguous()
+        else:
+            visible = visible_keys(key.shape[2], ranges[:, 0, :, 0], ranges[:, 0, :, 1], indices)
+            scores = torch.matmul(query, key.mT) * scale
+            scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+            weights = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
+            output = torch.matmul(weights.to(value.dtype), value).transpose(1, 2).contiguous()
+            found = self._divergence(layer, weights.detach().mean(1)) if compare else None
+        if found is not None:
+            found = found / (self._served[source] if self.loss == "multi" else 1)
+            if self._found is not None:
+                self._found[source].append(found.sum())
+        return output
 
-    def _learn(self, layer: int, p: Tensor) -> None:
-        source = self.pattern.source_layers[layer]
-        if self.loss == "multi" or layer == source:
-            share = 1.0 if self.loss == "own" else 1 / self._served[source]
-            self._report(source, divergence(p, self._log_q[source]) * share)
-
-    def _report(self, source: int, divergences: Tensor) -> None:
-        if self._found is not None:
-            self._found[source].append(divergences.sum())
+    def _divergence(self, layer: int, p: Tensor) -> Tensor:
+        return divergence(p, self._log_q[self.pattern.source_layers[layer]])
 
 
 def _attend(

@@ -11,25 +11,28 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from indexcache_search.distill import memory
 from indexcache_search.distill.curves import draw
 from indexcache_search.distill.export import check_source, export
-from indexcache_search.distill.preflight import check_memory, check_model, computes_in_bfloat16
 from indexcache_search.distill.session import session
 from indexcache_search.distill.settings import DistillSettings, Stage, TrainingRuntime
 from indexcache_search.distill.task import StageTask
-from indexcache_search.errors import JournalError
+from indexcache_search.errors import JournalError, SearchError
 from indexcache_search.hf.device import checkpoint_gradients, resolve_attention
-from indexcache_search.hf.loading import describe_model, load_model, read_config, set_quiet
+from indexcache_search.hf.loading import check_seq_len, describe_model, load_model, read_config, set_quiet
 from indexcache_search.training.processes import Processes, joined
 from indexcache_search.training.sets import TrainingData
 from indexcache_search.training.settings import Folders
-from indexcache_search.training.work import Work
-from sglang_indexcache import ModelLayers, Pattern
+from sglang_indexcache import ModelLayers
+from sglang_indexcache.families import family_of
+from sglang_indexcache.families.dsa.checkpoint import DsaCheckpoint
+from sglang_indexcache.model.checkpoint import Checkpoint
 from sglang_indexcache.model.files import ModelFiles
 
-STAGES: tuple[Stage, ...] = ("warmup", "sparse")
+STAGES: Mapping[Stage, str] = {"warmup": "dense warm-up", "sparse": "sparse training"}
+"""Names of the stages for users, in order."""
 
 
 def run(
@@ -50,26 +53,41 @@ def run(
     """
     set_quiet()
     description, config = describe_model(model), read_config(model)
-    check_model(model, description, config, data, settings, runtime)
+    _check_model(model, description, config, data, settings, runtime)
     check_source(model)
     with ExitStack() as stack:
-        processes = stack.enter_context(joined(runtime.device == "cpu", computes_in_bfloat16(runtime)))
+        processes = stack.enter_context(joined(runtime.device, runtime.dtype))
         settings.check(processes.count)
         attention = resolve_attention(runtime.attention, processes.device)
         stages = [stage for stage in STAGES if len(range(*settings.range(stage)))]
-        if runtime.check_memory:
-            for stage in stages:
-                check_memory(config, settings, stage, data, runtime, attention, processes)
+        for stage in stages if runtime.check_memory else ():
+            need = memory.estimate(
+                config,
+                settings.pattern,
+                stage,
+                seq_len=data.seq_len,
+                micro_batch_size=settings.micro_batch_size,
+                processes=processes.count,
+                bfloat16=processes.bfloat16,
+                gradient_checkpointing=runtime.gradient_checkpointing,
+                kernels=attention == "kernels",
+            )
+            memory.check(need, memory.available(processes.device), processes.device)
+        keep_shared = runtime.keep_shared
+        if keep_shared is None:  # transformers runs all indexers of DeepSeek-V3.2
+            keep_shared = "DeepseekV32" in description.architecture
         also = {"attention": attention, "processes": processes.count}
         run = stack.enter_context(
-            session(model, description, data, settings, settings.steps, runtime, folders, console, processes, also)
+            session(
+                model, description, data, settings, settings.steps, runtime, folders, console, processes, also, STAGES
+            )
         )
         done = run.done
-        finished = done >= settings.steps and run.work.is_whole(folders.model, processes)
+        finished = done >= settings.steps and run.folders.is_whole(folders.model, processes)
         for stage in [] if finished else stages:
             first, last = settings.range(stage)
             result = folders.model if stage == stages[-1] else folders.warmed_up
-            if stage != stages[-1] and done >= last and run.work.is_whole(result, processes):
+            if stage != stages[-1] and done >= last and run.folders.is_whole(result, processes):
                 continue
             if done > last:
                 raise JournalError(f"{result}: is not whole, and was left behind; --restart trains anew")
@@ -88,21 +106,51 @@ def run(
                 "auto" if attention == "kernels" else None,
             )
             if not done:
-                for record in task.evaluate_before(description.native):
-                    run.loop.report(record)
+                for name, pattern in (("original", description.native), ("training-free", settings.pattern)):
+                    run.loop.report({"step": 0, "stage": name, **task.evaluate(pattern)})
             run.loop.train(task, done)
             # The checkpoint between the stages has the model's own pattern and all of its indexers.
-            pattern = settings.pattern if stage == stages[-1] else description.native
-            keep = stage != stages[-1] or _keeps_shared(runtime, description)
+            pattern, keep = (settings.pattern, keep_shared) if stage == stages[-1] else (description.native, True)
             run.check_unchanged()
-            _export(task.model, dtypes, source, pattern, run.work, result, keep, processes)
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            weights: dict[str, Any] = get_model_state_dict(task.model, options=options)  # of all processes
+            if processes.first:
+                weights = {name: value.to(dtypes[name]) for name, value in weights.items()}
+                origin = folders.warmed_up if first else run.files.folder
+                with run.folders.exported(result) as unfinished:
+                    export(task.model, weights, origin, pattern, unfinished, keep)
+            processes.wait()
             done = max(done, last)
-            del loaded, task
+            del loaded, task, weights
             gc.collect()
             torch.cuda.empty_cache()
         run.check_unchanged()
         curves = {} if run.log is None else {"curves.svg": draw(run.log.records, settings.warmup_steps)}
-        return run.write(description, settings, "distilled", curves), run.work.results.written
+        return run.write(description, settings, "distilled", curves), run.folders.results.written
+
+
+def _check_model(
+    model: str,
+    description: ModelLayers,
+    config: PreTrainedConfig,
+    data: TrainingData,
+    settings: DistillSettings,
+    runtime: TrainingRuntime,
+) -> None:
+    """Refuse a model that can't be trained as requested, before anything large is loaded."""
+    if not isinstance(family_of(description.architecture).checkpoint, DsaCheckpoint):
+        raise SearchError(f"{model}: distillation does not train {description.architecture}, expected a DSA model")
+    check_seq_len(data.seq_len, config)
+    settings.pattern.check_fits(description.num_layers, Checkpoint.read(model).locked)
+    if getattr(config, "quantization_config", None) is not None:
+        raise SearchError(f"{model}: its weights are quantised, expected a bfloat16 or float32 checkpoint")
+    if config.attention_dropout:
+        raise SearchError(f"{model}: attention_dropout is {config.attention_dropout}, expected 0")
+    if config.model_type == "deepseek_v32" and runtime.keep_shared is False:
+        raise SearchError(
+            "--write shared_indexers=drop: transformers runs every indexer of a deepseek_v32 model, whatever its"
+            " config.json says, and would make up the missing ones; expected keep"
+        )
 
 
 def _load(
@@ -126,28 +174,3 @@ def _load(
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])
     return model, dtypes
-
-
-def _keeps_shared(runtime: TrainingRuntime, description: ModelLayers) -> bool:
-    """Return true if the result has the indexers of S layers; transformers runs all of DeepSeek-V3.2's."""
-    return runtime.keep_shared if runtime.keep_shared is not None else "DeepseekV32" in description.architecture
-
-
-def _export(
-    model: Any,
-    dtypes: Mapping[str, torch.dtype],
-    source: str,
-    pattern: Pattern,
-    work: Work,
-    folder: Path,
-    keep_shared: bool,
-    processes: Processes,
-) -> None:
-    """Gather the weights of all processes, and write them in their original dtypes."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: dict[str, Any] = get_model_state_dict(model, options=options)
-    if processes.first:
-        weights = {name: value.to(dtypes[name]) for name, value in weights.items()}
-        with work.exported(folder) as unfinished:
-            export(model, weights, source, pattern, unfinished, keep_shared)
-    processes.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -13,22 +13,23 @@ from typing import Any
 from rich.console import Console
 
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.distill.export import trained_pattern_file
-from indexcache_search.distill.progress import STAGES, TrainingProgress
 from indexcache_search.distill.result import collect
 from indexcache_search.distill.settings import TrainingRuntime, TrainingSettings
 from indexcache_search.evaluation.identity import today
 from indexcache_search.hf.device import memory_error_in_one_line
 from indexcache_search.hf.loading import model_folder
-from indexcache_search.search.progress import warn
+from indexcache_search.search.progress import bar, warn
 from indexcache_search.training.checkpoints import Checkpoints
+from indexcache_search.training.folders import HeldFolders, check_folders, held_folders
 from indexcache_search.training.log import TrainingLog
 from indexcache_search.training.loop import Loop
 from indexcache_search.training.processes import Processes
+from indexcache_search.training.progress import TrainingProgress
 from indexcache_search.training.sets import TrainingData, training_sets
 from indexcache_search.training.settings import Folders
-from indexcache_search.training.work import Work, check_folders, work_folder
 from sglang_indexcache import ModelLayers, __version__
+from sglang_indexcache.families import describe
+from sglang_indexcache.files.pattern_file import ModelSection, PatternFile
 from sglang_indexcache.model.files import ModelFiles, tokenizer_files, weight_files
 
 
@@ -37,7 +38,7 @@ class Session:
     """A run while it holds its folders.
 
     Attributes:
-        work: folders of the run.
+        folders: folders of the run.
         train: training sequences.
         held_out: evaluation sequences.
         done: steps done by an earlier run.
@@ -48,7 +49,7 @@ class Session:
         tokenizer: the tokenizer's files when the run began.
     """
 
-    work: Work
+    folders: HeldFolders
     train: TokenSet
     held_out: TokenSet
     done: int
@@ -79,9 +80,17 @@ class Session:
             return {}
         versions = {"sglang_indexcache": __version__, **{name: version(name) for name in ("torch", "transformers")}}
         metrics = collect(self.log.records, self.held_out, description, settings, versions)
-        name, created = f"{description.name}-{suffix}", today()["created"]
-        file = trained_pattern_file(self.work.folders.model, name, settings.pattern, versions, created)
-        self.work.write({"metrics.json": json.dumps(metrics, indent=1) + "\n", **more, "pattern.yaml": file.dumps()})
+        config = json.loads((self.folders.paths.model / "config.json").read_text())
+        file = PatternFile(
+            schema="indexcache/v1",
+            model=ModelSection.of(describe(config, f"{description.name}-{suffix}")),
+            selection=settings.pattern.selection,
+            pattern=settings.pattern.roles,
+            retention=settings.pattern.retention,
+            versions=versions,
+            created=today()["created"],
+        )
+        self.folders.write({"metrics.json": json.dumps(metrics, indent=1) + "\n", **more, "pattern.yaml": file.dumps()})
         return metrics
 
 
@@ -93,11 +102,11 @@ def session(
     settings: TrainingSettings,
     steps: int,
     runtime: TrainingRuntime,
-    folders: Folders,
+    paths: Folders,
     console: Console,
     processes: Processes,
     also: Mapping[str, Any],
-    names: Mapping[str, str] = STAGES,
+    names: Mapping[Any, str],
 ) -> Iterator[Session]:
     """Begin or resume a run in all of its processes; only the first writes and prints.
 
@@ -108,7 +117,7 @@ def session(
         IndexCacheError: if folders or data can't be used, or belong to another run.
     """
     if processes.first:
-        check_folders(folders, data.reads(model))
+        check_folders(paths, data.reads(model))
     files, tokenizer = (ModelFiles.read(model_folder(model), listed) for listed in (weight_files, tokenizer_files))
     identity = {
         "model": description.name,
@@ -119,29 +128,29 @@ def session(
         "dtype": "bfloat16" if processes.bfloat16 else "float32",
         **also,
     }
-    with work_folder(folders, data, identity, processes) as work:
+    with held_folders(paths, data, identity, processes) as folders:
         train, held_out = training_sets(
-            model, description, data, work.identity, settings.seed, folders, processes, partial(warn, console)
+            model, description, data, folders.identity, settings.seed, paths, processes, partial(warn, console)
         )
-        checkpoints = Checkpoints(folders.work / "checkpoints", processes)
+        checkpoints = Checkpoints(paths.work / "checkpoints", processes)
         done = checkpoints.latest()
-        heard = console if processes.first else Console(quiet=True)
         with (
-            work.log(done, runtime.tensorboard) if processes.first else nullcontext() as log,
-            TrainingProgress(heard, done, steps, names) as progress,
+            closing(folders.log(done, runtime.tensorboard)) if processes.first else nullcontext() as log,
+            bar(console if processes.first else Console(quiet=True)) as shown,
             checkpoints.named(),
             memory_error_in_one_line(
                 f"--seq-len {data.seq_len} and --engine micro_batch={settings.micro_batch_size}",
                 "gradient_checkpointing=yes, or a run with more processes, shorter sequences or a smaller micro batch",
             ),
         ):
+            progress = TrainingProgress(shown, done, steps, names)
             yield Session(
-                work=work,
+                folders=folders,
                 train=train,
                 held_out=held_out,
                 done=done,
                 log=log,
-                loop=Loop(processes, checkpoints, log, progress.watch, runtime.intervals),
+                loop=Loop(processes, checkpoints, log, progress, runtime.intervals),
                 progress=progress,
                 files=files,
                 tokenizer=tokenizer,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from indexcache_kernels.backends import Backend
 from indexcache_kernels.patching import replaced
@@ -16,17 +15,17 @@ from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.model import Distillation, set_trainable, sharding_units
 from indexcache_search.distill.result import losses_of
 from indexcache_search.distill.settings import DistillSettings, Stage
-from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.evaluation import estimates
-from indexcache_search.training.optimizer import adamw, clip, take_step
-from indexcache_search.training.order import Order
+from indexcache_search.training.loop import Task
+from indexcache_search.training.optimizer import adamw, take_step
+from indexcache_search.training.order import rows_of_step
 from indexcache_search.training.processes import Processes
 from indexcache_search.training.sharding import shard
 from sglang_indexcache import Pattern
 
 
-class StageTask:
-    """One stage of one model, as a `training.loop.Task`.
+class StageTask(Task):
+    """One stage of one model.
 
     Args:
         processes: all processes of the run.
@@ -56,17 +55,15 @@ class StageTask:
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
         self.model = shard(model, sharding_units(model), processes)
-        self.optimizer = self._optimizer(self.model)
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self.optimizer = adamw(
+            [p for name, p in named if ".indexer." in name],
+            [p for name, p in named if ".indexer." not in name],
+            own_lr=settings.warmup_lr if stage == "warmup" else settings.indexer_lr,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+        )
         self.distillation = Distillation(self.model, settings.pattern, stage, settings.loss, kernels)
-        self._order = Order(train.num_sequences, settings.seed)
-
-    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        settings = self._settings
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        indexers = [p for name, p in named if ".indexer." in name]
-        body = [p for name, p in named if ".indexer." not in name]
-        own_lr = settings.warmup_lr if self.stage == "warmup" else settings.indexer_lr
-        return adamw(indexers, body, own_lr=own_lr, lr=settings.lr, weight_decay=settings.weight_decay)
 
     def step(self, number: int) -> dict[str, Any]:
         """Take one optimizer step: forward and backward of a batch's sequences, scaled to the means over the batch.
@@ -75,11 +72,12 @@ class StageTask:
             NonFiniteLossError: if a loss or gradient is NaN or infinite; the step is not taken.
         """
         settings, processes = self._settings, self._processes.count
-        rows = self._order.step(number, settings.batch_size)
+        rows = rows_of_step(number, settings.batch_size, self._train.num_sequences, settings.seed)
         weights = self._train.scored[rows][:, 1:]
         scored, queries = max(1, int(weights.sum())), rows.size * self._train.seq_len
         own = np.array_split(rows, processes)[self._processes.index]
-        sums = torch.zeros(1 + len(settings.pattern.full_layers), dtype=torch.float64)
+        layers = settings.pattern.full_layers
+        sums = torch.zeros(1 + len(layers), dtype=torch.float64)
         with self.distillation.attached():
             for start in range(0, len(own), settings.micro_batch_size):
                 micro_batch = own[start : start + settings.micro_batch_size]
@@ -88,28 +86,16 @@ class StageTask:
                 torch.autograd.backward(total * processes)  # FSDP averages gradients over processes
                 sums += torch.cat([losses.detach().sum()[None], divergences.detach()]).double().cpu()
         sums = self._processes.sum(sums)
-        norms, factor = clip(self.optimizer, "indexers", settings.max_norm), settings.rate(number)
-        record = self._record(number + 1, sums[0].item() / scored, (sums[1:] / queries).tolist(), norms, factor)
-        if not np.isfinite([record.get("loss", 0.0), record["kl"], *norms.values()]).all():
-            raise NonFiniteLossError(
-                f"step {number + 1} ({self.stage}): loss {record.get('loss', 0.0)}, KL {record['kl']}, gradient norms"
-                f" {', '.join(f'{name} {value}' for name, value in norms.items())}; expected finite numbers"
-            )
-        take_step(self.optimizer, factor)
-        return record
-
-    def _record(
-        self, step: int, loss: float, divergences: list[float], norms: dict[str, float], factor: float
-    ) -> dict[str, Any]:
-        layers = self._settings.pattern.full_layers
+        by_layer = (sums[1:] / queries).tolist()
+        measured = {} if self.stage == "warmup" else {"loss": sums[0].item() / scored}
+        measured["kl"] = sum(by_layer) / len(by_layer)
+        name, factor = f"step {number + 1} ({self.stage})", settings.rate(number)
         return {
-            "step": step,
+            "step": number + 1,
             "stage": self.stage,
-            **({} if self.stage == "warmup" else {"loss": loss}),
-            "kl": sum(divergences) / len(divergences),
-            "kl_layers": dict(zip(map(str, layers), divergences, strict=True)),
-            **{f"norm_{name}": value for name, value in norms.items()},
-            "lr_factor": factor,
+            **measured,
+            "kl_layers": dict(zip(map(str, layers), by_layer, strict=True)),
+            **take_step(self.optimizer, name, measured, "indexers", settings.max_norm, factor),
         }
 
     def _forward(self, distillation: Distillation, rows: NDArray[np.int64], data: TokenSet) -> tuple[Tensor, Tensor]:
@@ -123,25 +109,20 @@ class StageTask:
         weights = torch.from_numpy(data.scored[rows][:, 1:]).to(device)
         return (output.token_losses * weights).double().sum(1), output.divergences
 
-    def evaluate_before(self, native: Pattern) -> Iterator[dict[str, Any]]:
-        """Yield records of the untrained model, with its own pattern and with the one to be trained."""
-        for name, pattern in (("original", native), ("training-free", self._settings.pattern)):
-            kernels, loss = self.distillation.kernels, self.distillation.loss
-            before = Distillation(self.model, pattern, "sparse", loss, kernels)
-            yield {"step": 0, "stage": name, **self.evaluate(before)}
-
     @torch.no_grad()
-    def evaluate(self, distillation: Distillation | None = None) -> dict[str, Any]:
+    def evaluate(self, pattern: Pattern | None = None) -> dict[str, Any]:
         """Measure held-out losses of the model as it will be served, which is sparse.
 
         Args:
-            distillation: another one of the same model; by default the one that trains.
+            pattern: another one than the model trains for.
 
         Returns:
             `losses`: sum over each sequence's scored tokens; `tokens`: their number; `held_out_loss`: mean over tokens,
             then over sources; `held_out_kl`: mean over queries and indexers.
         """
-        distillation = distillation or self.distillation
+        distillation = self.distillation
+        if pattern is not None:
+            distillation = Distillation(self.model, pattern, "sparse", distillation.loss, distillation.kernels)
         data, processes = self._held_out, self._processes.count
         size = self._settings.micro_batch_size
         losses = torch.zeros(data.num_sequences + 1, dtype=torch.float64)  # the divergences come last

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from indexcache_search.errors import JournalError
 from indexcache_search.evaluation.records import Sealer, append, complete, damaged, opened
@@ -44,12 +43,8 @@ class TrainingLog:
                 if isinstance(value, float):
                     self._writer.add_scalar(name, value, record["step"])
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the files."""
         self._file.close()
         if self._writer is not None:
             self._writer.close()

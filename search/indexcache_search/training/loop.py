@@ -3,58 +3,44 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from indexcache_search.training.checkpoints import Checkpoints
 from indexcache_search.training.log import TrainingLog
 from indexcache_search.training.processes import Processes
+from indexcache_search.training.progress import TrainingProgress
 from indexcache_search.training.settings import Intervals
 
 
-@dataclass(frozen=True)
-class Watch:
-    """Callbacks of a run: `record` receives each step's record, `show` the records to print."""
+class Task(ABC):
+    """Training of one model, step by step.
 
-    record: Callable[[dict[str, Any]], None]
-    show: Callable[[dict[str, Any]], None]
+    Attributes:
+        stage: name of the stage in records.
+        model: the model that trains, sharded or not.
+        optimizer: the optimizer of all trainable weights.
+        steps: first step, and one past the last; the tasks of a run count on.
+    """
 
+    stage: str
+    model: Any
+    optimizer: torch.optim.Optimizer
+    steps: tuple[int, int]
 
-class Task(Protocol):
-    """Training of one model, step by step."""
-
-    @property
-    def stage(self) -> str:
-        """Name of the stage in records."""
-        ...
-
-    @property
-    def model(self) -> nn.Module:
-        """The model that trains, sharded or not."""
-        ...
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer of all trainable weights."""
-        ...
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """First step, and one past the last; the tasks of a run count on."""
-        ...
-
+    @abstractmethod
     def step(self, number: int) -> dict[str, Any]:
-        """Take step `number`, counted from 0, and return its record, with `step`: steps done."""
-        ...
+        """Take step `number`, counted from 0, and return its record, with `step`: steps done.
 
+        Raises:
+            NonFiniteLossError: if a loss or gradient is NaN or infinite; the step is not taken.
+        """
+
+    @abstractmethod
     def evaluate(self) -> dict[str, Any]:
         """Evaluate the model, and return a record."""
-        ...
 
 
 class Loop:
@@ -64,7 +50,7 @@ class Loop:
         processes: all processes of the run.
         checkpoints: of the run.
         log: the run's records, in the first process.
-        watch: receives all records.
+        progress: shows them.
         intervals: steps between evaluations, checkpoints and lines.
     """
 
@@ -73,11 +59,11 @@ class Loop:
         processes: Processes,
         checkpoints: Checkpoints,
         log: TrainingLog | None,
-        watch: Watch,
+        progress: TrainingProgress,
         intervals: Intervals,
     ) -> None:
         self._processes, self._checkpoints, self._log = processes, checkpoints, log
-        self._watch, self._intervals = watch, intervals
+        self._progress, self._intervals = progress, intervals
 
     def train(self, task: Task, done: int) -> None:
         """Run `task` to its end; if it has begun before, from the checkpoint at `done` steps.
@@ -99,9 +85,10 @@ class Loop:
             record["seconds"] = round(time.monotonic() - began, 3)
             if device.type == "cuda":
                 record["peak_gb"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 2)
-            self._note(record, self._watch.record)
+            self._add(record)
+            self._progress.advance(done)
             if done % intervals.show == 0 or done in (1, last):
-                self._watch.show(record)
+                self._progress.show(record)
             if done % intervals.evaluate == 0 or done == last:
                 self.report({"step": done, "stage": task.stage, **task.evaluate()})
             if done % intervals.checkpoint == 0 or done == last:
@@ -109,9 +96,9 @@ class Loop:
 
     def report(self, record: dict[str, Any]) -> None:
         """Log an evaluation, and show it."""
-        self._note(record, self._watch.show)
+        self._add(record)
+        self._progress.show(record)
 
-    def _note(self, record: dict[str, Any], hear: Callable[[dict[str, Any]], None]) -> None:
+    def _add(self, record: dict[str, Any]) -> None:
         if self._log is not None:
             self._log.add(record)
-        hear(record)

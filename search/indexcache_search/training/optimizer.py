@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+
+from indexcache_search.errors import NonFiniteLossError
 
 BETAS = (0.9, 0.95)
 
@@ -24,20 +27,36 @@ def adamw(
     return torch.optim.AdamW([{**group, "lr": group["peak"]} for group in groups if group["params"]], betas=BETAS)
 
 
-def clip(optimizer: torch.optim.Optimizer, own: str, max_norm: float) -> dict[str, float]:
-    """Clip the gradients of both kinds separately, and return their norms; `own` is the name of the first kind."""
+def take_step(
+    optimizer: torch.optim.Optimizer, name: str, measured: Mapping[str, float], own: str, max_norm: float, factor: float
+) -> dict[str, float]:
+    """Clip the gradients of both kinds separately, take a step, and clear the gradients.
+
+    Args:
+        optimizer: made by `adamw`.
+        name: name of the step for the error.
+        measured: losses of the step, by their names.
+        own: name of the first kind of weights.
+        max_norm: limit of the norm of either kind's gradients.
+        factor: factor of the peak rates.
+
+    Returns:
+        `norm_` and the name of each kind that trains, and `lr_factor`, for the step's record.
+
+    Raises:
+        NonFiniteLossError: if a loss or gradient is NaN or infinite; the step is not taken.
+    """
     norms = {}
     first, *body = (group["params"] for group in optimizer.param_groups)
-    for name, parameters in ((own, first), ("body", [p for group in body for p in group])):
+    for kind, parameters in ((own, first), ("body", [p for group in body for p in group])):
         if parameters:
             norm: Any = clip_grad_norm_(parameters, max_norm)
-            norms[name] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    return norms
-
-
-def take_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Take a step with peak rates times `factor`, and clear the gradients."""
+            norms[kind] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    if not all(map(math.isfinite, (*measured.values(), *norms.values()))):
+        losses, gradients = (", ".join(f"{key} {value}" for key, value in found.items()) for found in (measured, norms))
+        raise NonFiniteLossError(f"{name}: {losses}, gradient norms {gradients}; expected finite numbers")
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * factor
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    return {**{f"norm_{kind}": norm for kind, norm in norms.items()}, "lr_factor": factor}

@@ -84,30 +84,34 @@ class Processes:
 
 
 @contextmanager
-def joined(cpu: bool, bfloat16: bool) -> Iterator[Processes]:
+def joined(device: str, dtype: str) -> Iterator[Processes]:
     """Join the other processes of RANK, LOCAL_RANK and WORLD_SIZE while the block lasts.
+
+    Args:
+        device: `cpu`, or `auto` for this process's GPU if there is one.
+        dtype: of computations: `float32`, `bfloat16`, or `auto` for bfloat16 on a GPU.
 
     Raises:
         SearchError: if there are more processes on this machine than GPUs.
     """
     index, count = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    device, backend = torch.device("cpu"), "gloo"
-    if not cpu and torch.cuda.is_available():
+    own, backend = torch.device("cpu"), "gloo"
+    if device == "auto" and torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if local >= torch.cuda.device_count():
             raise SearchError(
                 f"process {local} of this machine has no GPU, PyTorch sees {torch.cuda.device_count()}; expected at"
                 " most one process a GPU, or --device cpu"
             )
-        device, backend = torch.device("cuda", local), "nccl"
-        torch.cuda.set_device(device)
-    processes = Processes(index, count, device, bfloat16)
+        own, backend = torch.device("cuda", local), "nccl"
+        torch.cuda.set_device(own)
+    processes = Processes(index, count, own, dtype == "bfloat16" or (dtype == "auto" and own.type == "cuda"))
     if not processes.shards:
         yield processes
         return
     # FSDP2 needs a group, even of one process.
     alone = {"store": cast(Any, dist).HashStore(), "rank": 0, "world_size": 1} if count == 1 else {}
-    dist.init_process_group(backend, timeout=PATIENCE, device_id=device if device.type == "cuda" else None, **alone)
+    dist.init_process_group(backend, timeout=PATIENCE, device_id=own if own.type == "cuda" else None, **alone)
     ended = False
     try:
         yield processes

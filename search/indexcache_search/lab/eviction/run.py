@@ -12,8 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from indexcache_search.distill.export import check_source, copy_files, local_folder
-from indexcache_search.distill.preflight import computes_in_bfloat16
+from indexcache_search.distill.export import check_source, copy_files
 from indexcache_search.distill.session import session
 from indexcache_search.distill.settings import TrainingRuntime
 from indexcache_search.errors import SearchError
@@ -52,13 +51,13 @@ def run(
     check_seq_len(data.seq_len, config)
     names = {STAGE: "eviction heads"}
     with ExitStack() as stack:
-        processes = stack.enter_context(joined(runtime.device == "cpu", computes_in_bfloat16(runtime)))
+        processes = stack.enter_context(joined(runtime.device, runtime.dtype))
         settings.check(processes.count)
         run = stack.enter_context(
             session(model, description, data, settings, settings.steps, runtime, folders, console, processes, {}, names)
         )
         run.progress.begin(STAGE)
-        if run.done < settings.steps or not run.work.is_whole(folders.model, processes):
+        if run.done < settings.steps or not run.folders.is_whole(folders.model, processes):
             loaded, found = load_model(model, description, "auto")
             run.files.check_loaded(found)
             prepared = _prepared(loaded, settings, runtime, processes)
@@ -68,10 +67,10 @@ def run(
                     run.loop.report({"step": 0, "stage": name, **task.evaluate(pattern)})
             run.loop.train(task, run.done)
             run.check_unchanged()
-            with run.work.exported(folders.model) as unfinished:
-                _export(task.model, model, settings, unfinished)
+            with run.folders.exported(folders.model) as unfinished:
+                _export(task.model, run.files.folder, settings, unfinished)
         run.check_unchanged()
-        return run.write(description, settings, "eviction", {}), run.work.results.written
+        return run.write(description, settings, "eviction", {}), run.folders.results.written
 
 
 def _others(pattern: Pattern, native: Pattern) -> dict[str, Pattern]:
@@ -97,14 +96,14 @@ def _prepared(loaded: Any, settings: EvictionSettings, runtime: TrainingRuntime,
     return loaded
 
 
-def _export(model: Any, source: str, settings: EvictionSettings, folder: Path) -> None:
+def _export(model: Any, origin: Path, settings: EvictionSettings, folder: Path) -> None:
     """Fill `folder` with the original checkpoint and the heads; a trained body replaces the original weights."""
     if settings.body:
         dtype = getattr(torch, str(model.config.dtype).removeprefix("torch."))
         body = {k: item.to(dtype) for k, item in model.state_dict().items() if not k.startswith("importance.")}
         with naming(folder):
             model.save_pretrained(folder, state_dict=body)
-    copy_files(local_folder(source), folder, weights=not settings.body)
+    copy_files(origin, folder, weights=not settings.body)
     model.importance.save(folder / FILE)
 
 

@@ -15,14 +15,15 @@ from torch.utils.checkpoint import checkpoint
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.result import losses_of
 from indexcache_search.distill.settings import TrainingSettings, rate
-from indexcache_search.errors import NonFiniteLossError, SearchError
+from indexcache_search.errors import SearchError
 from indexcache_search.evaluation import estimates, objectives
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.hf.device import LOGIT_ROWS
 from indexcache_search.hf.roles import apply_roles
 from indexcache_search.lab.eviction.heads import BiasUse
-from indexcache_search.training.optimizer import adamw, clip, take_step
-from indexcache_search.training.order import Order
+from indexcache_search.training.loop import Task
+from indexcache_search.training.optimizer import adamw, take_step
+from indexcache_search.training.order import rows_of_step
 from indexcache_search.training.processes import Processes
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import SHARED
@@ -65,8 +66,8 @@ class EvictionSettings(TrainingSettings):
         super().check(processes)
 
 
-class EvictionTask:
-    """The heads of one model, with its body or without, as a `training.loop.Task`.
+class EvictionTask(Task):
+    """The heads of one model, with its body or without.
 
     Args:
         processes: the single process of the run.
@@ -83,7 +84,7 @@ class EvictionTask:
     ) -> None:
         self._processes, self._settings = processes, settings
         self._train, self._held_out = train, held_out
-        self.model: Any = model
+        self.model = model
         self.steps = (0, settings.steps)
         model.requires_grad_(settings.body)
         model.importance.requires_grad_(True)
@@ -95,7 +96,6 @@ class EvictionTask:
         self.optimizer = adamw(
             heads, body, own_lr=settings.heads_lr, lr=settings.lr, weight_decay=settings.weight_decay
         )
-        self._order = Order(train.num_sequences, settings.seed)
 
     def step(self, number: int) -> dict[str, Any]:
         """Take one optimizer step.
@@ -105,21 +105,14 @@ class EvictionTask:
         """
         settings, data = self._settings, self._train
         objective: Objective = "nll" if settings.body else "kl"
-        rows = self._order.step(number, settings.batch_size)
+        rows = rows_of_step(number, settings.batch_size, data.num_sequences, settings.seed)
         scored, total = max(1, int(data.scored[rows][:, 1:].sum())), 0.0
         for start in range(0, len(rows), settings.micro_batch_size):
             part = rows[start : start + settings.micro_batch_size]
             total += float(self._losses(part, data, objective, 1 / scored).double().sum()) / scored
-        norms = {f"norm_{name}": norm for name, norm in clip(self.optimizer, "heads", settings.max_norm).items()}
-        if not np.isfinite([total, *norms.values()]).all():
-            raise NonFiniteLossError(
-                f"step {number + 1}: loss {total}, gradient norms"
-                f" {', '.join(f'{name} {value}' for name, value in norms.items())}; expected finite numbers"
-            )
-        factor = rate(settings.schedule, settings.ramp_steps, number, settings.steps)
-        take_step(self.optimizer, factor)
-        measured = {"loss" if settings.body else "kl": total, **norms}
-        return {"step": number + 1, "stage": STAGE, **measured, "lr_factor": factor}
+        name, factor = f"step {number + 1}", rate(settings.schedule, settings.ramp_steps, number, settings.steps)
+        taken = take_step(self.optimizer, name, {"loss": total}, "heads", settings.max_norm, factor)
+        return {"step": number + 1, "stage": STAGE, "loss" if settings.body else "kl": total, **taken}
 
     @torch.no_grad()
     def evaluate(self, pattern: Pattern | None = None) -> dict[str, Any]:

@@ -34,26 +34,26 @@ _EVENTS = re.compile(r"events\.out\.tfevents\.[^/]+")
 
 
 @dataclass(frozen=True)
-class Work:
+class HeldFolders:
     """The folders of a run while it holds them.
 
     Attributes:
-        folders: their paths.
+        paths: of all of them.
         results: the files in the output folder.
         identity: inputs of the trained weights, with digests of the data when the run began; empty in all processes but
             the first.
     """
 
-    folders: Folders
+    paths: Folders
     results: OwnFolder
     identity: Mapping[str, Any]
 
     def log(self, done: int, tensorboard: bool) -> TrainingLog:
         """Open the run's log, from step `done` on."""
-        folders = self.folders
+        paths = self.paths
         if tensorboard:
-            tree.open_subfolder(folders.events, folders.command, "events")
-        return TrainingLog(self.results.growing(LOG), done, folders.events if tensorboard else None)
+            tree.open_subfolder(paths.events, paths.command, "events")
+        return TrainingLog(self.results.growing(LOG), done, paths.events if tensorboard else None)
 
     @contextmanager
     def exported(self, folder: Path) -> Iterator[Path]:
@@ -62,14 +62,14 @@ class Work:
         Raises:
             FolderError: if `folder` holds foreign files.
         """
-        with tree.replaced(folder, self.folders.work, self.folders.command) as unfinished:
+        with tree.replaced(folder, self.paths.work, self.paths.command) as unfinished:
             yield unfinished
-        if folder == self.folders.model:
+        if folder == self.paths.model:
             self.results.written.append(folder)
 
     def is_whole(self, folder: Path, processes: Processes) -> bool:
         """Return true if a complete checkpoint is in `folder`."""
-        [whole, *_] = processes.gather(processes.first and tree.is_whole(folder, self.folders.command))
+        [whole, *_] = processes.gather(processes.first and tree.is_whole(folder, self.paths.command))
         return bool(whole)
 
     def write(self, texts: Mapping[str, str]) -> None:
@@ -80,9 +80,9 @@ class Work:
 
 
 @contextmanager
-def work_folder(
+def held_folders(
     folders: Folders, data: TrainingData, settings: Mapping[str, Any], processes: Processes
-) -> Iterator[Work]:
+) -> Iterator[HeldFolders]:
     """Hold the folder of a run inside the `with` block, in all of its processes; the first one writes to it.
 
     Args:
@@ -98,7 +98,7 @@ def work_folder(
     results = _results(folders)
     if not processes.first:
         processes.wait()
-        yield Work(folders, results, {})
+        yield HeldFolders(folders, results, {})
         return
     path = folders.work / "run.json"
     with results.held():
@@ -119,7 +119,7 @@ def work_folder(
         check_identity(path, "run", "--output", recorded, identity)
         write_atomically(path, json.dumps(identity, indent=1) + "\n")
         processes.wait()
-        yield Work(folders, results, identity)
+        yield HeldFolders(folders, results, identity)
 
 
 def check_folders(folders: Folders, reads: Mapping[str, Iterable[str]]) -> None:
