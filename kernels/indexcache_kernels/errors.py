@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 
 class KernelInputError(ValueError):
@@ -21,3 +18,14 @@ def expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
     """
     if tuple(tensor.shape) != shape or tensor.dtype != dtype:
         raise KernelInputError(f"{name} is {list(tensor.shape)} of {tensor.dtype}, expected {list(shape)} of {dtype}")
+
+
+def expect_one_device(*tensors: Tensor | None) -> None:
+    """Check that tensors are on one device.
+
+    Raises:
+        KernelInputError: with the devices.
+    """
+    devices = sorted({str(tensor.device) for tensor in tensors if tensor is not None})
+    if len(devices) > 1:
+        raise KernelInputError(f"tensors are on {' and '.join(devices)}, expected one device")

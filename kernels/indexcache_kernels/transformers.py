@@ -229,21 +229,7 @@ def _attend(
     indices: Tensor,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend to selected keys by absorbed MLA, as an attention function of transformers.
-
-    Args:
-        module: the attention, for the two halves of its `kv_b_proj`.
-        query: `[batch, heads, queries, nope + rope]`.
-        key: `[batch, 1, keys, latent + rope]`.
-        value: empty.
-        attention_mask: ranges, of which the indexer made `indices`.
-        scaling: what products of queries and keys are multiplied by.
-        dropout: must be 0.
-        indices: `[batch, queries, k]`, -1 for none.
-
-    Returns:
-        `[batch, queries, heads, value]`.
-    """
+    """Attend as an attention function of transformers; see `attend_latent`."""
     if dropout:
         raise KernelInputError(f"attention dropout is {dropout}, expected 0")
     return attend_latent(module, query, key, indices, scaling, module.indexcache_backend), None

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from indexcache_kernels import page_scores
 from indexcache_kernels.page_selection import naive
 from sglang_indexcache.errors import ProofError
 from sglang_indexcache.families.dense_gqa import DENSE_GQA, backends, flash_attention, flashinfer
@@ -93,18 +94,15 @@ def reference(case: Case, queries: list[Tensor], lengths: list[int], selection: 
         outputs.append(torch.stack([output.flatten() for output, _ in rows]))
         if told.chooses:
             lse = torch.stack([item for _, item in rows])
-            scores = torch.zeros(len(lengths), CONTEXT // selection.page_tokens)
-            naive.page_scores(
+            scores = page_scores(
                 q.view(-1, HEADS, DIM),
                 k,
-                case.req_to_token,
-                torch.tensor(lengths),
+                case.req_to_token[: len(lengths)].int(),
+                torch.tensor(lengths, dtype=torch.int32),
                 lse=lse,
                 scale=layer.scaling,
                 budget=budget,
-                table_page=1,
-                starts=None,
-                out=scores,
+                backend="naive",
             )
             chosen = []
             for row, length in enumerate(lengths):

@@ -212,8 +212,8 @@ def test_indexer_topk_repeats_bit_for_bit() -> None:
     [
         ("q", lambda q: q[:, 0], "q is [4, 16] and k [9, 16], expected [T, I, C] and [L, C]"),
         ("k", lambda k: k.bfloat16(), "q is torch.float32 and k torch.bfloat16"),
-        ("weights", lambda weights: weights[:2], "weights is [2, 2], expected [4, 2]"),
-        ("starts", lambda starts: starts.long(), "starts is torch.int64, expected torch.int32"),
+        ("weights", lambda weights: weights[:2], "weights is [2, 2] of torch.float32, expected [4, 2]"),
+        ("starts", lambda starts: starts.long(), "starts is [4] of torch.int64, expected [4] of torch.int32"),
         ("topk", lambda topk: 0, "topk is 0, expected at least 1"),
         ("topk", lambda topk: 8193, "topk is 8193, expected at most 8192 with backend triton"),
         ("backend", lambda backend: "fast", "backend is fast, expected auto, naive or triton"),

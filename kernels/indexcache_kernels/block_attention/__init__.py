@@ -9,7 +9,7 @@ from torch import Tensor
 
 from indexcache_kernels.backends import runs_triton
 from indexcache_kernels.block_attention import naive
-from indexcache_kernels.errors import KernelInputError, expect
+from indexcache_kernels.errors import KernelInputError, expect, expect_one_device
 
 DTYPES = (torch.float32, torch.bfloat16)
 BlockBackend = Literal["auto", "naive", "cpu", "triton"]
@@ -110,5 +110,4 @@ def _check(
     expect("lengths", lengths, axes, torch.int32)
     if bias is not None:
         expect("bias", bias, tuple(k.shape[:3]), torch.float32)
-    if not len({item.device for item in (q, k, v, blocks, lengths, *([] if bias is None else [bias]))}) == 1:
-        raise KernelInputError("tensors are on different devices")
+    expect_one_device(q, k, v, blocks, lengths, bias)

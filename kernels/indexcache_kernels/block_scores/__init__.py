@@ -8,7 +8,7 @@ from torch import Tensor
 from indexcache_kernels.backends import runs_triton
 from indexcache_kernels.block_scores import naive
 from indexcache_kernels.block_scores.naive import CHUNK, STRIDE
-from indexcache_kernels.errors import KernelInputError, expect
+from indexcache_kernels.errors import KernelInputError, expect, expect_one_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -78,8 +78,7 @@ def block_scores(
     if out is None:
         out = torch.zeros((len(q), blocks), dtype=torch.float32, device=q.device)
     expect("out", out, (len(q), blocks), torch.float32)
-    if not len({item.device for item in (q, compressed, lengths, out)}) == 1:
-        raise KernelInputError("tensors are on different devices")
+    expect_one_device(q, compressed, lengths, out)
     if runs_triton(backend, q):
         from indexcache_kernels.block_scores.triton import block_scores as by_triton
 

@@ -52,20 +52,17 @@ def indexer_kl(
     if q.ndim != 3 or k.ndim != 3 or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
         raise KernelInputError(f"q is {list(q.shape)} and k {list(k.shape)}, expected [T, H, D] and [L, G, D]")
     heads, dim = index_q.shape[1:] if index_q.ndim == 3 else (0, 0)
-    expected = {
-        "lse": (lse, (queries, q.shape[1]), torch.float32),
-        "index_q": (index_q, (queries, heads, dim), q.dtype),
-        "index_k": (index_k, (keys, dim), q.dtype),
-        "index_weights": (index_weights, (queries, heads), torch.float32),
-    }
+    expect("lse", lse, (queries, q.shape[1]), torch.float32)
+    expect("index_q", index_q, (queries, heads, dim), q.dtype)
+    expect("index_k", index_k, (keys, dim), q.dtype)
+    expect("index_weights", index_weights, (queries, heads), torch.float32)
     if indices is not None:
-        expected["indices"] = (indices, (queries, indices.shape[-1]), torch.int32)
+        expect("indices", indices, (queries, indices.shape[-1]), torch.int32)
     elif starts is None or ends is None:
         raise KernelInputError("neither indices nor starts and ends are given, expected one of them")
     else:
-        expected |= {"starts": (starts, (queries,), torch.int32), "ends": (ends, (queries,), torch.int32)}
-    for name, (tensor, shape, dtype) in expected.items():
-        expect(name, tensor, shape, dtype)
+        expect("starts", starts, (queries,), torch.int32)
+        expect("ends", ends, (queries,), torch.int32)
     if not runs_triton(backend, q):
         visible = visible_keys(keys, starts, ends, indices)
         losses = naive.indexer_kl(q, k, scale, index_q, index_k, index_weights, visible)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels.backends import Backend, runs_triton
-from indexcache_kernels.errors import KernelInputError
+from indexcache_kernels.errors import KernelInputError, expect, expect_one_device
 from indexcache_kernels.indexer_topk import naive
 
 MOST = 8192  # to find with Triton: twice as many candidates are counted in 15 bits
@@ -82,25 +82,14 @@ def _check_inputs(
     q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, topk: int, k_scale: Tensor | None
 ) -> None:
     if q.ndim != 3 or k.ndim != 2 or q.shape[2] != k.shape[1]:
-        raise KernelInputError(f"q is {_shape(q)} and k {_shape(k)}, expected [T, I, C] and [L, C]")
+        raise KernelInputError(f"q is {list(q.shape)} and k {list(k.shape)}, expected [T, I, C] and [L, C]")
     if q.dtype != k.dtype or k.dtype not in KEY_DTYPES:
         raise KernelInputError(f"q is {q.dtype} and k {k.dtype}, expected the same one of {KEY_DTYPES}")
-    expected = [("weights", weights, _shape(q)[:2], torch.float32)]
-    expected += [(name, tensor, [len(q)], torch.int32) for name, tensor in (("starts", starts), ("ends", ends))]
+    expect("weights", weights, tuple(q.shape[:2]), torch.float32)
+    expect("starts", starts, (len(q),), torch.int32)
+    expect("ends", ends, (len(q),), torch.int32)
     if k_scale is not None:
-        expected.append(("k_scale", k_scale, [len(k)], torch.float32))
-    for name, tensor, shape, dtype in expected:
-        if _shape(tensor) != shape:
-            raise KernelInputError(f"{name} is {_shape(tensor)}, expected {shape}")
-        if tensor.dtype != dtype:
-            raise KernelInputError(f"{name} is {tensor.dtype}, expected {dtype}")
-        if tensor.device != q.device:
-            raise KernelInputError(f"{name} is on {tensor.device}, q on {q.device}")
-    if k.device != q.device:
-        raise KernelInputError(f"k is on {k.device}, q on {q.device}")
+        expect("k_scale", k_scale, (len(k),), torch.float32)
+    expect_one_device(q, k, weights, starts, ends, k_scale)
     if topk < 1:
         raise KernelInputError(f"topk is {topk}, expected at least 1")
-
-
-def _shape(tensor: Tensor) -> list[int]:
-    return list(tensor.shape)

@@ -2,50 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from indexcache_kernels.backends import Backend, runs_triton
 from indexcache_kernels.errors import KernelInputError, expect
 from indexcache_kernels.page_selection import naive
+from indexcache_kernels.page_selection.pages import CachedPages, PageBudget
 
-
-@dataclass(frozen=True)
-class PageBudget:
-    """How much of its cache a request attends to.
-
-    Attributes:
-        page_tokens: tokens of a page, counted from position 0.
-        pages: pages that are selected; a request with no more than these attends to all of them.
-        recent_pages: the last ones are always among them; at least one, since the newest token is in there.
-        sink_pages: and so are the first ones.
-    """
-
-    page_tokens: int = 16
-    pages: int = 64
-    recent_pages: int = 8
-    sink_pages: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the sizes.
-
-        Raises:
-            KernelInputError: naming what does not fit.
-        """
-        if self.page_tokens < 1 or self.page_tokens & (self.page_tokens - 1):
-            raise KernelInputError(f"page_tokens is {self.page_tokens}, expected a power of two")
-        if self.recent_pages < 1:
-            raise KernelInputError(f"recent_pages is {self.recent_pages}, expected at least 1")
-        if self.sink_pages < 0:
-            raise KernelInputError(f"sink_pages is {self.sink_pages}, expected at least 0")
-        if self.recent_pages + self.sink_pages >= self.pages:
-            raise KernelInputError(
-                f"pages is {self.pages}, expected more than recent_pages ({self.recent_pages}) and sink_pages"
-                f" ({self.sink_pages}) together"
-            )
+__all__ = ["PageBudget", "page_scores", "select_pages"]
 
 
 def page_scores(
@@ -90,7 +55,8 @@ def page_scores(
     Raises:
         KernelInputError: if shapes or dtypes don't fit together.
     """
-    batch, most = _check_table(table, lengths, budget, table_page, starts, "out", out)
+    pages = CachedPages(table, lengths, starts, table_page, budget)
+    batch, most = pages.check("out", out)
     if q.ndim != 3 or k.ndim != 3 or q.shape[0] != batch or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
         raise KernelInputError(
             f"q is {list(q.shape)} and k {list(k.shape)}, expected [{batch}, H, D] and [slots, G, D]"
@@ -101,26 +67,13 @@ def page_scores(
         out = torch.empty(batch, most, dtype=torch.float32, device=q.device)
     expect("lse", lse, (batch, q.shape[1]), torch.float32)
     expect("out", out, (batch, most), torch.float32)
-    if not runs_triton(backend, q):
-        naive.page_scores(
-            q, k, table, lengths, lse=lse, scale=scale, budget=budget, table_page=table_page, starts=starts, out=out
-        )
-        return out
-    from indexcache_kernels.page_selection import triton
+    if runs_triton(backend, q):
+        from indexcache_kernels.page_selection import triton
 
-    triton.page_scores(
-        q.contiguous(),
-        k,
-        table,
-        lengths,
-        lse=lse.contiguous(),
-        scale=scale,
-        budget=budget,
-        table_page=table_page,
-        starts=starts,
-        out=out,
-        splits=splits or _splits(batch),
-    )
+        splits = splits or max(1, 256 // max(1, batch))  # enough for a large GPU at batch 1, few at large batches
+        triton.page_scores(q.contiguous(), k, pages, lse=lse.contiguous(), scale=scale, out=out, splits=splits)
+    else:
+        naive.page_scores(q, k, pages, lse=lse, scale=scale, out=out)
     return out
 
 
@@ -159,7 +112,8 @@ def select_pages(
     Raises:
         KernelInputError: if shapes or dtypes don't fit together.
     """
-    batch, most = _check_table(table, lengths, budget, table_page, starts, "scores", scores)
+    pages = CachedPages(table, lengths, starts, table_page, budget)
+    batch, most = pages.check("scores", scores)
     width = budget.pages * budget.page_tokens // table_page
     if out_table is None:
         out_table = torch.empty(batch, width, dtype=torch.int32, device=table.device)
@@ -172,52 +126,10 @@ def select_pages(
         expect("out_starts", out_starts, (batch,), torch.int32)
         expect("out_table", out_table, (out_table.numel(),), torch.int32)
     expect("out_lengths", out_lengths, (batch,), torch.int32)
-    select: Callable[..., None] = naive.select_pages
     if runs_triton(backend, scores):
         from indexcache_kernels.page_selection import triton
 
-        select = triton.select_pages
-    select(
-        scores,
-        table,
-        lengths,
-        budget=budget,
-        table_page=table_page,
-        starts=starts,
-        out_table=out_table,
-        out_starts=out_starts,
-        out_lengths=out_lengths,
-    )
+        triton.select_pages(scores, pages, out_table, out_starts, out_lengths)
+    else:
+        naive.select_pages(scores, pages, out_table, out_starts, out_lengths)
     return out_table, out_lengths
-
-
-def _check_table(
-    table: Tensor,
-    lengths: Tensor,
-    budget: PageBudget,
-    table_page: int,
-    starts: Tensor | None,
-    what: str,
-    scores: Tensor | None,
-) -> tuple[int, int]:
-    """Check a table; return the number of requests and the most pages of one, which a list leaves to `what`."""
-    if table_page < 1 or budget.page_tokens % table_page:
-        raise KernelInputError(f"table_page is {table_page}, expected a divisor of page_tokens ({budget.page_tokens})")
-    shape = "[B, M]" if starts is None else "[T]"
-    if table.ndim != shape.count(",") + 1 or table.dtype != torch.int32 or table.stride(-1) != 1:
-        raise KernelInputError(
-            f"table is {list(table.shape)} of {table.dtype}, expected {shape} of torch.int32, in rows"
-        )
-    if starts is None:
-        expect("lengths", lengths, (len(table),), torch.int32)
-        return len(table), -(-table.shape[1] * table_page // budget.page_tokens)
-    expect("lengths", lengths, (len(starts),), torch.int32)
-    expect("starts", starts, (len(starts),), torch.int32)
-    if scores is None or scores.ndim != 2:
-        raise KernelInputError(f"{what} is not [B, N], expected the most pages of a request where table is a list")
-    return len(starts), scores.shape[1]
-
-
-def _splits(batch: int) -> int:
-    """Return the programs of a request: enough for a large GPU at batch 1, few at large batches."""
-    return max(1, 256 // max(1, batch))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from indexcache_kernels.page_selection import PageBudget
+from indexcache_kernels.page_selection.pages import CachedPages, PageBudget
 
 
 def slots_of(table: Tensor, table_page: int) -> Tensor:
@@ -22,25 +19,14 @@ def row_of(table: Tensor, starts: Tensor | None, row: int) -> Tensor:
     return table[row] if starts is None else table[int(starts[row]) :]
 
 
-def page_scores(
-    q: Tensor,
-    k: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    *,
-    lse: Tensor,
-    scale: float,
-    budget: PageBudget,
-    table_page: int,
-    starts: Tensor | None,
-    out: Tensor,
-) -> None:
+def page_scores(q: Tensor, k: Tensor, pages: CachedPages, *, lse: Tensor, scale: float, out: Tensor) -> None:
     """Write into `out`, `[B, N]`: the sum over a page's tokens of the largest share that a head gives each."""
-    for row, length in enumerate(lengths.tolist()):
+    budget, table_page = pages.budget, pages.table_page
+    for row, length in enumerate(pages.lengths.tolist()):
         live = -(-length // budget.page_tokens)
         if live <= budget.pages:
             continue
-        entries = row_of(table, starts, row)[: -(-length // table_page)]
+        entries = row_of(pages.table, pages.starts, row)[: -(-length // table_page)]
         slots = slots_of(entries, table_page)[:length]
         keys = k[slots].float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # [L, H, D]
         logits = torch.einsum("hd,lhd->hl", q[row].float(), keys) * scale
@@ -61,24 +47,16 @@ def selected(scores: Tensor, length: int, budget: PageBudget) -> list[int]:
 
 
 def select_pages(
-    scores: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    *,
-    budget: PageBudget,
-    table_page: int,
-    starts: Tensor | None,
-    out_table: Tensor,
-    out_starts: Tensor | None,
-    out_lengths: Tensor,
+    scores: Tensor, pages: CachedPages, out_table: Tensor, out_starts: Tensor | None, out_lengths: Tensor
 ) -> None:
     """Write the table of the selected pages, and how many tokens they hold."""
+    budget, table_page = pages.budget, pages.table_page
     entries = budget.page_tokens // table_page  # of the table, a page
-    for row, length in enumerate(lengths.tolist()):
-        pages = selected(scores[row], length, budget)
+    for row, length in enumerate(pages.lengths.tolist()):
+        taken = selected(scores[row], length, budget)
         missing = -(-length // budget.page_tokens) * budget.page_tokens - length  # in the last page
-        tokens = len(pages) * budget.page_tokens - missing
-        at = torch.tensor([page * entries + entry for page in pages for entry in range(entries)], device=table.device)
+        tokens = len(taken) * budget.page_tokens - missing
+        at = torch.tensor([page * entries + entry for page in taken for entry in range(entries)], device=scores.device)
         at = at[: -(-tokens // table_page)]
-        row_of(out_table, out_starts, row)[: len(at)] = row_of(table, starts, row)[at]
+        row_of(out_table, out_starts, row)[: len(at)] = row_of(pages.table, pages.starts, row)[at]
         out_lengths[row] = tokens

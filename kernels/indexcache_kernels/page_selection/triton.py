@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from indexcache_kernels.page_selection import PageBudget
+from indexcache_kernels.page_selection.pages import CachedPages
 
 _CHUNK = 512  # dimensions of key heads that go into one product
 
@@ -153,61 +152,45 @@ def _select_kernel(
 
 
 def page_scores(
-    q: Tensor,
-    k: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    *,
-    lse: Tensor,
-    scale: float,
-    budget: PageBudget,
-    table_page: int,
-    starts: Tensor | None,
-    out: Tensor,
-    splits: int,
+    q: Tensor, k: Tensor, pages: CachedPages, *, lse: Tensor, scale: float, out: Tensor, splits: int
 ) -> None:
     """Compute `naive.page_scores`; `k` may have strides of its own, but for its last axis."""
     heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
     width = min(kv_heads, max(1, _CHUNK // dim))
     chunks, block_d = triton.cdiv(kv_heads, width), max(16, triton.next_power_of_2(width * dim))
     block_h = max(16, triton.next_power_of_2(width * (heads // kv_heads)))
-    together = min(chunks, 2) * block_d * q.element_size()  # bytes of a token's keys that are read at once
+    key_bytes = min(chunks, 2) * block_d * q.element_size()  # of a token, that are read at once
+    # The keys of a block, and how far they are read ahead: all of it and the queries fit on chip.
+    block_l, stages = max(16, min(128, (64 << 10) // key_bytes)), 3 if q.element_size() < 4 else 1
     _scores_kernel[(len(q), splits)](
-        q_ptr=q, k_ptr=k, table_ptr=table, starts_ptr=lengths if starts is None else starts, lengths_ptr=lengths,
-        lse_ptr=lse, out_ptr=out, scale=scale, k_slot_stride=k.stride(0), k_head_stride=k.stride(1),
-        table_stride=table.stride(0), out_stride=out.stride(0), HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width,
-        CHUNKS=chunks, BLOCK_H=block_h, BLOCK_D=block_d, PAGE=budget.page_tokens, TABLE_PAGE=table_page,
-        BUDGET=budget.pages, SPLITS=splits, LISTED=starts is not None, PRECISION="ieee",
-        **_tiles(together, q.element_size()),
+        q_ptr=q, k_ptr=k, lse_ptr=lse, out_ptr=out, scale=scale, k_slot_stride=k.stride(0), k_head_stride=k.stride(1),
+        out_stride=out.stride(0), HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, CHUNKS=chunks, BLOCK_H=block_h,
+        BLOCK_D=block_d, BLOCK_L=block_l, TABLE_PAGE=pages.table_page, SPLITS=splits, PRECISION="ieee",
+        **_arguments(pages), num_warps=4, num_stages=stages,
     )  # fmt: skip
-
-
-def _tiles(key_bytes: int, element_bytes: int) -> dict[str, int]:
-    """Choose the keys of a block, and how far they are read ahead, so that all of it and the queries fit on chip."""
-    block = max(16, min(128, (64 << 10) // key_bytes))
-    return {"BLOCK_L": block, "num_warps": 4, "num_stages": 3 if element_bytes < 4 else 1}
 
 
 def select_pages(
-    scores: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    *,
-    budget: PageBudget,
-    table_page: int,
-    starts: Tensor | None,
-    out_table: Tensor,
-    out_starts: Tensor | None,
-    out_lengths: Tensor,
+    scores: Tensor, pages: CachedPages, out_table: Tensor, out_starts: Tensor | None, out_lengths: Tensor
 ) -> None:
     """Compute `naive.select_pages`."""
-    block_n = triton.next_power_of_2(scores.shape[1])
+    block_n, budget = triton.next_power_of_2(scores.shape[1]), pages.budget
     _select_kernel[(len(scores),)](
-        scores_ptr=scores, table_ptr=table, starts_ptr=lengths if starts is None else starts, lengths_ptr=lengths,
-        out_table_ptr=out_table, out_starts_ptr=lengths if out_starts is None else out_starts,
-        out_lengths_ptr=out_lengths, scores_stride=scores.stride(0), table_stride=table.stride(0),
-        out_stride=out_table.stride(0), BLOCK_N=block_n, PAGE=budget.page_tokens,
-        ENTRIES=budget.page_tokens // table_page, BUDGET=budget.pages, RECENT=budget.recent_pages,
-        SINKS=budget.sink_pages, LISTED=starts is not None, OUT_LISTED=out_starts is not None,
-        num_warps=8 if block_n <= 8192 else 32,
+        scores_ptr=scores, out_table_ptr=out_table, out_starts_ptr=pages.lengths if out_starts is None else out_starts,
+        out_lengths_ptr=out_lengths, scores_stride=scores.stride(0), out_stride=out_table.stride(0), BLOCK_N=block_n,
+        ENTRIES=budget.page_tokens // pages.table_page, RECENT=budget.recent_pages, SINKS=budget.sink_pages,
+        OUT_LISTED=out_starts is not None, **_arguments(pages), num_warps=8 if block_n <= 8192 else 32,
     )  # fmt: skip
+
+
+def _arguments(pages: CachedPages) -> dict[str, Any]:
+    """Return what both kernels take of the pages."""
+    return {
+        "table_ptr": pages.table,
+        "starts_ptr": pages.lengths if pages.starts is None else pages.starts,
+        "lengths_ptr": pages.lengths,
+        "table_stride": pages.table.stride(0),
+        "PAGE": pages.budget.page_tokens,
+        "BUDGET": pages.budget.pages,
+        "LISTED": pages.starts is not None,
+    }

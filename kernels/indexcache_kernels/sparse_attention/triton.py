@@ -194,51 +194,16 @@ def finish(out: Tensor, lse: Tensor, indices: Tensor) -> None:
     )  # fmt: skip
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the result and the logarithm of the denominator.
-
-    Without `v`, the first `v_dim` dimensions of `k` are the values, and `v_dim` must be the largest power of two in the
-    size of a head.
-    """
-    tokens, heads, _ = q.shape
-    sizes = _sizes(q, k, v, v_dim, indices, 64)
-    out = torch.empty((tokens, heads, v_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
-    _forward_kernel[(tokens, triton.cdiv(sizes["GROUP"], sizes["BLOCK_H"]), k.shape[1])](
-        q_ptr=q, k_ptr=k, v_ptr=v, indices_ptr=indices, out_ptr=out, lse_ptr=lse, scale=scale, **_strides(k, v),
-        num_heads=heads, BLOCK_K=64, num_warps=8, num_stages=2, **sizes,
-    )  # fmt: skip
-    return out, lse
-
-
-def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    indices: Tensor,
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of `q`, `k` and `v`; the last two are sums in no fixed order."""
-    tokens, heads, _ = q.shape
-    sizes = _sizes(q, k, v, out.shape[2], indices, 32)
-    delta = (out.float() * d_out.float()).sum(dim=2)
-    d_q, d_k = torch.empty_like(q), torch.zeros(k.shape, dtype=torch.float32, device=q.device)
-    d_v = None if v is None else torch.zeros(v.shape, dtype=torch.float32, device=q.device)
-    _backward_kernel[(tokens, triton.cdiv(sizes["GROUP"], sizes["BLOCK_H"]), k.shape[1])](
-        q_ptr=q, k_ptr=k, v_ptr=v, indices_ptr=indices, lse_ptr=lse, delta_ptr=delta, d_out_ptr=d_out, d_q_ptr=d_q,
-        d_k_ptr=d_k, d_v_ptr=d_v, scale=scale, **_strides(k, v), num_heads=heads, num_kv_heads=k.shape[1],
-        BLOCK_K=32, num_warps=8, num_stages=3, **sizes,
-    )  # fmt: skip
-    return d_q, d_k.to(k.dtype), None if v is None or d_v is None else d_v.to(v.dtype)
-
-
 def _sizes(q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, block_h: int) -> dict[str, Any]:
-    """Return the compile-time sizes of both kernels."""
+    """Return the sizes and strides that both kernels take."""
+    values = k if v is None else v
     return {
         **head_sizes(q, k.shape[1], block_h),
+        "k_row_stride": k.stride(0),
+        "k_head_stride": k.stride(1),
+        "v_row_stride": values.stride(0),
+        "v_head_stride": values.stride(1),
+        "num_heads": q.shape[1],
         "TOPK": indices.shape[1],
         "V_DIM": v_dim,
         "V_PADDED": max(16, triton.next_power_of_2(v_dim)),
@@ -246,18 +211,12 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, 
     }
 
 
-def _strides(k: Tensor, v: Tensor | None) -> dict[str, int]:
-    """Return the strides of rows and heads, by the parameters of both kernels."""
-    tensors = {"k": k.stride(), "v": (0, 0) if v is None else v.stride()}
-    return {
-        f"{name}_{axis}_stride": tensors[name][number]
-        for name in tensors
-        for number, axis in enumerate(("row", "head"))
-    }
-
-
 class SparseAttention(torch.autograd.Function):
-    """The kernels for autograd, with `flash` FlashMLA forward; no gradient flows through the second result."""
+    """The kernels for autograd, with `flash` FlashMLA forward; no gradient flows through the second result.
+
+    Without `v`, the first `v_dim` dimensions of `k` are the values, and `v_dim` must be the largest power of two in the
+    size of a head. Gradients of `k` and `v` are sums in no fixed order.
+    """
 
     @staticmethod
     def forward(
@@ -268,7 +227,13 @@ class SparseAttention(torch.autograd.Function):
             out, lse = flash_mla.forward(q, k, indices, scale)
             finish(out, lse, indices)
         else:
-            out, lse = forward(q, k, v, v_dim, indices, scale)
+            sizes = _sizes(q, k, v, v_dim, indices, 64)
+            out = torch.empty((*q.shape[:2], v_dim), dtype=q.dtype, device=q.device)
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+            _forward_kernel[(len(q), triton.cdiv(sizes["GROUP"], sizes["BLOCK_H"]), k.shape[1])](
+                q_ptr=q, k_ptr=k, v_ptr=v, indices_ptr=indices, out_ptr=out, lse_ptr=lse, scale=scale, BLOCK_K=64,
+                num_warps=8, num_stages=2, **sizes,
+            )  # fmt: skip
         ctx.save_for_backward(q, k, v, indices, out, lse)
         ctx.scale = scale
         ctx.mark_non_differentiable(lse)
@@ -278,5 +243,13 @@ class SparseAttention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `q`, `k` and `v`."""
         q, k, v, indices, out, lse = ctx.saved_tensors
-        d_q, d_k, d_v = backward(q, k, v, indices, ctx.scale, out, lse, d_out.contiguous())
-        return d_q, d_k, d_v, None, None, None, None
+        sizes = _sizes(q, k, v, out.shape[2], indices, 32)
+        delta, d_q = (out.float() * d_out.float()).sum(dim=2), torch.empty_like(q)
+        d_k = torch.zeros(k.shape, dtype=torch.float32, device=q.device)
+        d_v = None if v is None else torch.zeros(v.shape, dtype=torch.float32, device=q.device)
+        _backward_kernel[(len(q), triton.cdiv(sizes["GROUP"], sizes["BLOCK_H"]), k.shape[1])](
+            q_ptr=q, k_ptr=k, v_ptr=v, indices_ptr=indices, lse_ptr=lse, delta_ptr=delta, d_out_ptr=d_out.contiguous(),
+            d_q_ptr=d_q, d_k_ptr=d_k, d_v_ptr=d_v, scale=ctx.scale, num_kv_heads=k.shape[1], BLOCK_K=32, num_warps=8,
+            num_stages=3, **sizes,
+        )  # fmt: skip
+        return d_q, d_k.to(k.dtype), None if d_v is None else d_v.to(v.dtype), None, None, None, None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Checkpoints:
         complete = self._complete()
         for path in reversed(complete):
             if self._is_whole(path):
-                return self._step(path)
+                return _step(path)
         if complete:
             raise JournalError(f"{complete[-1]}: is damaged, and no other checkpoint is whole; --restart trains anew")
         return 0
@@ -82,12 +82,12 @@ class Checkpoints:
             partial.mkdir(parents=True)
         self._processes.wait()
         tensors, rest = _split({"model": weights, "optimizer": state})
-        name = self._share()
-        with naming(partial / f"{name}.safetensors"):
-            save_file(tensors, partial / f"{name}.safetensors")
-        write_atomically(partial / f"{name}.json", json.dumps(rest) + "\n")
-        files = {f"{name}{ending}": _sha256(partial / f"{name}{ending}") for ending in (".safetensors", ".json")}
-        every = self._processes.gather(files)
+        share = partial / f"process-{self._processes.index}"
+        paths = share.with_suffix(".safetensors"), share.with_suffix(".json")
+        with naming(paths[0]):
+            save_file(tensors, paths[0])
+        write_atomically(paths[1], json.dumps(rest) + "\n")
+        every = self._processes.gather({path.name: _sha256(path) for path in paths})
         if main:
             manifest = _Manifest(step=step, files={key: value for item in every for key, value in item.items()})
             write_atomically(partial / _MANIFEST, manifest.model_dump_json() + "\n")
@@ -105,20 +105,15 @@ class Checkpoints:
         """
         weights, state = get_state_dict(model, optimizer, options=_OPTIONS)
         current = {"model": weights, "optimizer": state}
-        path = self.path(step) / self._share()
+        path = self.path(step) / f"process-{self._processes.index}"
         tensors = load_file(path.with_suffix(".safetensors"))
         rest = json.loads(read_regular(path.with_suffix(".json"), _MAX_BYTES))
         own, _ = _split(current)
         if set(own) != set(tensors) or any(own[name].shape != tensors[name].shape for name in own):
             raise JournalError(f"{path}: holds other weights than this model trains; --restart trains anew")
-        restored = _joined(current, tensors, rest)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=restored["model"],
-            optim_state_dict=restored["optimizer"],
-            options=_OPTIONS,
-        )
+        read = {**rest, **tensors}
+        weights, state = _mapped(current, lambda name, value: _like(value, read[name])).values()
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=_OPTIONS)
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -130,13 +125,10 @@ class Checkpoints:
             kept = f"the last good checkpoint is {self.path(step)}" if step else "there is no checkpoint yet"
             raise NonFiniteLossError(f"{error}; {kept}") from None
 
-    def _share(self) -> str:
-        return f"process-{self._processes.index}"
-
     def _is_whole(self, path: Path) -> bool:
         try:
             manifest = _Manifest.model_validate_json(read_regular(path / _MANIFEST, _MAX_BYTES))
-            return manifest.step == self._step(path) and all(
+            return manifest.step == _step(path) and all(
                 _sha256(path / name) == digest for name, digest in manifest.files.items()
             )
         except (FileError, OSError, ValidationError):
@@ -144,11 +136,11 @@ class Checkpoints:
 
     def _complete(self) -> list[Path]:
         paths = self._folder.iterdir() if self._folder.is_dir() else ()
-        return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=self._step)
+        return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=_step)
 
-    @staticmethod
-    def _step(path: Path) -> int:
-        return int(path.name.removeprefix("step-"))
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _remove(folder: Path) -> None:
@@ -160,43 +152,36 @@ def _remove(folder: Path) -> None:
         folder.rmdir()
 
 
-def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield paths and values of everything but mappings; lists of mappings count as mappings by number."""
+def _mapped(tree: Any, change: Callable[[str, Any], Any], *path: str) -> Any:
+    """Apply `change` to names and values of all but mappings; lists of mappings count as mappings by number."""
     if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _leaves(value, (*path, str(key)))
-    elif isinstance(tree, list) and tree and isinstance(tree[0], Mapping):
-        for number, value in enumerate(tree):
-            yield from _leaves(value, (*path, str(number)))
-    else:
-        yield path, tree
+        return {key: _mapped(value, change, *path, str(key)) for key, value in tree.items()}
+    if isinstance(tree, list) and tree and isinstance(tree[0], Mapping):
+        return [_mapped(value, change, *path, str(number)) for number, value in enumerate(tree)]
+    return change("|".join(path), tree)
 
 
 def _split(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split a tree into this process's share of all tensors, by path, and the other values."""
+    """Split a tree into this process's share of all tensors, by name, and the other values."""
     tensors, rest = {}, {}
-    for path, value in _leaves(tree):
-        name = "|".join(path)
+
+    def take(name: str, value: Any) -> None:
         if isinstance(value, Tensor):
             tensors[name] = (value.to_local() if isinstance(value, DTensor) else value).detach().contiguous().cpu()
         else:
             rest[name] = value
+
+    _mapped(tree, take)
     return tensors, rest
 
 
-def _joined(tree: Any, tensors: Mapping[str, Tensor], rest: Mapping[str, Any], path: tuple[str, ...] = ()) -> Any:
-    """Replace the leaves of `tree` by those read; sharded tensors are sharded as they are now."""
-    if isinstance(tree, Mapping):
-        return {key: _joined(value, tensors, rest, (*path, str(key))) for key, value in tree.items()}
-    if isinstance(tree, list) and tree and isinstance(tree[0], Mapping):
-        return [_joined(value, tensors, rest, (*path, str(number))) for number, value in enumerate(tree)]
-    name = "|".join(path)
-    if isinstance(tree, DTensor):
-        local = tensors[name].to(tree.to_local())
-        return DTensor.from_local(local, tree.device_mesh, tree.placements, shape=tree.shape, stride=tree.stride())
-    if isinstance(tree, Tensor):
-        return tensors[name].to(tree)
-    return rest[name]
+def _like(current: Any, read: Any) -> Any:
+    """Move a tensor that was read to where the current one is; sharded ones are sharded as they are now."""
+    if isinstance(current, DTensor):
+        mesh, placements = current.device_mesh, current.placements
+        local = read.to(current.to_local())
+        return DTensor.from_local(local, mesh, placements, shape=current.shape, stride=current.stride())
+    return read.to(current) if isinstance(current, Tensor) else read
 
 
 def _sha256(path: Path) -> str:
