@@ -57,16 +57,16 @@ def block_attention(
     if single:
         q, blocks, lengths = (item.unsqueeze(1) for item in (q, blocks, lengths))
     if backend in ("auto", "cpu"):
-        reason = _missing_cpu(q, k, v, bias)
-        if reason is None:
-            from indexcache_kernels.block_attention import cpu
+        from indexcache_kernels.block_attention import cpu
 
-            return cpu.block_attention(
-                q[:, 0], k, v, blocks[:, 0], scale=scale, block_tokens=block_tokens, lengths=lengths[:, 0]
-            ).view(*(q.shape[:1] if single else q.shape[:2]), q.shape[2], v.shape[3])
+        reason = cpu.missing(q, k, v, bias)
+        if reason is None:
+            one = (q[:, 0], k, v, blocks[:, 0])
+            found = cpu.block_attention(*one, scale=scale, block_tokens=block_tokens, lengths=lengths[:, 0])
+            return found if single else found[:, None]
         if backend == "cpu":
             raise KernelInputError(f"backend cpu {reason}; expected naive")
-    if backend != "cpu" and runs_triton(backend, q):
+    if runs_triton(backend, q):
         from indexcache_kernels.block_attention.triton import BlockAttention
 
         contiguous = (item.contiguous() for item in (blocks, lengths))
@@ -75,19 +75,6 @@ def block_attention(
     else:
         out = naive.block_attention(q, k, v, blocks, scale=scale, block_tokens=block_tokens, lengths=lengths, bias=bias)
     return out[:, 0] if single else out
-
-
-def _missing_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str | None:
-    """Say why the compiled kernel can't run on these, as the end of a sentence; `None` if it can."""
-    from indexcache_kernels.block_attention import cpu
-
-    if q.shape[1] > 1:
-        return f"takes one query a request, found {q.shape[1]}"
-    if bias is not None:
-        return "has no bias"
-    if torch.is_grad_enabled() and any(item.requires_grad for item in (q, k, v)):
-        return "has no gradients"
-    return cpu.missing(q, v)
 
 
 def _check(

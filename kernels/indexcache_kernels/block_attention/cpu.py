@@ -23,11 +23,17 @@ FLAGS = {
 DIMENSIONS = (32, 64, 80, 96, 128, 256)  # of heads, that it is compiled for
 
 
-def missing(q: Tensor, v: Tensor) -> str | None:
+def missing(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str | None:
     """Say why the kernel can't run on these tensors, as the end of a sentence; `None` if it can.
 
     Compiles it at the first call.
     """
+    if q.shape[1] > 1:
+        return f"takes one query a request, found {q.shape[1]}"
+    if bias is not None:
+        return "has no bias"
+    if torch.is_grad_enabled() and any(item.requires_grad for item in (q, k, v)):
+        return "has no gradients"
     if q.device.type != "cpu":
         return f"needs tensors on the CPU, found {q.device.type}"
     for tensor in (q, v):

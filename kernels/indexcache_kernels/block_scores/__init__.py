@@ -7,27 +7,11 @@ from torch import Tensor
 
 from indexcache_kernels.backends import runs_triton
 from indexcache_kernels.block_scores import naive
-from indexcache_kernels.block_scores.naive import CHUNK, STRIDE
+from indexcache_kernels.block_scores.naive import CHUNK, STRIDE, compress_keys
 from indexcache_kernels.errors import KernelInputError, expect, expect_one_device
 
+__all__ = ["block_scores", "compress_keys"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def compress_keys(k: Tensor) -> Tensor:
-    """Average 32 keys at a time, 16 tokens apart (InfLLM-V2; NOSA, arXiv 2510.13602).
-
-    Args:
-        k: `[B, G, L, D]`, with their positions in them.
-
-    Returns:
-        `[B, G, C, D]`, in the dtype of `k`: the means of those that end within L.
-
-    Raises:
-        KernelInputError: if it has another shape.
-    """
-    if k.ndim != 4:
-        raise KernelInputError(f"k is {list(k.shape)}, expected [B, G, L, D]")
-    return naive.compress_keys(k)
 
 
 def block_scores(

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from indexcache_kernels.errors import KernelInputError
+
 CHUNK, STRIDE = 32, 16  # tokens of a compressed key, and from one to the next
 
 
 def compress_keys(k: Tensor) -> Tensor:
-    """Compute `indexcache_kernels.compress_keys`."""
+    """Average 32 keys at a time, 16 tokens apart (InfLLM-V2; NOSA, arXiv 2510.13602).
+
+    Args:
+        k: `[B, G, L, D]`, with their positions in them.
+
+    Returns:
+        `[B, G, C, D]`, in the dtype of `k`: the means of those that end within L.
+
+    Raises:
+        KernelInputError: if it has another shape.
+    """
+    if k.ndim != 4:
+        raise KernelInputError(f"k is {list(k.shape)}, expected [B, G, L, D]")
     if k.shape[2] < CHUNK:
         return k.new_empty(*k.shape[:2], 0, k.shape[3])
     return k.float().unfold(2, CHUNK, STRIDE).mean(-1).to(k.dtype)

@@ -123,10 +123,7 @@ def train(row: Row, seed: int, data: TrainingData, options: argparse.Namespace, 
         dtype="auto",
         attention=options.attention,
         gradient_checkpointing=options.gradient_checkpointing,
-        check_memory=True,
-        keep_shared=None,
         intervals=Intervals(evaluate=100_000, checkpoint=100, show=20),
-        tensorboard=False,
     )
     run(str(demo.MODEL), data, settings, runtime, Folders(folder, restart=False), Console(stderr=True, highlight=False))
     return str(folder / "model")

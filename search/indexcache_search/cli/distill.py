@@ -82,7 +82,7 @@ class OptimizerChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingEngineChoice:
-    """Settings of training that do not depend on the method; see `distill.settings.Runtime`."""
+    """Settings of training that do not depend on the method; see `TrainingRuntime`."""
 
     gradient_checkpointing: bool = True
     micro_batch: Annotated[int, BATCH] = 1

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -18,7 +17,7 @@ from indexcache_search.distill.settings import TrainingRuntime, TrainingSettings
 from indexcache_search.evaluation.identity import today
 from indexcache_search.hf.device import memory_error_in_one_line
 from indexcache_search.hf.loading import model_folder
-from indexcache_search.search.progress import bar, warn
+from indexcache_search.search.progress import bar
 from indexcache_search.training.checkpoints import Checkpoints
 from indexcache_search.training.folders import HeldFolders, check_folders, held_folders
 from indexcache_search.training.log import TrainingLog
@@ -130,7 +129,7 @@ def session(
     }
     with held_folders(paths, data, identity, processes) as folders:
         train, held_out = training_sets(
-            model, description, data, folders.identity, settings.seed, paths, processes, partial(warn, console)
+            model, description, data, folders.identity, settings.seed, paths, processes, console
         )
         checkpoints = Checkpoints(paths.work / "checkpoints", processes)
         done = checkpoints.latest()

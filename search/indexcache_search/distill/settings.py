@@ -94,10 +94,6 @@ class DistillSettings(TrainingSettings):
         """Steps of both stages."""
         return self.warmup_steps + self.sparse_steps
 
-    def stage(self, step: int) -> Stage:
-        """Return the stage of a step, counted from 0."""
-        return "warmup" if step < self.warmup_steps else "sparse"
-
     def range(self, stage: Stage) -> tuple[int, int]:
         """Return the first step of a stage, and one past its last."""
         return (0, self.warmup_steps) if stage == "warmup" else (self.warmup_steps, self.steps)
@@ -110,7 +106,7 @@ class DistillSettings(TrainingSettings):
 
     def rate(self, step: int) -> float:
         """Return the factor of the peak learning rates at a step, counted from 0; each stage has its own curve."""
-        first, end = self.range(self.stage(step))
+        first, end = self.range("warmup" if step < self.warmup_steps else "sparse")
         return rate(self.schedule, self.ramp_steps, step - first, end - first)
 
 
@@ -129,7 +125,7 @@ class TrainingRuntime:
     dtype: str
     gradient_checkpointing: bool
     intervals: Intervals
-    attention: str = "naive"
-    check_memory: bool = False
+    attention: str = "auto"
+    check_memory: bool = True
     keep_shared: bool | None = None
     tensorboard: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,20 @@ class TrainingLog:
         path: the file.
         step: records of later steps are dropped, since these steps are done again; 0 drops all.
         tensorboard: folder for TensorBoard event files, or None.
+
+    Raises:
+        JournalError: if a line is damaged, or none is of `step`.
     """
 
     def __init__(self, path: Path, step: int, tensorboard: Path | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.records = [record for record in read_log(path) if 0 < step >= record["step"]]
+        self.records: list[dict[str, Any]] = []
+        content = complete(path.read_bytes()) if path.is_file() else b""  # a kill may have cut off the last line
+        for number, record in opened(content, str(path), Sealer()):
+            if type(record.get("step")) is not int:
+                raise damaged(path, number)
+            if 0 < step >= record["step"]:
+                self.records.append(record)
         if step and not any(record["step"] == step for record in self.records):
             raise JournalError(f"{path}: does not reach step {step} of the checkpoint; --restart trains anew")
         self._sealer = Sealer()
@@ -48,17 +57,3 @@ class TrainingLog:
         self._file.close()
         if self._writer is not None:
             self._writer.close()
-
-
-def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the records of a log, except for a last line that was cut off by a kill.
-
-    Raises:
-        JournalError: if a line is damaged.
-    """
-    if not path.is_file():
-        return
-    for number, record in opened(complete(path.read_bytes()), str(path), Sealer()):
-        if type(record.get("step")) is not int:
-            raise damaged(path, number)
-        yield record

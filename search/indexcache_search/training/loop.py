@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,10 +44,11 @@ class Task(ABC):
         """Evaluate the model, and return a record."""
 
 
+@dataclass(frozen=True)
 class Loop:
     """Runner of tasks.
 
-    Args:
+    Attributes:
         processes: all processes of the run.
         checkpoints: of the run.
         log: the run's records, in the first process.
@@ -54,16 +56,11 @@ class Loop:
         intervals: steps between evaluations, checkpoints and lines.
     """
 
-    def __init__(
-        self,
-        processes: Processes,
-        checkpoints: Checkpoints,
-        log: TrainingLog | None,
-        progress: TrainingProgress,
-        intervals: Intervals,
-    ) -> None:
-        self._processes, self._checkpoints, self._log = processes, checkpoints, log
-        self._progress, self._intervals = progress, intervals
+    processes: Processes
+    checkpoints: Checkpoints
+    log: TrainingLog | None
+    progress: TrainingProgress
+    intervals: Intervals
 
     def train(self, task: Task, done: int) -> None:
         """Run `task` to its end; if it has begun before, from the checkpoint at `done` steps.
@@ -73,9 +70,9 @@ class Loop:
         """
         first, last = task.steps
         if done > first:
-            self._checkpoints.load(done, task.model, task.optimizer)
+            self.checkpoints.load(done, task.model, task.optimizer)
         task.model.train()
-        device, intervals = self._processes.device, self._intervals
+        device, intervals = self.processes.device, self.intervals
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         while done < last:
@@ -86,19 +83,19 @@ class Loop:
             if device.type == "cuda":
                 record["peak_gb"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 2)
             self._add(record)
-            self._progress.advance(done)
+            self.progress.advance(done)
             if done % intervals.show == 0 or done in (1, last):
-                self._progress.show(record)
+                self.progress.show(record)
             if done % intervals.evaluate == 0 or done == last:
                 self.report({"step": done, "stage": task.stage, **task.evaluate()})
             if done % intervals.checkpoint == 0 or done == last:
-                self._checkpoints.save(done, task.model, task.optimizer)
+                self.checkpoints.save(done, task.model, task.optimizer)
 
     def report(self, record: dict[str, Any]) -> None:
         """Log an evaluation, and show it."""
         self._add(record)
-        self._progress.show(record)
+        self.progress.show(record)
 
     def _add(self, record: dict[str, Any]) -> None:
-        if self._log is not None:
-            self._log.add(record)
+        if self.log is not None:
+            self.log.add(record)

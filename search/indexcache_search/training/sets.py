@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from indexcache_search import demo
 from indexcache_search.data import dry_run
@@ -17,6 +19,7 @@ from indexcache_search.data.templates import AS_THEY_ARE, RowOptions
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import DataError
 from indexcache_search.hf.loading import load_tokenizer, read_config
+from indexcache_search.search.progress import warn
 from indexcache_search.training.processes import Processes
 from indexcache_search.training.settings import Folders
 from sglang_indexcache import ModelLayers
@@ -55,7 +58,7 @@ def training_sets(
     seed: int,
     folders: Folders,
     processes: Processes,
-    notice: Callable[[str], None],
+    console: Console,
 ) -> tuple[TokenSet, TokenSet]:
     """Read both sets once and keep them as token ids, so that a resumed run trains on the same ones.
 
@@ -67,7 +70,7 @@ def training_sets(
         seed: seed of the order of the training documents.
         folders: the sets are kept in their work folder.
         processes: the first of them reads.
-        notice: called with notes of the reader.
+        console: shows notes of the reader.
 
     Raises:
         IndexCacheError: if a source can't be read or holds too little, or a kept set is damaged.
@@ -77,7 +80,7 @@ def training_sets(
         if any(load_set(folder) is None for folder in places):
             reader, *sets = _read(model, description, data, seed)
             for note in reader.notes:
-                notice(note)
+                warn(console, note)
             changed = [name for name, digest in data.contents().items() if digest != identity[name]]
             if changed:
                 raise DataError(f"{changed[0]} changed while it was read, expected data that stay as they are")
