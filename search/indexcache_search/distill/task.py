@@ -87,13 +87,13 @@ class StageTask(Task):
                 sums += torch.cat([losses.detach().sum()[None], divergences.detach()]).double().cpu()
         sums = self._processes.sum(sums)
         by_layer = (sums[1:] / queries).tolist()
-        measured = {} if self.stage == "warmup" else {"loss": sums[0].item() / scored}
-        measured["kl"] = sum(by_layer) / len(by_layer)
-        name, factor = f"step {number + 1} ({self.stage})", settings.rate(number)
+        loss, kl = sums[0].item() / scored, sum(by_layer) / len(by_layer)
+        name, measured, factor = f"step {number + 1} ({self.stage})", {"loss": loss, "KL": kl}, settings.rate(number)
         return {
             "step": number + 1,
             "stage": self.stage,
-            **measured,
+            **({} if self.stage == "warmup" else {"loss": loss}),
+            "kl": kl,
             "kl_layers": dict(zip(map(str, layers), by_layer, strict=True)),
             **take_step(self.optimizer, name, measured, "indexers", settings.max_norm, factor),
         }
