@@ -1,8 +1,8 @@
 """Indexers of transformers' DSA models that select for blocks of prompt queries.
 
-This is the definition, not a fast implementation: the exact selection is computed too. The queries of a block share the
-selection of their mean (the *leader*), taken from tokens before the block. The tokens of the block up to a query always
-belong to its selection.
+This is the definition, not a fast implementation: the exact selection is computed too. The queries of a block share
+what their mean (the *leader*) scores highest among the tokens before the block, as many as leave room for the block.
+The tokens of the block up to a query always belong to its selection.
 """
 
 from __future__ import annotations
@@ -68,13 +68,14 @@ def in_blocks(indexer: Any, run: Run, queries: int, prompt: Tensor) -> Run:
         exact = run(hidden_states, q_resid, position_embeddings, attention_mask, position_ids)
         rope = INDEXER_ROPES[indexer.config.model_type]
         q, k, weights = index_vectors(indexer, rope, hidden_states, q_resid, position_embeddings)
-        shared = block_selection(q, k, weights, queries, exact.shape[-1], prompt)
+        shared = block_selection(q, k, weights, queries, indexer.index_topk, prompt)
+        exact = F.pad(exact, (0, shared.shape[-1] - exact.shape[-1]), value=-1)  # it may be as short as the sequence
         if attention_mask.dtype == torch.int32:
             if attention_mask[..., 0].any():
                 raise SearchError("blocks begin with a sequence's first token, expected no padding before it")
         else:  # transformers makes a mask of the indices, where -1 can't stand
             own = torch.arange(shared.shape[1], device=shared.device, dtype=shared.dtype)[:, None]
-            shared = torch.where(shared < 0, own, shared)
+            exact, shared = (torch.where(item < 0, own, item) for item in (exact, shared))
         return torch.where(prompt[..., None], shared, exact)
 
     return indexer_forward(compute)
@@ -83,8 +84,9 @@ def in_blocks(indexer: Any, run: Run, queries: int, prompt: Tensor) -> Run:
 def block_selection(q: Tensor, k: Tensor, weights: Tensor, queries: int, topk: int, prompt: Tensor) -> Tensor:
     """Return the selection of queries in blocks, `[batch, queries, topk]`, int32, -1 for none.
 
-    Query t of a block that begins at b selects all tokens b to t, then the tokens before b that the block's leader
-    scores highest. The leader's index query and head weights are means over the block's queries in `prompt`.
+    All queries of a block select the `topk - queries` tokens before it that the block's leader scores highest, and
+    query t also the block's tokens up to itself. The leader's index query and head weights are means over the block's
+    queries in `prompt`.
 
     Args:
         q: index queries `[batch, queries, heads, dim]`.
@@ -103,18 +105,20 @@ def block_selection(q: Tensor, k: Tensor, weights: Tensor, queries: int, topk: i
     weights = (weights.view(*blocks, weights.shape[2]) * share[..., None]).sum(2)
     begins = torch.arange(0, length, queries, device=q.device)
     parts = [slice(at, at + _BLOCKS) for at in range(0, len(begins), _BLOCKS)]
-    before = torch.cat([_best_before(q[:, at], k.float(), weights[:, at], begins[at], topk) for at in parts], dim=1)
-    position, rank = torch.arange(length, device=q.device)[:, None], torch.arange(topk, device=q.device)
-    begin = position // queries * queries
-    far = (rank - (position - begin) - 1).clamp_min(0).expand(batch, -1, -1)
-    chosen = before[:, (position // queries).squeeze(1)].gather(2, far)
-    return torch.where(rank <= position - begin, begin + rank, chosen).int()
+    before = torch.cat(
+        [_best_before(q[:, at], k.float(), weights[:, at], begins[at], topk - queries) for at in parts], dim=1
+    )
+    position = torch.arange(length, device=q.device)[:, None]
+    own = position // queries * queries + torch.arange(queries, device=q.device)
+    own = torch.where(own <= position, own, -1).expand(batch, -1, -1)
+    return torch.cat([before.repeat_interleave(queries, 1)[:, :length], own], dim=2).int()
 
 
-def _best_before(q: Tensor, k: Tensor, weights: Tensor, begins: Tensor, topk: int) -> Tensor:
-    """Return the best-scored keys before each block, `[batch, blocks, topk]`, best first, -1 for none."""
+def _best_before(q: Tensor, k: Tensor, weights: Tensor, begins: Tensor, count: int) -> Tensor:
+    """Return the best-scored keys before each block, `[batch, blocks, count]`, best first, -1 for none."""
     heads = F.relu(torch.einsum("bnhd,btd->bnht", q, k))
     scores = torch.einsum("bnh,bnht->bnt", weights, heads)
     seen = torch.arange(k.shape[1], device=k.device) < begins[:, None]
-    best = scores.masked_fill(~seen, float("-inf")).topk(topk, dim=-1)
-    return torch.where(best.values == float("-inf"), -1, best.indices)
+    best = scores.masked_fill(~seen, float("-inf")).topk(min(count, k.shape[1]), dim=-1)
+    found = torch.where(best.values == float("-inf"), -1, best.indices)
+    return F.pad(found, (0, count - found.shape[-1]), value=-1)

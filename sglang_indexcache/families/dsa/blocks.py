@@ -91,7 +91,7 @@ class BlockSelection:
         leaders = _take(q, members).float().view(count, size, *q.shape[1:]).mean(1).to(q.dtype)
         gates = weights[members].view(count, size, *weights.shape[1:]).mean(1)
         first = plan.members[:, 0]
-        best = selected(leaders, gates, _Leaders(metadata, first, plan.requests, plan.begins))
+        best = selected(leaders, gates, _Leaders(metadata, first, plan.requests, plan.begins))[:, :-size]
         own = plan.begins[:, None] + torch.arange(size, device=q.device, dtype=torch.int32)
         own, best = (in_index_space(metadata, positions, first, plan.requests) for positions in (own, best))
         result[members] = _with_own(own, best).flatten(0, 1)
@@ -195,13 +195,14 @@ def _take(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def _with_own(own: Tensor, best: Tensor) -> Tensor:
-    """Return what queries attend to, `[blocks, queries, k]`: their block up to themselves, then the best before it.
+    """Return what queries attend to, `[blocks, queries, k]`: the best before their block, then it up to themselves.
+
+    What a query selects are the first of its row, -1 follows, as SGLang's kernels expect it.
 
     Args:
         own: the tokens of each block, `[blocks, queries]`.
-        best: tokens before each block, the best first, `[blocks, k]`.
+        best: tokens before each block, `[blocks, k - queries]`.
     """
-    size, topk = own.shape[1], best.shape[1]
-    query = torch.arange(size, device=best.device)[:, None]
-    rank = torch.arange(topk, device=best.device)
-    return torch.cat([own, best], dim=1)[:, torch.where(rank <= query, rank, size + rank - query - 1)]
+    size = own.shape[1]
+    seen = torch.ones(size, size, dtype=torch.bool, device=own.device).tril()
+    return torch.cat([best[:, None].expand(-1, size, -1), torch.where(seen, own[:, None], -1)], dim=2)
