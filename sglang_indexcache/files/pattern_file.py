@@ -18,6 +18,7 @@ from sglang_indexcache.files.fields import Count, Finite
 from sglang_indexcache.model.config_keys import differing, facts_digest
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.pattern import Pattern, full_layer_count, parse_retention
+from sglang_indexcache.pattern.indexer_setting import DEFINITION
 from sglang_indexcache.pattern.selection import Selection
 
 SCHEMA = "indexcache/v1"
@@ -131,6 +132,9 @@ class PatternFile(_FileSection):
         description="one letter per layer; F runs its indexer, or with a selection D attends to everything; S reuses"
         " the last choice before it. Behind them +6q16: layer 6 selects for 16 prompt queries at a time"
     )
+    block_definition: int | None = Field(
+        default=None, description="which definition of +6q16 is meant, 2; only beside patterns with it"
+    )
     retention: Finite = Field(description="share of layers that are not shared, as a decimal")
     patterns: dict[str, str] = Field(default_factory=dict, description="other patterns by retention, e.g. 1/4")
     trajectory: Annotated[tuple[TrajectoryStep, ...], Field(strict=False)] = Field(
@@ -171,6 +175,10 @@ class PatternFile(_FileSection):
                     f" {model.num_layers}"
                 )
             known.append(letters)
+        definition = DEFINITION if any("+" in letters for letters in (self.pattern, *known)) else None
+        if self.block_definition not in (None, definition):
+            raise PatternError(f"block_definition: found {self.block_definition}, expected {definition or 'none'}")
+        vars(self)["block_definition"] = definition
         if (self.trajectory or self.patterns) and self.pattern not in known:
             raise PatternError("pattern: is neither a step of trajectory nor one of patterns, expected one of them")
         return self
@@ -249,7 +257,13 @@ class PatternFile(_FileSection):
             if not isinstance(content, dict):
                 kind = type(content).__name__
                 raise PatternFileError(f"found {kind}, expected a mapping that begins with schema: {SCHEMA}")
-            return cls.model_validate(content)
+            file = cls.model_validate(content)
+            if file.block_definition is not None and "block_definition" not in content:
+                raise PatternFileError(
+                    f"block_definition: missing, and +6q16 has another meaning since version 0.3.0; expected"
+                    f" {DEFINITION} once the pattern was searched or measured again"
+                )
+            return file
         except ValidationError as error:
             raise PatternFileError(f"{source}: {_first_error(error)}") from None
         except IndexCacheError as error:

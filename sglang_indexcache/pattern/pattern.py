@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Self
 
 from sglang_indexcache.errors import PatternError
-from sglang_indexcache.pattern.indexer_setting import CANDIDATES, NO_CANDIDATES, IndexerSetting
+from sglang_indexcache.pattern.indexer_setting import CANDIDATES, DEFINITION, NO_CANDIDATES, IndexerSetting
 from sglang_indexcache.pattern.selection import Selection
 
 FULL, SHARED = "F", "S"
@@ -142,8 +142,12 @@ class Pattern:
         Raises:
             PatternError: if `key` has another form.
         """
-        letters, mark, selection = key.partition("|")
-        return cls.parse(letters, Selection.parse(selection) if mark else None)
+        letters, mark, more = key.partition("|")
+        selects = mark and not more.startswith("blocks")
+        pattern = cls.parse(letters, Selection.parse(more) if selects else None)
+        if pattern.key != key:
+            raise PatternError(f"{key[:80]} means another definition of a block, expected {pattern.key[:80]}")
+        return pattern
 
     def keeping(self, full_layers: Iterable[int]) -> Self:
         """Return this pattern with all layers but `full_layers` turned into `S`.
@@ -214,8 +218,9 @@ class Pattern:
 
     @property
     def key(self) -> str:
-        """The whole pattern in one word: its letters, then a `|` and its selection if there is one."""
-        return self.letters if self.selection is None else f"{self.letters}|{self.selection}"
+        """The whole pattern in one word: its letters, then a `|` and its selection or the definition of its blocks."""
+        more = f"blocks{DEFINITION}" if self.indexers else self.selection
+        return self.letters if more is None else f"{self.letters}|{more}"
 
     @cached_property
     def fingerprint(self) -> str:

@@ -24,6 +24,7 @@ from indexcache_search.errors import DataError, SearchError
 from indexcache_search.hf.indexers import block_selection
 from indexcache_search.hf.roles import apply_roles
 from indexcache_search.lab.offload.cli import app as offload_app
+from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.errors import PatternError, PatternFileError
 from sglang_indexcache.families import describe, family_of
@@ -122,6 +123,23 @@ def test_files_and_command_lines_take_them(tmp_path: Path) -> None:
         PatternFile.loads(text)
     with pytest.raises(PatternError, match="4q4 is of F layers"):
         PatternSpec.read("FSFSSS+4q4")
+
+
+def test_what_meant_an_earlier_definition_is_refused() -> None:
+    """Files and keys that say blocks as versions before 0.3.0 did; and a file that says blocks and has none."""
+    file = pattern_file(Pattern.parse("FSFFSS+2q4"), tiny_config())
+    text, line = file.dumps(), "block_definition: 2\n"
+    assert PatternFile.loads(text) == file and line in text
+    for old, new, message in (
+        (line, "", "block_definition: missing, and [+]6q16 has another meaning since version 0.3.0; expected 2 once"),
+        (line, "block_definition: 1\n", "block_definition: found 1, expected 2"),
+        ("+2q4", "", "block_definition: found 2, expected none"),
+    ):
+        with pytest.raises(PatternFileError, match=message):
+            PatternFile.loads(text.replace(old, new))
+    for key in ("FSFFSS+2q4", "FSFFSS+2q4|blocks1", "FSFFSS|blocks2"):
+        with pytest.raises(PatternError, match="another definition"):
+            Pattern.from_key(key)
 
 
 # -- what is selected
