@@ -260,7 +260,7 @@ class PatternFile(_FileSection):
             file = cls.model_validate(content)
             if file.block_definition is not None and "block_definition" not in content:
                 raise PatternFileError(
-                    f"block_definition: missing, and +6q16 has another meaning since version 0.3.0; expected"
+                    f"block_definition: missing, and +6q16 has another meaning since version 0.2.0; expected"
                     f" {DEFINITION} once the pattern was searched or measured again"
                 )
             return file

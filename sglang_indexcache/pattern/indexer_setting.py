@@ -9,7 +9,7 @@ from typing import Self
 from sglang_indexcache.errors import PatternError
 
 QUERIES = (2, 4, 8, 16, 64)  # they divide a page of 64 tokens, so that a cached page depends on its own tokens alone
-DEFINITION = 2  # of a block; 1, before 0.3.0, gave a block's early queries more of the leader's tokens
+DEFINITION = 2  # of a block; 1, before 0.2.0, gave a block's early queries more of the leader's tokens
 EXACT_ROWS = 128  # the last queries of a prompt, or of a part of it, that always select for themselves
 CANDIDATES = "C"  # a letter of patterns before 0.2.0, with `3c4` behind them
 NO_CANDIDATES = "C layers (candidates) are not supported since version 0.2.0"

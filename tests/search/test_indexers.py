@@ -126,12 +126,12 @@ def test_files_and_command_lines_take_them(tmp_path: Path) -> None:
 
 
 def test_what_meant_an_earlier_definition_is_refused() -> None:
-    """Files and keys that say blocks as versions before 0.3.0 did; and a file that says blocks and has none."""
+    """Files and keys that say blocks as versions before 0.2.0 did; and a file that says blocks and has none."""
     file = pattern_file(Pattern.parse("FSFFSS+2q4"), tiny_config())
     text, line = file.dumps(), "block_definition: 2\n"
     assert PatternFile.loads(text) == file and line in text
     for old, new, message in (
-        (line, "", "block_definition: missing, and [+]6q16 has another meaning since version 0.3.0; expected 2 once"),
+        (line, "", "block_definition: missing, and [+]6q16 has another meaning since version 0.2.0; expected 2 once"),
         (line, "block_definition: 1\n", "block_definition: found 1, expected 2"),
         ("+2q4", "", "block_definition: found 2, expected none"),
     ):
