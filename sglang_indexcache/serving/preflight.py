@@ -11,7 +11,7 @@ from sglang_indexcache.families.base import Family
 from sglang_indexcache.model.checkpoint import Checkpoint
 from sglang_indexcache.model.name import at_revision
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.proof import ProofHolder
+from sglang_indexcache.serving.proven import ProofHolder
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.probes import Feature, SglangSource

@@ -25,7 +25,8 @@ from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.launch_server import Arguments, LaunchError, check_plugin_is_found, split_arguments
 from sglang_indexcache.serving import engines, identity, proof, ranks, ready
 from sglang_indexcache.serving.preflight import Preflight
-from sglang_indexcache.serving.proof import Proof, ProofHolder, effective_roles, mark_unloaded, mismatch
+from sglang_indexcache.serving.proof import effective_roles, mark_unloaded, mismatch
+from sglang_indexcache.serving.proven import Proof, ProofHolder
 from sglang_indexcache.serving.ranks import MEET_VARIABLE, RankReport, _meet_seconds, disagreement
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang import refusal

@@ -1,0 +1,83 @@
+"""The proof of an engine: `/server_info`, metrics and the message to the main process report nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from sglang_indexcache.errors import ProofError, one_line
+from sglang_indexcache.pattern import Pattern
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The pattern that all ranks of this process's model were found to run.
+
+    Attributes:
+        pattern: the pattern, read from the loaded modules of all ranks, layer by layer.
+        modules: attention modules on this rank.
+        ranks: number of ranks that agreed.
+    """
+
+    pattern: Pattern
+    modules: int
+    ranks: int
+
+
+class ProofHolder:
+    """The proof of one engine in this process, once there is one, and whether it still holds."""
+
+    def __init__(self) -> None:
+        self._proof: Proof | None = None
+        self._lost: tuple[str, str] | None = None
+        self.graphs_captured = False
+        self.tell: Callable[[bool], None] = lambda holds: None  # a listener, such as a metric
+
+    def set(self, proof: Proof) -> None:
+        """Record that the loaded model was found to run `proof`."""
+        self._proof, self._lost = proof, None
+        self.tell(True)
+
+    def lose(self, reason: str) -> None:
+        """Record that the proof is lost: the model may run something else."""
+        self._lost = (datetime.now(UTC).isoformat(timespec="seconds"), one_line(reason, 300))
+        self.tell(False)
+
+    @property
+    def proof(self) -> Proof:
+        """Proof of the model from loading it, or from proving it again.
+
+        Raises:
+            ProofError: if the model was loaded without a proof.
+        """
+        if self._proof is None:
+            raise ProofError("the loaded model was not compared with the pattern, since SGLang loads it in another way")
+        return self._proof
+
+    @property
+    def lost(self) -> str | None:
+        """Time and reason of losing the proof, on one line; `None` while it holds."""
+        return None if self._lost is None else "not proven since {}: {}".format(*self._lost)
+
+    def status(self, source: str) -> dict[str, Any]:
+        """Return plain types, for `/server_info`; `source` is the requested file.
+
+        Raises:
+            ProofError: as `proof`.
+        """
+        pattern = self.proof.pattern
+        lost = {} if self._lost is None else dict(zip(("since", "reason"), self._lost, strict=True))
+        return {
+            **({} if pattern.selection is None else {"selection": pattern.selection.as_dict()}),
+            "pattern": pattern.letters,
+            "fingerprint": pattern.fingerprint,
+            "retention": pattern.retention,
+            "full_layers": len(pattern.full_layers),
+            "shared_layers": len(pattern.shared_layers),
+            "source": source,
+            "proven_ranks": self.proof.ranks,
+            "proven": self._lost is None,
+            **lost,
+        }
