@@ -1,7 +1,6 @@
 """Memory-lean kernels for attention that chooses what it attends to, in Triton; for CPUs one in C++.
 
 Every operation is a folder: `naive.py` is its definition in PyTorch, `triton.py` the kernel, `README.md` the maths.
-`sparse_attention` and `block_attention` share the kernels of `selected_attention.py`.
 `transformers.use_kernels` runs DSA models of transformers on them.
 
 Axes have one letter everywhere:
