@@ -200,7 +200,7 @@ from triton.compiler import ASTSource
 from indexcache_kernels.indexer_topk.splits import merge_kernel, sample_kernel
 from indexcache_kernels.indexer_topk.triton import _stream_kernel
 from indexcache_kernels.indexer_kl import triton as indexer_kl
-from indexcache_kernels.selected_attention import backward_kernel, forward_kernel
+from indexcache_kernels.sparse_attention.triton import _backward_kernel, _forward_kernel
 
 def ptx(kernel, types, constants, **options):
     names = kernel.arg_names
@@ -223,17 +223,17 @@ for key in sys.argv[1:]:
         assert "wgmma" in ptx(_stream_kernel, types, one, num_warps=4, num_stages=3, maxnreg=128), key
     assert "wgmma" in ptx(sample_kernel, types, one, num_warps=4, num_stages=3), key
 ptx(merge_kernel, common, constants | dict(SPLITS=6, PADDED_SPLITS=8, STEPS=3), num_warps=8)
-types = {"blocks": "*i32", "lse": "*fp32", "scale": "fp32", **dict.fromkeys(("q", "k", "v", "out"), "*bf16")}
-strides = [f"{item}_{axis}_stride" for item in "kv" for axis in ("batch", "row", "head")]
-types |= dict.fromkeys((*strides, "num_heads", "num_kv_heads", "queries", "room"), "i32")
+types = {"indices": "*i32", "lse": "*fp32", "scale": "fp32", **dict.fromkeys(("q", "k", "v", "out"), "*bf16")}
+strides = [f"{item}_{axis}_stride" for item in "kv" for axis in ("row", "head")]
+types |= dict.fromkeys((*strides, "num_heads", "num_kv_heads"), "i32")
 types |= {"delta": "*fp32", "d_out": "*bf16", "d_q": "*bf16", "d_k": "*fp32", "d_v": "*fp32"}
-constants = dict(GROUP=64, N=2048, BLOCK_TOKENS=1, DIM=576, MAIN=512, TAIL=64, V_DIM=512, V_PADDED=512, UPCAST=False)
-constants |= dict(PRECISION="tf32", SHARED=True, BIASED=False, LIMITED=False)
+constants = dict(GROUP=64, TOPK=2048, DIM=576, MAIN=512, TAIL=64, V_DIM=512, V_PADDED=512, UPCAST=False)
+constants |= dict(PRECISION="tf32")
+constants |= dict(SHARED=True)
 forward = dict(BLOCK_H=64, BLOCK_K=64)
-assert "wgmma" in ptx(forward_kernel, types, constants | forward, num_warps=8, num_stages=2)
-ptx(backward_kernel, types, constants | dict(BLOCK_H=32, BLOCK_K=32), num_warps=8, num_stages=1)
-types |= {"indices": "*i32", **common}
-types |= {"loss": "*fp32", "index_lse": "*fp32", "d_loss": "*fp32", "weights": "*fp32"}
+assert "wgmma" in ptx(_forward_kernel, types, constants | forward, num_warps=8, num_stages=2)
+ptx(_backward_kernel, types, constants | dict(BLOCK_H=32, BLOCK_K=32), num_warps=8, num_stages=1)
+types = {**types, **common, "loss": "*fp32", "index_lse": "*fp32", "d_loss": "*fp32", "weights": "*fp32"}
 types |= {"index_q": "*bf16", "index_k": "*bf16", "d_q": "*bf16", "d_weights": "*fp32"}
 constants = dict(HEADS=64, GROUP=64, DIM=576, MAIN=512, TAIL=64, BLOCK_H=64, INDEXERS=32, INDEX_DIM=128, BLOCK_I=32)
 constants |= dict(BLOCK_C=128, BLOCK_K=64, UPCAST=False, PRECISION="tf32")
