@@ -201,6 +201,26 @@ def test_indexers_of_other_kinds_are_refused() -> None:
             patch_indexers.install(modules(refused), Pattern.parse(text))
 
 
+def test_kernels_that_read_as_many_keys_for_every_query_are_refused() -> None:
+    """FA3 and TRT-LLM's; rows of a block end with -1, where those would read a page that is not there."""
+    blocks, plain = Pattern.parse("FSFF+2q4"), Pattern("FSFF")
+
+    def runner(kernel: str) -> Any:
+        return SimpleNamespace(attn_backend=SimpleNamespace(dsa_prefill_impl=kernel))
+
+    for kernel in ("flashmla_sparse", "flashmla_sparse_q8", "flashmla_kv", "triton_sparse_mla", "tilelang"):
+        DSA.sglang.captured(runner(kernel), blocks)
+        DSA.sglang.captured(
+            SimpleNamespace(attn_backend=SimpleNamespace(prefill_backend=runner(kernel).attn_backend)), blocks
+        )
+    for kernel in ("fa3", "trtllm", "flashinfer_sparse_mla", "new"):
+        DSA.sglang.captured(runner(kernel), plain)
+        with pytest.raises(ProofError, match=f"--dsa-prefill-backend {kernel} can't be combined with 2q4"):
+            DSA.sglang.captured(runner(kernel), blocks)
+    with pytest.raises(ProofError, match="--dsa-prefill-backend None"):
+        DSA.sglang.captured(SimpleNamespace(attn_backend=object()), blocks)
+
+
 def test_what_servers_refuse() -> None:
     assert DSA.sglang.to_overrides({}, Pattern.parse("FSFF+2q4"))["index_topk_pattern"] == "FSFF"
     assert DSA.sglang.needed(Pattern.parse("FSFF+2q4+3q4")) == (BLOCKS,) and not DSA.sglang.needed(Pattern("FSFF"))

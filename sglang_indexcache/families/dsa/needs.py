@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_indexcache.sglang.probes import SAMPLING, Feature, Need
+from sglang_indexcache.sglang.probes import LOAD_GRAPHS, SAMPLING, Feature, Need
 
 PREFILL = "_get_topk_ragged"  # selects for the queries of prompts
 DECODING = "_get_topk_paged"  # for those of decoded tokens
@@ -46,10 +46,13 @@ SLOTS = Need("srt.layers.attention.dsa_backend", "DSAMetadata.page_table_1")
 TOPK = Need(_MODULE + "dsa_topk_backend", "DSATopKBackend.topk_func", ("score", "lengths", "topk", "row_starts"))
 PAGES = Need("srt.layers.attention.dsa_backend", "DSAMetadata.real_page_table")
 PAGE_SIZE = Need("srt.layers.attention.dsa_backend", "DSAMetadata.page_size")
+PREFILL_KERNEL = Need(
+    "srt.layers.attention.dsa_backend", "DeepseekSparseAttnBackend.__init__", mentions=("dsa_prefill_impl",)
+)
 BLOCKS = Feature(
     "blocks",
     "F layers of DSA models that select for blocks of prompt queries",
-    (RAGGED, TRANSFORM, TOPK, PAGES, PAGE_SIZE),
+    (RAGGED, TRANSFORM, TOPK, PAGES, PAGE_SIZE, PREFILL_KERNEL, LOAD_GRAPHS),
     "no server for patterns with +6q16",
 )
 POSITIONS = Feature(

@@ -32,6 +32,10 @@ from sglang_indexcache.sglang.probes import Feature, Need, SglangError, SglangSo
 if TYPE_CHECKING:
     from torch import Tensor
 
+_LEAVES_OUT = (  # --dsa-prefill-backend: kernels that leave out -1, with which the rows of a block end
+    *("flashmla_sparse", "flashmla_sparse_q8", "flashmla_kv", "flashmla_auto"),
+    *("triton_sparse_mla", "triton", "tilelang"),
+)
 _SHARING_KEYS = (PATTERN_KEY, TYPES_KEY, FREQ_KEY, OFFSET_KEY)
 
 
@@ -112,6 +116,17 @@ class DsaSglang(SglangAdapter):
             from sglang_indexcache.families.dsa import patch_indexers
 
             patch_indexers.install(self.modules(runner.model), pattern)
+
+    def captured(self, runner: Any, pattern: Pattern) -> None:
+        """See `SglangAdapter.captured`; also check that prompts attend through a kernel that leaves out -1."""
+        if pattern.indexers:
+            backend = getattr(runner.attn_backend, "prefill_backend", runner.attn_backend)
+            kernel = getattr(backend, "dsa_prefill_impl", None)
+            if kernel not in _LEAVES_OUT:
+                raise ProofError(
+                    f"--dsa-prefill-backend {kernel} can't be combined with {pattern.indexers[0]}: it may read as many"
+                    f" keys for every query; expected one of {', '.join(_LEAVES_OUT)}"
+                )
 
     def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
         """See `SglangAdapter.modules`."""
