@@ -24,7 +24,7 @@ from indexcache_search.compare.run import named_lines
 from indexcache_search.errors import DataError
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.hf.loading import describe_model, load_tokenizer
-from indexcache_search.results.held_out import Measured, Row
+from indexcache_search.results.held_out import Row, SourceResult
 from indexcache_search.results.variant import Kind
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
@@ -277,7 +277,7 @@ def test_the_shipped_patterns_are_for_the_demo_model() -> None:
 def lines_of(kind: Kind, name: str, mean: float) -> Row:
     rise = Estimate(mean, 0.1)
     measured = {"loss": rise, "increase": rise}
-    source = Measured(**measured, accuracy=rise)
+    source = SourceResult(**measured, accuracy=rise)
     about = {"kind": kind, "name": name, "retention": None, "phase": None, "full_layers": None, "pattern": None}
     return Row(**about, **measured, by_source={"a": source})
 
