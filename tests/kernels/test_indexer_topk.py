@@ -80,7 +80,7 @@ def test_indexer_topk_of_ragged_sequences() -> None:
     check_topk(found, given, starts, ends, 16)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["random", "misleading sample", "rising", "equal"])
 def test_indexer_topk_of_rows_longer_than_the_room_for_candidates(
     kind: str, splits: int, monkeypatch: pytest.MonkeyPatch

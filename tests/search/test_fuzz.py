@@ -90,18 +90,19 @@ def one_line_or(function: Callable[[], Any], kinds: tuple[type[Exception], ...] 
         assert time.process_time() - began < SECONDS
 
 
-def test_ten_thousand_pattern_files() -> None:
+@pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_thousands_of_pattern_files(count: int) -> None:
     """What is accepted reads the same with a parser of YAML 1.2 that is not ours, and survives a round trip."""
     yaml = YAML(typ="safe", pure=True)
     rng, accepted = random.Random(7), 0
-    for _ in range(10_000):
+    for _ in range(count):
         text = mutated(GOOD, rng)
         found = one_line_or(lambda text=text: PatternFile.loads(text.encode("utf-8", "surrogatepass")))
         if found is not None:
             accepted += 1
             assert PatternFile.loads(found.dumps()) == found
             assert PatternFile.model_validate(yaml.load(text)) == found, text
-    assert 100 < accepted < 9_500  # edits of comments and names are right, most others are not
+    assert 0.01 < accepted / count < 0.95  # edits of comments and names are right, most others are not
 
 
 def test_two_hundred_data_files(tmp_path: Path) -> None:
@@ -266,8 +267,9 @@ def test_the_key_stays_with_the_server_that_was_named(monkeypatch: pytest.Monkey
 # -- file systems
 
 
-def test_fifty_failing_file_systems(
-    tmp_path: Path, model_folder: Path, token_file: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("count", [15, pytest.param(50, marks=pytest.mark.slow)])
+def test_failing_file_systems(
+    count: int, tmp_path: Path, model_folder: Path, token_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the operating system says, at whichever write: one line, exit code 2, and no half-written result."""
     rng = random.Random(11)
@@ -275,7 +277,7 @@ def test_fifty_failing_file_systems(
     replace, fsync = Path.replace, os.fsync
     base = ["--model", str(model_folder), "--calibration", str(token_file), "--seq-len", "32", "--device", "cpu"]
     base += ["--num-sequences", "2", "--num-eval-sequences", "2", "--retain", "1/2", "--strategy", "uniform"]
-    for number in range(50):
+    for number in range(count):
         output, code, left = tmp_path / str(number), errors[number % len(errors)], [rng.randrange(30)]
 
         def fail(*args: Any, _code: int = code, _left: list[int] = left, _real: Any = None, **kwargs: Any) -> Any:
