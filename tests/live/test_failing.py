@@ -155,7 +155,10 @@ def test_steps_of_loading_a_model(model: Path, file: str, sabotage: str, step: s
     assert code == 2 and len(lines) == 1 and line in lines[0]
 
 
-@pytest.mark.parametrize(("step", "error", "line"), SCHEDULER, ids=[step for step, _, _ in SCHEDULER])
+@pytest.mark.parametrize(
+    ("step", "error", "line"),
+    [pytest.param(*case, id=case[0], marks=pytest.mark.slow if "ready" in case[0] else ()) for case in SCHEDULER],
+)
 def test_steps_of_a_scheduler(
     model: Path, file: str, sabotage: str, tmp_path: Path, step: str, error: str, line: str
 ) -> None:
