@@ -143,9 +143,9 @@ class Pattern:
             PatternError: if `key` has another form.
         """
         letters, mark, more = key.partition("|")
-        selects = mark and not more.startswith("blocks")
-        pattern = cls.parse(letters, Selection.parse(more) if selects else None)
-        if pattern.key != key:
+        blocks = more.startswith("blocks")
+        pattern = cls.parse(letters, Selection.parse(more) if mark and not blocks else None)
+        if (blocks or pattern.indexers) and pattern.key != key:
             raise PatternError(f"{key[:80]} means another definition of a block, expected {pattern.key[:80]}")
         return pattern
 
