@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +43,11 @@ def leading_across_requests() -> None:
     """Blocks are counted from the batch's first row: alone they are the same."""
     whole = blocks.blocks_of
 
-    def blocks_of(prefixes: Sequence[int], lengths: Sequence[int], queries: int, topk: int) -> blocks.Blocks:
+    def blocks_of(
+        prefixes: Sequence[int], lengths: Sequence[int], queries: int, topk: int
+    ) -> list[tuple[int, int, int]]:
         found = whole(prefixes, lengths, queries, topk)
-        rows = tuple(-(-row // queries) * queries for row in found.rows)
-        moved = zip(found.begins, rows, found.rows, strict=True)
-        return replace(found, rows=rows, begins=tuple(begin + row - was for begin, row, was in moved))
+        return [(row + -row % queries, begin + -row % queries, request) for row, begin, request in found]
 
     blocks.blocks_of = blocks_of
 
