@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -182,7 +183,7 @@ class SglangSource:
             number = version("sglang")
         except PackageNotFoundError:
             number = "unknown"
-        return cls(Path(next(iter(spec.submodule_search_locations))), number)
+        return _installed(Path(next(iter(spec.submodule_search_locations))), number)
 
     @classmethod
     def at(cls, folder: Path) -> SglangSource:
@@ -250,6 +251,12 @@ class SglangSource:
             source = next((file for file in files if file.is_file()), None)
             self._trees[module] = None if source is None else ast.parse(source.read_text(encoding="utf-8"))
         return self._trees[module]
+
+
+@cache
+def _installed(root: Path, number: str) -> SglangSource:
+    """Each file of an installed SGLang is parsed once in a process."""
+    return SglangSource(root, number)
 
 
 def _definitions(node: ast.AST) -> Iterator[ast.AST]:

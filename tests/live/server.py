@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +19,7 @@ from typing import Any
 
 from indexcache_search.engines.own_server import die_with_parent, free_port
 from scripts.tools.inprocess import ENVIRONMENT, Served, own_arguments
+from tests.live.forked import Forked
 
 START_TIMEOUT, REQUEST_TIMEOUT = 600, 300
 FLAGS = (
@@ -28,6 +30,8 @@ FLAGS = (
 )
 LAUNCHER = (sys.executable, "-m", "sglang_indexcache.launch_server")
 ROOT = Path(__file__).resolve().parents[2]
+FRESH = "PYTHONPATH"  # what a fork of a running Python would not see
+Process = subprocess.Popen[bytes] | Forked
 
 
 @dataclass(frozen=True)
@@ -88,24 +92,33 @@ def running(
 ) -> Iterator[Server]:
     """A server that has answered /health; all its processes are ended afterwards."""
     port = free_port()
+    process = start(command(model, *flags, "--port", str(port), launcher=launcher), log, **changes)
+    try:
+        server = Server(f"http://127.0.0.1:{port}", log)
+        _wait(process, server)
+        yield server
+    finally:
+        kill_group(process)
+
+
+def start(arguments: Sequence[str], log: Path, **changes: str) -> Process:
+    """Start a command that logs to `log`: forked if it is a module, unless `FRESH` is one of `changes`."""
+    log.write_text("")
+    python, option, module, *rest = arguments
+    if FRESH not in changes and (python, option) == (sys.executable, "-m"):
+        return Forked(module, rest, log, environment(**changes))
     with log.open("w") as output:
-        process = subprocess.Popen(
-            command(model, *flags, "--port", str(port), launcher=launcher),
+        return subprocess.Popen(
+            list(arguments),
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment(**changes),
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-        try:
-            server = Server(f"http://127.0.0.1:{port}", log)
-            _wait(process, server)
-            yield server
-        finally:
-            _kill_group(process)
 
 
-def _wait(process: subprocess.Popen[bytes], server: Server) -> None:
+def _wait(process: Process, server: Server) -> None:
     deadline = time.monotonic() + START_TIMEOUT
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -118,7 +131,7 @@ def _wait(process: subprocess.Popen[bytes], server: Server) -> None:
     raise RuntimeError(f"the server did not start:\n{server.log.read_text()[-4000:]}")
 
 
-def _kill_group(process: subprocess.Popen[Any]) -> None:
+def kill_group(process: Process) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -126,18 +139,14 @@ def _kill_group(process: subprocess.Popen[Any]) -> None:
 
 def ended(arguments: Sequence[str], **changes: str) -> tuple[int, list[str]]:
     """Run a server that should end by itself; its exit code and the lines that begin with `indexcache: `."""
-    process = subprocess.Popen(
-        list(arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(**changes),
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=START_TIMEOUT)
-    finally:
-        if process.poll() is None:
-            _kill_group(process)
-    lines = [line for line in output.splitlines() if line.startswith("indexcache: ")]
-    return process.returncode, lines
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        process = start(arguments, log, **changes)
+        try:
+            code = process.wait(START_TIMEOUT)
+        finally:
+            if process.poll() is None:
+                kill_group(process)
+        lines = [line for line in log.read_text().splitlines() if line.startswith("indexcache: ")]
+    assert code is not None, lines
+    return code, lines

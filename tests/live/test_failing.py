@@ -17,7 +17,7 @@ from scripts.tools import random_models
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from tests.live.ending import launch, load
-from tests.live.server import LAUNCHER, START_TIMEOUT, _kill_group, command, environment, running
+from tests.live.server import LAUNCHER, START_TIMEOUT, command, environment, kill_group, running
 
 pytestmark = pytest.mark.sglang
 
@@ -108,7 +108,7 @@ def never_answers(
                 time.sleep(0.2)
             assert process.poll() is not None, log.read_text()[-3000:]
         finally:
-            _kill_group(process)
+            kill_group(process)
     assert process.returncode != 0
     return [line for line in log.read_text().splitlines() if line.startswith("indexcache: ")]
 
