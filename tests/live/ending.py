@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.tools.inprocess import call, load_runner
+from sglang_indexcache.sglang.probes import SglangSource
+from tests.live.forked import sabotaged
 
 
 def launch(arguments: Sequence[str], **environment: str) -> tuple[int, list[str]]:
@@ -26,8 +28,7 @@ def _launch(arguments: list[str]) -> tuple[int, list[str]]:
 
 def _ended(run: Callable[[], Any]) -> tuple[int, list[str]]:
     """Exit code of what ends the process, and the lines of ours that it left, on whatever writes to its descriptors."""
-    if "TEST_SABOTAGE" in os.environ:
-        exec(Path(os.environ["TEST_SABOTAGE"]).read_text(), {})
+    sabotaged(spawned=False)
     with tempfile.TemporaryFile() as output:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(output.fileno(), stream.fileno())
@@ -41,6 +42,25 @@ def _ended(run: Callable[[], Any]) -> tuple[int, list[str]]:
             return int(end.code or 0), [line for line in lines if line.startswith("indexcache: ")]
         output.seek(0)
         raise AssertionError(f"it went on: {output.read()[-1000:].decode(errors='replace')}")
+
+
+def changed_source(module: str, change: Callable[[str], str], folder: Path) -> dict[str, str]:
+    """The environment of a launch that finds an SGLang in `folder`: the installed one with one file changed."""
+    source = SglangSource.installed()
+    assert source is not None
+    root, found = folder / "sglang", source.root
+    for part in [*module.split(".")[:-1], module.rpartition(".")[2] + ".py"]:
+        root.mkdir()
+        for entry in found.iterdir():
+            if entry.name != part:
+                (root / entry.name).symlink_to(entry)
+        root, found = root / part, found / part
+    text = found.read_text()
+    root.write_text(change(text))
+    assert root.read_text() != text
+    script = folder / "script.py"
+    script.write_text(f"import sglang\nsglang.__spec__.submodule_search_locations = [{str(folder / 'sglang')!r}]\n")
+    return {"TEST_SABOTAGE": str(script)}
 
 
 def load(model: Path, **environment: str) -> tuple[int, list[str]]:

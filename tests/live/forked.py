@@ -24,6 +24,12 @@ from indexcache_search.engines.own_server import die_with_parent
 _ENVIRONMENT = "environment"
 
 
+def sabotaged(spawned: bool) -> None:
+    """Run the script that a test wants every process to begin with."""
+    if "TEST_SABOTAGE" in os.environ:
+        exec(Path(os.environ["TEST_SABOTAGE"]).read_text(), {"spawned": spawned})
+
+
 class Forked:
     """A running `python -m module arguments`, with the interface of `subprocess.Popen` that tests use."""
 
@@ -60,6 +66,7 @@ def _run(module: str, arguments: list[str], log: str, environment: dict[str, str
     multiprocessing.current_process().name = "MainProcess"
     process._parent_process = None  # type: ignore[attr-defined]
     _spawn_from_a_fork()
+    sabotaged(spawned=False)
     sys.argv = [module, *arguments]
     code = 1
     try:
@@ -111,5 +118,6 @@ def _prepared_by(prepare: Any) -> Any:
         os.environ.clear()
         os.environ.update(data.pop(_ENVIRONMENT))
         prepare(data)
+        sabotaged(spawned=True)
 
     return prepared

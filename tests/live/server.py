@@ -79,7 +79,9 @@ def command(model: Path, *flags: str, launcher: Sequence[str] = LAUNCHER) -> lis
     own: list[str] = []
     for name, value in own_arguments(model).items():
         own += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
-    return [*launcher, "--model-path", str(model), *FLAGS, *own, *flags]
+    # the ranks of data-parallel attention would wait for those that sleep
+    idle = () if "--enable-dp-attention" in flags else ("--sleep-on-idle",)
+    return [*launcher, "--model-path", str(model), *FLAGS, *idle, *own, *flags]
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -43,8 +43,7 @@ pytestmark = pytest.mark.sglang
 
 MODEL = describe_model(str(demo.MODEL))
 CHUNK, LENGTH = 64, 192
-NEVER_SLEEPING = ("--indexcache-calibrate", "--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK))
-CALIBRATE = (*NEVER_SLEEPING, "--sleep-on-idle")  # two cores, several servers
+CALIBRATE = ("--indexcache-calibrate", "--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK))
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # of the ranks of a replica; all replicas take the same ones
 PLAIN = (sys.executable, "-m", "sglang.launch_server")
 ENGINES_DIFFER = 1e-4  # nats a token
@@ -237,8 +236,7 @@ def test_other_ways_to_spread_a_model(
     flags: tuple[str, ...], reference: TransformersEngine, single: TokenSet, tmp_path: Path
 ) -> None:
     """Pipeline stages switch together and measure no kl; ranks of data-parallel attention run patterns of their own."""
-    # ranks of data-parallel attention wait for those that sleep
-    with running(demo.MODEL, tmp_path / "log", *NEVER_SLEEPING, *flags, **{CORES: "0|1"}) as started:
+    with running(demo.MODEL, tmp_path / "log", *CALIBRATE, *flags, **{CORES: "0|1"}) as started:
         engine = live_engine(started)
         lanes = len(engine._lanes)
         cases: list[tuple[Objective, list[Pattern]]] = [("nll", PATTERNS[1:3]), ("kl", PATTERNS[1:2])]

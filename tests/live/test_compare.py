@@ -37,8 +37,8 @@ def test_two_servers_are_compared_as_transformers_compares_their_patterns(tmp_pa
     file = write_pattern(PATTERN, demo.MODEL, tmp_path / "pattern.yaml")
     cores = [{"SGLANG_CPU_OMP_THREADS_BIND": core} for core in "01"]
     with (
-        running(demo.MODEL, tmp_path / "log-a", "--sleep-on-idle", launcher=PLAIN, **cores[0]) as baseline,
-        running(demo.MODEL, tmp_path / "log-b", "--sleep-on-idle", "--indexcache-pattern", file, **cores[1]) as shared,
+        running(demo.MODEL, tmp_path / "log-a", launcher=PLAIN, **cores[0]) as baseline,
+        running(demo.MODEL, tmp_path / "log-b", "--indexcache-pattern", file, **cores[1]) as shared,
     ):
         urls = ["--endpoint", baseline.url, "--endpoint", f"{shared.url}/v1"]
         options = [*urls, *DATA, "--output", str(tmp_path / "served")]

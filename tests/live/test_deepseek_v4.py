@@ -27,8 +27,7 @@ from scripts.tools.random_models import LAYERS, TOPK, VOCAB
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.model.checkpoint import Checkpoint
-from sglang_indexcache.sglang import probes
-from tests.live.ending import launch, load
+from tests.live.ending import changed_source, launch, load
 from tests.live.reference import TOLERANCE, load_reference
 from tests.live.server import Server, command, ended, environment, running
 from tests.live.test_server import PLAIN, check_modes, metric, positions_of, states
@@ -36,7 +35,7 @@ from tests.live.test_server import PLAIN, check_modes, metric, positions_of, sta
 pytestmark = pytest.mark.sglang
 PAGE = 256  # of DeepSeek-V4's caches
 FIRST_DIFFERENCE = 4 * (TOPK + 1) - 1  # the first query that sees more than k entries
-CALIBRATE = ("--indexcache-calibrate", "--skip-tokenizer-init", "--chunked-prefill-size", str(PAGE), "--sleep-on-idle")
+CALIBRATE = ("--indexcache-calibrate", "--skip-tokenizer-init", "--chunked-prefill-size", str(PAGE))
 
 
 @pytest.fixture(scope="module")
@@ -260,21 +259,13 @@ def test_models_that_share_by_training(model: Path, tmp_path: Path, changes: dic
 
 
 def test_an_sglang_that_reads_a_pattern_itself(model: Path, tmp_path: Path) -> None:
-    """Links to the installed one; a newer model file has a line on `index_topk_pattern`."""
-    source = probes.SglangSource.installed()
-    assert source is not None
-    subprocess.run(["cp", "-rs", source.root, tmp_path / "sglang"], check=True)
-    path = tmp_path / "sglang/srt/models/deepseek_v4.py"
-    text = path.read_text()
-    changed = text.replace(
-        "        self.indexer = None\n",
-        '        getattr(config, "index_topk_pattern", None)\n        self.indexer = None\n',
-        1,
-    )
-    assert changed != text
-    path.unlink()
-    path.write_text(changed)
+    """A newer model file has a line on `index_topk_pattern`."""
+
+    def newer(text: str) -> str:
+        line = "        self.indexer = None\n"
+        return text.replace(line, f'        getattr(config, "index_topk_pattern", None)\n{line}', 1)
+
     arguments = command(model, "--indexcache-pattern", "FFSFSS", "--skip-tokenizer-init")
-    code, lines = ended(arguments, PYTHONPATH=f"{tmp_path}:{environment()['PYTHONPATH']}")
+    code, lines = launch(arguments[3:], **changed_source("srt.models.deepseek_v4", newer, tmp_path))
     assert code == 2 and len(lines) == 1
     assert lines[0].startswith("indexcache: SGLang 0.5.23 reads index_topk_pattern in sglang.srt.models.deepseek_v4")

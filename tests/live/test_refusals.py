@@ -24,8 +24,8 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa import DSA, needs
 from sglang_indexcache.families.dsa.spellings import indexer_types
 from sglang_indexcache.sglang import probes
-from tests.live.ending import launch, load
-from tests.live.server import LAUNCHER, command, ended, environment
+from tests.live.ending import changed_source, launch, load
+from tests.live.server import LAUNCHER, command, ended
 
 pytestmark = pytest.mark.sglang
 
@@ -44,12 +44,9 @@ def file(model: Path, tmp_path: Path) -> str:
 
 
 def refused(model: Path, file: str, *flags: str, **changes: str) -> str:
-    """The line of a launch that the main process refuses; another SGLang needs a process that has not imported one."""
+    """The line of a launch that the main process refuses."""
     arguments = command(model, "--indexcache-pattern", file, "--skip-tokenizer-init", *flags)
-    if "PYTHONPATH" in changes:
-        code, lines = ended(arguments, **changes)
-    else:
-        code, lines = launch(arguments[len(LAUNCHER) :], **changes)
+    code, lines = launch(arguments[len(LAUNCHER) :], **changes)
     assert code == 2 and len(lines) == 1, (code, lines)
     return lines[0].removeprefix("indexcache: ")
 
@@ -202,20 +199,14 @@ REQUIRED = list(dict.fromkeys(need for feature in (*probes.REQUIRED, DSA.sglang.
 
 
 def without(need: probes.Need, folder: Path) -> dict[str, str]:
-    """The environment of a server whose SGLang has another name for `need`: links to the installed one, one file
-    changed."""
-    source = probes.SglangSource.installed()
-    assert source is not None
-    subprocess.run(["cp", "-rs", source.root, folder / "sglang"], check=True)
-    path = folder.joinpath("sglang", *need.module.split(".")).with_suffix(".py")
-    text = path.read_text()
-    owner, _, name = need.name.rpartition(".")
-    start = text.index(f"class {owner}") if owner else 0
-    changed = text[:start] + re.sub(rf"\b(def|class) {name}\b", rf"\1 renamed_{name}", text[start:], count=1)
-    assert changed != text
-    path.unlink()
-    path.write_text(changed)
-    return {"PYTHONPATH": f"{folder}:{environment()['PYTHONPATH']}"}
+    """The environment of a launch whose SGLang has another name for `need`."""
+
+    def renamed(text: str) -> str:
+        owner, _, name = need.name.rpartition(".")
+        start = text.index(f"class {owner}") if owner else 0
+        return text[:start] + re.sub(rf"\b(def|class) {name}\b", rf"\1 renamed_{name}", text[start:], count=1)
+
+    return changed_source(need.module, renamed, folder)
 
 
 @pytest.mark.parametrize("need", REQUIRED, ids=lambda need: need.name)
