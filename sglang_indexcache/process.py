@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 CLOSED = 141  # exit code that a shell reports of a process that SIGPIPE ended
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PATIENCE = 5  # seconds in which running work can end by itself
 
 
@@ -180,3 +181,11 @@ def _unraisable(raised: sys.UnraisableHookArgs) -> None:
     if _this.stopped is not None and os.getpid() == _this.identity:
         _end()
     sys.__unraisablehook__(raised)
+
+
+def die_with_parent() -> None:
+    """Make Linux end this process with its parent, as SGLang does for its own processes."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

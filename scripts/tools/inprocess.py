@@ -78,8 +78,16 @@ def call(function: Callable[..., Any], *args: Any, **environment: str) -> Any:
     return answer
 
 
+def new_thread_pool() -> None:
+    """Make PyTorch's pool of threads anew, which a fork lost: the first two threads to need it would race for that."""
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
+
+
 def _child(pipe: Connection, environment: dict[str, str], function: Callable[..., Any], args: Any) -> None:
     os.environ.update(environment)
+    new_thread_pool()
     try:
         answer: Any = (False, function(*args))
     except Exception:

@@ -19,7 +19,8 @@ from multiprocessing import context, forkserver, process, resource_tracker, spaw
 from pathlib import Path
 from typing import Any
 
-from indexcache_search.engines.own_server import die_with_parent
+from scripts.tools.inprocess import new_thread_pool
+from sglang_indexcache.process import die_with_parent
 
 _ENVIRONMENT = "environment"
 
@@ -66,6 +67,7 @@ def _run(module: str, arguments: list[str], log: str, environment: dict[str, str
     multiprocessing.current_process().name = "MainProcess"
     process._parent_process = None  # type: ignore[attr-defined]
     _spawn_from_a_fork()
+    new_thread_pool()
     sabotaged(spawned=False)
     sys.argv = [module, *arguments]
     code = 1
@@ -96,11 +98,12 @@ def _spawn_from_a_fork() -> None:
     contexts["spawn"] = contexts["forkserver"]
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     server.ensure_running = resource_tracker.ensure_running
-    main = os.getpid()
+    main, preparation = os.getpid(), spawn.get_preparation_data
+    spawn.prepare = _prepared_by(spawn.prepare)
+    spawn.get_preparation_data = lambda name: {**preparation(name), _ENVIRONMENT: dict(os.environ)}
     if os.fork() == 0:
         die_with_parent()
         os.close(held)
-        spawn.prepare = _prepared_by(spawn.prepare)
         signal.signal(signal.SIGQUIT, lambda *_: os.kill(main, signal.SIGQUIT))  # what SGLang tells a child's parent
         with suppress(SystemExit):
             forkserver.main(listener.detach(), alive, [])
@@ -108,8 +111,6 @@ def _spawn_from_a_fork() -> None:
     os.close(alive)
     listener.close()
     server._forkserver_address, server._forkserver_alive_fd, server._inherited_fds = address, held, None
-    preparation = spawn.get_preparation_data
-    spawn.get_preparation_data = lambda name: {**preparation(name), _ENVIRONMENT: dict(os.environ)}
 
 
 def _prepared_by(prepare: Any) -> Any:
@@ -118,6 +119,7 @@ def _prepared_by(prepare: Any) -> Any:
         os.environ.clear()
         os.environ.update(data.pop(_ENVIRONMENT))
         prepare(data)
+        new_thread_pool()
         sabotaged(spawned=True)
 
     return prepared

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from indexcache_search.engines.own_server import die_with_parent, free_port
+from indexcache_search.engines.own_server import free_port
 from scripts.tools.inprocess import ENVIRONMENT, Served, own_arguments
+from sglang_indexcache.process import die_with_parent
 from tests.live.forked import Forked
 
 START_TIMEOUT, REQUEST_TIMEOUT = 600, 300

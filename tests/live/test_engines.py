@@ -61,6 +61,7 @@ if __name__ == "__main__":
     ask(two, "plain")
     ask(one, "first-again")
 
+    two.tokenizer_manager._subprocess_watchdog.stop()
     one.shutdown()  # ends the processes of all engines of this one
     ask(start(moe, None, json.dumps({"indexcache": second})), "second")
 """

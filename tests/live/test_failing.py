@@ -30,6 +30,7 @@ import os, sys
 STEP, ERROR = os.environ.get("TEST_STEP"), os.environ.get("TEST_ERROR")
 if STEP:
     module, _, path = STEP.partition(":")
+    assert module not in sys.modules
 
     def fail(*args, **kwargs):
         errors = [AttributeError("gone"), KeyError("BEFORE"), OSError(5, "bad disk")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import secrets
@@ -22,6 +21,7 @@ from indexcache_search.engines.calibration_server import CalibrationServer, Serv
 from indexcache_search.errors import SearchError
 from sglang_indexcache.http.redaction import KEY_VARIABLE, keep_secret, redacted
 from sglang_indexcache.model.name import ModelName
+from sglang_indexcache.process import die_with_parent
 from sglang_indexcache.sglang.refusal import ADMIN_KEY_VARIABLE
 
 START_SECONDS = 3600  # hundreds of gigabytes from a slow disk
@@ -29,7 +29,6 @@ _PORTS = range(10000, 30000)
 _OURS = "indexcache: "
 _KEYS = ("--api-key", "--admin-api-key")
 _LINE_BYTES = 1 << 20
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @contextmanager
@@ -123,12 +122,6 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise SearchError(f"No port of {_PORTS.start} to {_PORTS.stop - 1} is free here; expected one for SGLang")
-
-
-def die_with_parent() -> None:
-    """Make Linux end this process with its parent, as SGLang does for its own processes."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait(process: subprocess.Popen[bytes], logging: threading.Thread, server: CalibrationServer, log: Path) -> None:
