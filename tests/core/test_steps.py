@@ -193,7 +193,7 @@ def test_all_pages_are_attention_to_everything(kind: str, score: str) -> None:
 
 @pytest.mark.parametrize("steps", POLICIES)
 @pytest.mark.parametrize("score", ["token_max", "compressed_keys"])
-@pytest.mark.parametrize("step", [LENGTH - PROMPT, 1, 7])
+@pytest.mark.parametrize("step", [LENGTH - PROMPT, pytest.param(1, marks=pytest.mark.slow), 7])
 def test_one_pass_is_decoding_step_by_step(steps: str, score: str, step: int) -> None:
     """Behind a prompt that was read densely; in blocks, too."""
     wanted = 5 if steps == "bounded:2" else 4

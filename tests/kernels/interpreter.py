@@ -15,6 +15,7 @@ import torch
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = "cpu" if INTERPRETED else "cuda"
+LARGE = (pytest.mark.slow,) if INTERPRETED else ()  # of variants that take the interpreter seconds
 _OPERATIONS = (
     *("block_attention", "block_scores", "block_swap", "indexer_kl", "indexer_topk"),
     *("page_selection", "sparse_attention"),

@@ -182,6 +182,7 @@ def test_the_compilers_own_words_are_passed_on(tmp_path: Path, capability: str) 
     assert done.stdout.startswith("can't be compiled: ") and "error" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_lock_that_a_killed_process_left_is_no_end(tmp_path: Path, capability: str) -> None:
     code = (
         "import sys; from indexcache_kernels.block_attention import cpu\n"

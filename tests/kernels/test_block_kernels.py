@@ -11,7 +11,7 @@ from torch import Tensor
 from indexcache_kernels import KernelInputError, block_attention, block_scores, compress_keys
 from indexcache_search.hf.page_selector import compressed_scores
 from sglang_indexcache.pattern.selection import Selection
-from tests.kernels.interpreter import DEVICE, poisoned
+from tests.kernels.interpreter import DEVICE, LARGE, poisoned
 
 __all__ = ["poisoned"]  # a fixture of every test here
 
@@ -43,7 +43,10 @@ def on_cpu(given: dict[str, Any]) -> dict[str, Any]:
     return {name: item.cpu() if isinstance(item, Tensor) else item for name, item in given.items()}
 
 
-SHAPES = [(4, 2, 32, 32, 16), (9, 3, 24, 40, 64), (6, 6, 64, 16, 100), (2, 1, 96, 64, 8)]
+SHAPES = [
+    *((4, 2, 32, 32, 16), (9, 3, 24, 40, 64), (2, 1, 96, 64, 8)),
+    pytest.param(6, 6, 64, 16, 100, marks=LARGE),
+]
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
@@ -68,9 +71,10 @@ def test_attention_and_gradients_are_the_definitions(
     assert not results[1][0][1, 2].any()  # a query without a block
 
 
-def test_all_blocks_are_attention_to_everything_with_gradients() -> None:
+@pytest.mark.parametrize("length", [20, pytest.param(70, marks=LARGE)])
+def test_all_blocks_are_attention_to_everything_with_gradients(length: int) -> None:
     """PyTorch's own, causal, and NOSA's equation 8: shares times exp(bias)."""
-    length, heads, groups, dim = 70, 4, 2, 16
+    heads, groups, dim = 4, 2, 16
     q, k = normal(1, length, heads, dim), normal(1, groups, length, dim, seed=1)
     v = normal(1, groups, length, 16, seed=2)
     blocks = torch.arange(5, dtype=torch.int32, device=DEVICE).expand(1, length, 5)
@@ -142,7 +146,10 @@ def test_the_compiled_kernel_is_not_asked_for_what_it_has_not() -> None:
 
 @pytest.mark.parametrize("backend", ["naive", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("heads", "groups", "dim", "block_tokens"), [(4, 2, 32, 64), (9, 3, 24, 16), (32, 2, 96, 128)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "dim", "block_tokens"),
+    [(9, 3, 24, 16), pytest.param(4, 2, 32, 64, marks=LARGE), pytest.param(32, 2, 96, 128, marks=LARGE)],
+)
 def test_scores_are_those_of_the_search(
     backend: str, dtype: torch.dtype, heads: int, groups: int, dim: int, block_tokens: int
 ) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from indexcache_kernels import KernelInputError, causal_ranges, indexer_topk
 from indexcache_kernels.indexer_topk import naive
-from tests.kernels.interpreter import DEVICE, INTERPRETED, KERNELS, poisoned
+from tests.kernels.interpreter import DEVICE, INTERPRETED, KERNELS, LARGE, poisoned
 
 __all__ = ["poisoned"]  # a fixture of every test here
 
@@ -62,7 +62,10 @@ def check_topk(found: Tensor, given: dict[str, Tensor], starts: Tensor, ends: Te
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("queries", "keys", "heads", "dim", "topk"),
-    [(1, 1, 1, 16, 4), (63, 63, 4, 32, 16), (5, 111, 3, 24, 64), (17, 1000, 32, 128, 100), (3, 130, 64, 128, 200)],
+    [
+        *((1, 1, 1, 16, 4), (63, 63, 4, 32, 16), (5, 111, 3, 24, 64), (3, 130, 64, 128, 200)),
+        pytest.param(17, 1000, 32, 128, 100, marks=LARGE),
+    ],
 )
 def test_indexer_topk_takes_the_highest_scores(
     queries: int, keys: int, heads: int, dim: int, topk: int, dtype: torch.dtype

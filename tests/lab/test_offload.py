@@ -212,7 +212,9 @@ def test_models_whose_cache_is_kept_otherwise_are_refused(token_file: Path, tmp_
     assert done.exit_code == 2 and "--evaluation is missing" in done.output
 
 
-@pytest.mark.parametrize(("piece", "moved"), [(1152, 1152), (661, 656), (3, 8), (1 << 20, 1 << 20)])
+@pytest.mark.parametrize(
+    ("piece", "moved"), [(1152, 1152), (661, 656), pytest.param(3, 8, marks=pytest.mark.slow), (1 << 20, 1 << 20)]
+)
 def test_the_bandwidth_is_of_pieces_from_anywhere(piece: int, moved: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them are brought, each once; how long that takes is a device's affair."""
     calls = []

@@ -138,7 +138,7 @@ def test_the_same_command_again_trains_nothing(trained: Path, model_folder: Path
     ) == before
 
 
-@pytest.mark.parametrize("lines", [4, 7])
+@pytest.mark.parametrize("lines", [4, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_to_the_same_losses(
     trained: Path, model_folder: Path, training: Path, tmp_path: Path, lines: int
 ) -> None:
