@@ -1,10 +1,12 @@
 """python -m sglang_indexcache.launch_server: SGLang's server with a pattern, or no server.
 
-All flags of `sglang.launch_server`, and three of ours:
+All flags of `sglang.launch_server`, and four of ours:
 
     --indexcache-pattern PATTERN            what to serve: a pattern file (deploy/glm5.yaml), a retention of one
                                             (deploy/glm5.yaml@1/4), or letters (FSSSFSSS...)
     --indexcache-allow-config-mismatch      accept a file made for another config.json
+    --indexcache-shard-indexers             with a pattern or alone: each tensor-parallel rank selects for its part of
+                                            the rows of prompts, and the ranks exchange what they selected
     --indexcache-calibrate                  instead of a pattern: a server on which indexcache-search switches patterns
                                             (SGLANG_INDEXCACHE_ADMIN_API_KEY: its --admin-api-key and --api-key, unseen)
 """
@@ -34,12 +36,14 @@ from sglang_indexcache.sglang.refusal import (
     ALLOW_MISMATCH_VARIABLE,
     CALIBRATE_VARIABLE,
     PATTERN_VARIABLE,
+    SHARD_VARIABLE,
     refuse,
     refuse_unforeseen,
 )
 
 PATTERN_FLAG = "--indexcache-pattern"
 ALLOW_FLAG = "--indexcache-allow-config-mismatch"
+SHARD_FLAG = "--indexcache-shard-indexers"
 CALIBRATE_FLAG = "--indexcache-calibrate"
 GROUP, ENTRY = "sglang.srt.plugins", "indexcache"
 ALLOWED_PLUGINS_VARIABLE = "SGLANG_PLUGINS"
@@ -60,12 +64,14 @@ class Arguments:
         allow_mismatch: whether its file may be made for another config.json.
         calibrate: whether to start in calibration mode.
         rest: arguments for SGLang.
+        shard: whether ranks share out the rows of prompts.
     """
 
     pattern: str | None
     allow_mismatch: bool
     calibrate: bool
     rest: tuple[str, ...]
+    shard: bool = False
 
 
 class _LauncherParser(argparse.ArgumentParser):
@@ -83,19 +89,21 @@ def split_arguments(arguments: Sequence[str]) -> Arguments:
     parser = _LauncherParser(add_help=False, allow_abbrev=False)
     parser.add_argument(PATTERN_FLAG, action="append", default=[], dest="patterns")
     parser.add_argument(ALLOW_FLAG, action="store_true", dest="allow")
+    parser.add_argument(SHARD_FLAG, action="store_true", dest="shard")
     parser.add_argument(CALIBRATE_FLAG, action="store_true", dest="calibrate")
     ours, rest = parser.parse_known_args(list(arguments))
     for word in rest:
         if word.replace("_", "-").startswith(_PREFIX):
-            flags = ", ".join((PATTERN_FLAG, ALLOW_FLAG, CALIBRATE_FLAG))
+            flags = ", ".join((PATTERN_FLAG, ALLOW_FLAG, SHARD_FLAG, CALIBRATE_FLAG))
             raise LaunchError(f"{word.partition('=')[0]} is no flag, expected one of {flags}")
     if "" in ours.patterns:
         raise LaunchError(f"{PATTERN_FLAG} has no value, expected a pattern file")
     if len(ours.patterns) > 1:
         raise LaunchError(f"{PATTERN_FLAG} is given twice")
-    if ours.patterns and ours.calibrate:
-        raise LaunchError(f"{PATTERN_FLAG} and {CALIBRATE_FLAG} are given, expected one of them")
-    return Arguments(next(iter(ours.patterns), None), ours.allow, ours.calibrate, tuple(rest))
+    for flag, given in ((PATTERN_FLAG, ours.patterns), (SHARD_FLAG, ours.shard)):
+        if given and ours.calibrate:
+            raise LaunchError(f"{flag} and {CALIBRATE_FLAG} are given, expected one of them")
+    return Arguments(next(iter(ours.patterns), None), ours.allow, ours.calibrate, tuple(rest), ours.shard)
 
 
 def check_plugin_is_found() -> None:
@@ -134,10 +142,13 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
         # are two, since SGLang shows the admin's key in /server_info to everybody whom it answers.
         keys = () if not key else tuple(f"{flag}={key}" for flag in ("--api-key", "--admin-api-key"))
         return (*CALIBRATION_FLAGS, *keys, *split.rest)
-    if split.pattern is None:
+    if split.pattern is None and not split.shard:
         raise LaunchError(f"{PATTERN_FLAG} is missing, expected a pattern file; without one use sglang.launch_server")
-    PatternSpec.read(split.pattern).known()
-    os.environ[PATTERN_VARIABLE] = split.pattern
+    if split.shard:
+        os.environ[SHARD_VARIABLE] = "1"
+    if split.pattern is not None:
+        PatternSpec.read(split.pattern).known()
+        os.environ[PATTERN_VARIABLE] = split.pattern
     os.environ[ALLOW_MISMATCH_VARIABLE] = "1" if split.allow_mismatch else "0"
     return split.rest
 

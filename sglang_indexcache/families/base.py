@@ -100,6 +100,8 @@ class SglangAdapter(ABC):
         blocks: what SGLang must have for F layers that select for blocks of prompt queries; `None` where no server
             has them.
         refused_with_blocks: like `refused_flags`, for patterns with such layers.
+        sharding: what SGLang must have so that tensor-parallel ranks share out the rows of prompts; `None` where they
+            can't.
     """
 
     checkpoint: CheckpointReader
@@ -115,6 +117,7 @@ class SglangAdapter(ABC):
     refused_flags: ClassVar[Mapping[str, str]] = {}
     blocks: ClassVar[Feature | None] = None
     refused_with_blocks: ClassVar[Mapping[str, str]] = {}
+    sharding: ClassVar[Feature | None] = None
 
     # -- before SGLang loads the model
 
@@ -160,6 +163,24 @@ class SglangAdapter(ABC):
         Raises:
             ProofError: if that can't be done.
         """
+
+    def share_rows(self, runner: Any, pattern: Pattern) -> None:
+        """Make the F layers of a `ModelRunner` select for this rank's part of the rows of prompts, after `loaded`.
+
+        It is called only where SGLang has `sharding`.
+
+        Raises:
+            ProofError: if that can't be done, or there is one rank.
+        """
+        raise NotImplementedError
+
+    def shared_rows(self, model: Any) -> Mapping[int, int]:
+        """Read from the loaded model over how many ranks each of its layers shares out rows; others are left out.
+
+        Raises:
+            ProofError: if an indexer does not show it.
+        """
+        return {}
 
     def captured(self, runner: Any, pattern: Pattern) -> None:  # noqa: B027  (most run nothing of ours in a pass)
         """Check that the CUDA graphs of a `ModelRunner` were captured with `pattern`.

@@ -16,6 +16,7 @@ from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.probes import Feature, SglangSource
 
+SHARD_FLAG = "--indexcache-shard-indexers"
 FOREIGN_CACHES = ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
 _REFUSED = {
     "enable_two_batch_overlap": "its path through the layers does not carry the indices to S layers; expected one of"
@@ -56,6 +57,7 @@ class EnginePlan(ABC):
         subject: what its flags are combined with, in refusals.
         error: class of its refusals.
         source: origin of the pattern, for people.
+        shard: whether each tensor-parallel rank selects for its part of the rows of prompts.
         pattern: the pattern that the engine must run; known at the latest after `family_at`.
         proven: proof of the engine in this process.
     """
@@ -65,6 +67,7 @@ class EnginePlan(ABC):
     error: ClassVar[type[IndexCacheError]]
     source: str
     pattern: Pattern
+    shard = False
 
     def __init__(self, sglang: SglangSource) -> None:
         self.sglang, self.proven = sglang, ProofHolder()
@@ -133,21 +136,28 @@ class Preflight(EnginePlan):
 
     def __init__(self, request: PatternRequest, sglang: SglangSource) -> None:
         super().__init__(sglang)
-        self._request, self.source, self.pattern = request, request.source, request.pattern
+        self._request, self.source, self.shard = request, request.source, request.shard
+        if request.pattern is not None:
+            self.pattern = request.pattern
         self._families: dict[str, Family] = {}  # of checked models
 
     def check(self, server_args: Any) -> None:
-        """See `EnginePlan.check`: flags that S layers, or blocks of queries, can't be combined with."""
+        """See `EnginePlan.check`: flags that S layers, blocks of queries or shared indexers can't be combined with."""
+        model = at_revision(server_args.model_path, getattr(server_args, "revision", None))
+        if self.shard:
+            self.family_at(model)
         pattern = self.pattern
         if getattr(server_args, "use_ray", False):
             self.require(probes.RAY, "--use-ray")
-        if not pattern.shared_layers and not pattern.indexers:
+        if not pattern.shared_layers and not pattern.indexers and not self.shard:
             return
         self.refuse(_REFUSED, server_args)
-        family = self.family_at(at_revision(server_args.model_path, getattr(server_args, "revision", None)))
+        family = self.family_at(model)
         self.refuse(family.sglang.refused_flags, server_args)
         for given, reason in refused_flags(family.sglang.refused_with_blocks, server_args) if pattern.indexers else ():
             raise PreflightError(f"{given} can't be combined with {pattern.indexers[0]}: {reason}")
+        for given, _ in refused_flags(family.sglang.refused_with_blocks, server_args) if self.shard else ():
+            raise PreflightError(f"{given} can't be combined with {SHARD_FLAG}: they were never tried together")
         if getattr(server_args, "pp_size", 1) > 1:
             if family.sglang.pipeline is None:
                 raise PreflightError(
@@ -161,10 +171,16 @@ class Preflight(EnginePlan):
         """See `EnginePlan.family_at`; checked once for an engine, however many configurations SGLang builds of it."""
         if model not in self._families:
             checkpoint, request = Checkpoint.read(model), self._request
-            for error in checkpoint.misfits(request.pattern, request.file, request.allow_config_mismatch):
+            if request.pattern is None:
+                self.pattern = checkpoint.model.native
+            for error in checkpoint.misfits(self.pattern, request.file, request.allow_config_mismatch):
                 raise error
             family = checkpoint.family
-            self.sglang.require(family.sglang.serving, *family.sglang.needed(request.pattern))
+            self.sglang.require(family.sglang.serving, *family.sglang.needed(self.pattern))
+            if self.shard:
+                if family.sglang.sharding is None:
+                    raise PreflightError(f"{SHARD_FLAG} is not served on {family.name}; expected a DSA model")
+                self.require(family.sglang.sharding, SHARD_FLAG)
             self._families[model] = family
             self._family = self._family or family
         return self._families[model]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,7 +155,8 @@ def agree(plan: EnginePlan, runner: Any, report: RankReport) -> str | None:
     problem = disagreement(plan.pattern, reports)
     if problem is None:
         pattern = read_back(reports, plan.family.sglang.selection(runner.model))
-        plan.proven.set(Proof(pattern, len(report.layers), len(reports)))
+        shared = {layer: ranks for item in reports for layer, ranks in item.shared_rows.items()}
+        plan.proven.set(Proof(pattern, len(report.layers), len(reports), shared))
     return problem
 
 
@@ -169,20 +170,28 @@ def look_at(plan: EnginePlan, runner: Any, new: bool = False) -> RankReport:
     """
     effective: dict[int, LoadedRole] = {}
     indexers: tuple[IndexerSetting, ...] = ()
+    shared: Mapping[int, int] = {}
     try:
         if new:
             plan.family.sglang.loaded(runner, plan.pattern)
+            if plan.shard:
+                plan.family.sglang.share_rows(runner, plan.pattern)
         effective = effective_roles(plan.family.sglang, runner.model)
         selection = plan.family.sglang.selection(runner.model)
         indexers = plan.family.sglang.indexers(runner.model)
+        shared = plan.family.sglang.shared_rows(runner.model)
         problem = mismatch(plan.pattern, effective, plan.family.sglang.begins_every_stage)
         problem = problem or other_indexers(plan.pattern, effective, indexers)
+        full = {layer for layer, module in effective.items() if module.role == FULL}
+        if problem is None and set(shared) != (full if plan.shard else set()):
+            layers = sorted(set(shared) ^ (full if plan.shard else set()))
+            problem = f"letter {layers[0]} would {'' if layers[0] in shared else 'not '}share out the rows of prompts"
         if problem is None and selection != plan.pattern.selection:
             problem = f"the loaded model would choose by {selection}, the pattern says {plan.pattern.selection}"
     except Exception as error:
         effective, problem = {}, _line(error)
     roles = "".join(effective[layer].role if layer in effective else "-" for layer in range(len(plan.pattern)))
-    return RankReport(plan.pattern.fingerprint, tuple(sorted(effective)), problem, roles, indexers)
+    return RankReport(plan.pattern.fingerprint, tuple(sorted(effective)), problem, roles, indexers, shared)
 
 
 def check_captured(plan: EnginePlan, runner: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,11 +19,13 @@ class Proof:
         pattern: the pattern, read from the loaded modules of all ranks, layer by layer.
         modules: attention modules on this rank.
         ranks: number of ranks that agreed.
+        shared_rows: over how many ranks each layer shares out the rows of prompts, by layer.
     """
 
     pattern: Pattern
     modules: int
     ranks: int
+    shared_rows: Mapping[int, int] = field(default_factory=dict)
 
 
 class ProofHolder:
@@ -68,6 +70,7 @@ class ProofHolder:
             ProofError: as `proof`.
         """
         pattern = self.proof.pattern
+        shared = self.proof.shared_rows
         lost = {} if self._lost is None else dict(zip(("since", "reason"), self._lost, strict=True))
         return {
             **({} if pattern.selection is None else {"selection": pattern.selection.as_dict()}),
@@ -76,6 +79,7 @@ class ProofHolder:
             "retention": pattern.retention,
             "full_layers": len(pattern.full_layers),
             "shared_layers": len(pattern.shared_layers),
+            **({"sharded_layers": len(shared), "sharded_ranks": min(shared.values())} if shared else {}),
             "source": source,
             "proven_ranks": self.proof.ranks,
             "proven": self._lost is None,

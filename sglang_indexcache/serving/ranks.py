@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from sglang_indexcache.errors import ProofError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 from sglang_indexcache.pattern.selection import Selection
-from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE, refuse
+from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE, SHARD_VARIABLE, refuse
 
 Value = TypeVar("Value")
 MEET_VARIABLE = "SGLANG_INDEXCACHE_MEET_SECONDS"
@@ -21,7 +22,8 @@ MEET_VARIABLE = "SGLANG_INDEXCACHE_MEET_SECONDS"
 class RankReport:
     """The report of one rank; `roles` has a letter for each layer, `-` for layers that are on other ranks.
 
-    `indexers` are those of this rank's layers that select in blocks.
+    `indexers` are those of this rank's layers that select in blocks, `shared_rows` over how many ranks its layers share
+    out the rows of prompts.
     """
 
     fingerprint: str
@@ -29,6 +31,7 @@ class RankReport:
     problem: str | None
     roles: str = ""
     indexers: tuple[IndexerSetting, ...] = ()
+    shared_rows: Mapping[int, int] = field(default_factory=dict)
 
 
 def disagreement(pattern: Pattern, reports: list[RankReport]) -> str | None:
@@ -42,6 +45,8 @@ def disagreement(pattern: Pattern, reports: list[RankReport]) -> str | None:
                 f"rank {rank} serves a pattern with fingerprint {report.fingerprint[:16]}, rank 0 one with "
                 f"{reports[0].fingerprint[:16]}; expected the same file on every node"
             )
+        if bool(report.shared_rows) != bool(reports[0].shared_rows):
+            return f"rank {rank} and rank 0 don't both share out indexers; expected {SHARD_VARIABLE} on every node"
     missing = set(range(len(pattern))) - {layer for report in reports for layer in report.layers}
     if missing:
         return f"letter {min(missing)} is on no rank, so its role can't be proven"

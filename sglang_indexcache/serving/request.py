@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from sglang_indexcache.errors import IndexCacheError
@@ -16,20 +16,22 @@ from sglang_indexcache.sglang.requested import KEY
 
 @dataclass(frozen=True)
 class PatternRequest:
-    """The pattern to serve.
+    """The pattern to serve, and whether ranks share out the rows of prompts.
 
     Attributes:
         source: the file and retention, or the letters, as the user wrote it.
-        pattern: the pattern that it names.
+        pattern: the pattern that it names; `None` for the model's own.
         file: content of the file; `None` for letters, and in a process that has the pattern from the server arguments,
             since the main process checked it.
         allow_config_mismatch: whether the file may be made for another config.json.
+        shard: whether each tensor-parallel rank selects for its part of the rows.
     """
 
     source: str
-    pattern: Pattern
+    pattern: Pattern | None
     file: PatternFile | None = None
     allow_config_mismatch: bool = False
+    shard: bool = False
 
     @classmethod
     def load(cls, spec: str, allow_config_mismatch: bool = False) -> Self:
@@ -49,7 +51,7 @@ class PatternRequest:
             IndexCacheError: if it can't be used, or the environment and the engine's own overrides differ.
         """
         if "carried" in asked:
-            return cls._read_back(asked["carried"])
+            return replace(cls._read_back(asked["carried"]), shard=asked["shard"])
         allow, spec, own = asked["allow"], asked["spec"], asked["own"]
         request = cls.load(own, allow) if isinstance(own, str) else None if own is None else cls._read_back(own)
         if spec is not None:
@@ -60,9 +62,11 @@ class PatternRequest:
                     f" {request.pattern}; expected one of them"
                 )
             request = loaded
-        assert request is not None
+        if request is None:
+            return cls("the model's own", None, shard=asked["shard"])
+        assert request.pattern is not None
         asked["carried"] = {"source": request.source, "pattern": request.pattern.key}
-        return request
+        return replace(request, shard=asked["shard"])
 
     @classmethod
     def _read_back(cls, section: Any) -> Self:

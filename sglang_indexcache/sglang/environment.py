@@ -32,7 +32,7 @@ def family_features() -> tuple[Feature, ...]:
         item
         for served in (family.sglang for family in FAMILIES)
         for item in (
-            *(served.serving, served.pipeline, served.rule, served.blocks, served.selection_capture),
+            *(served.serving, served.pipeline, served.rule, served.blocks, served.sharding, served.selection_capture),
             *served.variants,
         )
     )

@@ -16,19 +16,21 @@ from sglang_indexcache.sglang.refusal import (
     ALLOW_MISMATCH_VARIABLE,
     CALIBRATE_VARIABLE,
     PATTERN_VARIABLE,
+    SHARD_VARIABLE,
     refuse,
 )
 
 KEY = "indexcache"  # in SGLang's model overrides, in /server_info and in what a scheduler says when it is ready
 ATTRIBUTE = "_indexcache"  # SGLang seals and shows the fields of its server arguments; others are pickled along
 _OFF = ("", "0")  # values of a variable that is off
-_REQUESTED = ("calibrate", "spec", "own", "allow")
+_REQUESTED = ("calibrate", "spec", "own", "allow", "shard")
 _MEMOS = ("_model_config", "model_config")  # SGLang makes them of server arguments, with the pattern in them
 
 
 def environment_asks() -> bool:
     """Return whether the environment requests anything now."""
-    return bool(os.environ.get(PATTERN_VARIABLE)) or os.environ.get(CALIBRATE_VARIABLE, "") not in _OFF
+    on = (os.environ.get(variable, "") not in _OFF for variable in (CALIBRATE_VARIABLE, SHARD_VARIABLE))
+    return bool(os.environ.get(PATTERN_VARIABLE)) or any(on)
 
 
 def is_decided(server_args: Any) -> bool:
@@ -79,15 +81,17 @@ def refuse_unasked(launched: Any) -> None:
 
 def _decide(server_args: Any) -> dict[str, Any]:
     spec, calibrate = os.environ.get(PATTERN_VARIABLE) or None, _is_on(CALIBRATE_VARIABLE)
-    own = _own_section(server_args)
+    own, shard = _own_section(server_args), _is_on(SHARD_VARIABLE)
     if spec and calibrate:
         refuse(f"{PATTERN_VARIABLE} and {CALIBRATE_VARIABLE} are set, expected one of them")
+    if shard and calibrate:
+        refuse(f"{SHARD_VARIABLE} and {CALIBRATE_VARIABLE} are set, expected one of them")
     if calibrate and own is not None:
         refuse(f"{CALIBRATE_VARIABLE} is set and the model overrides have an {KEY} section, expected one of them")
-    if not calibrate and spec is None and own is None:
+    if not calibrate and spec is None and own is None and not shard:
         return {}
     allow = _is_on(ALLOW_MISMATCH_VARIABLE)
-    return {"engine": uuid4().hex, "calibrate": calibrate, "spec": spec, "own": own, "allow": allow}
+    return {"engine": uuid4().hex, "calibrate": calibrate, "spec": spec, "own": own, "allow": allow, "shard": shard}
 
 
 def _is_on(variable: str) -> bool:

@@ -119,6 +119,8 @@ def test_the_entry_point_is_declared() -> None:
         (["--tp=8", "--indexcache-pattern=a"], ("a", False, False, ("--tp=8",))),
         (["--indexcache-allow-config-mismatch", "--indexcache-pattern", "a"], ("a", True, False, ())),
         (["--indexcache-calibrate", "--tp", "8"], (None, False, True, ("--tp", "8"))),
+        (["--indexcache-shard-indexers", "--tp", "8"], (None, False, False, ("--tp", "8"), True)),
+        (["--indexcache-pattern", "a", "--indexcache-shard-indexers"], ("a", False, False, (), True)),
         (
             ["--json-model", '{"a": -1}', "--indexcache-pattern", "a", "--json-model={}", "--config", "-c.yaml"],
             ("a", False, False, ("--json-model", '{"a": -1}', "--json-model={}", "--config", "-c.yaml")),
@@ -137,6 +139,8 @@ def test_our_flags_are_split_off(arguments: list[str], expected: Any) -> None:
         ["--indexcache-pattern="],
         ["--indexcache-pattern=a"] * 2,
         ["--indexcache-pattern=a", "--indexcache-calibrate"],
+        ["--indexcache-shard-indexers", "--indexcache-calibrate"],
+        ["--indexcache-shard", "--indexcache-pattern", "a"],
         ["--indexcache-pat", "a"],
         ["--indexcache-pattern", "a", "--indexcache-cal"],
         ["--indexcache_pattern=a"],
@@ -276,7 +280,7 @@ def test_how_long_ranks_wait_for_each_other_is_a_number(text: str, monkeypatch: 
 
 
 def asking() -> SimpleNamespace:
-    return SimpleNamespace(pattern=PATTERN, family=DSA, proven=ProofHolder())
+    return SimpleNamespace(pattern=PATTERN, family=DSA, proven=ProofHolder(), shard=False)
 
 
 def test_a_mismatch_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,7 +330,7 @@ def test_a_layer_whose_indexer_runs_whatever_its_attribute_says_is_found() -> No
 
 def plan(proven: ProofHolder) -> SimpleNamespace:
     own = {"source": "deploy.yaml@1/3", "serves": True, "check_loaded": lambda: None}
-    return SimpleNamespace(pattern=PATTERN, family=DSA, proven=proven, **own)
+    return SimpleNamespace(pattern=PATTERN, family=DSA, proven=proven, shard=False, **own)
 
 
 def test_nothing_is_reported_without_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_indexcache.sglang.refusal import ALLOW_MISMATCH_VARIABLE, CALIBRATE_VARIABLE, PATTERN_VARIABLE
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.request import PatternRequest
+from sglang_indexcache.sglang.refusal import (
+    ALLOW_MISMATCH_VARIABLE,
+    CALIBRATE_VARIABLE,
+    PATTERN_VARIABLE,
+    SHARD_VARIABLE,
+)
 from sglang_indexcache.sglang.requested import asked_of, environment_asks
 
 
 @pytest.mark.parametrize("value", ["true", '"1"', "yes", " 1"])
-@pytest.mark.parametrize("variable", [CALIBRATE_VARIABLE, ALLOW_MISMATCH_VARIABLE])
+@pytest.mark.parametrize("variable", [CALIBRATE_VARIABLE, ALLOW_MISMATCH_VARIABLE, SHARD_VARIABLE])
 def test_other_values_end_the_process(
     variable: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -31,3 +38,26 @@ def test_one_and_nothing_are_meant_so(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not environment_asks() and asked_of(SimpleNamespace()) == {}
     monkeypatch.setenv(CALIBRATE_VARIABLE, "1")
     assert environment_asks() and asked_of(SimpleNamespace())["calibrate"]
+
+
+def test_indexers_are_shared_out_with_a_pattern_or_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the process that is told, and in those that get its server arguments."""
+    monkeypatch.setenv(SHARD_VARIABLE, "1")
+    assert environment_asks()
+    for spec, pattern in ((None, None), ("FSSF", Pattern("FSSF"))):
+        if spec is not None:
+            monkeypatch.setenv(PATTERN_VARIABLE, spec)
+        asked = asked_of(SimpleNamespace())
+        for _ in range(2):
+            request = PatternRequest.of(asked)
+            assert (request.pattern, request.shard) == (pattern, True)
+    monkeypatch.delenv(SHARD_VARIABLE)
+    assert not PatternRequest.of(asked_of(SimpleNamespace())).shard
+    monkeypatch.delenv(PATTERN_VARIABLE)
+    for variable in (SHARD_VARIABLE, CALIBRATE_VARIABLE):
+        monkeypatch.setenv(variable, "1")
+    with pytest.raises(SystemExit):
+        asked_of(SimpleNamespace())
+    assert "are set, expected one of them" in capsys.readouterr().err

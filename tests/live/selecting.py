@@ -50,7 +50,7 @@ def passes(runs: Sequence[recorder.Run], request: str) -> list[tuple[int, int]]:
 
 
 def serve_a_branch(
-    folder: Path, pattern: Pattern, tmp_path: Path, steps: int
+    folder: Path, pattern: Pattern, tmp_path: Path, steps: int, *more: str, **variables: str
 ) -> tuple[Served, Served, Sequence[recorder.Run]]:
     """Two ranks, chunks and a prefix hit; status and check say what was proven, and that nothing else was.
 
@@ -61,8 +61,8 @@ def serve_a_branch(
     record.mkdir()
     file = write_pattern(pattern, folder, tmp_path / "pattern.yaml")
     other = write_pattern(pattern.plain(), folder, tmp_path / "other.yaml")
-    changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    flags = ("--chunked-prefill-size", str(CHUNK), "--tp-size", "2", "--skip-tokenizer-init")
+    changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "0|1", **variables}
+    flags = ("--chunked-prefill-size", str(CHUNK), "--tp-size", "2", "--skip-tokenizer-init", *more)
     with running(folder, tmp_path / "log", "--indexcache-pattern", file, *flags, **changes) as server:
         [state] = states(server)
         assert state["pattern"] == pattern.letters and state["fingerprint"] == pattern.fingerprint

@@ -30,7 +30,9 @@ HOW_TO = [
 ]
 EVIDENCE = [*DOCS.glob("evidence/*.md"), *DOCS.glob("lab/[!R]*.md")]
 COMMANDS = ("indexcache-search", "indexcache-eval", "indexcache-distill", "indexcache-offload")
-OF_THE_LAUNCHER = {"--indexcache-pattern", "--indexcache-calibrate", "--indexcache-allow-config-mismatch"}
+OF_THE_LAUNCHER = {
+    f"--indexcache-{name}" for name in ("pattern", "calibrate", "allow-config-mismatch", "shard-indexers")
+}
 OF_OTHERS = {
     f"--{name}"
     for name in (

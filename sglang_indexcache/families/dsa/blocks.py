@@ -12,19 +12,17 @@ sglang/srt/layers/attention/dsa of 0.5.17 and 0.5.23.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sglang_indexcache.families.dsa.index_space import in_index_space
-from sglang_indexcache.families.dsa.needs import PREFILL
+from sglang_indexcache.families.dsa.rows import Prefill, PrefillSelection, Rows, take
+from sglang_indexcache.families.dsa.shards import ALONE, Shards
 from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS
-from sglang_indexcache.sglang.hooks import refusing_around
 
 _PLANS = "_indexcache_blocks"
 
@@ -52,49 +50,41 @@ def blocks_of(prefixes: Sequence[int], lengths: Sequence[int], queries: int, top
     return found
 
 
-class BlockSelection:
-    """A replacement of an F layer's `Indexer._get_topk_ragged`, which selects for the queries of a prompt in blocks.
-
-    An error in here ends the process.
+class BlockSelection(PrefillSelection):
+    """A layer that selects for the queries of a prompt in blocks.
 
     Args:
         indexer: SGLang's.
         queries: number of queries of a block.
+        shards: this rank's part of the blocks, and of the rows that select for themselves.
     """
 
-    def __init__(self, indexer: Any, queries: int) -> None:
-        self.indexer, self.queries = indexer, queries
-        self._sglangs = MethodType(getattr(type(indexer), PREFILL), indexer)
-        self._signature, self._guarded = inspect.signature(self._sglangs), refusing_around(self._select)
+    def __init__(self, indexer: Any, queries: int, shards: Shards = ALONE) -> None:
+        super().__init__(indexer, shards)
+        self.queries = queries
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Select as SGLang's method does: `[rows, index_topk]`, int32, in its index space, -1 for none."""
-        selected: Tensor = self._guarded(self._sglangs, *args, **kwargs)
-        return selected
-
-    def _select(self, sglangs: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        given = self._signature.bind(*args, **kwargs).arguments
-        q, weights, metadata, result = given["q_fp8"], given["weights"], given["metadata"], given.get("topk_result")
-        plan = self._plan(given["forward_batch"], q.device)
+    def _select(self, prefill: Prefill) -> Tensor:
+        queries, gates, metadata = prefill.queries, prefill.gates, prefill.metadata
+        plan = self._plan(prefill.forward_batch, queries.device)
         if plan is None:
-            return sglangs(**given)
-        if result is None:
-            result = torch.full((len(q), self.indexer.index_topk), -1, device=q.device, dtype=torch.int32)
+            return super()._select(prefill)
+        result, device = prefill.result(self.indexer.index_topk), queries.device
+        result[plan.exact] = self.shards.select(
+            len(plan.exact), device, lambda rows: prefill.select_rows(plan.exact[rows], plan.exact_requests[rows])
+        )
 
-        def selected(queries: Tensor, gates: Tensor, rows: _Rows) -> Tensor:
-            return sglangs(**given | {"q_fp8": queries, "weights": gates, "metadata": rows, "topk_result": None})
+        def best_of(blocks: Tensor | slice) -> Tensor:
+            members = plan.members[blocks]
+            leaders = take(queries, members.flatten()).float().view(*members.shape, *queries.shape[1:]).mean(1)
+            means = gates[members].mean(1)
+            rows = _Leaders(metadata, members[:, 0], plan.requests[blocks], plan.begins[blocks])
+            return prefill.select(leaders.to(queries.dtype), means, rows)
 
-        exact = _Rows(metadata, plan.exact, plan.exact_requests)
-        result[plan.exact] = selected(_take(q, plan.exact), weights[plan.exact], exact)
-
-        members, (count, size) = plan.members.flatten(), plan.members.shape
-        leaders = _take(q, members).float().view(count, size, *q.shape[1:]).mean(1).to(q.dtype)
-        gates = weights[members].view(count, size, *weights.shape[1:]).mean(1)
+        best = self.shards.select(len(plan.members), device, best_of)[:, : -self.queries]
+        own = plan.begins[:, None] + torch.arange(self.queries, device=device, dtype=torch.int32)
         first = plan.members[:, 0]
-        best = selected(leaders, gates, _Leaders(metadata, first, plan.requests, plan.begins))[:, :-size]
-        own = plan.begins[:, None] + torch.arange(size, device=q.device, dtype=torch.int32)
         own, best = (in_index_space(metadata, positions, first, plan.requests) for positions in (own, best))
-        result[members] = _with_own(own, best).flatten(0, 1)
+        result[plan.members.flatten()] = _with_own(own, best).flatten(0, 1)
         return result
 
     def _plan(self, forward_batch: Any, device: torch.device) -> _BlockRows | None:
@@ -135,43 +125,7 @@ class _BlockRows:
         return cls(*(part.to(device, non_blocking=True) for part in parts))
 
 
-class _Rows:
-    """A `DSAIndexerMetadata` for some rows; all that does not depend on rows is the full metadata's."""
-
-    def __init__(self, metadata: Any, rows: Tensor, requests: Tensor) -> None:
-        self._metadata, self._requests = metadata, requests
-        starts, ends = metadata.get_indexer_kvcache_range()
-        self._range = starts[rows], ends[rows]
-        self._lengths: Tensor = metadata.get_seqlens_expanded()[rows]
-        offsets = metadata.attn_metadata.topk_indices_offset
-        self.attn_metadata = SimpleNamespace(topk_indices_offset=None if offsets is None else offsets[rows])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._metadata, name)
-
-    def get_indexer_kvcache_range(self) -> tuple[Tensor, Tensor]:
-        return self._range
-
-    def get_seqlens_expanded(self) -> Tensor:
-        return self._lengths
-
-    def get_token_to_batch_idx(self) -> Tensor:
-        return self._requests
-
-    def topk_transform(self, logits: Tensor, topk: int, **given: Any) -> Tensor:
-        """Select like the full metadata's method, which without `ke_offset` assumes all rows, for these rows only."""
-        if given.get("ke_offset") is None:
-            given["ke_offset"] = self._lengths
-            if self.attn_metadata.topk_indices_offset is not None:
-                given["topk_indices_offset_override"] = self.attn_metadata.topk_indices_offset
-            else:
-                given["cu_seqlens_q"] = torch.ones(len(logits), dtype=torch.int32, device=logits.device)
-                given["batch_idx_list"] = self._requests
-        selected: Tensor = self._metadata.topk_transform(logits, topk, **given)
-        return selected
-
-
-class _Leaders(_Rows):
+class _Leaders(Rows):
     """A `DSAIndexerMetadata` of blocks, which select from the tokens before them; positions, the best first."""
 
     def __init__(self, metadata: Any, rows: Tensor, requests: Tensor, begins: Tensor) -> None:
@@ -187,11 +141,6 @@ class _Leaders(_Rows):
         columns = (chosen + starts[:, None]).clamp_min(0).long()
         scores = logits.gather(1, columns).masked_fill(chosen < 0, float("-inf"))
         return chosen.gather(1, scores.sort(dim=1, descending=True, stable=True).indices)
-
-
-def _take(values: Tensor, rows: Tensor) -> Tensor:
-    """Return `values[rows]`, also for fp8, which has no indexing."""
-    return values.view(torch.uint8)[rows].view(values.dtype)
 
 
 def _with_own(own: Tensor, best: Tensor) -> Tensor:

@@ -55,6 +55,13 @@ BLOCKS = Feature(
     (RAGGED, TRANSFORM, TOPK, PAGES, PAGE_SIZE, PREFILL_KERNEL, LOAD_GRAPHS),
     "no server for patterns with +6q16",
 )
+ATTENTION_GROUP = Need("srt.distributed.parallel_state", "get_attn_tp_group")
+SHARDING = Feature(
+    "sharding",
+    "indexers of DSA models whose rows of prompts are shared out over tensor-parallel ranks",
+    (RAGGED, TRANSFORM, ATTENTION_GROUP),
+    "no server with --indexcache-shard-indexers",
+)
 POSITIONS = Feature(
     "misses",
     "what queries of DSA models select, counted on a calibration server",

@@ -49,6 +49,7 @@ class DsaSglang(SglangAdapter):
     rule: ClassVar[Feature | None] = needs.RULE
     selection_capture: ClassVar[Feature | None] = needs.POSITIONS
     blocks: ClassVar[Feature | None] = needs.BLOCKS
+    sharding: ClassVar[Feature | None] = needs.SHARDING
     refused_with_blocks: ClassVar[Mapping[str, str]] = dict.fromkeys(
         """
         enable_prefill_cp enable_prefill_context_parallel enable_dsa_prefill_context_parallel attn_cp_size dcp_size
@@ -116,6 +117,19 @@ class DsaSglang(SglangAdapter):
             from sglang_indexcache.families.dsa import patch_indexers
 
             patch_indexers.install(self.modules(runner.model), pattern)
+
+    def share_rows(self, runner: Any, pattern: Pattern) -> None:
+        """See `SglangAdapter.share_rows`."""
+        from sglang_indexcache.families.dsa import patch_indexers
+        from sglang_indexcache.families.dsa.shards import shards_of_this_rank
+
+        patch_indexers.share_rows(self.modules(runner.model), pattern, shards_of_this_rank())
+
+    def shared_rows(self, model: Any) -> Mapping[int, int]:
+        """See `SglangAdapter.shared_rows`."""
+        from sglang_indexcache.families.dsa import patch_indexers
+
+        return patch_indexers.shared_rows(self.modules(model))
 
     def captured(self, runner: Any, pattern: Pattern) -> None:
         """See `SglangAdapter.captured`; also check that prompts attend through a kernel that leaves out -1."""

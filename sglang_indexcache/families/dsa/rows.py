@@ -1,0 +1,148 @@
+"""SGLang's method that selects for all queries of a prefill, replaced by ones that hand it some rows at a time.
+
+Read: dsa_indexer.py and dsa_indexer_metadata.py in sglang/srt/layers/attention/dsa of 0.5.17 and 0.5.23.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_indexcache.families.dsa.needs import PREFILL
+from sglang_indexcache.families.dsa.shards import ALONE, Shards
+from sglang_indexcache.sglang.hooks import refusing_around
+
+_REQUESTS = "_indexcache_requests"
+
+
+class Prefill:
+    """The arguments of one call of `Indexer._get_topk_ragged`, for rows of it.
+
+    Args:
+        sglangs: the method.
+        arguments: by name.
+    """
+
+    def __init__(self, sglangs: Callable[..., Tensor], arguments: dict[str, Any]) -> None:
+        self._sglangs, self._arguments = sglangs, arguments
+        self.queries: Tensor = arguments["q_fp8"]
+        self.gates: Tensor = arguments["weights"]
+        self.metadata, self.forward_batch = arguments["metadata"], arguments["forward_batch"]
+
+    def all(self) -> Tensor:
+        """Select for all rows, as SGLang does."""
+        return self._sglangs(**self._arguments)
+
+    def select(self, queries: Tensor, gates: Tensor, rows: Rows) -> Tensor:
+        """Select for other queries, `[rows, heads, dim]`, with gates `[rows, heads, 1]`; `[rows, index_topk]`."""
+        changes = {"q_fp8": queries, "weights": gates, "metadata": rows, "topk_result": None}
+        return self._sglangs(**self._arguments | changes)
+
+    def select_rows(self, rows: Tensor, requests: Tensor) -> Tensor:
+        """Select for the rows with the numbers `rows`, of these requests; `[rows, index_topk]`."""
+        return self.select(take(self.queries, rows), self.gates[rows], Rows(self.metadata, rows, requests))
+
+    def result(self, index_topk: int) -> Tensor:
+        """Return what to write selections to: SGLang's buffer, or a new one that is full of -1."""
+        given: Tensor | None = self._arguments.get("topk_result")
+        if given is not None:
+            return given
+        return torch.full((len(self.queries), index_topk), -1, device=self.queries.device, dtype=torch.int32)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Rows of each request."""
+        return [int(count) for count in self.forward_batch.extend_seq_lens_cpu]
+
+    def requests(self) -> Tensor:
+        """Return the number of each row's request, made once for all layers of a forward pass."""
+        made = self.forward_batch.__dict__
+        if _REQUESTS not in made:
+            lengths = torch.tensor(self.lengths)
+            requests = torch.arange(len(lengths)).repeat_interleave(lengths)
+            made[_REQUESTS] = requests.to(self.queries.device, non_blocking=True)
+        found: Tensor = made[_REQUESTS]
+        return found
+
+
+class PrefillSelection:
+    """A replacement of an F layer's `Indexer._get_topk_ragged`; an error in here ends the process.
+
+    Args:
+        indexer: SGLang's.
+        shards: this rank's part of the rows.
+    """
+
+    def __init__(self, indexer: Any, shards: Shards = ALONE) -> None:
+        self.indexer, self.shards = indexer, shards
+        self._sglangs = MethodType(getattr(type(indexer), PREFILL), indexer)
+        self._signature, self._guarded = inspect.signature(self._sglangs), refusing_around(self._call)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Select as SGLang's method does: `[rows, index_topk]`, int32, in its index space, -1 for none."""
+        selected: Tensor = self._guarded(self._sglangs, *args, **kwargs)
+        return selected
+
+    def _call(self, sglangs: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return self._select(Prefill(sglangs, dict(self._signature.bind(*args, **kwargs).arguments)))
+
+    def _select(self, prefill: Prefill) -> Tensor:
+        """Select for all rows of a prefill, each for itself."""
+        count = sum(prefill.lengths)
+        if not self.shards.pays(count):
+            return prefill.all()
+        requests, result = prefill.requests(), prefill.result(self.indexer.index_topk)
+        row = torch.arange(count, device=result.device)
+        result[:count] = self.shards.select(
+            count, result.device, lambda rows: prefill.select_rows(row[rows], requests[rows])
+        )
+        return result
+
+
+class Rows:
+    """A `DSAIndexerMetadata` for some rows; all that does not depend on rows is the full metadata's."""
+
+    def __init__(self, metadata: Any, rows: Tensor, requests: Tensor) -> None:
+        self._metadata, self._requests = metadata, requests
+        starts, ends = metadata.get_indexer_kvcache_range()
+        self._range = starts[rows], ends[rows]
+        self._lengths: Tensor = metadata.get_seqlens_expanded()[rows]
+        offsets = metadata.attn_metadata.topk_indices_offset
+        self.attn_metadata = SimpleNamespace(topk_indices_offset=None if offsets is None else offsets[rows])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._metadata, name)
+
+    def get_indexer_kvcache_range(self) -> tuple[Tensor, Tensor]:
+        """Return the first and the last key that each row may select, among those of all requests."""
+        return self._range
+
+    def get_seqlens_expanded(self) -> Tensor:
+        """Return the number of tokens that each row may select."""
+        return self._lengths
+
+    def get_token_to_batch_idx(self) -> Tensor:
+        """Return the number of each row's request."""
+        return self._requests
+
+    def topk_transform(self, logits: Tensor, topk: int, **given: Any) -> Tensor:
+        """Select like the full metadata's method, which without `ke_offset` assumes all rows, for these rows only."""
+        if given.get("ke_offset") is None:
+            given["ke_offset"] = self._lengths
+            if self.attn_metadata.topk_indices_offset is not None:
+                given["topk_indices_offset_override"] = self.attn_metadata.topk_indices_offset
+            else:
+                given["cu_seqlens_q"] = torch.ones(len(logits), dtype=torch.int32, device=logits.device)
+                given["batch_idx_list"] = self._requests
+        selected: Tensor = self._metadata.topk_transform(logits, topk, **given)
+        return selected
+
+
+def take(values: Tensor, rows: Tensor) -> Tensor:
+    """Return `values[rows]`, also for fp8, which has no indexing."""
+    return values.view(torch.uint8)[rows].view(values.dtype)

@@ -1,0 +1,159 @@
+"""Rows of prompts over tensor-parallel ranks: all get what one rank alone selects, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from math import ceil
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglang_indexcache import Pattern
+from sglang_indexcache.errors import ProofError
+from sglang_indexcache.families.dsa import blocks, patch_indexers, shards
+from sglang_indexcache.families.dsa.needs import PREFILL
+from sglang_indexcache.families.dsa.rows import PrefillSelection
+from sglang_indexcache.families.dsa.shards import ALONE, Shards
+from sglang_indexcache.serving.proven import Proof, ProofHolder
+from sglang_indexcache.serving.ranks import RankReport, disagreement
+from tests.served import DIM, HEADS, PAGED, RAGGED, TOPK, UNFUSED, Metadata, SglangIndexer, sglang_modules
+
+__all__ = ["sglang_modules"]
+pytestmark = pytest.mark.usefixtures("sglang_modules")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "LEAST_ROWS", 40)
+    monkeypatch.setattr(shards, "STRIPE", 8)
+
+
+def on_ranks(ranks: int, run: Callable[[Shards], Any]) -> list[Any]:
+    """Call `run` on each rank, in threads that meet where processes would."""
+    parts: list[Any] = [None] * ranks
+    arrived, left = Barrier(ranks), Barrier(ranks)
+
+    def gather(rank: int, every: Tensor, own: Tensor) -> None:
+        parts[rank] = own
+        arrived.wait(60)
+        every.copy_(torch.cat(parts))
+        left.wait(60)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(lambda rank: run(Shards(rank, ranks, partial(gather, rank))), range(ranks)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_row_is_selected_for_once_and_stands_where_it_was(seed: int) -> None:
+    rng = random.Random(seed)
+    ranks, count = rng.randrange(2, 9), rng.choice([1, 39, 40, 41, rng.randrange(40, 600)])
+    rows: list[list[int]] = [[] for _ in range(ranks)]
+
+    def run(own: Shards) -> Tensor:
+        def choose(part: Tensor | slice) -> Tensor:
+            mine = torch.arange(count)[part]
+            rows[own.rank] += mine.tolist()
+            return torch.stack([mine, 3 * mine], 1).int()
+
+        return own.select(count, torch.device("cpu"), choose)
+
+    wanted = torch.stack([torch.arange(count), 3 * torch.arange(count)], 1).int()
+    assert all(torch.equal(found, wanted) for found in on_ranks(ranks, run))
+    if count < 40:
+        assert rows == [list(range(count))] * ranks
+    else:
+        assert sorted({row for mine in rows for row in mine}) == list(range(count))
+        share = ceil(ceil(count / 8) / ranks) * 8
+        assert {len(mine) for mine in rows} == {share}
+        distinct = [set(mine) - {count - 1} for mine in rows]  # the last row fills up what is too short
+        assert sum(map(len, distinct)) == count - 1
+
+
+@pytest.mark.parametrize("kind", [PAGED, RAGGED, UNFUSED])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("queries", [None, 4], ids=["exact", "blocks"])
+def test_selections_are_those_of_one_rank(kind: str, ranks: int, queries: int | None) -> None:
+    """Of three requests, two with a prefix, a graph's buffer and rows of padding; exact layers are SGLang's own."""
+    torch.manual_seed(0)
+    prefixes, lengths = [0, 70, 128], [200, 300, 1]
+    keys, metadata = torch.randn(sum(prefixes) + sum(lengths), DIM), Metadata(prefixes, lengths, kind)
+    q, w = torch.randn(sum(lengths) + 3, HEADS, DIM), torch.rand(sum(lengths) + 3, HEADS, 1)
+
+    def run(own: Shards) -> Tensor:
+        indexer = SglangIndexer(keys)
+        batch = SimpleNamespace(extend_prefix_lens_cpu=prefixes, extend_seq_lens_cpu=lengths)
+        buffer = torch.full((len(q), TOPK), -1, dtype=torch.int32)
+        made = PrefillSelection(indexer, own) if queries is None else blocks.BlockSelection(indexer, queries, own)
+        return made(False, batch, 0, q, w, metadata, buffer)
+
+    wanted = run(ALONE)
+    if queries is None:
+        rows = slice(sum(lengths))
+        assert torch.equal(
+            wanted[rows], SglangIndexer(keys)._get_topk_ragged(False, None, 0, q[rows], w[rows], metadata)
+        )
+    assert (wanted[sum(lengths) :] == -1).all()
+    assert all(torch.equal(found, wanted) for found in on_ranks(ranks, run))
+
+
+def test_short_passes_are_sglangs_alone() -> None:
+    keys, lengths = torch.randn(39, DIM), [39]
+    metadata, batch = Metadata([0], lengths, PAGED), SimpleNamespace(extend_seq_lens_cpu=lengths)
+    q, w = torch.randn(39, HEADS, DIM), torch.rand(39, HEADS, 1)
+    nobody = Shards(1, 2, lambda every, own: pytest.fail("ranks met"))
+    found = PrefillSelection(SglangIndexer(keys), nobody)(False, batch, 0, q, w, metadata)
+    assert torch.equal(found, SglangIndexer(keys)._get_topk_ragged(False, batch, 0, q, w, metadata))
+
+
+def modules() -> dict[int, Any]:
+    return {layer: SimpleNamespace(indexer=SglangIndexer(torch.zeros(1, DIM))) for layer in range(4)}
+
+
+def test_layers_that_share_out_rows_are_read_back() -> None:
+    """F layers do, those in blocks as well, S layers don't."""
+    found, pattern = modules(), Pattern.parse("FSFF+2q4")
+    patch_indexers.install(found.items(), pattern)
+    assert patch_indexers.shared_rows(found.items()) == {}
+    patch_indexers.share_rows(found.items(), pattern, Shards(0, 2, lambda every, own: None))
+    assert patch_indexers.shared_rows(found.items()) == {0: 2, 2: 2, 3: 2}
+    assert tuple(patch_indexers.installed(found.items())) == pattern.indexers
+    assert not hasattr(found[1].indexer, "__dict__") or PREFILL not in vars(found[1].indexer)
+
+
+def test_what_can_not_share_out_rows() -> None:
+    pattern = Pattern("FSFF")
+    with pytest.raises(ProofError, match="shares out rows over the ranks of attention, and there is one"):
+        patch_indexers.share_rows(modules().items(), pattern, ALONE)
+    two = Shards(0, 2, lambda every, own: None)
+    lacking = {**modules(), 2: SimpleNamespace()}
+    with pytest.raises(ProofError, match="letter 2 should share out rows, but the loaded model has no indexer there"):
+        patch_indexers.share_rows(lacking.items(), pattern, two)
+    local = modules()
+    local[3].indexer.num_local_tokens = 4
+    with pytest.raises(ProofError, match="letter 3 always selects the first or last tokens, so it can't share out"):
+        patch_indexers.share_rows(local.items(), pattern, two)
+    foreign = modules()
+    vars(foreign[0].indexer)[PREFILL] = print
+    with pytest.raises(ProofError, match="letter 0 selects by builtin_function_or_method, expected SGLang's own"):
+        patch_indexers.shared_rows(foreign.items())
+
+
+def test_ranks_of_which_only_some_share_out_rows_are_refused() -> None:
+    """They would wait for each other; the status says how many layers do."""
+    pattern = Pattern("FS")
+    one, other = (RankReport(pattern.fingerprint, (0, 1), None, "FS", (), shared) for shared in ({0: 2}, {}))
+    assert disagreement(pattern, [one, one]) is None
+    assert "rank 1 and rank 0 don't both share out indexers" in str(disagreement(pattern, [one, other]))
+    holder = ProofHolder()
+    holder.set(Proof(pattern, 2, 2, {0: 2}))
+    assert {key: value for key, value in holder.status("x").items() if "sharded" in key} == {
+        "sharded_layers": 1,
+        "sharded_ranks": 2,
+    }
