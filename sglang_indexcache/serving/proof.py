@@ -191,7 +191,7 @@ def look_at(plan: EnginePlan, runner: Any, new: bool = False) -> RankReport:
     except Exception as error:
         effective, problem = {}, _line(error)
     roles = "".join(effective[layer].role if layer in effective else "-" for layer in range(len(plan.pattern)))
-    return RankReport(plan.pattern.fingerprint, tuple(sorted(effective)), problem, roles, indexers, shared)
+    return RankReport(plan.pattern.fingerprint, tuple(sorted(effective)), problem, roles, indexers, shared, plan.shard)
 
 
 def check_captured(plan: EnginePlan, runner: Any) -> None:

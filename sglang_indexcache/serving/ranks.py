@@ -23,7 +23,7 @@ class RankReport:
     """The report of one rank; `roles` has a letter for each layer, `-` for layers that are on other ranks.
 
     `indexers` are those of this rank's layers that select in blocks, `shared_rows` over how many ranks its layers share
-    out the rows of prompts.
+    out the rows of prompts; `shard` says whether the rank was told to.
     """
 
     fingerprint: str
@@ -32,6 +32,7 @@ class RankReport:
     roles: str = ""
     indexers: tuple[IndexerSetting, ...] = ()
     shared_rows: Mapping[int, int] = field(default_factory=dict)
+    shard: bool = False
 
 
 def disagreement(pattern: Pattern, reports: list[RankReport]) -> str | None:
@@ -45,7 +46,7 @@ def disagreement(pattern: Pattern, reports: list[RankReport]) -> str | None:
                 f"rank {rank} serves a pattern with fingerprint {report.fingerprint[:16]}, rank 0 one with "
                 f"{reports[0].fingerprint[:16]}; expected the same file on every node"
             )
-        if bool(report.shared_rows) != bool(reports[0].shared_rows):
+        if report.shard != reports[0].shard:
             return f"rank {rank} and rank 0 don't both share out indexers; expected {SHARD_VARIABLE} on every node"
     missing = set(range(len(pattern))) - {layer for report in reports for layer in report.layers}
     if missing:

@@ -59,7 +59,9 @@ def check_topk(found: Tensor, given: dict[str, Tensor], starts: Tensor, ends: Te
             assert row[others].max() <= row[kept].min() + tolerance
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(dtype, marks=LARGE if dtype.itemsize == 2 else ()) for dtype in DTYPES], ids=str
+)
 @pytest.mark.parametrize(
     ("queries", "keys", "heads", "dim", "topk"),
     [
@@ -84,7 +86,9 @@ def test_indexer_topk_of_ragged_sequences() -> None:
 
 
 @pytest.mark.parametrize("splits", [1, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["random", "misleading sample", "rising", "equal"])
+@pytest.mark.parametrize(
+    "kind", ["misleading sample", "equal", *(pytest.param(kind, marks=LARGE) for kind in ("random", "rising"))]
+)
 def test_indexer_topk_of_rows_longer_than_the_room_for_candidates(
     kind: str, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,6 @@ import runpy
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import context, forkserver, process, resource_tracker, spawn
@@ -89,10 +88,10 @@ def _run(module: str, arguments: list[str], log: str, environment: dict[str, str
 
 def _spawn_from_a_fork() -> None:
     """Fork a process that has what this one has by now, and let it make all that are to be spawned later."""
-    address = tempfile.mktemp(prefix="indexcache-forks-")
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
+    listener.bind(f"\0indexcache-forks-{os.getpid()}")  # no file, so nothing is left behind
     listener.listen()
+    address = listener.getsockname()
     alive, held = os.pipe()
     contexts: Any = context._concrete_contexts  # type: ignore[attr-defined]
     contexts["spawn"] = contexts["forkserver"]

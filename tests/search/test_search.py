@@ -331,7 +331,7 @@ def server() -> Iterator[Any]:
     yield context
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_kills_at_random_moments_end_in_identical_files(
     kills: int, server: Any, model_folder: Path, token_file: Path, tmp_path: Path
 ) -> None:
