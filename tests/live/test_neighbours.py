@@ -54,8 +54,8 @@ def leading_across_requests() -> None:
 
 def led_a_little_by_the_first() -> None:
     """A thousandth of the batch's first query is in every leader."""
-    whole = blocks._take
-    blocks._take = lambda values, rows: whole(values, rows) + values[:1] / 1000
+    whole = blocks.take
+    blocks.take = lambda values, rows: whole(values, rows) + values[:1] / 1000
 
 
 def compared(model: Path, seeds: Sequence[int], count: int, steps: int) -> list[Comparison]:
