@@ -36,6 +36,7 @@ from sglang_indexcache.sglang.refusal import (
     ALLOW_MISMATCH_VARIABLE,
     CALIBRATE_VARIABLE,
     PATTERN_VARIABLE,
+    SHARD_FLAG,
     SHARD_VARIABLE,
     refuse,
     refuse_unforeseen,
@@ -43,7 +44,6 @@ from sglang_indexcache.sglang.refusal import (
 
 PATTERN_FLAG = "--indexcache-pattern"
 ALLOW_FLAG = "--indexcache-allow-config-mismatch"
-SHARD_FLAG = "--indexcache-shard-indexers"
 CALIBRATE_FLAG = "--indexcache-calibrate"
 GROUP, ENTRY = "sglang.srt.plugins", "indexcache"
 ALLOWED_PLUGINS_VARIABLE = "SGLANG_PLUGINS"

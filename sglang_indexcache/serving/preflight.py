@@ -15,8 +15,8 @@ from sglang_indexcache.serving.proven import ProofHolder
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.probes import Feature, SglangSource
+from sglang_indexcache.sglang.refusal import SHARD_FLAG
 
-SHARD_FLAG = "--indexcache-shard-indexers"
 FOREIGN_CACHES = ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
 _REFUSED = {
     "enable_two_batch_overlap": "its path through the layers does not carry the indices to S layers; expected one of"

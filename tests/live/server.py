@@ -31,7 +31,6 @@ FLAGS = (
 )
 LAUNCHER = (sys.executable, "-m", "sglang_indexcache.launch_server")
 ROOT = Path(__file__).resolve().parents[2]
-FRESH = "PYTHONPATH"  # what a fork of a running Python would not see
 Process = subprocess.Popen[bytes] | Forked
 
 
@@ -105,10 +104,10 @@ def running(
 
 
 def start(arguments: Sequence[str], log: Path, **changes: str) -> Process:
-    """Start a command that logs to `log`: forked if it is a module, unless `FRESH` is one of `changes`."""
+    """Start a command that logs to `log`: forked if it is a module that Python runs."""
     log.write_text("")
     python, option, module, *rest = arguments
-    if FRESH not in changes and (python, option) == (sys.executable, "-m"):
+    if (python, option) == (sys.executable, "-m"):
         return Forked(module, rest, log, environment(**changes))
     with log.open("w") as output:
         return subprocess.Popen(

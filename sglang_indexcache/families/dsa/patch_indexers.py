@@ -14,6 +14,7 @@ from sglang_indexcache.families.dsa.rows import PrefillSelection
 from sglang_indexcache.families.dsa.shards import Shards
 from sglang_indexcache.pattern import FULL, Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
+from sglang_indexcache.sglang.refusal import SHARD_FLAG
 
 Modules = Iterable[tuple[int, Any]]
 
@@ -45,7 +46,7 @@ def share_rows(modules: Modules, pattern: Pattern, shards: Shards) -> None:
         ProofError: if a layer's indexer is of another kind, or there is one rank.
     """
     if shards.ranks == 1:
-        raise ProofError("--indexcache-shard-indexers shares out rows over the ranks of attention, and there is one")
+        raise ProofError(f"{SHARD_FLAG} shares out rows over the ranks of attention, and there is one")
     for layer, module in modules:
         if pattern[layer] != FULL:
             continue
