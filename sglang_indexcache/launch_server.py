@@ -1,12 +1,14 @@
 """python -m sglang_indexcache.launch_server: SGLang's server with a pattern, or no server.
 
-All flags of `sglang.launch_server`, and four of ours:
+All flags of `sglang.launch_server`, and five of ours:
 
     --indexcache-pattern PATTERN            what to serve: a pattern file (deploy/glm5.yaml), a retention of one
                                             (deploy/glm5.yaml@1/4), or letters (FSSSFSSS...)
     --indexcache-allow-config-mismatch      accept a file made for another config.json
     --indexcache-shard-indexers             with a pattern or alone: each tensor-parallel rank selects for its part of
                                             the rows of prompts, and the ranks exchange what they selected
+    --indexcache-no-grouping                attend from each prompt query alone where layers select for blocks of them,
+                                            as SGLang does; together is faster, with fewer than 64 heads a rank
     --indexcache-calibrate                  instead of a pattern: a server on which indexcache-search switches patterns
                                             (SGLANG_INDEXCACHE_ADMIN_API_KEY: its --admin-api-key and --api-key, unseen)
 """
@@ -35,6 +37,8 @@ from sglang_indexcache.sglang.refusal import (
     ADMIN_KEY_VARIABLE,
     ALLOW_MISMATCH_VARIABLE,
     CALIBRATE_VARIABLE,
+    GROUPING_FLAG,
+    GROUPING_VARIABLE,
     PATTERN_VARIABLE,
     SHARD_FLAG,
     SHARD_VARIABLE,
@@ -65,6 +69,7 @@ class Arguments:
         calibrate: whether to start in calibration mode.
         rest: arguments for SGLang.
         shard: whether ranks share out the rows of prompts.
+        ungrouped: whether each query of a block is attended from alone.
     """
 
     pattern: str | None
@@ -72,6 +77,7 @@ class Arguments:
     calibrate: bool
     rest: tuple[str, ...]
     shard: bool = False
+    ungrouped: bool = False
 
 
 class _LauncherParser(argparse.ArgumentParser):
@@ -90,20 +96,22 @@ def split_arguments(arguments: Sequence[str]) -> Arguments:
     parser.add_argument(PATTERN_FLAG, action="append", default=[], dest="patterns")
     parser.add_argument(ALLOW_FLAG, action="store_true", dest="allow")
     parser.add_argument(SHARD_FLAG, action="store_true", dest="shard")
+    parser.add_argument(GROUPING_FLAG, action="store_true", dest="ungrouped")
     parser.add_argument(CALIBRATE_FLAG, action="store_true", dest="calibrate")
     ours, rest = parser.parse_known_args(list(arguments))
     for word in rest:
         if word.replace("_", "-").startswith(_PREFIX):
-            flags = ", ".join((PATTERN_FLAG, ALLOW_FLAG, SHARD_FLAG, CALIBRATE_FLAG))
+            flags = ", ".join((PATTERN_FLAG, ALLOW_FLAG, SHARD_FLAG, GROUPING_FLAG, CALIBRATE_FLAG))
             raise LaunchError(f"{word.partition('=')[0]} is no flag, expected one of {flags}")
     if "" in ours.patterns:
         raise LaunchError(f"{PATTERN_FLAG} has no value, expected a pattern file")
     if len(ours.patterns) > 1:
         raise LaunchError(f"{PATTERN_FLAG} is given twice")
-    for flag, given in ((PATTERN_FLAG, ours.patterns), (SHARD_FLAG, ours.shard)):
+    for flag, given in ((PATTERN_FLAG, ours.patterns), (SHARD_FLAG, ours.shard), (GROUPING_FLAG, ours.ungrouped)):
         if given and ours.calibrate:
             raise LaunchError(f"{flag} and {CALIBRATE_FLAG} are given, expected one of them")
-    return Arguments(next(iter(ours.patterns), None), ours.allow, ours.calibrate, tuple(rest), ours.shard)
+    pattern = next(iter(ours.patterns), None)
+    return Arguments(pattern, ours.allow, ours.calibrate, tuple(rest), ours.shard, ours.ungrouped)
 
 
 def check_plugin_is_found() -> None:
@@ -146,6 +154,8 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
         raise LaunchError(f"{PATTERN_FLAG} is missing, expected a pattern file; without one use sglang.launch_server")
     if split.shard:
         os.environ[SHARD_VARIABLE] = "1"
+    if split.ungrouped:
+        os.environ[GROUPING_VARIABLE] = "1"
     if split.pattern is not None:
         PatternSpec.read(split.pattern).known()
         os.environ[PATTERN_VARIABLE] = split.pattern

@@ -24,7 +24,7 @@ ENVIRONMENT = {
 ARGUMENTS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "dsa",
-    "dsa_prefill_backend": "tilelang",
+    "dsa_prefill_backend": "flashmla_sparse",
     "dsa_decode_backend": "tilelang",
     "dsa_topk_backend": "torch",
     "dtype": "float32",

@@ -189,6 +189,21 @@ class SglangAdapter(ABC):
             ProofError: if not.
         """
 
+    def group(self, runner: Any, pattern: Pattern) -> None:  # noqa: B027  (most have no blocks)
+        """Attend from the queries of blocks together in a `ModelRunner`, where that can be done; after `captured`.
+
+        Raises:
+            ProofError: if what it would call is not what was read.
+        """
+
+    def grouped(self, runner: Any) -> tuple[int, ...]:
+        """Read from a `ModelRunner` in which of its layers the queries of blocks are attended from together.
+
+        Raises:
+            ProofError: if something else has replaced a part of it.
+        """
+        return ()
+
     @abstractmethod
     def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
         """Yield the modules that select or reuse, by site; those of draft and NextN models are left out."""

@@ -58,6 +58,7 @@ class EnginePlan(ABC):
         error: class of its refusals.
         source: origin of the pattern, for people.
         shard: whether each tensor-parallel rank selects for its part of the rows of prompts.
+        group: whether the queries of a block are attended from together, where that can be done.
         pattern: the pattern that the engine must run; known at the latest after `family_at`.
         proven: proof of the engine in this process.
     """
@@ -68,6 +69,7 @@ class EnginePlan(ABC):
     source: str
     pattern: Pattern
     shard = False
+    group = False
 
     def __init__(self, sglang: SglangSource) -> None:
         self.sglang, self.proven = sglang, ProofHolder()
@@ -136,7 +138,8 @@ class Preflight(EnginePlan):
 
     def __init__(self, request: PatternRequest, sglang: SglangSource) -> None:
         super().__init__(sglang)
-        self._request, self.source, self.shard = request, request.source, request.shard
+        self._request, self.source = request, request.source
+        self.shard, self.group = request.shard, request.group
         if request.pattern is not None:
             self.pattern = request.pattern
         self._families: dict[str, Family] = {}  # of checked models

@@ -200,14 +200,18 @@ def check_captured(plan: EnginePlan, runner: Any) -> None:
     Raises:
         ProofError: if one did not, on every rank.
     """
-    problem = None
+    problem, grouped = None, tuple[int, ...]()
     try:
         plan.family.sglang.captured(runner, plan.pattern)
+        if plan.group:
+            plan.family.sglang.group(runner, plan.pattern)
+        grouped = plan.family.sglang.grouped(runner)
     except Exception as error:
         problem = _line(error)
     if not plan.proven.graphs_captured:  # graphs are captured again after an update, where pipeline stages don't meet
         plan.proven.graphs_captured = True
         problem = first_problem(problem)
+        plan.proven.grouped_layers = sorted({layer for found in ranks.all_ranks(grouped) for layer in found})
     if problem is not None:
         raise ProofError(problem)
 

@@ -35,6 +35,7 @@ class ProofHolder:
         self._proof: Proof | None = None
         self._lost: tuple[str, str] | None = None
         self.graphs_captured = False
+        self.grouped_layers: list[int] = []  # whose queries of blocks are attended from together
         self.tell: Callable[[bool], None] = lambda holds: None  # a listener, such as a metric
 
     def set(self, proof: Proof) -> None:
@@ -80,6 +81,7 @@ class ProofHolder:
             "full_layers": len(pattern.full_layers),
             "shared_layers": len(pattern.shared_layers),
             **({"sharded_layers": len(shared), "sharded_ranks": min(shared.values())} if shared else {}),
+            **({"grouped_layers": len(self.grouped_layers)} if self.grouped_layers else {}),
             "source": source,
             "proven_ranks": self.proof.ranks,
             "proven": self._lost is None,

@@ -16,7 +16,7 @@ from sglang_indexcache.sglang.requested import KEY
 
 @dataclass(frozen=True)
 class PatternRequest:
-    """The pattern to serve, and whether ranks share out the rows of prompts.
+    """The pattern to serve, and how.
 
     Attributes:
         source: the file and retention, or the letters, as the user wrote it.
@@ -25,6 +25,7 @@ class PatternRequest:
             since the main process checked it.
         allow_config_mismatch: whether the file may be made for another config.json.
         shard: whether each tensor-parallel rank selects for its part of the rows.
+        group: whether the queries of a block are attended from together, where that can be done.
     """
 
     source: str
@@ -32,6 +33,7 @@ class PatternRequest:
     file: PatternFile | None = None
     allow_config_mismatch: bool = False
     shard: bool = False
+    group: bool = True
 
     @classmethod
     def load(cls, spec: str, allow_config_mismatch: bool = False) -> Self:
@@ -50,8 +52,9 @@ class PatternRequest:
         Raises:
             IndexCacheError: if it can't be used, or the environment and the engine's own overrides differ.
         """
+        how = {"shard": asked["shard"], "group": not asked["ungrouped"]}
         if "carried" in asked:
-            return replace(cls._read_back(asked["carried"]), shard=asked["shard"])
+            return replace(cls._read_back(asked["carried"]), **how)
         allow, spec, own = asked["allow"], asked["spec"], asked["own"]
         request = cls.load(own, allow) if isinstance(own, str) else None if own is None else cls._read_back(own)
         if spec is not None:
@@ -63,10 +66,10 @@ class PatternRequest:
                 )
             request = loaded
         if request is None:
-            return cls("the model's own", None, shard=asked["shard"])
+            return cls("the model's own", None, **how)
         assert request.pattern is not None
         asked["carried"] = {"source": request.source, "pattern": request.pattern.key}
-        return replace(request, shard=asked["shard"])
+        return replace(request, **how)
 
     @classmethod
     def _read_back(cls, section: Any) -> Self:

@@ -15,6 +15,7 @@ from uuid import uuid4
 from sglang_indexcache.sglang.refusal import (
     ALLOW_MISMATCH_VARIABLE,
     CALIBRATE_VARIABLE,
+    GROUPING_VARIABLE,
     PATTERN_VARIABLE,
     SHARD_VARIABLE,
     refuse,
@@ -23,7 +24,7 @@ from sglang_indexcache.sglang.refusal import (
 KEY = "indexcache"  # in SGLang's model overrides, in /server_info and in what a scheduler says when it is ready
 ATTRIBUTE = "_indexcache"  # SGLang seals and shows the fields of its server arguments; others are pickled along
 _OFF = ("", "0")  # values of a variable that is off
-_REQUESTED = ("calibrate", "spec", "own", "allow", "shard")
+_REQUESTED = ("calibrate", "spec", "own", "allow", "shard", "ungrouped")
 _MEMOS = ("_model_config", "model_config")  # SGLang makes them of server arguments, with the pattern in them
 
 
@@ -91,7 +92,15 @@ def _decide(server_args: Any) -> dict[str, Any]:
     if not calibrate and spec is None and own is None and not shard:
         return {}
     allow = _is_on(ALLOW_MISMATCH_VARIABLE)
-    return {"engine": uuid4().hex, "calibrate": calibrate, "spec": spec, "own": own, "allow": allow, "shard": shard}
+    return {
+        "engine": uuid4().hex,
+        "calibrate": calibrate,
+        "spec": spec,
+        "own": own,
+        "allow": allow,
+        "shard": shard,
+        "ungrouped": _is_on(GROUPING_VARIABLE),
+    }
 
 
 def _is_on(variable: str) -> bool:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from indexcache_kernels.prompt_blocks.naive import translate
 from indexcache_search.hf.indexers import block_selection
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError, ProofError
 from sglang_indexcache.families.dsa import DSA, blocks, patch_indexers
-from sglang_indexcache.families.dsa.index_space import in_index_space, positions_of
+from sglang_indexcache.families.dsa.index_space import index_space, positions_of
 from sglang_indexcache.families.dsa.needs import BLOCKS, DECODING, PREFILL
 from sglang_indexcache.families.hy_v4 import HY_V4
 from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS, IndexerSetting
@@ -66,10 +67,11 @@ def test_positions_come_back_from_every_index_space(kind: str) -> None:
     for row, length in zip(positions, metadata.lengths[rows].tolist(), strict=True):
         chosen = torch.randperm(length)[:TOPK]
         row[: len(chosen)] = chosen.int()
-    selected = in_index_space(metadata, positions, rows, requests)
+    selected = translate(positions, index_space(metadata, rows, requests.int()))
     assert kind == UNFUSED or not torch.equal(selected, positions)
     assert torch.equal(positions_of(metadata, selected, rows, requests), positions)
-    for wrong in (999_999, int(in_index_space(metadata, metadata.lengths[rows[:1], None], rows[:1], requests[:1]))):
+    after = translate(metadata.lengths[rows[:1], None], index_space(metadata, rows[:1], requests[:1].int()))
+    for wrong in (999_999, int(after)):
         other = selected.clone()
         other[0, 0] = wrong  # nobody's, and the token behind the query
         with pytest.raises(ProofError, match="a query selects what is no token before it"):
@@ -146,7 +148,7 @@ def test_errors_of_ours_end_the_process_and_sglangs_pass(capsys: pytest.CaptureF
     with pytest.raises(SystemExit):  # an argument that nobody knows
         blocks.BlockSelection(indexer, 4)(False, batch, 0, q, w, Metadata([0], [300], PAGED), other=1)
     with pytest.raises(RuntimeError):  # shapes that SGLang's method does not take
-        blocks.BlockSelection(indexer, 4)(False, batch, 0, q, w[:, :3], Metadata([0], [300], PAGED))
+        blocks.BlockSelection(indexer, 4)(False, batch, 0, q[..., :3], w, Metadata([0], [300], PAGED))
 
 
 def test_what_is_proven() -> None:

@@ -280,7 +280,7 @@ def test_how_long_ranks_wait_for_each_other_is_a_number(text: str, monkeypatch: 
 
 
 def asking() -> SimpleNamespace:
-    return SimpleNamespace(pattern=PATTERN, family=DSA, proven=ProofHolder(), shard=False)
+    return SimpleNamespace(pattern=PATTERN, family=DSA, proven=ProofHolder(), shard=False, group=True)
 
 
 def test_a_mismatch_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,20 +299,27 @@ def test_graphs_of_one_rank_that_differ_end_all_of_them(monkeypatch: pytest.Monk
     """Also the rank whose own are right, which would wait for the other one for ever."""
     for here, error in ((None, None), (None, "the graph of 8 differs"), ("gone", None)):
         told: list[Any] = []
-        monkeypatch.setattr(ranks, "all_ranks", lambda line, error=error, told=told: told.append(line) or [line, error])
+
+        def both(mine: Any, error: str | None = error, told: list[Any] = told) -> list[Any]:
+            told.append(mine)
+            return [mine, (2, 3) if isinstance(mine, tuple) else error]
+
+        monkeypatch.setattr(ranks, "all_ranks", both)
         asked = asking()
 
         def captured(*_: Any, here: str | None = here) -> None:
             if here:
                 raise KeyError(here)
 
-        asked.family = SimpleNamespace(sglang=SimpleNamespace(captured=captured))
+        grouped = SimpleNamespace(captured=captured, group=lambda *_: None, grouped=lambda _: (0, 2))
+        asked.family = SimpleNamespace(sglang=grouped)
         if here or error:
             with pytest.raises(ProofError, match="rank 0: KeyError: 'gone'" if here else f"rank 1: {error}"):
                 proof.check_captured(asked, None)
         else:
             proof.check_captured(asked, None)
-        assert len(told) == 1
+            assert asked.proven.grouped_layers == [0, 2, 3]  # of all pipeline stages
+        assert [item for item in told if not isinstance(item, tuple)] == told[:1]
         monkeypatch.setattr(ranks, "all_ranks", lambda line: pytest.fail("another stage may not be here"))
         if here:
             with pytest.raises(ProofError, match="KeyError"):  # captured again

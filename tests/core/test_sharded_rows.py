@@ -57,23 +57,18 @@ def test_every_row_is_selected_for_once_and_stands_where_it_was(seed: int) -> No
     rows: list[list[int]] = [[] for _ in range(ranks)]
 
     def run(own: Shards) -> Tensor:
-        def choose(part: Tensor | slice) -> Tensor:
-            mine = torch.arange(count)[part]
-            rows[own.rank] += mine.tolist()
-            return torch.stack([mine, 3 * mine], 1).int()
-
-        return own.select(count, torch.device("cpu"), choose)
+        part = own.part(count, torch.device("cpu"), {})
+        rows[own.rank] += part.own.tolist()
+        return own.exchange(torch.stack([part.own, 3 * part.own], 1).int(), part)
 
     wanted = torch.stack([torch.arange(count), 3 * torch.arange(count)], 1).int()
     assert all(torch.equal(found, wanted) for found in on_ranks(ranks, run))
-    if count < 40:
-        assert rows == [list(range(count))] * ranks
-    else:
-        assert sorted({row for mine in rows for row in mine}) == list(range(count))
-        share = ceil(ceil(count / 8) / ranks) * 8
-        assert {len(mine) for mine in rows} == {share}
-        distinct = [set(mine) - {count - 1} for mine in rows]  # the last row fills up what is too short
-        assert sum(map(len, distinct)) == count - 1
+    assert sorted({row for mine in rows for row in mine}) == list(range(count))
+    share = ceil(ceil(count / 8) / ranks) * 8
+    assert {len(mine) for mine in rows} == {share}
+    distinct = [set(mine) - {count - 1} for mine in rows]  # the last row fills up what is too short
+    assert sum(map(len, distinct)) == count - 1
+    assert [Shards(0, ranks, lambda every, own: None).pays(number) for number in (39, 40)] == [False, True]
 
 
 @pytest.mark.parametrize("kind", [PAGED, RAGGED, UNFUSED])

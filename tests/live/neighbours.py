@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_indexcache.families.dsa.blocks import plan_for
+
 Key = tuple[str, int, int]  # request, layer, position
 
 
@@ -99,7 +101,7 @@ class Watch:
             return
         ends = forward_batch.seq_lens_cpu.cumsum(0)
         starts = (ends - forward_batch.seq_lens_cpu).tolist() if extend else [0] * len(lengths)
-        places = _places(forward_batch, scores, len(requests))
+        places = _places(forward_batch, layer, scores, len(requests))
         for row, (request, (rid, position)) in enumerate(zip(requests, self._rows, strict=True)):
             number, place, block = places[row]
             begin, seen = starts[request], position + 1 if block is None else block
@@ -134,21 +136,17 @@ class Watch:
                 chosen.topk_ids[row], chosen.topk_weights[row] = ids, weights
 
 
-def _places(forward_batch: Any, scores: Sequence[Tensor], rows: int) -> list[tuple[int, int, int | None]]:
+def _places(forward_batch: Any, layer: int, scores: Sequence[Tensor], rows: int) -> list[tuple[int, int, int | None]]:
     """For each row of a pass which scores are its own, the row there, and where its block begins."""
-    if len(scores) == 1 and len(scores[0]) == rows:
-        return [(0, row, None) for row in range(rows)]
     if not forward_batch.forward_mode.is_extend():
         return [(row, 0, None) for row in range(rows)]
-    exact, leaders = scores
+    plan = plan_for(forward_batch, layer)
+    if plan is None:
+        return [(0, row, None) for row in range(rows)]
     places: list[Any] = [None] * rows
-    size = (rows - len(exact)) // len(leaders)
-    [plan] = [plan for (queries, _), plan in forward_batch._indexcache_blocks.items() if queries == size]
-    for at, row in enumerate(plan.exact.tolist()):
-        places[row] = (0, at, None)
-    for at, (members, begin) in enumerate(zip(plan.members.tolist(), plan.begins.tolist(), strict=True)):
-        for row in members:
-            places[row] = (1, at, begin)
+    columns = (plan.first.tolist(), plan.sizes.tolist(), plan.begins.tolist())
+    for at, (first, size, begin) in enumerate(zip(*columns, strict=True)):
+        places[first : first + size] = [(0, at, begin if size > 1 else None)] * size
     return places
 
 

@@ -50,7 +50,7 @@ def passes(runs: Sequence[recorder.Run], request: str) -> list[tuple[int, int]]:
 
 
 def serve_a_branch(
-    folder: Path, pattern: Pattern, tmp_path: Path, steps: int, *more: str, **variables: str
+    folder: Path, pattern: Pattern, tmp_path: Path, steps: int, *more: str, grouped: int | None = 3, **variables: str
 ) -> tuple[Served, Served, Sequence[recorder.Run]]:
     """Two ranks, chunks and a prefix hit; status and check say what was proven, and that nothing else was.
 
@@ -66,7 +66,7 @@ def serve_a_branch(
     with running(folder, tmp_path / "log", "--indexcache-pattern", file, *flags, **changes) as server:
         [state] = states(server)
         assert state["pattern"] == pattern.letters and state["fingerprint"] == pattern.fingerprint
-        assert state["proven_ranks"] == 2
+        assert state["proven_ranks"] == 2 and state.get("grouped_layers") == grouped
         assert check_main([file, "--server", server.url]) == 0
         assert check_main([other, "--server", server.url]) == 1
 

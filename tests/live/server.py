@@ -24,7 +24,7 @@ from tests.live.forked import Forked
 
 START_TIMEOUT, REQUEST_TIMEOUT = 600, 300
 FLAGS = (
-    *("--device", "cpu", "--attention-backend", "dsa", "--dsa-prefill-backend", "tilelang"),
+    *("--device", "cpu", "--attention-backend", "dsa", "--dsa-prefill-backend", "flashmla_sparse"),
     *("--dsa-decode-backend", "tilelang", "--dsa-topk-backend", "torch", "--dtype", "float32"),
     *("--disable-cuda-graph", "--max-total-tokens", "4096", "--max-running-requests", "8"),
     *("--mem-fraction-static", "0.3", "--random-seed", "0"),

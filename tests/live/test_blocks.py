@@ -71,10 +71,44 @@ def test_the_comparison_can_fail(tmp_path: Path) -> None:
         check_blocks(load_reference(folder), other, served, ["0"], [(0, 333)], recorder.read(record))
 
 
-def test_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+# Each rank notes for how many blocks, and how many other queries, it attends.
+SCRIPT = """
+import os
+from sglang_indexcache.families.dsa import grouped
+
+whole = grouped.grouped_attention
+
+def attend(q, *given, queries, **named):
+    with open(os.environ["TEST_GROUPED"], "a") as file:
+        file.write(f"{len(q) // queries} {queries}\\n")
+    return whole(q, *given, queries=queries, **named)
+
+grouped.grouped_attention = attend
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        ((), 3),
+        pytest.param(("--indexcache-no-grouping",), None, marks=pytest.mark.slow),
+        pytest.param(("--dsa-prefill-backend", "tilelang"), None, marks=pytest.mark.slow),
+    ],
+    ids=["together", "alone", "other-kernel"],
+)
+def test_a_server(
+    flags: tuple[str, ...], layers: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Queries of blocks are attended from together in layers 2, 3 and 4 (S above F), on both ranks."""
     folder, pattern = random_models.build("glm-moe", tmp_path / "glm"), Pattern.parse("FSFFSF+2q4+3q4")
-    first, second, runs = serve_a_branch(folder, pattern, tmp_path, STEPS)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    noted = tmp_path / "grouped"
+    changes = {"TEST_SABOTAGE": str(tmp_path / "script.py"), "TEST_GROUPED": str(noted)}
+    first, second, runs = serve_a_branch(folder, pattern, tmp_path, STEPS, *flags, grouped=layers, **changes)
     assert "serves fingerprint" in capsys.readouterr().out
+    lines = noted.read_text().splitlines() if noted.exists() else []
+    assert len(lines) == (2 * 3 * 3 if layers else 0)  # ranks, layers, passes with blocks
+    assert set(lines) <= {f"{count} 4" for count in range(1, 64)}
     model, computed, again = load_reference(folder), passes(runs, "first"), passes(runs, "second")
     assert check_blocks(model, pattern, first, ["first"], computed, runs) > 200
     assert check_blocks(model, pattern, second, ["first", "second"], [*computed[:2], *again], runs) > 200

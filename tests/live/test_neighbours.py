@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 pytest.importorskip("sglang")
 
@@ -54,8 +56,13 @@ def leading_across_requests() -> None:
 
 def led_a_little_by_the_first() -> None:
     """A thousandth of the batch's first query is in every leader."""
-    whole = blocks.take
-    blocks.take = lambda values, rows: whole(values, rows) + values[:1] / 1000
+    whole = blocks.mean_queries
+
+    def mean_queries(queries: Tensor, gates: Tensor, first: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        means, mean_gates = whole(queries, gates, first, sizes)
+        return torch.where(sizes[:, None, None] > 1, means + queries[:1] / 1000, means), mean_gates
+
+    blocks.mean_queries = mean_queries
 
 
 def compared(model: Path, seeds: Sequence[int], count: int, steps: int) -> list[Comparison]:

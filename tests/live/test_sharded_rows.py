@@ -33,17 +33,15 @@ import os
 from sglang_indexcache.families.dsa import shards
 
 shards.LEAST_ROWS, shards.STRIPE = 32, 8
-whole = shards.Shards.select
+whole = shards.Shards.part
 
-def select(self, count, device, choose):
-    def noted(rows):
-        if not isinstance(rows, slice):
-            with open(os.environ["TEST_SHARES"], "a") as file:
-                file.write(f"{self.rank} {len(rows)} {count}\\n")
-        return choose(rows)
-    return whole(self, count, device, noted)
+def part(self, count, device, kept):
+    found = whole(self, count, device, kept)
+    with open(os.environ["TEST_SHARES"], "a") as file:
+        file.write(f"{self.rank} {len(found.own)} {count}\\n")
+    return found
 
-shards.Shards.select = select
+shards.Shards.part = part
 """
 
 

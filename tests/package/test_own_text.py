@@ -17,7 +17,7 @@ from indexcache_search.data.sketch import Sketch
 
 ROOT = Path(__file__).parents[2]
 SHIPPED_ONCE = (Path(__file__).parents[1] / "shipped_once.txt").read_text().replace("\n", "")
-SKIPPED = {".git", ".venv", ".venv-sglang", "build", "dist", "__pycache__", ".hypothesis"}
+SKIPPED = {".git", ".venv", ".venv-newest", ".venv-sglang", "build", "dist", "__pycache__", ".hypothesis"}
 TEXT = {".cpp", ".html", ".json", ".jsonl", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", ""}
 
 

@@ -13,15 +13,17 @@ sglang/srt/layers/attention/dsa of 0.5.17 and 0.5.23.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sglang_indexcache.families.dsa.index_space import in_index_space
-from sglang_indexcache.families.dsa.rows import Prefill, PrefillSelection, Rows, take
-from sglang_indexcache.families.dsa.shards import ALONE, Shards
+from indexcache_kernels.prompt_blocks import IndexSpace, expand_blocks, lowest_last, mean_queries
+from sglang_indexcache.families.dsa.index_space import index_space
+from sglang_indexcache.families.dsa.rows import Prefill, PrefillSelection, Rows
+from sglang_indexcache.families.dsa.shards import ALONE, Part, Shards
 from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS
 
 _PLANS = "_indexcache_blocks"
@@ -50,6 +52,99 @@ def blocks_of(prefixes: Sequence[int], lengths: Sequence[int], queries: int, top
     return found
 
 
+@dataclass(eq=False)
+class BlockPlan:
+    """Rows that select in a forward pass: blocks of Q queries, and queries that select for themselves.
+
+    All layers of the pass that select in such blocks have one plan.
+
+    Args:
+        columns: `[4, R]`, int32: the first query of each row, its number of queries (Q or 1), the position of the first
+            query of a block (0 for others), and the number of the request.
+
+    Attributes:
+        layers: the layers that have selected with this plan.
+    """
+
+    columns: Tensor
+    first: Tensor = field(init=False)
+    sizes: Tensor = field(init=False)
+    begins: Tensor = field(init=False)
+    requests: Tensor = field(init=False)
+    layers: set[int] = field(default_factory=set)
+    _rows: _BlockRows | None = None
+    _space: IndexSpace | None = None
+    _own: BlockPlan | None = None
+
+    def __post_init__(self) -> None:
+        self.first, self.sizes, self.begins, self.requests = self.columns
+
+    def rows(self, metadata: Any) -> _BlockRows:
+        """Return the metadata of these rows; the first layer of the pass makes its tensors."""
+        if self._rows is None:
+            self._rows = _BlockRows.take(metadata, self.first.long(), self.requests)
+            self._rows.select_in(self)
+        return self._rows.over(metadata)
+
+    def space(self, metadata: Any) -> IndexSpace:
+        """Return how positions of these rows become indices, for all layers of the pass."""
+        if self._space is None:
+            self._space = index_space(metadata, self.first.long(), self.requests)
+        return self._space
+
+    def own(self, part: Part) -> BlockPlan:
+        """Return the plan of one rank's part of these rows, for all layers of the pass."""
+        if self._own is None:
+            self._own = BlockPlan(self.columns[:, part.own])
+        return self._own
+
+
+@dataclass(eq=False)
+class WholePlan(BlockPlan):
+    """The plan of all rows of a pass: B blocks, then the E queries that select for themselves.
+
+    Attributes:
+        queries: number of queries of a block, Q.
+        blocks: number of blocks, B.
+        count: number of queries of the pass.
+        begin: the first query of the first block, if all blocks stand together; else `None`.
+    """
+
+    queries: int = 0
+    blocks: int = 0
+    count: int = 0
+    begin: int | None = None
+
+    @classmethod
+    def of(
+        cls, blocks: Sequence[tuple[int, int, int]], lengths: Sequence[int], queries: int, device: torch.device
+    ) -> WholePlan:
+        """Lay out `blocks`, see `blocks_of`, and the other queries of requests with these lengths, in one copy."""
+        columns = torch.tensor(blocks, dtype=torch.int32)
+        first, count = columns[:, 0], sum(lengths)
+        alone = torch.ones(count, dtype=torch.bool)
+        alone[(first[:, None] + torch.arange(queries)).flatten()] = False
+        exact = alone.nonzero().squeeze(1)
+        requests = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
+        rows = torch.zeros(4, len(blocks) + len(exact), dtype=torch.int32, pin_memory=device.type == "cuda")
+        rows[0], rows[1], rows[3] = torch.cat([first, exact.int()]), 1, torch.cat([columns[:, 2], requests[exact]])
+        rows[1, : len(blocks)], rows[2, : len(blocks)] = queries, columns[:, 1]
+        begin = int(first[0]) if bool((first.diff() == queries).all()) else None
+        on_device = rows.to(device, non_blocking=True)
+        return cls(on_device, queries=queries, blocks=len(blocks), count=count, begin=begin)
+
+    @cached_property
+    def exact(self) -> Tensor:
+        """The queries that select for themselves, `[E]`."""
+        return self.first[self.blocks :].long()
+
+    @cached_property
+    def members(self) -> Tensor:
+        """The queries of the blocks, block by block, `[B x Q]`."""
+        within = torch.arange(self.queries, device=self.first.device)
+        return (self.first[: self.blocks, None] + within).flatten()
+
+
 class BlockSelection(PrefillSelection):
     """A layer that selects for the queries of a prompt in blocks.
 
@@ -64,94 +159,58 @@ class BlockSelection(PrefillSelection):
         self.queries = queries
 
     def _select(self, prefill: Prefill) -> Tensor:
-        queries, gates, metadata = prefill.queries, prefill.gates, prefill.metadata
-        plan = self._plan(prefill.forward_batch, queries.device)
+        plan = self._plan(prefill)
         if plan is None:
             return super()._select(prefill)
-        result, device = prefill.result(self.indexer.index_topk), queries.device
-        result[plan.exact] = self.shards.select(
-            len(plan.exact), device, lambda rows: prefill.select_rows(plan.exact[rows], plan.exact_requests[rows])
-        )
-
-        def best_of(blocks: Tensor | slice) -> Tensor:
-            members = plan.members[blocks]
-            leaders = take(queries, members.flatten()).float().view(*members.shape, *queries.shape[1:]).mean(1)
-            means = gates[members].mean(1)
-            rows = _Leaders(metadata, members[:, 0], plan.requests[blocks], plan.begins[blocks])
-            return prefill.select(leaders.to(queries.dtype), means, rows)
-
-        best = self.shards.select(len(plan.members), device, best_of)[:, : -self.queries]
-        own = plan.begins[:, None] + torch.arange(self.queries, device=device, dtype=torch.int32)
-        first = plan.members[:, 0]
-        own, best = (in_index_space(metadata, positions, first, plan.requests) for positions in (own, best))
-        result[plan.members.flatten()] = _with_own(own, best).flatten(0, 1)
+        shared_out = self.shards.pays(len(plan.first))
+        part = self.shards.part(len(plan.first), plan.first.device, prefill.kept) if shared_out else None
+        own = plan if part is None else plan.own(part)
+        queries, gates = prefill.queries.contiguous(), prefill.gates.contiguous()
+        chosen = prefill.select(*mean_queries(queries, gates, own.first, own.sizes), own.rows(prefill.metadata))
+        if part is not None:
+            chosen = self.shards.exchange(chosen, part)
+        result = prefill.result(self.indexer.index_topk, plan.count)
+        expand_blocks(chosen, plan.first, plan.sizes, plan.begins, plan.space(prefill.metadata), result)
+        plan.layers.add(prefill.layer)
         return result
 
-    def _plan(self, forward_batch: Any, device: torch.device) -> _BlockRows | None:
+    def _plan(self, prefill: Prefill) -> WholePlan | None:
         """Return where the rows of a forward pass are, computed once for all layers; `None` without blocks."""
-        plans: dict[tuple[int, int], _BlockRows | None] = forward_batch.__dict__.setdefault(_PLANS, {})
         key = (self.queries, self.indexer.index_topk)
+        plans: dict[tuple[int, int], WholePlan | None] = prefill.kept.setdefault(_PLANS, {})
         if key not in plans:
-            prefixes, lengths = (
-                [int(count) for count in counts]
-                for counts in (forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu)
-            )
-            blocks = blocks_of(prefixes, lengths, *key)
-            plans[key] = _BlockRows.of(blocks, lengths, self.queries, device) if blocks else None
+            prefixes = [int(count) for count in prefill.forward_batch.extend_prefix_lens_cpu]
+            blocks = blocks_of(prefixes, prefill.lengths, *key)
+            plans[key] = WholePlan.of(blocks, prefill.lengths, self.queries, prefill.queries.device) if blocks else None
         return plans[key]
 
 
-@dataclass(frozen=True)
-class _BlockRows:
-    """The blocks of a forward pass on a device: B blocks of Q queries, E other rows."""
-
-    members: Tensor  # [B, Q], rows
-    begins: Tensor  # [B], positions, int32
-    requests: Tensor  # [B]
-    exact: Tensor  # [E], rows
-    exact_requests: Tensor  # [E]
-
-    @classmethod
-    def of(
-        cls, blocks: Sequence[tuple[int, int, int]], lengths: Sequence[int], queries: int, device: torch.device
-    ) -> _BlockRows:
-        rows, begins, requests = map(torch.tensor, zip(*blocks, strict=True))
-        members = rows[:, None] + torch.arange(queries)
-        alone = torch.ones(sum(lengths), dtype=torch.bool)
-        alone[members.flatten()] = False
-        exact = alone.nonzero().squeeze(1)
-        request_of_row = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        parts = (members, begins.int(), requests, exact, request_of_row[exact])
-        return cls(*(part.to(device, non_blocking=True) for part in parts))
+def plan_for(forward_batch: Any, layer: int) -> WholePlan | None:
+    """Return the plan that a layer has selected with in a forward pass; `None` if it did not select in blocks."""
+    plans: dict[tuple[int, int], WholePlan | None] = vars(forward_batch).get(_PLANS, {})
+    return next((plan for plan in plans.values() if plan is not None and layer in plan.layers), None)
 
 
-class _Leaders(Rows):
-    """A `DSAIndexerMetadata` of blocks, which select from the tokens before them; positions, the best first."""
+class _BlockRows(Rows):
+    """The metadata of a plan's rows: blocks select from the tokens before them, and all get positions.
 
-    def __init__(self, metadata: Any, rows: Tensor, requests: Tensor, begins: Tensor) -> None:
-        super().__init__(metadata, rows, requests)
-        starts, ends = self._range
-        self._lengths = begins.to(self._lengths.dtype)
-        self._range = starts, starts + begins.to(ends.dtype)
+    The Q keys of a block with the lowest scores come last.
+    """
+
+    given_up: Tensor
+    _done = 0
+
+    def select_in(self, plan: BlockPlan) -> None:
+        """Let blocks select from the tokens before them."""
+        in_blocks = plan.sizes > 1
+        self.lengths = torch.where(in_blocks, plan.begins, self.lengths)
+        self.ends = torch.where(in_blocks, self.starts + plan.begins, self.ends)
+        self.given_up = torch.where(in_blocks, plan.sizes, 0)
 
     def topk_transform(self, logits: Tensor, topk: int, **given: Any) -> Tensor:
+        """Select positions; SGLang hands over all rows, or a few at a time, in their order."""
         lengths, starts = given.get("ke_offset"), given["ks"]
-        lengths = self._lengths if lengths is None else lengths
-        chosen: Tensor = self._metadata.topk_backend.topk_func(logits, lengths, topk, row_starts=starts)
-        columns = (chosen + starts[:, None]).clamp_min(0).long()
-        scores = logits.gather(1, columns).masked_fill(chosen < 0, float("-inf"))
-        return chosen.gather(1, scores.sort(dim=1, descending=True, stable=True).indices)
-
-
-def _with_own(own: Tensor, best: Tensor) -> Tensor:
-    """Return what queries attend to, `[blocks, queries, k]`: the best before their block, then it up to themselves.
-
-    What a query selects are the first of its row, -1 follows, as SGLang's kernels expect it.
-
-    Args:
-        own: the tokens of each block, `[blocks, queries]`.
-        best: tokens before each block, `[blocks, k - queries]`.
-    """
-    size = own.shape[1]
-    seen = torch.ones(size, size, dtype=torch.bool, device=own.device).tril()
-    return torch.cat([best[:, None].expand(-1, size, -1), torch.where(seen, own[:, None], -1)], dim=2)
+        lengths = self.lengths if lengths is None else lengths
+        chosen: Tensor = self.metadata.topk_backend.topk_func(logits, lengths, topk, row_starts=starts)
+        begin, self._done = self._done, self._done + len(logits)
+        return lowest_last(logits, chosen, starts, self.given_up[begin : self._done])

@@ -12,36 +12,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from indexcache_kernels.prompt_blocks import IndexSpace
 from sglang_indexcache.errors import ProofError
 
 PAGED, RAGGED = "PAGED", "RAGGED"
 
 
-def in_index_space(metadata: Any, positions: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
-    """Translate positions into the index space of `metadata.topk_transform`, for the same forward pass.
+def index_space(metadata: Any, rows: Tensor, requests: Tensor) -> IndexSpace:
+    """Return how positions become indices as `metadata.topk_transform` returns them, for the same forward pass.
 
     Args:
         metadata: a `DSAIndexerMetadata`.
-        positions: `[rows, k]`, int32, -1 for none.
-        rows: their rows in the pass, `[rows]`.
-        requests: numbers of their requests in the pass, `[rows]`.
+        rows: rows of the positions in the pass, `[R]`.
+        requests: numbers of their requests in the pass, `[R]`, int32.
 
     Raises:
         ProofError: if SGLang's index space is not known here.
     """
     kind, attention = _kind(metadata), metadata.attn_metadata
     if kind is None:
-        return positions
+        return IndexSpace()
     if kind == RAGGED:
-        indices = positions + attention.topk_indices_offset[rows][:, None]
-    else:
-        page, at = attention.page_size, positions.clamp_min(0).long()
-        indices = metadata.get_page_table_64()[requests[:, None], at // page] * page + at % page
-    return torch.where(positions < 0, positions, indices.to(positions.dtype))
+        return IndexSpace(offsets=attention.topk_indices_offset[rows].int())
+    return IndexSpace(pages=metadata.get_page_table_64(), requests=requests, page_size=attention.page_size)
 
 
 def positions_of(metadata: Any, selected: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
-    """Translate `selected` into positions, as the inverse of `in_index_space`; `[rows, k]`, int32, -1 for none.
+    """Translate `selected` into positions, as the inverse of `index_space`; `[rows, k]`, int32, -1 for none.
 
     Raises:
         ProofError: if SGLang's index space is not known here, or an index is of no token that its row sees.

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from copy import copy
 from types import MethodType, SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from sglang_indexcache.families.dsa.needs import PREFILL
 from sglang_indexcache.families.dsa.shards import ALONE, Shards
 from sglang_indexcache.sglang.hooks import refusing_around
 
-_REQUESTS = "_indexcache_requests"
+_REQUESTS, _PART = "_indexcache_requests", "_indexcache_part"
 
 
 class Prefill:
@@ -43,16 +44,25 @@ class Prefill:
         changes = {"q_fp8": queries, "weights": gates, "metadata": rows, "topk_result": None}
         return self._sglangs(**self._arguments | changes)
 
-    def select_rows(self, rows: Tensor, requests: Tensor) -> Tensor:
-        """Select for the rows with the numbers `rows`, of these requests; `[rows, index_topk]`."""
-        return self.select(take(self.queries, rows), self.gates[rows], Rows(self.metadata, rows, requests))
-
-    def result(self, index_topk: int) -> Tensor:
-        """Return what to write selections to: SGLang's buffer, or a new one that is full of -1."""
+    def result(self, index_topk: int, count: int) -> Tensor:
+        """Return what to write the selections of `count` rows to: SGLang's buffer, or a new one; -1 for the others."""
         given: Tensor | None = self._arguments.get("topk_result")
         if given is not None:
             return given
-        return torch.full((len(self.queries), index_topk), -1, device=self.queries.device, dtype=torch.int32)
+        made = torch.empty((len(self.queries), index_topk), device=self.queries.device, dtype=torch.int32)
+        made[count:] = -1
+        return made
+
+    @property
+    def layer(self) -> int:
+        """The layer that selects."""
+        return int(self._arguments["layer_id"])
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What the layers of a forward pass have in common."""
+        made: dict[str, Any] = vars(self.forward_batch)
+        return made
 
     @property
     def lengths(self) -> list[int]:
@@ -61,12 +71,11 @@ class Prefill:
 
     def requests(self) -> Tensor:
         """Return the number of each row's request, made once for all layers of a forward pass."""
-        made = self.forward_batch.__dict__
-        if _REQUESTS not in made:
+        if _REQUESTS not in self.kept:
             lengths = torch.tensor(self.lengths)
             requests = torch.arange(len(lengths)).repeat_interleave(lengths)
-            made[_REQUESTS] = requests.to(self.queries.device, non_blocking=True)
-        found: Tensor = made[_REQUESTS]
+            self.kept[_REQUESTS] = requests.to(self.queries.device, non_blocking=True)
+        found: Tensor = self.kept[_REQUESTS]
         return found
 
 
@@ -96,53 +105,81 @@ class PrefillSelection:
         count = sum(prefill.lengths)
         if not self.shards.pays(count):
             return prefill.all()
-        requests, result = prefill.requests(), prefill.result(self.indexer.index_topk)
-        row = torch.arange(count, device=result.device)
-        result[:count] = self.shards.select(
-            count, result.device, lambda rows: prefill.select_rows(row[rows], requests[rows])
-        )
+        part = self.shards.part(count, prefill.queries.device, prefill.kept)
+        if _PART not in prefill.kept:
+            prefill.kept[_PART] = Rows.take(prefill.metadata, part.own, prefill.requests()[part.own])
+        rows = prefill.kept[_PART].over(prefill.metadata)
+        chosen = prefill.select(take(prefill.queries, part.own), prefill.gates[part.own], rows)
+        result = prefill.result(self.indexer.index_topk, count)
+        result[:count] = self.shards.exchange(chosen, part)
         return result
 
 
 class Rows:
-    """A `DSAIndexerMetadata` for some rows; all that does not depend on rows is the full metadata's."""
+    """A `DSAIndexerMetadata` for some rows; all that does not depend on rows is the full metadata's.
 
-    def __init__(self, metadata: Any, rows: Tensor, requests: Tensor) -> None:
-        self._metadata, self._requests = metadata, requests
+    Attributes:
+        metadata: the full metadata.
+        starts: the first key that each row may select, among those of all requests.
+        ends: the key after the last one.
+        lengths: number of tokens that each row may select.
+        requests: number of each row's request.
+        offsets: what SGLang adds to the positions of each row; `None` where it reads a page table.
+    """
+
+    def __init__(
+        self, metadata: Any, starts: Tensor, ends: Tensor, lengths: Tensor, requests: Tensor, offsets: Tensor | None
+    ) -> None:
+        self.metadata, self.starts, self.ends, self.lengths = metadata, starts, ends, lengths
+        self.requests, self.offsets = requests, offsets
+        self.attn_metadata = SimpleNamespace(topk_indices_offset=offsets)
+
+    @classmethod
+    def take(cls, metadata: Any, rows: Tensor, requests: Tensor) -> Self:
+        """Return the metadata of the rows with the numbers `rows`, of these requests."""
         starts, ends = metadata.get_indexer_kvcache_range()
-        self._range = starts[rows], ends[rows]
-        self._lengths: Tensor = metadata.get_seqlens_expanded()[rows]
         offsets = metadata.attn_metadata.topk_indices_offset
-        self.attn_metadata = SimpleNamespace(topk_indices_offset=None if offsets is None else offsets[rows])
+        lengths = metadata.get_seqlens_expanded()
+        return cls(
+            metadata, starts[rows], ends[rows], lengths[rows], requests, None if offsets is None else offsets[rows]
+        )
+
+    def over(self, metadata: Any) -> Self:
+        """Return the same rows over the metadata of another layer of the pass."""
+        other = copy(self)
+        other.metadata = metadata
+        return other
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._metadata, name)
+        if name == "metadata":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.metadata, name)
 
     def get_indexer_kvcache_range(self) -> tuple[Tensor, Tensor]:
         """Return the first and the last key that each row may select, among those of all requests."""
-        return self._range
+        return self.starts, self.ends
 
     def get_seqlens_expanded(self) -> Tensor:
         """Return the number of tokens that each row may select."""
-        return self._lengths
+        return self.lengths
 
     def get_token_to_batch_idx(self) -> Tensor:
         """Return the number of each row's request."""
-        return self._requests
+        return self.requests
 
     def topk_transform(self, logits: Tensor, topk: int, **given: Any) -> Tensor:
         """Select like the full metadata's method, which without `ke_offset` assumes all rows, for these rows only."""
         if given.get("ke_offset") is None:
-            given["ke_offset"] = self._lengths
-            if self.attn_metadata.topk_indices_offset is not None:
-                given["topk_indices_offset_override"] = self.attn_metadata.topk_indices_offset
+            given["ke_offset"] = self.lengths
+            if self.offsets is not None:
+                given["topk_indices_offset_override"] = self.offsets
             else:
                 given["cu_seqlens_q"] = torch.ones(len(logits), dtype=torch.int32, device=logits.device)
-                given["batch_idx_list"] = self._requests
-        selected: Tensor = self._metadata.topk_transform(logits, topk, **given)
+                given["batch_idx_list"] = self.requests
+        selected: Tensor = self.metadata.topk_transform(logits, topk, **given)
         return selected
 
 
 def take(values: Tensor, rows: Tensor) -> Tensor:
     """Return `values[rows]`, also for fp8, which has no indexing."""
-    return values.view(torch.uint8)[rows].view(values.dtype)
+    return values.view(torch.uint8)[rows].view(values.dtype) if values.itemsize == 1 else values[rows]

@@ -134,13 +134,27 @@ class DsaSglang(SglangAdapter):
     def captured(self, runner: Any, pattern: Pattern) -> None:
         """See `SglangAdapter.captured`; also check that prompts attend through a kernel that leaves out -1."""
         if pattern.indexers:
-            backend = getattr(runner.attn_backend, "prefill_backend", runner.attn_backend)
-            kernel = getattr(backend, "dsa_prefill_impl", None)
+            kernel = getattr(_prefill_backend(runner), "dsa_prefill_impl", None)
             if kernel not in _LEAVES_OUT:
                 raise ProofError(
                     f"--dsa-prefill-backend {kernel} can't be combined with {pattern.indexers[0]}: it may read as many"
                     f" keys for every query; expected one of {', '.join(_LEAVES_OUT)}"
                 )
+
+    def group(self, runner: Any, pattern: Pattern) -> None:
+        """See `SglangAdapter.group`."""
+        if pattern.indexers:
+            from sglang_indexcache.families.dsa import grouped
+
+            heads = {layer: module.num_local_heads for layer, module in self.modules(runner.model)}
+            grouped.place(_prefill_backend(runner), pattern, heads)
+
+    def grouped(self, runner: Any) -> tuple[int, ...]:
+        """See `SglangAdapter.grouped`."""
+        from sglang_indexcache.families.dsa import grouped
+
+        found = grouped.placed(_prefill_backend(runner))
+        return () if found is None else tuple(sorted(found.selecting))
 
     def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
         """See `SglangAdapter.modules`."""
@@ -189,6 +203,10 @@ class DsaSglang(SglangAdapter):
         """See `SglangAdapter.configured`; empty where a freq says something else."""
         config = runner.model_config.hf_config
         return str(getattr(config, PATTERN_KEY)) if getattr(config, FREQ_KEY) == 1 else ""
+
+
+def _prefill_backend(runner: Any) -> Any:
+    return getattr(runner.attn_backend, "prefill_backend", runner.attn_backend)
 
 
 def _imported(need: Need) -> Any:

@@ -8,12 +8,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+_PARTS = "_indexcache_parts"
 LEAST_ROWS = 1024  # with fewer, every rank selects for all of them
 STRIPE = 64  # rows; later rows take longer, so ranks take turns
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of some rows.
+
+    Attributes:
+        own: numbers of the rows that this rank selects for, `[n]`, n alike on all ranks; the last one may come again.
+        back: for each row, its place among the selections of all ranks, one rank after the other.
+    """
+
+    own: Tensor
+    back: Tensor
 
 
 @dataclass(frozen=True)
@@ -34,29 +49,25 @@ class Shards:
         """Return whether `count` rows are shared out; every rank of the group returns the same."""
         return self.ranks > 1 and count >= LEAST_ROWS
 
-    def select(self, count: int, device: torch.device, choose: Callable[[Tensor | slice], Tensor]) -> Tensor:
-        """Select for `count` rows, on every rank of the group at once.
+    def part(self, count: int, device: torch.device, kept: dict[str, Any]) -> Part:
+        """Return this rank's part of `count` rows, made once in `kept` for all layers of a forward pass."""
+        key = f"{_PARTS}_{count}"
+        if key not in kept:
+            stripes = -(-count // STRIPE)
+            share = -(-stripes // self.ranks) * STRIPE
+            place, row = torch.arange(share, device=device), torch.arange(count, device=device)
+            mine = (place // STRIPE * self.ranks + self.rank) * STRIPE + place % STRIPE
+            stripe = row // STRIPE
+            back = stripe % self.ranks * share + stripe // self.ranks * STRIPE + row % STRIPE
+            kept[key] = Part(mine.clamp_max(count - 1), back)
+        found: Part = kept[key]
+        return found
 
-        Args:
-            count: number of rows, the same on all ranks.
-            device: where they are.
-            choose: gives the selections `[n, k]`, int32, of the rows that it is given to index with.
-
-        Returns:
-            `[count, k]`.
-        """
-        if not self.pays(count):
-            return choose(slice(count))
-        stripes = -(-count // STRIPE)
-        share = -(-stripes // self.ranks) * STRIPE
-        place = torch.arange(share, device=device)
-        mine = (place // STRIPE * self.ranks + self.rank) * STRIPE + place % STRIPE
-        own = choose(mine.clamp_max(count - 1)).contiguous()
-        every = own.new_empty(self.ranks * share, own.shape[1])
-        self.gather(every, own)
-        row = torch.arange(count, device=device)
-        stripe = row // STRIPE
-        return every[stripe % self.ranks * share + stripe // self.ranks * STRIPE + row % STRIPE]
+    def exchange(self, own: Tensor, part: Part) -> Tensor:
+        """Return the selections of all rows, `[count, k]`, from those of each rank's part, on every rank at once."""
+        every = own.new_empty(self.ranks * len(own), own.shape[1])
+        self.gather(every, own.contiguous())
+        return every[part.back]
 
 
 def _nobody(every: Tensor, own: Tensor) -> None:

@@ -1,0 +1,134 @@
+"""Selecting for blocks of neighbouring prompt queries: what a server does beside scores and top-k, in three kernels.
+
+A row is a block, whose first query stands at row `first` of the pass, or a query that selects for itself. Rows know how
+many queries they have (`sizes`); a block of Q gives up Q of its K keys for its own tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from indexcache_kernels.backends import Backend, runs_triton
+from indexcache_kernels.errors import KernelInputError, expect, expect_one_device
+from indexcache_kernels.prompt_blocks import naive
+
+
+@dataclass(frozen=True)
+class IndexSpace:
+    """How positions of a request become what attention reads: nothing is done without either.
+
+    Attributes:
+        offsets: `[R]`, int32: what is added to the positions of each row.
+        pages: `[requests, pages]`, int32: the page of the cache with each `page_size` tokens of a request.
+        requests: `[R]`, int32: the request of each row, for `pages`.
+        page_size: tokens of a page.
+    """
+
+    offsets: Tensor | None = None
+    pages: Tensor | None = None
+    requests: Tensor | None = None
+    page_size: int = 1
+
+
+def mean_queries(
+    q: Tensor, gates: Tensor, first: Tensor, sizes: Tensor, *, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Take the mean of the queries of each row, in float32, and of their gates.
+
+    Args:
+        q: `[T, H, D]`, contiguous; float8_e4m3fn, bfloat16 or float32.
+        gates: `[T, H, 1]`, contiguous, float32.
+        first: `[R]`, int32: the first query of each row.
+        sizes: `[R]`, int32: its number of queries.
+        backend: `naive` is PyTorch, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes that on CUDA.
+
+    Returns:
+        `[R, H, D]` in the dtype of `q`, and `[R, H, 1]`, float32.
+
+    Raises:
+        KernelInputError: if shapes, dtypes or devices don't fit together, or the backend can't run them.
+    """
+    expect("gates", gates, (*q.shape[:2], 1), torch.float32)
+    _expect_rows(first=first, sizes=sizes)
+    expect_one_device(q, gates, first, sizes)
+    if not (q.is_contiguous() and gates.is_contiguous()):
+        raise KernelInputError("q or gates don't stand together in memory")
+    if runs_triton(backend, q):
+        from indexcache_kernels.prompt_blocks.triton import mean_queries as run
+
+        return run(q, gates, first, sizes)
+    return naive.mean_queries(q, gates, first, sizes)
+
+
+def lowest_last(scores: Tensor, chosen: Tensor, starts: Tensor, counts: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """Move the keys with the lowest scores to the end of each row, and keep the others in their order.
+
+    Args:
+        scores: `[R, N]`, float32, columns stand together.
+        chosen: `[R, K]`, int32: keys, `starts` less than their columns in `scores`; -1 for none, which are the lowest.
+        starts: `[R]`, int32.
+        counts: `[R]`, int32: how many keys of each row are moved.
+        backend: as of `mean_queries`.
+
+    Returns:
+        `[R, K]`, int32. Of equal scores, later ones are the lower.
+
+    Raises:
+        KernelInputError: if shapes, dtypes or devices don't fit together, or the backend can't run them.
+    """
+    _expect_rows(starts=starts, counts=counts)
+    expect("chosen", chosen, (len(starts), chosen.shape[1]), torch.int32)
+    expect("scores", scores, (len(starts), scores.shape[1]), torch.float32)
+    expect_one_device(scores, chosen, starts, counts)
+    if runs_triton(backend, scores):
+        from indexcache_kernels.prompt_blocks.triton import lowest_last as run
+
+        return run(scores, chosen, starts, counts)
+    return naive.lowest_last(scores, chosen, starts, counts)
+
+
+def expand_blocks(
+    chosen: Tensor,
+    first: Tensor,
+    sizes: Tensor,
+    begins: Tensor,
+    space: IndexSpace,
+    result: Tensor,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """Write what each query attends to: the keys of its row, then its block up to itself, then -1.
+
+    Args:
+        chosen: `[R, K]`, int32: positions, -1 for none; of a block of Q queries the last Q are left out.
+        first: `[R]`, int32: the first query of each row.
+        sizes: `[R]`, int32: its number of queries; with 1 all keys are its.
+        begins: `[R]`, int32: position of the first query, for blocks.
+        space: what is written instead of positions.
+        result: `[T, K]`, int32, contiguous; written where a row has a query.
+        backend: as of `mean_queries`.
+
+    Raises:
+        KernelInputError: if shapes, dtypes or devices don't fit together, or the backend can't run them.
+    """
+    _expect_rows(first=first, sizes=sizes, begins=begins)
+    expect("chosen", chosen, (len(first), chosen.shape[1]), torch.int32)
+    expect("result", result, (len(result), chosen.shape[1]), torch.int32)
+    if not result.is_contiguous():
+        raise KernelInputError("result does not stand together in memory")
+    expect_one_device(chosen, first, sizes, begins, result, space.offsets, space.pages, space.requests)
+    if runs_triton(backend, result):
+        from indexcache_kernels.prompt_blocks.triton import expand_blocks as run
+
+        run(chosen.contiguous(), first, sizes, begins, space, result)
+    else:
+        naive.expand_blocks(chosen, first, sizes, begins, space, result)
+
+
+def _expect_rows(**tensors: Tensor) -> None:
+    rows = len(next(iter(tensors.values())))
+    for name, tensor in tensors.items():
+        expect(name, tensor, (rows,), torch.int32)
