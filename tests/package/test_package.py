@@ -153,7 +153,7 @@ def test_the_wheel_runs_the_demo_outside_the_checkout(tmp_path: Path) -> None:
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
     subprocess.run(pip, check=True, capture_output=True, timeout=600)
-    quick = ["out", "--retain", "15/16", "--num-sequences", "2", "--num-eval-sequences", "6"]
+    quick = ["out", "--retain", "15/16", "--num-sequences", "2", "--num-eval-sequences", "6", "--seq-len", "96"]
     command = [sys.executable, "-P", ROOT / "examples" / "search_demo.py", *quick]
     environment = {**os.environ, "PYTHONPATH": str(site)}
     where = [sys.executable, "-c", "import indexcache_search; print(indexcache_search.__file__)"]
