@@ -219,6 +219,18 @@ def _settings_of_pytorch() -> dict[str, Any]:
     }
 
 
+@pytest.fixture
+def no_pictures() -> Iterator[None]:
+    """Figures are made and not drawn, which takes half the time of a tiny search; test_report looks at pictures."""
+
+    def savefig(figure: Any, file: Any, **options: Any) -> None:
+        file.write("<svg></svg>")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", savefig)
+        yield
+
+
 @pytest.fixture(params=list(ARCHITECTURES), ids=["GLM-5", "DeepSeek-V3.2"])
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
     """config.json of each architecture."""

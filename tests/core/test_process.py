@@ -258,19 +258,3 @@ def test_streams_of_every_command(
     one_line(done.stderr, done.returncode, name)
     if name != "indexcache-check":
         assert {path.suffix for path in folder.iterdir()} & {".json", ".html"}
-
-
-def test_a_search_whose_result_nobody_can_print(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
-    """On a full device, in ASCII, on 20 columns: its files are written, and one line says what could not be."""
-    folder = tmp_path / "a[b]c [/b] :x:"
-    command = words(commands(model_folder, model_folder, token_file, folder)["indexcache-search"])
-    command += ["--strategy", "uniform", "--retain", "1/2"]
-    script = 'PYTHONIOENCODING=ascii COLUMNS=20 "$0" "$@" >/dev/full'
-    done = subprocess.run(
-        ["bash", "-c", script, sys.executable, *map(str, command)], capture_output=True, timeout=120, text=True
-    )
-    assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
-        "indexcache-search: stdout: No space left on device"
-    )
-    assert "Traceback" not in done.stderr
-    assert {"pattern.yaml", "metrics.json"} <= {path.name for path in folder.iterdir()}

@@ -17,7 +17,7 @@ from sglang_indexcache import PatternFile
 from sglang_indexcache.pattern.reuse import ReusePolicy
 from tests.conftest import LAYERS, PAGES
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("no_pictures")]
 
 BUDGET = "pages=4,page_tokens=4,recent_pages=1"
 

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,68 +26,10 @@ from indexcache_search.training.processes import joined
 from sglang_indexcache import Pattern
 from sglang_indexcache.files.pattern_file import PatternFile
 from sglang_indexcache.model.checkpoint import Checkpoint
-from tests.conftest import VOCAB, save_model, tiny_config, tiny_model, tiny_v4_config
+from tests.conftest import save_model, tiny_config, tiny_model, tiny_v4_config
+from tests.search.distilling import PATTERN, distill, records
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-PATTERN = "FSSFSS"
-SIZES = {"seq-len": 32, "num-sequences": 12, "num-eval-sequences": 3, "warmup-steps": 2, "steps": 4, "batch-size": 4}
-RATES = {"lr": 1e-3, "indexer-lr": 1e-3, "ramp-steps": 1, "evaluate-every": 2, "checkpoint-every": 3}
-
-SETTINGS = {
-    "warmup-steps": "warmup steps",
-    "steps": "sparse steps",
-    "lr": "sparse lr",
-    "indexer-lr": "sparse indexer_lr",
-    "ramp-steps": "optimizer ramp_steps",
-    "max-norm": "optimizer max_norm",
-    "evaluate-every": "every evaluate",
-    "checkpoint-every": "every checkpoint",
-    "micro-batch": "engine micro_batch",
-    "memory-check": "engine memory_check",
-    "attention": "engine attention",
-    "shared-indexers": "write shared_indexers",
-    "tensorboard": "write tensorboard",
-}
-
-
-@pytest.fixture(scope="module")
-def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "training.jsonl"
-    rows = np.random.default_rng(2).integers(3, VOCAB, (40, 32)).tolist()
-    path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
-    return path
-
-
-def arguments(model: Path, data: Path, output: Path, **changes: Any) -> list[str]:
-    options = {"model": model, "pattern": PATTERN, "training": data, "output": output, "device": "cpu"}
-    named = {**options, **SIZES, **RATES, **{name.replace("_", "-"): value for name, value in changes.items()}}
-    words: dict[str, list[str]] = {}
-    for name, value in named.items():
-        option, _, key = SETTINGS.get(name, name).partition(" ")
-        words.setdefault(option, []).extend([] if value is True else [f"{key}={value}" if key else str(value)])
-    return [part for option, values in words.items() for part in (f"--{option}", ",".join(values)) if part]
-
-
-def distill(*args: Any, **changes: Any) -> tuple[int, str]:
-    """Exit code and what the terminal shows."""
-    result = CliRunner().invoke(app, arguments(*args, **changes))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
-
-
-def records(output: Path) -> list[dict[str, Any]]:
-    """The log without times, and without checksums, which hold them."""
-    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in ("seconds", "check")} for line in lines]
-
-
-@pytest.fixture(scope="module")
-def trained(model_folder: Path, training: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run."""
-    output = tmp_path_factory.mktemp("trained") / "out"
-    code, text = distill(model_folder, training, output)
-    assert code == 0, text
-    return output
 
 
 def test_a_run(trained: Path, model_folder: Path) -> None:
@@ -136,24 +73,6 @@ def test_the_same_command_again_trains_nothing(trained: Path, model_folder: Path
         (trained / "log.jsonl").read_bytes(),
         (trained / "model" / "model.safetensors").stat().st_mtime_ns,
     ) == before
-
-
-@pytest.mark.parametrize("lines", [4, pytest.param(7, marks=pytest.mark.slow)])
-def test_a_killed_run_goes_on_to_the_same_losses(
-    trained: Path, model_folder: Path, training: Path, tmp_path: Path, lines: int
-) -> None:
-    command = [sys.executable, "-m", "indexcache_search.distill", *arguments(model_folder, training, tmp_path / "out")]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
-    log = tmp_path / "out" / "log.jsonl"
-    while process.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < lines):
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    code, text = distill(model_folder, training, tmp_path / "out")
-    assert code == 0, text
-    assert records(tmp_path / "out") == records(trained)
-    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (tmp_path / "out", trained))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.fixture
@@ -240,62 +159,6 @@ def test_a_base_that_changes_while_it_is_trained(
     code, text = distill(base, training, tmp_path / "out")
     assert code == 2 and f"{name}: changed since the model was read" in " ".join(text.split())
     assert not (tmp_path / "out" / "model").exists() and not (tmp_path / "out" / "metrics.json").exists()
-
-
-KERNELS_ON_CPU = """
-import torch
-
-from indexcache_search.__main__ import distill
-from indexcache_search.distill import model, run
-
-run.resolve_attention = lambda attention, _: attention  # kernels with their definitions in PyTorch
-forward = model.Distillation.__call__
-
-
-def checked(self, tokens):
-    output = forward(self, tokens)
-    assert output.divergences.dtype == torch.float32
-    assert output.token_losses is None or output.token_losses.dtype == torch.float32
-    return output
-
-
-model.Distillation.__call__ = checked
-distill()
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "attention", "bound"),
-    [
-        ("glm_moe_dsa", "float32", "naive", 1e-5),
-        pytest.param("deepseek_v32", "bfloat16", "kernels", 1e-2, marks=pytest.mark.slow),
-        pytest.param("deepseek_v32", "float32", "naive", 1e-5, marks=pytest.mark.slow),
-        pytest.param("glm_moe_dsa", "bfloat16", "kernels", 1e-2, marks=pytest.mark.slow),
-    ],
-)
-def test_two_processes_train_as_one_does(
-    kind: str, dtype: str, attention: str, bound: float, training: Path, tmp_path: Path
-) -> None:
-    """FSDP2 over gloo: weights, gradients and optimizer sharded, the same losses."""
-    model = save_model(tiny_config(kind), tmp_path / "model")
-    script = ["-m", "indexcache_search.distill"]
-    if attention == "kernels":
-        script = [str(tmp_path / "kernels_on_cpu.py")]
-        Path(script[0]).write_text(KERNELS_ON_CPU)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for name, launcher in (("one", []), ("two", torchrun)):
-        command = [sys.executable, *launcher, *script]
-        command += arguments(model, training, tmp_path / name, dtype=dtype, attention=attention)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr[-3000:]
-    one, two = records(tmp_path / "one"), records(tmp_path / "two")
-    for ours, theirs in zip(one, two, strict=True):
-        assert ours.keys() == theirs.keys()
-        for name in ("loss", "kl", "losses", "held_out_kl", "kl_layers"):
-            if name in ours:
-                assert theirs[name] == pytest.approx(ours[name], rel=bound, abs=bound)
-    ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two"))
-    assert ours.keys() == theirs.keys()
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from indexcache_search.data.packing import Packer
-from tests.search.test_distill import distill
+from tests.search.distilling import distill
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import random
 import re
 import shutil
-import time
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -26,7 +21,7 @@ from sglang_indexcache.families import describe
 from sglang_indexcache.families.dsa.spellings import indexer_types
 from tests.conftest import LAYERS, tiny_config, tiny_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("no_pictures")]
 
 
 def arguments(model: Path, data: Path, output: Path, *more: str) -> list[str]:
@@ -314,60 +309,6 @@ def test_every_strategy_goes_on_to_the_identical_file(
     assert codes[-1] == 0 and len(codes) >= 3
     files = [tmp_path / name / "pattern.yaml" for name in ("reference", "out")]
     assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def _child(options: list[str]) -> None:
-    torch.set_num_threads(1)
-    os.close(2)
-    os.open(os.devnull, os.O_WRONLY)
-    app(options, standalone_mode=True)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Any]:
-    """Starts child processes that have everything imported already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.search.test_search", "datasets", "indexcache_search.search.report"])
-    yield context
-
-
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_kills_at_random_moments_end_in_identical_files(
-    kills: int, server: Any, model_folder: Path, token_file: Path, tmp_path: Path
-) -> None:
-    def start(folder: Path) -> Any:
-        process = server.Process(target=_child, args=(arguments(model_folder, token_file, folder),))
-        process.start()
-        return process
-
-    def finish(folder: Path) -> str:
-        process = start(folder)
-        process.join(600)
-        assert process.exitcode == 0
-        return undated((folder / "pattern.yaml").read_text())
-
-    def kill(folder: Path, lines: int, delay: float) -> None:
-        """Kill a run `delay` seconds after its journal has grown to `lines` lines."""
-        process, journal = start(folder), folder / "work" / "journal.jsonl"
-        while process.exitcode is None and (not journal.exists() or journal.read_bytes().count(b"\n") < lines):
-            time.sleep(0.001)
-        time.sleep(delay)
-        process.kill()
-        process.join()
-
-    reference = finish(tmp_path / "reference")
-    whole = (tmp_path / "reference" / "work" / "journal.jsonl").read_bytes().count(b"\n")
-    draw, interrupted = random.Random(7), 0
-    for number in range(kills):
-        folder = tmp_path / str(number)
-        kill(folder, draw.randint(0, whole), draw.uniform(0.0, 0.03))
-        interrupted += not (folder / "pattern.yaml").exists()
-        assert finish(folder) == reference
-    assert 2 * interrupted >= kills, "kills came too late to say anything"
-
-
-def undated(text: str) -> str:
-    return re.sub(r"^created: .*\n", "", text, flags=re.MULTILINE)
 
 
 def test_weights_that_change_under_a_search(

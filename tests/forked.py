@@ -1,0 +1,43 @@
+"""Commands as forks of one process that has imported what they import: that alone takes each 12 seconds otherwise.
+
+All else is as elsewhere: words, environment, streams, signals and exit codes. Whether a command starts from nothing is
+tested in tests/core/test_process.py and tests/package/.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
+
+from scripts.tools.inprocess import new_thread_pool
+
+_IMPORTED = ["datasets", "matplotlib.backends.backend_svg", "indexcache_search.distill.run"]
+_IMPORTED += ["indexcache_search.search.run", "indexcache_search.search.report"]
+
+
+def forked(
+    module: str, words: Sequence[object], *, stdout: str = os.devnull, stderr: str = os.devnull, **environment: str
+) -> BaseProcess:
+    """Start `python -m module words`; what it prints goes to the end of these files."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(_IMPORTED)
+    everything = {**os.environ, **environment}
+    process = server.Process(target=_run, args=(module, [*map(str, words)], stdout, stderr, everything))
+    process.start()
+    return process
+
+
+def _run(module: str, words: list[str], stdout: str, stderr: str, environment: dict[str, str]) -> None:
+    for descriptor, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding=environment.get("PYTHONIOENCODING"))  # type: ignore[union-attr]
+    new_thread_pool()
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,0 +1,54 @@
+"""indexcache-distill on a tiny model: its words, and what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from indexcache_search.cli.distill import app
+
+PATTERN = "FSSFSS"
+SIZES = {"seq-len": 32, "num-sequences": 12, "num-eval-sequences": 3, "warmup-steps": 2, "steps": 4, "batch-size": 4}
+RATES = {"lr": 1e-3, "indexer-lr": 1e-3, "ramp-steps": 1, "evaluate-every": 2, "checkpoint-every": 3}
+
+SETTINGS = {
+    "warmup-steps": "warmup steps",
+    "steps": "sparse steps",
+    "lr": "sparse lr",
+    "indexer-lr": "sparse indexer_lr",
+    "ramp-steps": "optimizer ramp_steps",
+    "max-norm": "optimizer max_norm",
+    "evaluate-every": "every evaluate",
+    "checkpoint-every": "every checkpoint",
+    "micro-batch": "engine micro_batch",
+    "memory-check": "engine memory_check",
+    "attention": "engine attention",
+    "shared-indexers": "write shared_indexers",
+    "tensorboard": "write tensorboard",
+}
+
+
+def arguments(model: Path, data: Path, output: Path, **changes: Any) -> list[str]:
+    options = {"model": model, "pattern": PATTERN, "training": data, "output": output, "device": "cpu"}
+    named = {**options, **SIZES, **RATES, **{name.replace("_", "-"): value for name, value in changes.items()}}
+    words: dict[str, list[str]] = {}
+    for name, value in named.items():
+        option, _, key = SETTINGS.get(name, name).partition(" ")
+        words.setdefault(option, []).extend([] if value is True else [f"{key}={value}" if key else str(value)])
+    return [part for option, values in words.items() for part in (f"--{option}", ",".join(values)) if part]
+
+
+def distill(*args: Any, **changes: Any) -> tuple[int, str]:
+    """Exit code and what the terminal shows."""
+    result = CliRunner().invoke(app, arguments(*args, **changes))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    """The log without times, and without checksums, which hold them."""
+    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in ("seconds", "check")} for line in lines]
