@@ -144,8 +144,16 @@ def test_the_compiled_kernel_is_not_asked_for_what_it_has_not() -> None:
 # -- scores
 
 
-@pytest.mark.parametrize("backend", ["naive", "triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("naive", torch.float32),
+        ("naive", torch.bfloat16),
+        ("triton", torch.float32),
+        pytest.param("triton", torch.bfloat16, marks=LARGE),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("heads", "groups", "dim", "block_tokens"),
     [(9, 3, 24, 16), pytest.param(4, 2, 32, 64, marks=LARGE), pytest.param(32, 2, 96, 128, marks=LARGE)],

@@ -65,7 +65,7 @@ def check_topk(found: Tensor, given: dict[str, Tensor], starts: Tensor, ends: Te
 @pytest.mark.parametrize(
     ("queries", "keys", "heads", "dim", "topk"),
     [
-        *((1, 1, 1, 16, 4), (63, 63, 4, 32, 16), (5, 111, 3, 24, 64), (3, 130, 64, 128, 200)),
+        *((1, 1, 1, 16, 4), (23, 23, 4, 32, 16), (5, 111, 3, 24, 64), (3, 130, 64, 128, 200)),
         pytest.param(17, 1000, 32, 128, 100, marks=LARGE),
     ],
 )
@@ -208,9 +208,9 @@ def test_indexer_topk_of_rows_that_see_nothing() -> None:
 
 
 def test_indexer_topk_repeats_bit_for_bit() -> None:
-    given, (starts, ends) = inputs(20, 300, 4, 32, torch.bfloat16), causal(20, 300)
+    given, (starts, ends) = inputs(9, 200, 4, 32, torch.bfloat16), causal(9, 200)
     first = indexer_topk(**given, starts=starts, ends=ends, topk=50, backend="triton")
-    for _ in range(2):
+    for _ in range(1 if INTERPRETED else 100):
         assert torch.equal(first, indexer_topk(**given, starts=starts, ends=ends, topk=50, backend="triton"))
 
 

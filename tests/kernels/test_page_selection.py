@@ -10,12 +10,12 @@ from torch import Tensor
 
 from indexcache_kernels import KernelInputError, PageBudget, page_scores, select_pages
 from indexcache_kernels.page_selection import naive
-from tests.kernels.interpreter import DEVICE, LARGE, poisoned
+from tests.kernels.interpreter import DEVICE, INTERPRETED, LARGE, poisoned
 
 __all__ = ["poisoned"]  # a fixture of every test here
 
 
-SHAPES = [(1, 16, 9, 3, 64), (16, 16, 28, 4, 128), (4, 16, 8, 8, 80), (64, 64, 32, 8, 128), (1, 128, 10, 10, 128)]
+SHAPES = [(1, 16, 9, 3, 64), (16, 16, 28, 4, 128), (4, 16, 8, 8, 80), (64, 64, 32, 8, 128), (1, 128, 3, 3, 128)]
 
 
 def cache(lengths: list[int], width: int, table_page: int, heads: int, kv_heads: int, dim: int) -> dict[str, Any]:
@@ -95,10 +95,10 @@ def test_kernels_are_their_definitions(
 @pytest.mark.parametrize("table_page", [1, 16])
 def test_lists_are_tables_with_rows_of_any_length(table_page: int, backend: Any) -> None:
     """As flashinfer has them: entries of all requests one after the other, and where each begins."""
-    lengths = [300, 1, 64, 500, 65]
+    lengths = [130, 1, 64, 210, 65]
     budget = PageBudget(pages=4, recent_pages=1, sink_pages=1)
-    given = cache(lengths, 1024, table_page, 8, 2, 64)
-    scores = page_scores(**given, budget=budget, backend=backend)
+    given = cache(lengths, 256, table_page, 8, 2, 64)
+    scores = page_scores(**given, budget=budget, backend=backend, splits=3)
     rows, tokens = select_pages(
         scores, given["table"], given["lengths"], budget=budget, table_page=table_page, backend=backend
     )
@@ -107,7 +107,7 @@ def test_lists_are_tables_with_rows_of_any_length(table_page: int, backend: Any)
     starts = torch.tensor([sum(counts[:row]) for row in range(5)], dtype=torch.int32, device=DEVICE)
     listed = {**given, "table": table, "starts": starts}
     out = torch.empty_like(scores)
-    page_scores(**listed, budget=budget, out=out, backend=backend)
+    page_scores(**listed, budget=budget, out=out, backend=backend, splits=3)
     assert torch.equal(out.nan_to_num(), scores.nan_to_num())
     kept = [-(-int(count) // table_page) for count in tokens]
     out_table = torch.full((sum(kept) + 2,), -7, dtype=torch.int32, device=DEVICE)
@@ -148,11 +148,11 @@ def test_of_equal_scores_the_lower_pages_win(backend: Any) -> None:
 
 
 def test_it_is_the_same_bits_each_time() -> None:
-    given = cache([200, 300], 384, 1, 8, 2, 64)
+    given = cache([140, 200], 256, 1, 8, 2, 64)
     budget = PageBudget(pages=8, recent_pages=2)
-    first = page_scores(**given, budget=budget, backend="triton")
-    for _ in range(2):
-        again = page_scores(**given, budget=budget, backend="triton")
+    first = page_scores(**given, budget=budget, backend="triton", splits=3)
+    for _ in range(1 if INTERPRETED else 100):
+        again = page_scores(**given, budget=budget, backend="triton", splits=3)
         assert torch.equal(again.nan_to_num(), first.nan_to_num())
 
 

@@ -273,22 +273,24 @@ def test_what_cannot_be_done_is_one_line(dense_folder: Path, model_folder: Path,
 
 
 def test_a_file_of_another_model_is_refused(tmp_path: Path, dense_folder: Path, texts: Path) -> None:
-    done = search("--model", dense_folder, "--calibration", texts, "--seq-len", 160, "--num-sequences", 4,
-                  "--num-eval-sequences", 4, "--skip", "0.3", "--output", tmp_path)  # fmt: skip
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(texts.read_text().splitlines(keepends=True)[:12]))
+    done = search("--model", dense_folder, "--calibration", few, "--seq-len", 160, "--num-sequences", 4,
+                  "--num-eval-sequences", 4, "--skip", "0.3", "--output", tmp_path / "s")  # fmt: skip
     assert done.exit_code == 0, done.output
-    path = tmp_path / "thresholds-0.3.json"
+    path = tmp_path / "s" / "thresholds-0.3.json"
     content = json.loads(path.read_text())
     digest, content["model"]["config_sha256"] = content["model"]["config_sha256"], "0" * 64
     path.write_text(json.dumps(content))
-    done = evaluate("--model", dense_folder, "--threshold", path, "--evaluation", texts, "--seq-len", 160)
+    done = evaluate("--model", dense_folder, "--threshold", path, "--evaluation", few, "--seq-len", 160)
     assert done.exit_code == 2 and "the thresholds are of" in done.stderr
-    done = evaluate("--model", dense_folder, "--threshold", 0.5, "--evaluation", texts, "--seq-len", 160,
-                    "--num-sequences", 40, "--no-rivals", "--output", tmp_path / "e")  # fmt: skip
+    done = evaluate("--model", dense_folder, "--threshold", 0.5, "--evaluation", few, "--seq-len", 160,
+                    "--num-sequences", 12, "--no-rivals", "--output", tmp_path / "e")  # fmt: skip
     assert done.exit_code == 0 and "left out" not in done.stderr
     content["model"]["config_sha256"] = digest
     path.write_text(json.dumps(content))
-    done = evaluate("--model", dense_folder, "--threshold", path, "--evaluation", texts, "--seq-len", 160,
-                    "--num-sequences", 36, "--no-rivals", "--output", tmp_path / "f")  # fmt: skip
+    done = evaluate("--model", dense_folder, "--threshold", path, "--evaluation", few, "--seq-len", 160,
+                    "--num-sequences", 8, "--no-rivals", "--output", tmp_path / "f")  # fmt: skip
     assert done.exit_code == 0 and "left out 4 documents that a plan was calibrated on" in done.stderr
     content["sketch"] = "nothing"
     path.write_text(json.dumps(content))

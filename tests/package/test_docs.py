@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -129,10 +130,12 @@ def test_pictures_are_current(name: str) -> None:
     assert (pictures.FOLDER / f"{name}.svg").read_text() == drawn, "run python -m scripts.tools.pictures"
 
 
-def test_the_kernels_example_runs() -> None:
-    command = [sys.executable, ROOT / "examples" / "use_kernels.py"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)  # test_package runs the other one
-    assert float(result.stdout.split()[-1]) < 1e-3
+def test_the_kernels_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process, which has imported all it needs; test_package starts the other one."""
+    path = ROOT / "examples" / "use_kernels.py"
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    runpy.run_path(str(path), run_name="__main__")
+    assert float(capsys.readouterr().out.split()[-1]) < 1e-3
 
 
 def test_the_manifests_start_the_launcher_with_a_pattern_of_their_own() -> None:

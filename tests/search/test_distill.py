@@ -29,7 +29,7 @@ from sglang_indexcache.model.checkpoint import Checkpoint
 from tests.conftest import save_model, tiny_config, tiny_model, tiny_v4_config
 from tests.search.distilling import PATTERN, distill, records
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("no_pictures")]
 
 
 def test_a_run(trained: Path, model_folder: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_body_whose_learning_rate_is_0_stays(model_folder: Path, training: Pat
 
 def test_the_demo(tmp_path: Path) -> None:
     """What happens without options, for one step of each stage."""
-    few = ["--warmup", "steps=1", "--sparse", "steps=1", "--seq-len", "128", "--num-sequences", "4"]
+    few = ["--warmup", "steps=1", "--sparse", "steps=1", "--seq-len", "80", "--num-sequences", "4"]
     few += ["--num-eval-sequences", "6", "--device", "cpu"]
     result = CliRunner().invoke(app, [*few, "--output", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output

@@ -11,7 +11,7 @@ import pytest
 from indexcache_search.data.packing import Packer
 from tests.search.distilling import distill
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("no_pictures")]
 
 
 def test_other_training_data_under_the_same_name_are_another_run(
