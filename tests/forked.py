@@ -10,8 +10,10 @@ import multiprocessing
 import os
 import runpy
 import sys
+import time
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 from scripts.tools.inprocess import new_thread_pool
 
@@ -29,6 +31,15 @@ def forked(
     process = server.Process(target=_run, args=(module, [*map(str, words)], stdout, stderr, everything))
     process.start()
     return process
+
+
+def killed_at(process: BaseProcess, file: Path, lines: int, delay: float = 0.0) -> None:
+    """Kill a process `delay` seconds after a file has grown to so many lines."""
+    while process.exitcode is None and (not file.exists() or file.read_bytes().count(b"\n") < lines):
+        time.sleep(0.001)
+    time.sleep(delay)
+    process.kill()
+    process.join()
 
 
 def _run(module: str, words: list[str], stdout: str, stderr: str, environment: dict[str, str]) -> None:

@@ -77,7 +77,8 @@ def test_all_blocks_are_attention_to_everything_with_gradients(length: int) -> N
     heads, groups, dim = 4, 2, 16
     q, k = normal(1, length, heads, dim), normal(1, groups, length, dim, seed=1)
     v = normal(1, groups, length, 16, seed=2)
-    blocks = torch.arange(5, dtype=torch.int32, device=DEVICE).expand(1, length, 5)
+    number = -(-length // 16)
+    blocks = torch.arange(number, dtype=torch.int32, device=DEVICE).expand(1, length, number)
     lengths = torch.arange(1, length + 1, dtype=torch.int32, device=DEVICE)[None]
     blocks = torch.where(blocks * 16 < lengths[..., None], blocks, -1)
     given: dict[str, Any] = {"blocks": blocks, "lengths": lengths, "scale": dim**-0.5, "block_tokens": 16}

@@ -116,6 +116,7 @@ def test_a_pattern_file_is_compared_at_each_retention(dense_folder: Path, texts:
     assert rows[2]["retention"] == "1/3" and rows[2]["kl"]["mean"] > 0
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_comparison_goes_on_where_it_ended(
     dense_folder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +129,7 @@ def test_a_comparison_goes_on_where_it_ended(
     assert (tmp_path / "eval.json").read_bytes() == before
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_thresholds_are_found_and_compared(dense_folder: Path, texts: Path, replies: Path, tmp_path: Path) -> None:
     sizes = [
         "--seq-len",
@@ -272,6 +274,7 @@ def test_what_cannot_be_done_is_one_line(dense_folder: Path, model_folder: Path,
         assert done.exit_code == 2 and words in done.stderr, done.output
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_file_of_another_model_is_refused(tmp_path: Path, dense_folder: Path, texts: Path) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text("".join(texts.read_text().splitlines(keepends=True)[:12]))

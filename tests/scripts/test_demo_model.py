@@ -125,7 +125,7 @@ def test_data_of_any_length(tmp_path: Path) -> None:
 def test_training_goes_on_behind_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the same weights; what is left of a run that was killed is a whole stage, or nothing."""
     write_corpus(tmp_path)
-    config = {**glm.demo_config(layers=2, index_topk=8), "vocab_size": 512}
+    config = {**glm.demo_config(layers=2, index_topk=8), "vocab_size": 512, "hidden_size": 64}
     monkeypatch.setattr(train_demo_model, "Stage", lambda name, steps, batch, length, warmup=1: Stage(name, 2, 2, 160))
     monkeypatch.setattr(Trainer, "evaluate", lambda self, name, sparse: None)
 

@@ -202,6 +202,7 @@ def test_a_file_says_what_was_found_and_no_more_than_its_share() -> None:
         PatternFile.loads(file.dumps().replace("FSFSSF+0q2+2q2", patterns["1/3"]))
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_search_from_the_command_line(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
     arguments = ["--model", str(model_folder), "--calibration", str(token_file), "--seq-len", "32"]
     arguments += ["--num-sequences", "8", "--num-eval-sequences", "6", "--queries", "4,8:context=4096"]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from indexcache_search.cli.distill import app
 from indexcache_search.distill import memory
 from indexcache_search.distill.settings import DistillSettings
 from indexcache_search.distill.task import StageTask
+from indexcache_search.engines.own_server import free_port
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import read_config
 from indexcache_search.training.loop import Loop
@@ -27,7 +31,8 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.files.pattern_file import PatternFile
 from sglang_indexcache.model.checkpoint import Checkpoint
 from tests.conftest import save_model, tiny_config, tiny_model, tiny_v4_config
-from tests.search.distilling import PATTERN, distill, records
+from tests.forked import forked, killed_at
+from tests.search.distilling import PATTERN, arguments, distill, records
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("no_pictures")]
 
@@ -392,3 +397,94 @@ def test_every_epoch_takes_each_row_once() -> None:
     epochs = rows.reshape(4, 10)
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs) and not (epochs[0] == epochs[1]).all()
     assert np.array_equal(rows_of_step(1, 14, 10, seed=3), rows[14:28])  # of three epochs
+
+
+@pytest.mark.parametrize("lines", [4, pytest.param(7, marks=pytest.mark.slow)])
+def test_a_killed_run_goes_on_to_the_same_losses(
+    trained: Path, model_folder: Path, training: Path, tmp_path: Path, lines: int
+) -> None:
+    process = forked("indexcache_search.distill", arguments(model_folder, training, tmp_path / "out"))
+    killed_at(process, tmp_path / "out" / "log.jsonl", lines)
+    assert process.exitcode == -signal.SIGKILL
+    code, text = distill(model_folder, training, tmp_path / "out")
+    assert code == 0, text
+    assert records(tmp_path / "out") == records(trained)
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (tmp_path / "out", trained))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def train_alike(one: Path, two: Path, bound: float) -> None:
+    """Whether the log of one run is that of the other, and the model has the same tensors."""
+    for ours, theirs in zip(records(one), records(two), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ("loss", "kl", "losses", "held_out_kl", "kl_layers"):
+            if name in ours:
+                assert theirs[name] == pytest.approx(ours[name], rel=bound, abs=bound)
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (one, two))
+    assert ours.keys() == theirs.keys()
+
+
+def test_two_processes_train_as_one_does(trained: Path, model_folder: Path, training: Path, tmp_path: Path) -> None:
+    """FSDP2 over gloo: weights, gradients and optimizer sharded, the same losses."""
+    words = arguments(model_folder, training, tmp_path / "out")
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    log = tmp_path / "log"
+    processes = [
+        forked("indexcache_search.distill", words, stderr=str(log), RANK=rank, LOCAL_RANK=rank, **group)
+        for rank in "01"
+    ]
+    for process in processes:
+        process.join(300)
+    for process in processes:
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0], log.read_text()[-3000:]
+    train_alike(trained, tmp_path / "out", 1e-5)
+
+
+KERNELS_ON_CPU = """
+import torch
+
+from indexcache_search.__main__ import distill
+from indexcache_search.distill import model, run
+
+run.resolve_attention = lambda attention, _: attention  # kernels with their definitions in PyTorch
+forward = model.Distillation.__call__
+
+
+def checked(self, tokens):
+    output = forward(self, tokens)
+    assert output.divergences.dtype == torch.float32
+    assert output.token_losses is None or output.token_losses.dtype == torch.float32
+    return output
+
+
+model.Distillation.__call__ = checked
+distill()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "dtype", "attention", "bound"),
+    [
+        ("glm_moe_dsa", "float32", "naive", 1e-5),
+        ("deepseek_v32", "bfloat16", "kernels", 1e-2),
+        ("deepseek_v32", "float32", "naive", 1e-5),
+        ("glm_moe_dsa", "bfloat16", "kernels", 1e-2),
+    ],
+)
+def test_two_processes_of_torchrun_train_as_one_does(
+    kind: str, dtype: str, attention: str, bound: float, training: Path, tmp_path: Path
+) -> None:
+    model = save_model(tiny_config(kind), tmp_path / "model")
+    script = ["-m", "indexcache_search.distill"]
+    if attention == "kernels":
+        script = [str(tmp_path / "kernels_on_cpu.py")]
+        Path(script[0]).write_text(KERNELS_ON_CPU)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for name, launcher in (("one", []), ("two", torchrun)):
+        command = [sys.executable, *launcher, *script]
+        command += arguments(model, training, tmp_path / name, dtype=dtype, attention=attention)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+    train_alike(tmp_path / "one", tmp_path / "two", bound)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 from fractions import Fraction
@@ -20,6 +21,7 @@ from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.families import describe
 from sglang_indexcache.families.dsa.spellings import indexer_types
 from tests.conftest import LAYERS, tiny_config, tiny_model
+from tests.forked import forked, killed_at
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("no_pictures")]
 
@@ -340,3 +342,37 @@ def test_weights_that_change_under_a_search(
     assert run(*arguments(folder, token_file, output)).exit_code == 0
     assert runs[0] == 9  # the journal has it all
     assert (output / "pattern.yaml").read_bytes() == (finished / "pattern.yaml").read_bytes()
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_kills_at_random_moments_end_in_identical_files(
+    kills: int, model_folder: Path, token_file: Path, tmp_path: Path
+) -> None:
+    def finish(folder: Path) -> str:
+        result = run(*arguments(model_folder, token_file, folder))
+        assert result.exit_code == 0, result.output
+        return re.sub(r"^created: .*\n", "", (folder / "pattern.yaml").read_text(), flags=re.MULTILINE)
+
+    reference = finish(tmp_path / "reference")
+    whole = (tmp_path / "reference" / "work" / "journal.jsonl").read_bytes().count(b"\n")
+    draw, interrupted = random.Random(7), 0
+    for number in range(kills):
+        folder = tmp_path / str(number)
+        process = forked("indexcache_search", arguments(model_folder, token_file, folder))
+        killed_at(process, folder / "work" / "journal.jsonl", draw.randint(0, whole), draw.uniform(0.0, 0.03))
+        interrupted += not (folder / "pattern.yaml").exists()
+        assert finish(folder) == reference
+    assert 2 * interrupted >= kills, "kills came too late to say anything"
+
+
+def test_a_search_whose_result_nobody_can_print(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    """On a full device, in ASCII, on 20 columns: its files are written, and one line says what could not be."""
+    folder, log = tmp_path / "a[b]c [/b] :x:", tmp_path / "log"
+    words = arguments(model_folder, token_file, folder, "--strategy", "uniform", "--retain", "1/2")
+    streams = {"stdout": "/dev/full", "stderr": str(log), "PYTHONIOENCODING": "ascii", "COLUMNS": "20"}
+    process = forked("indexcache_search", words, **streams)
+    process.join(120)
+    said = log.read_text()
+    assert process.exitcode == 2 and said.splitlines()[-1] == "indexcache-search: stdout: No space left on device"
+    assert "Traceback" not in said
+    assert {"pattern.yaml", "metrics.json"} <= {path.name for path in folder.iterdir()}
