@@ -205,15 +205,17 @@ def kernels(engine: Any, length: int) -> dict[str, Any]:
                 kinds[kind] += took
                 names[name[:100]][0] += took
                 names[name[:100]][1] += 1
-                spans.append((event["ts"], event["ts"] + event["dur"]))
+                spans.append((event["ts"], event["ts"] + event["dur"], name[:60]))
     spans.sort()
-    idle = sum(max(0.0, later[0] - earlier[1]) for earlier, later in pairwise(spans)) / 1e3
+    gaps = [((later[0] - earlier[1]) / 1e3, earlier[2], later[2]) for earlier, later in pairwise(spans)]
+    idle = sum(max(0.0, gap) for gap, _, _ in gaps)
     longest = sorted(names.items(), key=lambda item: -item[1][0])[:25]
     return {
         "total_ms": round(sum(kinds.values()), 1),
         "idle_ms": round(idle, 1),
         "launches": len(spans),
         "kinds": {kind: round(took, 1) for kind, took in kinds.items()},
+        "gaps": [[round(gap, 2), before, after] for gap, before, after in sorted(gaps, reverse=True)[:15]],
         "longest": [[name, round(took, 2), int(count)] for name, (took, count) in longest],
     }
 
