@@ -176,7 +176,9 @@ def test_importance_is_of_whole_pages() -> None:
     torch.testing.assert_close(found, torch.tensor([*expected, 0.0]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("llama", "qwen3") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 @pytest.mark.parametrize("score", ["token_max", "compressed_keys"])
 def test_all_pages_are_attention_to_everything(kind: str, score: str) -> None:
     model, all_pages = dense_model(kind), replace(KEYS, pages=LENGTH, score=score)  # type: ignore[arg-type]
