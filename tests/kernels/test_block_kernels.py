@@ -11,7 +11,7 @@ from torch import Tensor
 from indexcache_kernels import KernelInputError, block_attention, block_scores, compress_keys
 from indexcache_search.hf.page_selector import compressed_scores
 from sglang_indexcache.pattern.selection import Selection
-from tests.kernels.interpreter import DEVICE, LARGE, poisoned
+from tests.kernels.interpreter import DEVICE, INTERPRETED, KERNELS, LARGE, poisoned
 
 __all__ = ["poisoned"]  # a fixture of every test here
 
@@ -160,9 +160,18 @@ def test_the_compiled_kernel_is_not_asked_for_what_it_has_not() -> None:
     [(9, 3, 24, 16), pytest.param(4, 2, 32, 64, marks=LARGE), pytest.param(32, 2, 96, 128, marks=LARGE)],
 )
 def test_scores_are_those_of_the_search(
-    backend: str, dtype: torch.dtype, heads: int, groups: int, dim: int, block_tokens: int
+    backend: str,
+    dtype: torch.dtype,
+    heads: int,
+    groups: int,
+    dim: int,
+    block_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of requests of many lengths, on keys that are rounded; whatever lies behind a request does not count."""
+    if INTERPRETED:  # as many parts as have keys
+        monkeypatch.setattr(KERNELS["block_scores"], "_PROGRAMS", 72)
+        monkeypatch.setattr(KERNELS["block_scores"], "_TILE", 16)
     lengths, room = [1, 31, 32, 33, 47, 48, 63, 64, 65, 200, 350, 351], 351
     q, k = normal(len(lengths), heads, dim), normal(len(lengths), groups, room, dim, seed=1)
     compressed = compress_keys(k.to(dtype))
