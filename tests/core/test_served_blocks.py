@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,7 +53,36 @@ def test_blocks_are_whole_before_the_end_and_have_a_choice(seed: int) -> None:
             if begin >= prefix and last < exact and last >= topk:
                 expected.append((row + begin - prefix, begin, request))
         row += length
-    assert blocks.blocks_of(prefixes, lengths, queries, topk) == expected
+    assert single_blocks(blocks.blocks_of(prefixes, lengths, queries, topk), queries) == expected
+
+
+def single_blocks(runs: Sequence[blocks.Run], queries: int) -> list[tuple[int, int, int]]:
+    """Of each block the row and position of its first query, and the request."""
+    return [
+        (run.row + step, run.begin + step, run.request)
+        for run in runs
+        for step in range(0, run.count * queries, queries)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_every_query_of_a_pass_is_in_one_row_of_its_plan(seed: int) -> None:
+    rng = random.Random(seed)
+    queries, topk = rng.choice([2, 4, 16]), rng.choice([16, 64])
+    prefixes = [rng.choice([0, rng.randrange(500)]) for _ in range(rng.randrange(1, 5))]
+    lengths = [rng.choice([1, rng.randrange(1, 700)]) for _ in prefixes]
+    runs = blocks.blocks_of(prefixes, lengths, queries, topk)
+    if not runs:
+        return
+    plan = blocks.WholePlan.of(runs, lengths, queries, torch.device("cpu"))
+    expected = single_blocks(runs, queries)
+    columns = zip(plan.first.tolist(), plan.begins.tolist(), plan.requests.tolist(), strict=True)
+    assert list(columns)[: plan.blocks] == expected and plan.sizes[: plan.blocks].unique().tolist() == [queries]
+    assert torch.cat([plan.members, plan.exact]).sort().values.tolist() == list(range(sum(lengths)))
+    of_row = [request for request, length in enumerate(lengths) for _ in range(length)]
+    assert plan.requests[plan.blocks :].tolist() == [of_row[row] for row in plan.exact.tolist()]
+    assert (plan.sizes[plan.blocks :] == 1).all() and (plan.begins[plan.blocks :] == 0).all()
+    assert plan.begin == (expected[0][0] if len(runs) == 1 else None)
 
 
 @pytest.mark.parametrize("kind", [PAGED, RAGGED, UNFUSED])
@@ -96,7 +126,7 @@ def test_selections_are_the_definitions(kind: str, chunk: int | None, given: boo
     assert buffer is None or found is buffer
     assert (found[sum(lengths) :] == -1).all()
 
-    plan = blocks.blocks_of(prefixes, lengths, queries, TOPK)
+    plan = single_blocks(blocks.blocks_of(prefixes, lengths, queries, TOPK), queries)
     assert {request for _, _, request in plan} == {0, 1}
     exact = indexer._get_topk_ragged(False, batch, 0, q[: sum(lengths)], w[: sum(lengths)], metadata)
     row = 0

@@ -33,8 +33,8 @@ def in_blocks(passes: Sequence[tuple[int, int]], length: int, pattern: Pattern, 
     shared = torch.zeros(1, length, dtype=torch.bool)
     for prefix, computed in passes:
         shared[0, prefix : prefix + computed] = False
-        for _, begin, _ in blocks_of([prefix], [computed], queries, topk):
-            shared[0, begin : begin + queries] = True
+        for run in blocks_of([prefix], [computed], queries, topk):
+            shared[0, run.begin : run.begin + run.count * queries] = True
     return shared
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,9 @@ def leading_across_requests() -> None:
     """Blocks are counted from the batch's first row: alone they are the same."""
     whole = blocks.blocks_of
 
-    def blocks_of(
-        prefixes: Sequence[int], lengths: Sequence[int], queries: int, topk: int
-    ) -> list[tuple[int, int, int]]:
+    def blocks_of(prefixes: Sequence[int], lengths: Sequence[int], queries: int, topk: int) -> list[blocks.Run]:
         found = whole(prefixes, lengths, queries, topk)
-        return [(row + -row % queries, begin + -row % queries, request) for row, begin, request in found]
+        return [replace(run, row=run.row + -run.row % queries, begin=run.begin + -run.row % queries) for run in found]
 
     blocks.blocks_of = blocks_of
 

@@ -29,7 +29,24 @@ from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS
 _PLANS = "_indexcache_blocks"
 
 
-def blocks_of(prefixes: Sequence[int], lengths: Sequence[int], queries: int, topk: int) -> list[tuple[int, int, int]]:
+@dataclass(frozen=True)
+class Run:
+    """Blocks of one request, one behind the other.
+
+    Attributes:
+        row: the row of their first query in the pass.
+        begin: its position in the request.
+        request: number of the request.
+        count: number of blocks.
+    """
+
+    row: int
+    begin: int
+    request: int
+    count: int
+
+
+def blocks_of(prefixes: Sequence[int], lengths: Sequence[int], queries: int, topk: int) -> list[Run]:
     """Find the blocks whose queries share a selection: whole ones, not at a request's end, with something to select.
 
     Args:
@@ -37,17 +54,15 @@ def blocks_of(prefixes: Sequence[int], lengths: Sequence[int], queries: int, top
         lengths: tokens of each request in this forward pass.
         queries: number of queries of a block.
         topk: tokens of a selection; up to there everything is selected.
-
-    Returns:
-        For each block, the row of its first query, the position of that query in its request, and the request's number.
     """
-    found: list[tuple[int, int, int]] = []
+    found: list[Run] = []
     row = 0
     for request, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
         choice = (topk // queries) * queries  # the block of the first query that selects
         first = max(-(-prefix // queries) * queries, choice)
-        end = prefix + length - EXACT_ROWS
-        found += [(row + begin - prefix, begin, request) for begin in range(first, end - queries + 1, queries)]
+        count = (prefix + length - EXACT_ROWS - first) // queries
+        if count > 0:
+            found.append(Run(row + first - prefix, first, request, count))
         row += length
     return found
 
@@ -116,22 +131,29 @@ class WholePlan(BlockPlan):
     begin: int | None = None
 
     @classmethod
-    def of(
-        cls, blocks: Sequence[tuple[int, int, int]], lengths: Sequence[int], queries: int, device: torch.device
-    ) -> WholePlan:
-        """Lay out `blocks`, see `blocks_of`, and the other queries of requests with these lengths, in one copy."""
-        columns = torch.tensor(blocks, dtype=torch.int32)
-        first, count = columns[:, 0], sum(lengths)
-        alone = torch.ones(count, dtype=torch.bool)
-        alone[(first[:, None] + torch.arange(queries)).flatten()] = False
-        exact = alone.nonzero().squeeze(1)
-        requests = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
-        rows = torch.zeros(4, len(blocks) + len(exact), dtype=torch.int32, pin_memory=device.type == "cuda")
-        rows[0], rows[1], rows[3] = torch.cat([first, exact.int()]), 1, torch.cat([columns[:, 2], requests[exact]])
-        rows[1, : len(blocks)], rows[2, : len(blocks)] = queries, columns[:, 1]
-        begin = int(first[0]) if bool((first.diff() == queries).all()) else None
-        on_device = rows.to(device, non_blocking=True)
-        return cls(on_device, queries=queries, blocks=len(blocks), count=count, begin=begin)
+    def of(cls, runs: Sequence[Run], lengths: Sequence[int], queries: int, device: torch.device) -> WholePlan:
+        """Lay out blocks, see `blocks_of`, and the other queries of requests with these lengths, in one copy."""
+        blocks, count = sum(run.count for run in runs), sum(lengths)
+        columns = torch.zeros(4, blocks + count - blocks * queries, dtype=torch.int32, pin_memory=device.type == "cuda")
+        first, sizes, begins, requests = columns
+        sizes[:blocks], sizes[blocks:] = queries, 1
+        at, alone, of_request = 0, blocks, {run.request: run for run in runs}
+        end = 0  # of the requests so far
+        for request, length in enumerate(lengths):
+            begin, end = end, end + length
+            run = of_request.get(request, Run(end, 0, request, 0))
+            after = at + run.count
+            torch.arange(run.row, run.row + run.count * queries, queries, out=first[at:after])
+            torch.arange(run.begin, run.begin + run.count * queries, queries, out=begins[at:after])
+            requests[at:after] = request
+            at, last = after, alone
+            for start, stop in ((begin, run.row), (run.row + run.count * queries, end)):
+                torch.arange(start, stop, out=first[alone : alone + stop - start])
+                alone += stop - start
+            requests[last:alone] = request
+        together = runs[0].row if len(runs) == 1 else None
+        on_device = columns.to(device, non_blocking=True)
+        return cls(on_device, queries=queries, blocks=blocks, count=count, begin=together)
 
     @cached_property
     def exact(self) -> Tensor:
