@@ -32,7 +32,8 @@ HOW_TO = [
 EVIDENCE = [*DOCS.glob("evidence/*.md"), *DOCS.glob("lab/[!R]*.md")]
 COMMANDS = ("indexcache-search", "indexcache-eval", "indexcache-distill", "indexcache-offload")
 OF_THE_LAUNCHER = {
-    f"--indexcache-{name}" for name in ("pattern", "calibrate", "allow-config-mismatch", "shard-indexers")
+    f"--indexcache-{name}"
+    for name in ("pattern", "calibrate", "allow-config-mismatch", "shard-indexers", "no-grouping")
 }
 OF_OTHERS = {
     f"--{name}"
