@@ -49,8 +49,16 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "biased"),
+    [
+        (torch.float32, False),
+        (torch.float32, True),
+        pytest.param(torch.bfloat16, False, marks=LARGE),
+        (torch.bfloat16, True),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(("heads", "groups", "dim", "v_dim", "block_tokens"), SHAPES)
 def test_attention_and_gradients_are_the_definitions(
     heads: int, groups: int, dim: int, v_dim: int, block_tokens: int, dtype: torch.dtype, biased: bool

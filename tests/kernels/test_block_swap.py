@@ -49,7 +49,7 @@ def trace(seed: int) -> tuple[int, list[list[int]]]:
 
 
 def test_the_simulator_is_a_buffer_with_times_of_use() -> None:
-    for seed in range(1000):
+    for seed in range(300):
         size, steps = trace(seed)
         buffer, brute = LruBuffer(size), BruteForce(size)
         for requested in steps:
