@@ -239,7 +239,12 @@ def test_heads_alone(trained: Path, dense_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["--body", "lr=1e-3"], ["--engine", "gradient_checkpointing=no", "--heads", f"{HEADS},bias=training"]]
+    "more",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        ["--body", "lr=1e-3"],
+        ["--engine", "gradient_checkpointing=no", "--heads", f"{HEADS},bias=training"],
+    ],
 )
 def test_a_killed_run_goes_on_exactly(
     more: list[str], dense_folder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -239,7 +239,7 @@ class Redundant(torch.nn.Module):
         return self._run(*self._inputs["args"])
 
 
-@pytest.mark.parametrize("strategy", ["greedy", "lazy"])
+@pytest.mark.parametrize("strategy", [pytest.param("greedy", marks=pytest.mark.slow), "lazy"])
 def test_the_search_shares_exactly_what_is_redundant(strategy: str, tmp_path: Any) -> None:
     """Letters 2 and 4 of 6 copy the scores of the letter before: sharing them costs nothing, anything else does."""
     config = tiny_v4_config(num_hidden_layers=8, compress_ratios=[0, 4, 4, 4, 128, 4, 4, 4])

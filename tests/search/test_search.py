@@ -286,7 +286,7 @@ def test_ctrl_c_leaves_the_patterns_found_so_far(
     assert [len(partial.pattern_at(kept).full_layers) for kept in (Fraction(1, 2), Fraction(1, 3))] == [3, 2]
 
 
-@pytest.mark.parametrize("strategy", ["lazy", "exhaustive"])
+@pytest.mark.parametrize("strategy", ["lazy", pytest.param("exhaustive", marks=pytest.mark.slow)])
 def test_every_strategy_goes_on_to_the_identical_file(
     model_folder: Path, token_file: Path, tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
