@@ -121,6 +121,7 @@ def test_the_entry_point_is_declared() -> None:
         (["--indexcache-calibrate", "--tp", "8"], (None, False, True, ("--tp", "8"))),
         (["--indexcache-shard-indexers", "--tp", "8"], (None, False, False, ("--tp", "8"), True)),
         (["--indexcache-pattern", "a", "--indexcache-shard-indexers"], ("a", False, False, (), True)),
+        (["--indexcache-no-grouping", "--indexcache-pattern", "a"], ("a", False, False, (), False, True)),
         (
             ["--json-model", '{"a": -1}', "--indexcache-pattern", "a", "--json-model={}", "--config", "-c.yaml"],
             ("a", False, False, ("--json-model", '{"a": -1}', "--json-model={}", "--config", "-c.yaml")),
@@ -141,6 +142,7 @@ def test_our_flags_are_split_off(arguments: list[str], expected: Any) -> None:
         ["--indexcache-pattern=a", "--indexcache-calibrate"],
         ["--indexcache-shard-indexers", "--indexcache-calibrate"],
         ["--indexcache-shard", "--indexcache-pattern", "a"],
+        ["--indexcache-no-grouping", "--indexcache-calibrate"],
         ["--indexcache-pat", "a"],
         ["--indexcache-pattern", "a", "--indexcache-cal"],
         ["--indexcache_pattern=a"],

@@ -11,6 +11,7 @@ from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang.refusal import (
     ALLOW_MISMATCH_VARIABLE,
     CALIBRATE_VARIABLE,
+    GROUPING_VARIABLE,
     PATTERN_VARIABLE,
     SHARD_VARIABLE,
 )
@@ -18,11 +19,11 @@ from sglang_indexcache.sglang.requested import asked_of, environment_asks
 
 
 @pytest.mark.parametrize("value", ["true", '"1"', "yes", " 1"])
-@pytest.mark.parametrize("variable", [CALIBRATE_VARIABLE, ALLOW_MISMATCH_VARIABLE, SHARD_VARIABLE])
+@pytest.mark.parametrize("variable", [CALIBRATE_VARIABLE, ALLOW_MISMATCH_VARIABLE, SHARD_VARIABLE, GROUPING_VARIABLE])
 def test_other_values_end_the_process(
     variable: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if variable == ALLOW_MISMATCH_VARIABLE:
+    if variable in (ALLOW_MISMATCH_VARIABLE, GROUPING_VARIABLE):  # they say how a pattern is served
         monkeypatch.setenv(PATTERN_VARIABLE, "p.yaml")
     monkeypatch.setenv(variable, value)
     assert environment_asks()
@@ -61,3 +62,15 @@ def test_indexers_are_shared_out_with_a_pattern_or_alone(
     with pytest.raises(SystemExit):
         asked_of(SimpleNamespace())
     assert "are set, expected one of them" in capsys.readouterr().err
+
+
+def test_queries_of_blocks_are_attended_from_together_unless_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the process that is told, and in those that get its server arguments; alone the variable asks for nothing."""
+    monkeypatch.setenv(GROUPING_VARIABLE, "1")
+    assert not environment_asks() and asked_of(SimpleNamespace()) == {}
+    monkeypatch.setenv(PATTERN_VARIABLE, "FSSF")
+    for value, grouped in (("1", False), ("0", True), ("", True)):
+        monkeypatch.setenv(GROUPING_VARIABLE, value)
+        asked = asked_of(SimpleNamespace())
+        monkeypatch.setenv(GROUPING_VARIABLE, "1")
+        assert [PatternRequest.of(asked).group for _ in range(2)] == [grouped] * 2
