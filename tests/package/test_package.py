@@ -9,10 +9,12 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from indexcache_search import demo
 from indexcache_search.hf.loading import describe_model
@@ -109,6 +111,22 @@ def test_an_extra_asks_for_all_that_is_imported(package: str, extras: list[str])
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert {name.partition(".")[0] for name in names} <= known, path
     assert "sglang-indexcache[kernels]" in project["optional-dependencies"]["sglang"]  # families import them
+
+
+def test_what_is_pinned_takes_every_python_that_we_take() -> None:
+    """Debian 12 has Python 3.11.2, and some packages ask for a later 3.11."""
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    oldest, judged = asked.removeprefix(">=") + ".0", 0
+    for line in (ROOT / "scripts" / "constraints.txt").read_text().splitlines():
+        name, _, version = line.partition("==")
+        try:
+            found = distribution(name)
+        except (PackageNotFoundError, ValueError):  # not in this environment, or a comment
+            continue
+        if found.version.partition("+")[0] == version:
+            judged += 1
+            assert oldest in SpecifierSet(found.metadata["Requires-Python"] or ""), line
+    assert judged > 20
 
 
 def test_help_is_quick_and_teaches_by_example() -> None:
