@@ -414,7 +414,7 @@ def test_a_killed_run_goes_on_to_the_same_losses(
 
 
 def train_alike(one: Path, two: Path, bound: float) -> None:
-    """Whether the log of one run is that of the other, and the model has the same tensors."""
+    """Return whether two runs logged the same and wrote the same tensors."""
     for ours, theirs in zip(records(one), records(two), strict=True):
         assert ours.keys() == theirs.keys()
         for name in ("loss", "kl", "losses", "held_out_kl", "kl_layers"):

@@ -2,9 +2,10 @@
 
 `Indexer._get_topk_ragged` selects for all queries of a prefill; decoding goes through another method. A
 `BlockSelection` replaces it on the indexers of layers that select in blocks, and on no others. It hands SGLang's method
-two lots of rows: queries that select for themselves, and a *leader* for each block. `indexcache_search.hf.indexers`
-says what a block is, and what its queries attend to. Here all queries of a block are in the forward pass. The last
-`EXACT_ROWS` queries of each request in it select for themselves: nobody can know whether a chunk is a prompt's last.
+two kinds of rows in one call: a *leader* for each block, and queries that select for themselves.
+`indexcache_search.hf.indexers` says what a block is, and what its queries attend to. Here all queries of a block are in
+the forward pass. The last `EXACT_ROWS` queries of each request in it select for themselves: nobody can know whether a
+chunk is a prompt's last.
 
 Read: dsa_indexer.py, dsa_indexer_metadata.py, dsa_topk_backend.py and dsa_prefill_cuda_graph.py in
 sglang/srt/layers/attention/dsa of 0.5.17 and 0.5.23.

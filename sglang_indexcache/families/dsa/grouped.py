@@ -37,7 +37,7 @@ _PLACE = "_indexcache_grouped"
 
 
 class GroupedAttention:
-    """What stands on an attention backend.
+    """Attends from the queries of each block together, in place of methods of an attention backend.
 
     Args:
         backend: a `DeepseekSparseAttnBackend`.
@@ -81,7 +81,8 @@ class GroupedAttention:
         if plan is None or given.get("attn_sink") is not None:
             alone: Tensor = sglangs(**given)
             return alone
-        kv, out = kv.view(-1, dim), q.new_empty(*q.shape[:2], given["v_head_dim"])
+        kv = kv.view(-1, dim)
+        out: Tensor = q.new_empty(*q.shape[:2], given["v_head_dim"])
         attend = partial(
             grouped_attention,
             queries=plan.queries,
@@ -102,8 +103,7 @@ class GroupedAttention:
             rows = {"q_all": q[plan.exact], "page_table_1": table[plan.exact], "topk_length": lengths}
             out[plan.exact] = sglangs(**given | rows)
         out[plan.count :] = 0  # rows of padding
-        grouped: Tensor = out
-        return grouped
+        return out
 
 
 def place(backend: Any, pattern: Pattern, heads: Mapping[int, int]) -> None:

@@ -60,7 +60,7 @@ class Prefill:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """What the layers of a forward pass have in common."""
+        """Values that all layers of a forward pass share, by name."""
         made: dict[str, Any] = vars(self.forward_batch)
         return made
 
