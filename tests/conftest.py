@@ -6,9 +6,10 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:  # processes with several threads each slow each other far more than twofold
@@ -16,20 +17,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # processes with several threads each s
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import settings
 
-if not torch.cuda.is_available() and find_spec("triton") is not None and find_spec("sglang") is None:
-    os.environ["TRITON_INTERPRET"] = "1"  # for the functions of Triton itself, whatever imports it first
-    import triton.language  # noqa: F401
-
-    del os.environ["TRITON_INTERPRET"]
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.transformers import TransformersEngine
 from sglang_indexcache.families import describe
 from sglang_indexcache.pattern.selection import Selection
+
+if TYPE_CHECKING:
+    from indexcache_search.data.tokens import TokenSet
+    from indexcache_search.engines.transformers import TransformersEngine
 
 settings.register_profile("indexcache", deadline=None)  # no test asserts a time
 settings.load_profile("indexcache")
@@ -53,6 +48,22 @@ NEWEST = (  # files that run with the newest of every dependency, too: engine, k
     "test_search",
 )
 ARCHITECTURES = {"glm_moe_dsa": "GlmMoeDsaForCausalLM", "deepseek_v32": "DeepseekV32ForCausalLM"}
+
+
+def pytest_collectstart() -> None:
+    """Prepare Triton for its interpreter in the process that runs tests; one that only starts others imports little."""
+    _prepare_triton()
+
+
+@cache
+def _prepare_triton() -> None:
+    import torch
+
+    if not torch.cuda.is_available() and find_spec("triton") is not None and find_spec("sglang") is None:
+        os.environ["TRITON_INTERPRET"] = "1"  # for the functions of Triton itself, whatever imports it first
+        import triton.language  # noqa: F401
+
+        del os.environ["TRITON_INTERPRET"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -172,6 +183,9 @@ def tiny_dense_config(model_type: str = "llama", layers: int = LAYERS, **changes
 
 def tiny_model(config: dict[str, Any], seed: int = 0) -> Any:
     """A random model in evaluation mode, float32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
 
@@ -189,6 +203,8 @@ def made_up(*key: object) -> int:
 
 
 def tiny_engine(config: dict[str, Any], **options: Any) -> TransformersEngine:
+    from indexcache_search.engines.transformers import TransformersEngine
+
     return TransformersEngine(tiny_model(config), describe(config, "tiny"), **options)
 
 
@@ -196,6 +212,8 @@ def random_tokens(
     sequences: int = 3, seq_len: int = 40, seed: int = 0, sources: int = 1, first_sparse_position: int = TOPK
 ) -> TokenSet:
     """Random sequences; every target that is predicted from `first_sparse_position` on is scored."""
+    from indexcache_search.data.tokens import TokenSet
+
     tokens = np.random.default_rng(seed).integers(3, VOCAB, (sequences, seq_len)).astype(np.int32)
     scored = np.broadcast_to(np.arange(seq_len) > first_sparse_position, tokens.shape).copy()
     return TokenSet(tokens, scored, np.arange(sequences) % sources, tuple(f"source {i}" for i in range(sources)))
@@ -210,6 +228,8 @@ def settings_of_pytorch() -> Iterator[None]:
 
 
 def _settings_of_pytorch() -> dict[str, Any]:
+    import torch
+
     return {
         "float32 matmul precision": torch.get_float32_matmul_precision(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),

@@ -91,6 +91,14 @@ class TrajectoryStep(_FileSection):
     stderr: Finite | None = Field(default=None, description="paired standard error of its increase over baseline_loss")
 
 
+class PrefillSection(_FileSection):
+    """The time of prompts within which a search found `pattern`."""
+
+    share: Annotated[Finite, Field(gt=0, le=1)] = Field(description="of the time with the checkpoint's own pattern")
+    context: Count = Field(description="tokens of the prompts")
+    prices: str = Field(description="name of the price table")
+
+
 class SearchSection(_FileSection):
     """The search that found the pattern."""
 
@@ -105,6 +113,9 @@ class SearchSection(_FileSection):
     seed: int
     blocks: Annotated[int, Field(ge=1)] = 1
     noise_floor: Finite = Field(description="difference of two evaluations of the baseline")
+    prefill: PrefillSection | None = Field(
+        default=None, description="the time for which `pattern` was found; it need not be on the trajectory then"
+    )
 
 
 class CalibrationSection(_FileSection):
@@ -179,7 +190,8 @@ class PatternFile(_FileSection):
         if self.block_definition not in (None, definition):
             raise PatternError(f"block_definition: found {self.block_definition}, expected {definition or 'none'}")
         vars(self)["block_definition"] = definition
-        if (self.trajectory or self.patterns) and self.pattern not in known:
+        in_time = self.search is not None and self.search.prefill is not None
+        if (self.trajectory or self.patterns) and self.pattern not in known and not in_time:
             raise PatternError("pattern: is neither a step of trajectory nor one of patterns, expected one of them")
         return self
 

@@ -127,7 +127,7 @@ MODES: dict[str, list[dict[str, Any]]] = {
     "search": [
         {},
         {"strategy": "greedy"},
-        {"queries": "4", "reply": 16},
+        {"prefill": "0.4"},
         {"engine": "sglang"},
         {"engine": "sglang", "endpoint": [URL]},
     ],
@@ -149,7 +149,6 @@ VALUES: dict[str, Any] = {
     "endpoint": [URL],
     "pattern": ["FFSFFS"],
     "retain": "1/3",
-    "decode_retain": "1/2",
     "skip": "0.3",
     "objective": "nll",
     "device": "cpu",
@@ -168,7 +167,8 @@ SETTINGS: dict[str, list[str]] = {
     ],
     "strategy": ["name=uniform", "flips=3", "race=no", "swaps=3", "name=greedy,blocks=2"],
     "buffers": ["sizes=1/2"],
-    "queries": ["sizes=8", "sizes=8,context=4096"],
+    "prefill": [f"time=0.5{more}" for more in ("", ",queries=4/8", ",prices=glm-5-dp")],
+    "decode": ["time=0.9", "time=0.9,prices=glm-5-dp"],
     "tasks": [f"names=common_words{more}" for more in ("", ",samples=3", ",haystack=b", ",chat=yes")],
     "warmup": ["steps=3", "lr=0.5"],
     "sparse": ["steps=3", "lr=0.5", "indexer_lr=0.5", "weight_decay=0.5"],
@@ -283,7 +283,14 @@ def test_every_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> N
 
 MISTAKES = {
     "indexcache_search.cli.search": [
-        *("--strategy nope", "--strategy greedy:race=no", "--retain 7/2", "--queries 4", "--queries 3 --reply 8"),
+        *(
+            "--strategy nope",
+            "--strategy greedy:race=no",
+            "--retain 7/2",
+            "--decode 0.4",
+            "--prefill 4",
+            "--prefill 0.4:queries=3",
+        ),
         *("--engine sglang:attention=naive", "--model x", "--device tpu", "--dtype int8", "--pages 3", "--nope"),
         *("--config none.yaml", "--selection pages=1", "--rows chat_template=none", "--endpoint x"),
     ],

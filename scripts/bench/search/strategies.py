@@ -48,7 +48,7 @@ from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.search.matrices import Matrices
 from indexcache_search.search.search import Search
-from indexcache_search.search.settings import Settings
+from indexcache_search.search.settings import Budget, Settings
 from indexcache_search.strategies.budget_search import BudgetSearch
 from indexcache_search.strategies.exhaustive import Exhaustive
 from indexcache_search.strategies.greedy import Greedy
@@ -66,7 +66,7 @@ VARIANTS = {
     "lazy, 2 candidates": Settings(retain=EVERYTHING, strategy=Lazy(flips=2)),
     "lazy, 3 candidates": Settings(retain=EVERYTHING, strategy=Lazy(flips=3)),
     "lazy + swaps": Settings(retain=EVERYTHING, strategy=Lazy(swaps=16)),
-    "lazy, blocks of queries": Settings(retain=EVERYTHING, strategy=BudgetSearch(), queries=(4, 16)),
+    "lazy, in time": Settings(retain=EVERYTHING, strategy=BudgetSearch(), prefill=Budget(0.37, 131072)),
     "greedy + swaps": Settings(retain=EVERYTHING, strategy=Greedy(swaps=32)),
     "exhaustive": Settings(retain=EVERYTHING, strategy=Exhaustive()),
 }
@@ -125,9 +125,17 @@ def run(case: Case, settings: Settings) -> Run:
             search = Search(engine, calibration, settings.strategy, settings.goal(engine.model), matrices.measured)
             found, seconds = timed(search.find)
             patterns = {Fraction(1): engine.model.native, **found.patterns}
+            if found.plan is not None and settings.prefill is not None:
+                patterns[_column(settings.prefill)] = found.plan
             judges = Evaluator(engine, case.held_out, "nll", journal, "held-out")
             held_out = dict(zip(patterns, judges.evaluations(list(patterns.values())), strict=True))
-    return Run(found.cost, found.cost.layer_tokens / found.algorithm_1, seconds, found.patterns, held_out)
+    found_patterns = {kept: pattern for kept, pattern in patterns.items() if kept != 1}
+    return Run(found.cost, found.cost.layer_tokens / found.algorithm_1, seconds, found_patterns, held_out)
+
+
+def _column(budget: Budget) -> Fraction:
+    """Return the column of a plan: its time, which is no retention of the patterns beside it."""
+    return Fraction(str(budget.share))
 
 
 def token_sets(options: argparse.Namespace) -> Iterator[tuple[int, TokenSet, TokenSet]]:
@@ -219,10 +227,13 @@ def rows(
             f"{np.mean([item.seconds for item in items]):.0f}",
         ]
         for kept in retain:
+            if kept not in items[0].held_out:
+                cells.append("")
+                continue
             mean = mean_over_seeds(items, kept)
             increase = estimates.increase(mean, mean_over_seeds(items, Fraction(1)), data)
             cells.append(f"{increase.mean:+.4f} ±{increase.stderr:.4f}")
-            if name != against and against in runs:
+            if name != against and against in runs and kept in runs[against][0].held_out:
                 difference = estimates.increase(mean, mean_over_seeds(runs[against], kept), data)
                 cells[-1] += f" ({difference.mean:+.4f} ±{difference.stderr:.4f})"
         table.append(cells)
@@ -263,9 +274,12 @@ def rows_over_seeds(
         shares = [item.share for item in items]
         cells = [name, f"{np.mean(shares):.1%}, at most {max(shares):.1%}"]
         for kept in retain:
+            if kept not in items[0].held_out:
+                cells.append("")
+                continue
             own = increases(items, kept)
             cells.append(f"{with_error(own)}, worst {own.max():+.4f}")
-            if name != against and against in runs:
+            if name != against and against in runs and kept in runs[against][0].held_out:
                 cells[-1] += f" ({with_error(own - increases(runs[against], kept))})"
         table.append(cells)
     return table
@@ -277,6 +291,7 @@ def main() -> None:
     parser.add_argument("--strategies", default=";".join(DEFAULT), help=f"of {'; '.join(VARIANTS)}")
     parser.add_argument("--seeds", default="0,1,2", help="orders of the calibration documents")
     parser.add_argument("--retain", default="1/2,1/4,1/8")
+    parser.add_argument("--prefill", default="0.37@131072", help="time of prompts for 'lazy, in time'")
     parser.add_argument("--objective", default="nll", choices=("nll", "kl"))
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--eval-sequences", type=int, default=144)
@@ -298,6 +313,10 @@ def main() -> None:
         write_sets(options)
         return
     retain = tuple(parse_retention(item) for item in options.retain.split(","))
+    share, _, context = options.prefill.partition("@")
+    budget = Budget(float(share), int(context))
+    in_time = any(VARIANTS[name].prefill for name in options.strategies.split(";"))
+    columns = (*retain, *([_column(budget)] if in_time else []))
     runs: dict[str, list[Run]] = {name: [] for name in options.strategies.split(";")}
     if options.merge:
         _, _, data = next(token_sets(options))
@@ -307,14 +326,16 @@ def main() -> None:
         data = case.held_out
         for name, items in runs.items():
             settings = replace(VARIANTS[name], retain=retain, objective=options.objective)
+            settings = settings if settings.prefill is None else replace(settings, prefill=budget)
             items.append(run(case, settings))
-            print(f"seed {number}, {name}: {rows({name: items[-1:]}, retain, data, '')[0][1:]}", flush=True)
+            found = rows({name: items[-1:]}, columns, data, "")[0][1:]
+            print(f"seed {number}, {name}: {found} {items[-1].as_json()['patterns']}", flush=True)
             result = {name: [item.as_json() for item in items] for name, items in runs.items()}
             options.output.write_text(json.dumps({"options": vars(options), "runs": result}, default=str) + "\n")
-    titles = ["strategy", "patterns", "layer-tokens", "seconds", *map(str, retain)]
-    show(titles, rows(runs, retain, data, options.against))
+    titles = ["strategy", "patterns", "layer-tokens", "seconds", *map(str, columns)]
+    show(titles, rows(runs, columns, data, options.against))
     if len(next(iter(runs.values()))) > 1:
-        show(["over seeds", "layer-tokens", *map(str, retain)], rows_over_seeds(runs, retain, data, options.against))
+        show(["over seeds", "layer-tokens", *map(str, columns)], rows_over_seeds(runs, columns, data, options.against))
     if options.model.startswith("sim:") and options.against in runs and len(runs[options.against]) > 1:
         show(["over models", *map(str, retain)], rows_over_models(runs, retain, options.against))
 

@@ -6,7 +6,7 @@ A condition is NAME=LETTERS; `F*16` is 16 F. A name that ends with `-alone` has 
 ends with `-sharded` has `--indexcache-shard-indexers`; `plain` alone is SGLang without the plugin. All engines start at
 once and stay; then they are timed one after the other, round by round, so that a drift of the machine hits all alike.
 Prints medians, the spread of the rounds, and how often each is as fast as the first one. `--profile` also counts the
-kernels of one prompt, by kind.
+kernels of one prompt, by kind. What an engine prints goes to a log beside `--output`.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ class Engine:
             text=True,
             env=environment,
         )
+        self._log = options.output.with_suffix(f".{name}.log").open("w", buffering=1)
         self.proven = False
 
     def ask(self, **what: Any) -> dict[str, Any]:
@@ -131,6 +132,7 @@ class Engine:
         lines = []
         for line in process.stdout:
             lines.append(line)
+            self._log.write(line)
             self.proven = self.proven or "indexcache: serving" in line
             if line.startswith(child.RESULT):
                 found: dict[str, Any] = json.loads(line.removeprefix(child.RESULT))
@@ -139,7 +141,8 @@ class Engine:
 
     def end(self) -> None:
         """End the process."""
-        self._process.terminate()
+        self._log.close()
+        self._process.kill()  # its schedulers end with it
         self._process.wait()
 
 

@@ -136,7 +136,7 @@ Reply = Annotated[
     int | None,
     number(
         "Count the last tokens of each sequence alone, so many; before them is a prompt. Needed where layers select for"
-        " several prompt queries at a time (--queries, patterns with +6q16). Fewer tokens take more sequences.",
+        " several prompt queries at a time (--prefill, patterns with +6q16). Fewer tokens take more sequences.",
         TWO_TOKENS,
     ),
 ]

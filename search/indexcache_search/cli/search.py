@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,11 +19,10 @@ from indexcache_search.console import results
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES, strategy_of
-from indexcache_search.strategies.prices import PRICE_CONTEXT
 from sglang_indexcache import process
 from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.http.address import Address
-from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS, QUERIES
+from sglang_indexcache.pattern.indexer_setting import QUERIES
 
 EPILOG = f"""
 Strategies, and what they evaluate (docs/reference/strategies.md):
@@ -60,9 +60,9 @@ Examples:
       A dense model: which layers attend to everything, and which to 64 pages that those chose (docs/dense-models.md).
 
 \b
-  indexcache-search ... --queries 4,16 --reply 1024 --retain 1/8 --decode-retain 1/4
-      An eighth of the indexers' cost in prompts, where layers may select for 4 or 16 queries at a time, and a quarter
-      of it while decoding (docs/blocks.md).
+  indexcache-search ... --prefill 0.4
+      Prompts of 131,072 tokens in at most 0.4 of the time that the model's own pattern takes: layers may select for up
+      to 16 queries at a time (docs/blocks.md). F and S at --retain stand beside it.
 
 \b
   indexcache-search --config glm5.yaml --seed 1
@@ -101,16 +101,45 @@ class StrategyChoice:
         return {key: value for key, value in vars(self).items() if key != "name" and value is not None}
 
 
-@dataclass(frozen=True, kw_only=True)
-class QueriesChoice:
-    """Numbers of prompt queries that layers may select for at a time, and the prompt length at which this is priced."""
+@dataclass(frozen=True)
+class TimeShare:
+    """A share of a time, and the tokens of the prompts for which it is meant."""
 
-    sizes: tuple[Annotated[int, Bounds(2, 64)], ...]
-    context: Annotated[int, Bounds(EXACT_ROWS + 1, 1 << 24)] = PRICE_CONTEXT
+    share: float
+    context: int = 131_072
+
+    @classmethod
+    def parse(cls, text: str) -> TimeShare:
+        """Read `0.4@65536` or `0.4`.
+
+        Raises:
+            SearchError: if it is neither, or out of range.
+        """
+        match = re.fullmatch(r"(0?\.[0-9]{1,6}|1)(?:@([1-9][0-9]{0,8}))?", text.strip())
+        if match is None or not 0 < float(match[1]) <= 1:
+            raise SearchError(f"found {text[:40]!r}, expected a share and tokens, such as 0.4@65536")
+        return cls(float(match[1]), int(match[2] or cls.context))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillChoice:
+    """The time that a prompt may take, the sizes of blocks, and the prices of layers; `None` leaves it to the model."""
+
+    time: TimeShare
+    queries: tuple[Annotated[int, Bounds(2, 64)], ...] | None = None
+    prices: str | None = None
 
     def __post_init__(self) -> None:
-        for size in set(self.sizes) - set(QUERIES):
-            raise SearchError(f"found {size}, expected {', '.join(map(str, QUERIES))}")
+        for size in set(self.queries or ()) - set(QUERIES):
+            raise SearchError(f"queries: found {size}, expected {', '.join(map(str, QUERIES))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeChoice:
+    """The time that a decoding step may take, and the prices of layers."""
+
+    time: TimeShare
+    prices: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,10 +161,9 @@ def _in_sglang(given: Any) -> bool:
 
 
 OWN = OptionNeed("a server of the search's own, without --endpoint", lambda given: not given["endpoint"])
-REPLY = OptionNeed("--reply, the tokens behind a prompt that count", lambda given: given["reply"] is not None)
 NEEDS = {
-    "queries": (OptionNeed("--engine transformers", lambda given: not _in_sglang(given)), REPLY),
-    "decode_retain": (OptionNeed("--queries", lambda given: given["queries"] is not None),),
+    "prefill": (OptionNeed("--engine transformers", lambda given: not _in_sglang(given)),),
+    "decode": (OptionNeed("--prefill", lambda given: given["prefill"] is not None),),
     "endpoint": (OptionNeed("--engine sglang", _in_sglang),),
     **dict.fromkeys(("device", "dtype"), (OWN,)),
 }
@@ -150,26 +178,30 @@ def search(
     rows: options.Rows = None,
     dry_run: options.DryRun = False,
     seq_len: options.SeqLen = None,
-    num_sequences: options.NumSequences = 32,
+    num_sequences: Annotated[
+        int | None, number("Sequences, of all sources together. Default: 32, with --prefill 64.", SEQUENCES)
+    ] = None,
     num_eval_sequences: Annotated[
         int | None, number(f"Held-out sequences. Default: 32, for the demo {demo.SEQUENCES}.", SEQUENCES)
     ] = None,
     reply: options.Reply = None,
     seed: options.Seed = 0,
-    retain: Annotated[
-        str, options.shares("Layers that stay F, or D; with --queries: what indexers cost in prompts.")
-    ] = "1/2,1/4,1/8",
-    decode_retain: Annotated[
-        str | None, options.shares("With --queries: layers that are F at most, for the cost of decoding.")
-    ] = None,
-    queries: Annotated[
-        QueriesChoice | None,
+    retain: Annotated[str, options.shares("Layers that stay F, or D.")] = "1/2,1/4,1/8",
+    prefill: Annotated[
+        PrefillChoice | None,
         settings(
-            QueriesChoice,
-            "Let F layers select for 2, 4, 8, 16 or 64 neighbouring prompt queries at a time, such as 4,16. Keys:"
-            f" context (tokens of the prompts for which that is priced; {PRICE_CONTEXT}).",
-            "SIZE,...",
+            PrefillChoice,
+            "Also find the pattern of least loss with which a prompt takes at most this share of the time that it takes"
+            " with the model's own: 0.4, or 0.4@65536 for prompts of 65,536 tokens (131072). Its F layers may select"
+            " for blocks of prompt queries, and the last quarter of each sequence counts, unless --reply says"
+            " otherwise. Keys: queries (sizes of blocks; 2/4/8/16), prices (a table: glm-5-tp8, glm-5-dp,"
+            " deepseek-v3.2-tp8 or a file; the model's).",
+            "SHARE",
         ),
+    ] = None,
+    decode: Annotated[
+        DecodeChoice | None,
+        settings(DecodeChoice, "With --prefill: likewise of the time of a decoding step. Key: prices.", "SHARE"),
     ] = None,
     strategy: Annotated[
         StrategyChoice | None,
@@ -218,15 +250,15 @@ def search(
             raise SearchError("--calibration is missing, expected a file, folder or hub id with text like your traffic")
         selects, row_options = selection_of(selection), options.row_options(rows)
         addresses = tuple(map(Address.of, endpoint or ()))
-        from indexcache_search.search.settings import Settings
+        from indexcache_search.search.settings import BLOCKS, Budget, Settings
 
         what = Settings(
             retain=options.retentions(retain),
-            strategy=strategy_of(how.name, priced=queries is not None, **how.given()),
+            strategy=strategy_of(how.name, in_time=prefill is not None, **how.given()),
             objective=objective,
-            queries=() if queries is None else queries.sizes,
-            price_context=PRICE_CONTEXT if queries is None else queries.context,
-            decode_retain=None if decode_retain is None else options.retentions(decode_retain)[0],
+            prefill=None if prefill is None else Budget(prefill.time.share, prefill.time.context, prefill.prices),
+            queries=BLOCKS if prefill is None or prefill.queries is None else prefill.queries,
+            decode=None if decode is None else Budget(decode.time.share, decode.time.context, decode.prices),
         )
         from indexcache_search.search.run import EngineSettings, Files, SearchData, run, show, show_data
 
@@ -235,7 +267,7 @@ def search(
             evaluation=tuple(evaluation or calibration),
             seq_len=seq_len or (512 if is_demo else None),
             seed=seed,
-            num_sequences=num_sequences,
+            num_sequences=num_sequences or (32 if prefill is None else 64),
             num_eval_sequences=num_eval_sequences or (demo.SEQUENCES if is_demo else 32),
             reply=reply,
             rows=row_options,

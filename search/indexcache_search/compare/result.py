@@ -16,6 +16,7 @@ from indexcache_search.compare.held_out import ComparisonSet
 from indexcache_search.compare.measure import Compared
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.estimates import Estimate
+from indexcache_search.prices.layers import Prices
 from indexcache_search.results import tables
 from indexcache_search.results.held_out import ComparisonResult, HeldOut, Row, SourceResult
 from indexcache_search.results.variant import BASELINE, BEST, MEAN, NAMED, PHASE
@@ -34,6 +35,7 @@ def collect(
     model: str,
     engine: str,
     seq_len: int,
+    prices: Prices | None = None,
 ) -> ComparisonResult:
     """Collect all measurements: `held_out` as in metrics.json of a search, with `kl` and changes paired by sequence.
 
@@ -44,8 +46,9 @@ def collect(
         model: its name.
         engine: name of the engine, or of the servers.
         seq_len: tokens a sequence.
+        prices: times of layers, where patterns have such.
     """
-    table = metrics.held_out([line.row for line in lines], held_out.data, first_sparse_position)
+    table = metrics.held_out([line.row for line in lines], held_out.data, first_sparse_position, prices)
     rows = [_with_changes(row, line, lines[0], held_out) for line, row in zip(lines, table.rows, strict=False)]
     table = table.model_copy(update={"rows": [*rows, *table.rows[len(rows) :]]})
     return ComparisonResult(
@@ -143,5 +146,10 @@ def render(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) ->
     held_out = result.held_out
     rows = [tables.cells(row, held_out) for row in tables.shown_rows(held_out)]
     return template.render(
-        result=result, columns=tables.columns(held_out), rows=rows, figure=changes_figure(held_out), figures=figures
+        result=result,
+        columns=tables.columns(held_out),
+        rows=rows,
+        figure=changes_figure(held_out),
+        figures=figures,
+        speed=tables.speed_line(held_out),
     )

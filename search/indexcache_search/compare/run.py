@@ -24,6 +24,8 @@ from indexcache_search.evaluation.identity import engine_identity, engine_words,
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.owned.outputs import Outputs, outputs
+from indexcache_search.prices.layers import Prices
+from indexcache_search.prices.table import prices_of
 from indexcache_search.results.held_out import ComparisonResult
 from indexcache_search.results.names import file_names, suffix, unique_names
 from indexcache_search.results.variant import NAMED, Variant, uniform_lines
@@ -141,6 +143,10 @@ class Candidates:
         """Return the sketches of the patterns' calibration texts."""
         return calibrated_on(specs)
 
+    def prices(self, model: ModelLayers) -> Prices | None:
+        """Return the times of layers by which patterns of `model` are compared, where there are such."""
+        return prices_of(model.architecture)
+
     def compared(
         self, engine: TransformersEngine, journal: Journal, lines: Sequence[Variant], built: ComparisonSet, done: Done
     ) -> list[Compared]:
@@ -230,7 +236,13 @@ def _run(
                 compared = candidates.compared(loaded, journal, lines, built, done)
             loaded.check_unchanged()
     return result.collect(
-        compared, built, description.first_sparse_position, model=description.name, engine=engine, seq_len=seq_len
+        compared,
+        built,
+        description.first_sparse_position,
+        model=description.name,
+        engine=engine,
+        seq_len=seq_len,
+        prices=None if candidates.endpoints else candidates.prices(description),
     )
 
 
@@ -330,6 +342,8 @@ def show(comparison: ComparisonResult, output: Path, out: Console) -> None:
 
     for table in tables.terminal_tables(comparison.held_out, out.width):
         out.print(table)
+    if line := tables.speed_line(comparison.held_out):
+        out.print(line, soft_wrap=True)
     for table in result.task_tables(comparison, out.width):
         out.print(table)
     for line in comparison.findings:

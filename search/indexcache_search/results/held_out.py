@@ -42,7 +42,8 @@ class SourceResult(ResultSection):
 class Row(ResultSection):
     """One line of a table: its variant (see `Variant`), and measurements over all sources and on each.
 
-    `extra` holds further measurements of a study's plans, by column title.
+    `extra` holds further measurements of a study's plans, by column title; `prefill` is the time of a prompt relative
+    to the baseline's, by `HeldOut.prices`.
     """
 
     kind: Kind
@@ -56,6 +57,15 @@ class Row(ResultSection):
     by_source: dict[str, SourceResult]
     kl: Estimate | None = None
     extra: dict[str, Estimate] | None = None
+    prefill: float | None = None
+
+
+class PricesResult(ResultSection):
+    """The prices of prompts: name of the table, tokens of a prompt, and in words what was measured."""
+
+    table: str
+    context: int
+    words: str
 
 
 class HeldOut(ResultSection):
@@ -64,6 +74,7 @@ class HeldOut(ResultSection):
     Attributes:
         answer_sources: sources with a loss mask.
         sha256: digest of the tokens.
+        prices: by which the rows' `prefill` was reckoned; `None` for models without prices.
     """
 
     sources: list[str]
@@ -72,6 +83,7 @@ class HeldOut(ResultSection):
     scored_tokens: int
     sha256: str
     rows: list[Row]
+    prices: PricesResult | None = None
 
 
 class StepResult(ResultSection):

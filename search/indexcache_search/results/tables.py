@@ -35,7 +35,8 @@ def columns(held_out: HeldOut) -> list[str]:
     if more := extras(held_out):
         return ["plan", *more, "loss", "increase", "KL", *map(_short, held_out.sources)]
     letter = next((row.pattern[0] for row in held_out.rows if row.pattern), FULL)
-    return ["pattern", "kept", letter, "loss", "increase", *(_short(source) for source in held_out.sources)]
+    speed = [] if held_out.prices is None else [tokens(held_out.prices.context)]
+    return ["pattern", "kept", letter, *speed, "loss", "increase", *(_short(source) for source in held_out.sources)]
 
 
 def cells(row: Row, held_out: HeldOut) -> list[str]:
@@ -43,6 +44,8 @@ def cells(row: Row, held_out: HeldOut) -> list[str]:
     name = "uniform (paper's phase)" if row.kind == PHASE else str(row.name)
     full = "" if row.full_layers is None else str(row.full_layers)
     kept = [row.retention or "", full]
+    if held_out.prices is not None:
+        kept.append("" if row.prefill is None else f"{1 / row.prefill:.2f}x")
     if row.extra is not None:
         kept = [with_error(row.extra[title], ".3f") if title in row.extra else "" for title in extras(held_out)]
     values = [name, *kept, f"{row.loss.mean:.4f}"]
@@ -58,6 +61,19 @@ def cells(row: Row, held_out: HeldOut) -> list[str]:
         else:
             values.append(with_error(measured.increase, "+.4f"))
     return values
+
+
+def tokens(count: int) -> str:
+    """Write a number of tokens, in units of 1,024 where it is whole."""
+    return f"{count // 1024}K" if count % 1024 == 0 else f"{count:,}"
+
+
+def speed_line(held_out: HeldOut) -> str:
+    """Say what the column of speeds is; nothing where there is none."""
+    prices = held_out.prices
+    if prices is None:
+        return ""
+    return f"{tokens(prices.context)}: speed of a prompt of as many tokens, by the times of {prices.words}"
 
 
 def label(row: Row) -> str:

@@ -17,6 +17,8 @@ from indexcache_search.strategies.uniform import Uniform
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import full_layer_count
 
+IN_TIME = ", in time"  # behind the strategy's name, of a pattern found for `Goal.plan`
+
 
 @dataclass(frozen=True)
 class VariantLosses:
@@ -42,8 +44,6 @@ def comparison_lines(
     lines, others, name = [Variant.baseline(native)], list[Variant](), found.strategy.name
     for retention, pattern in found.patterns.items():
         lines.append(Variant(NAMED, name, retention, pattern))
-        if retention in found.plain:
-            lines.append(Variant(NAMED, f"{name}, F and S", retention, found.plain[retention]))
         count = full_layer_count(len(native), retention)
         baselines = {Uniform.name: [line for line in uniform_lines(native, retention) if line.phase == 0]}
         for rule in measured_strategies(native.dense):
@@ -52,6 +52,8 @@ def comparison_lines(
                 taken = rule.pattern(matrix, count, native)
                 baselines[rule.name] = [Variant(NAMED, rule.name, retention, taken)]
         others += [line for rule, items in baselines.items() if rule != name for line in items]
+    if found.plan is not None:
+        lines.append(Variant(NAMED, f"{name}{IN_TIME}", None, found.plan))
     return [*lines, *others]
 
 

@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine, Losses
 from indexcache_search.evaluation import estimates
-from indexcache_search.results.held_out import CostResult, HeldOut, Row, SearchResult, SourceResult, StepResult
+from indexcache_search.prices.layers import Prices
+from indexcache_search.results.held_out import (
+    CostResult,
+    HeldOut,
+    PricesResult,
+    Row,
+    SearchResult,
+    SourceResult,
+    StepResult,
+)
 from indexcache_search.results.names import suffix
 from indexcache_search.results.variant import BASELINE, BEST, MEAN, PHASE, Variant
 from indexcache_search.search.comparison import VariantLosses
@@ -74,16 +83,22 @@ def _steps(found: Found) -> list[StepResult]:
     ]
 
 
-def held_out(rows: Sequence[VariantLosses], data: TokenSet, first_sparse_position: int) -> HeldOut:
+def held_out(
+    rows: Sequence[VariantLosses], data: TokenSet, first_sparse_position: int, prices: Prices | None
+) -> HeldOut:
     """Tabulate the held-out comparison: every pattern, and uniform's mean and best over its phases."""
     baseline = next(row.evaluation for row in rows if row.line.kind == BASELINE)
-    table = [Row(**described(row.line), **_measure(row.evaluation, baseline, data)) for row in rows]
+    table = [
+        Row(**described(row.line), **_speed(row.line, rows[0].line, prices), **_measure(row.evaluation, baseline, data))
+        for row in rows
+    ]
     uniform = [row for row in rows if row.line.kind == PHASE]
     selections = [_group(row)[1] for row in uniform]
     for group in dict.fromkeys(map(_group, uniform)):
         phases = [row for row in uniform if _group(row) == group]
         if len(phases) > 1:
-            table += _phase_summaries(phases, baseline, data, suffix(group[1], selections))
+            more = suffix(group[1], selections)
+            table += _phase_summaries(phases, baseline, data, more, rows[0].line, prices)
     return HeldOut(
         sources=list(data.sources),
         answer_sources=_answer_sources(data, first_sparse_position),
@@ -91,6 +106,7 @@ def held_out(rows: Sequence[VariantLosses], data: TokenSet, first_sparse_positio
         scored_tokens=data.scored_tokens,
         sha256=data.sha256,
         rows=table,
+        prices=None if prices is None else PricesResult(table=prices.table, context=prices.context, words=prices.words),
     )
 
 
@@ -107,6 +123,16 @@ def described(line: Variant) -> dict[str, Any]:
     }
 
 
+def _speed(line: Variant, baseline: Variant, prices: Prices | None) -> dict[str, Any]:
+    """Return the column of a `results.Row` that is reckoned, where the pattern has a price."""
+    pattern, native = line.pattern, baseline.pattern
+    if prices is None or not isinstance(pattern, Pattern) or not isinstance(native, Pattern):
+        return {}
+    if set(pattern.queries.values()) - set(prices.full):
+        return {}
+    return {"prefill": round(prices.prompt_share(pattern, native), 4)}
+
+
 def _answer_sources(data: TokenSet, first_sparse_position: int) -> list[str]:
     """Return the sources whose loss mask picks the tokens that count: questions with answers, not running text."""
     all_counted = np.asarray(data.scored[:, first_sparse_position + 1 :].all(axis=1))
@@ -118,7 +144,9 @@ def _group(row: VariantLosses) -> tuple[Fraction | None, Selection | None]:
     return row.line.retention, row.line.pattern.selection if isinstance(row.line.pattern, Pattern) else None
 
 
-def _phase_summaries(phases: Sequence[VariantLosses], baseline: Losses, data: TokenSet, more: str = "") -> list[Row]:
+def _phase_summaries(
+    phases: Sequence[VariantLosses], baseline: Losses, data: TokenSet, more: str, native: Variant, prices: Prices | None
+) -> list[Row]:
     """Mean over phases (its standard error is over sequences: the phases are all there are), and the best phase."""
     count, first = len(phases), phases[0]
     losses = tuple(math.fsum(column) / count for column in zip(*(row.evaluation.losses for row in phases), strict=True))
@@ -127,10 +155,11 @@ def _phase_summaries(phases: Sequence[VariantLosses], baseline: Losses, data: To
     best = min(phases, key=lambda row: estimates.loss(row.evaluation, data).mean)
     over_all = described(Variant(MEAN, f"uniform, mean of {count} phases{more}", first.line.retention, None))
     over_all["full_layers"] = described(first.line)["full_layers"]
+    over_all |= _speed(first.line, native, prices)  # the same at all phases, unless layers are locked
     best_line = replace(best.line, kind=BEST, name=f"uniform, best phase{more}")
     return [
         Row(**over_all, **_measure(mean, baseline, data, correct)),
-        Row(**described(best_line), **_measure(best.evaluation, baseline, data)),
+        Row(**described(best_line), **_speed(best.line, native, prices), **_measure(best.evaluation, baseline, data)),
     ]
 
 

@@ -9,8 +9,15 @@ from indexcache_search.data.sketch import Sketch
 from indexcache_search.engines.base import Engine
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.search.search import Found
+from indexcache_search.strategies.base import TimeGoal
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.files.pattern_file import CalibrationSection, ModelSection, SearchSection, TrajectoryStep
+from sglang_indexcache.files.pattern_file import (
+    CalibrationSection,
+    ModelSection,
+    PrefillSection,
+    SearchSection,
+    TrajectoryStep,
+)
 
 
 class FileWriter:
@@ -32,8 +39,8 @@ class FileWriter:
         """Fingerprints by which later comparisons recognise calibration text."""
         return Sketch.of(self._calibration.tokens).encode()
 
-    def file(self, found: Found, default: Pattern) -> PatternFile:
-        """Return the file of `found`, which serves `default` unless a retention is requested."""
+    def file(self, found: Found, default: Pattern, plan: TimeGoal | None = None) -> PatternFile:
+        """Return the file of `found`, which serves `default`, found for `plan`, unless a retention is requested."""
         data = self._calibration
         walked = {self._engine.model.native, *(step.pattern for step in found.steps)}
         others = {key: pattern for key, pattern in found.patterns.items() if not found.steps or pattern not in walked}
@@ -58,6 +65,9 @@ class FileWriter:
                 seed=self._seed,
                 blocks=found.strategy.blocks,
                 noise_floor=found.noise_floor,
+                prefill=None
+                if plan is None
+                else PrefillSection(share=plan.share, context=plan.prices.context, prices=plan.prices.table),
             ),
             calibration=CalibrationSection(
                 sources=data.sources,

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -31,11 +31,12 @@ from indexcache_search.evaluation.identity import identity, today
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.owned.outputs import PARTIAL, SERVER_LOG, Outputs, outputs
+from indexcache_search.prices.table import prices_of
 from indexcache_search.results import tables
 from indexcache_search.results.held_out import SearchResult
 from indexcache_search.results.variant import NAMED
 from indexcache_search.search import metrics
-from indexcache_search.search.comparison import comparison_lines, evaluated
+from indexcache_search.search.comparison import IN_TIME, comparison_lines, evaluated
 from indexcache_search.search.matrices import Matrices
 from indexcache_search.search.pattern_writer import FileWriter
 from indexcache_search.search.progress import SearchProgress, warn
@@ -168,7 +169,10 @@ def _load_data(
     if runtime.engine == "sglang" and not family_of(description.architecture).sglang.calibrated:
         raise SearchError(f"--engine sglang does not search {description.architecture}; expected transformers")
     goal = settings.goal(description)
-    return goal, *token_sets(model, description, data, data.seq_len or 4 * description.first_sparse_position)
+    seq_len = data.seq_len or 4 * description.first_sparse_position
+    if goal.plan is not None and data.reply is None:
+        data = replace(data, reply=max(2, seq_len // 4))
+    return goal, *token_sets(model, description, data, seq_len)
 
 
 def token_sets(
@@ -252,8 +256,9 @@ def _search(
             progress.compared(row, rows[0])
     with error_context("looking whether the model is still the same"):
         engine.check_unchanged()
-    file = writer.file(found, found.patterns[next(iter(goal.full_layers))])
-    table = metrics.held_out(rows, judges.data, engine.model.first_sparse_position)
+    file = writer.file(found, found.plan or found.patterns[next(iter(goal.full_layers))], goal.plan)
+    prices = prices_of(engine.model.architecture) if goal.plan is None else goal.plan.prices
+    table = metrics.held_out(rows, judges.data, engine.model.first_sparse_position, prices)
     return metrics.collect(found, file, engine, table, measured, seconds)
 
 
@@ -271,8 +276,10 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
     for table in tables.terminal_tables(held_out, out.width):
         out.print(table)
     for row in held_out.rows:
-        if row.kind == NAMED and row.name == search.strategy:
-            out.print(f"{row.retention:>4}  {row.pattern}", soft_wrap=True)
+        if row.kind == NAMED and row.name in (search.strategy, f"{search.strategy}{IN_TIME}"):
+            out.print(f"{row.retention or 'time':>4}  {row.pattern}", soft_wrap=True)
+    if line := tables.speed_line(held_out):
+        out.print(line, soft_wrap=True)
     out.print(
         f"Cost: {cost.evaluations} patterns, {cost.sequences} runs of a sequence,"
         f" {cost.share_of_algorithm_1:.1%} of the layer-tokens of Algorithm 1",

@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
-from indexcache_search.strategies.base import Goal, Strategy
+from indexcache_search.prices.layers import Prices
+from indexcache_search.prices.table import PriceTable
+from indexcache_search.strategies.base import Goal, Strategy, TimeGoal
 from indexcache_search.strategies.lazy import Lazy
-from indexcache_search.strategies.prices import PRICE_CONTEXT, prices_at
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.pattern import full_layer_count
-from sglang_indexcache.pattern.indexer_setting import QUERIES
+
+BLOCKS = (2, 4, 8, 16)  # sizes of blocks that a search tries; 64 is hardly faster than 16
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A time that a pattern may take, relative to the checkpoint's own.
+
+    Attributes:
+        share: of the time.
+        context: tokens of the prompts.
+        table: name or file of a price table; `None` for that of the model's architecture.
+    """
+
+    share: float
+    context: int
+    table: str | None = None
+
+    def prices(self, architecture: str, queries: Sequence[int] = ()) -> Prices:
+        """Return the prices by which it is met.
+
+        Raises:
+            SearchError: if there is no table, or the context or one of `queries` was not measured.
+        """
+        table = PriceTable.of(architecture) if self.table is None else PriceTable.load(self.table)
+        if table is None:
+            raise SearchError(f"no prices are known for {architecture}, expected prices=, a table or a file")
+        prices = table.at(self.context)
+        for number in queries:
+            if number not in prices.full:
+                known = ", ".join(str(item) for item in prices.full if item > 1)
+                raise SearchError(f"--prefill: queries has {number}, but {table.name} has prices of {known}")
+        return prices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,59 +54,57 @@ class Settings:
     """Settings of a search, before the model is known.
 
     Attributes:
-        retain: retentions to search; the first is the pattern file's default.
-        strategy: how patterns are found; `BudgetSearch` with `queries`.
+        retain: retentions to search; the first is the pattern file's default, unless there is a plan.
+        strategy: how patterns are found; `BudgetSearch` with `prefill`.
         objective: what is minimised.
-        queries: for how many prompt queries at a time an `F` layer may select; see `strategies.budget_search`.
-        price_context: prompt tokens at which these are priced.
-        decode_retain: share of layers that are `F` at most in such patterns; `None` for all.
+        prefill: a time of prompts that a plan with blocks of queries may take.
+        queries: sizes of those blocks.
+        decode: a time of decoding steps that it may take.
     """
 
     retain: tuple[Fraction, ...]
     strategy: Strategy = field(default_factory=Lazy)
     objective: Objective = "kl"
-    queries: tuple[int, ...] = ()
-    price_context: int = PRICE_CONTEXT
-    decode_retain: Fraction | None = None
+    prefill: Budget | None = None
+    queries: tuple[int, ...] = BLOCKS
+    decode: Budget | None = None
 
     def goal(self, model: ModelLayers) -> Goal:
         """Return the goal of the search on `model`, checked before anything expensive.
 
         Raises:
-            SearchError: if a retention can't be reached, or a search would not end.
+            SearchError: if it can't be reached, or a search would not end.
         """
         full_layers = {retention: full_layer_count(model.num_layers, retention) for retention in self.retain}
-        goal = Goal(
-            native=model.native,
-            full_layers=full_layers,
-            prices=self._prices(model),
-            most_full=self._most_full(model, full_layers),
-        )
+        goal = Goal(native=model.native, full_layers=full_layers, plan=self._plan(model))
         self.strategy.check(goal)
         return goal
 
-    def _prices(self, model: ModelLayers) -> dict[int, float]:
-        """See `Goal.prices`."""
-        if not self.queries:
-            return {}
-        if model.dense:
-            raise SearchError("--queries is about indexers, the model is dense")
-        for queries in self.queries:
-            if queries not in QUERIES or queries > model.index_topk:
-                most = max(item for item in QUERIES if item <= max(2, model.index_topk))
-                raise SearchError(f"--queries has {queries}, expected {', '.join(map(str, QUERIES))}, at most {most}")
-        return prices_at(self.price_context, self.queries)
-
-    def _most_full(self, model: ModelLayers, full_layers: Mapping[Fraction, int]) -> int | None:
-        """See `Goal.most_full`."""
-        if self.decode_retain is None:
+    def _plan(self, model: ModelLayers) -> TimeGoal | None:
+        """See `Goal.plan`."""
+        if self.prefill is None:
             return None
-        if not self.queries:
-            raise SearchError("--decode-retain is about patterns with --queries, without which --retain says it")
-        most = full_layer_count(model.num_layers, self.decode_retain)
-        for retention, count in full_layers.items():
-            if count > most:
-                raise SearchError(
-                    f"--decode-retain is {self.decode_retain}, expected no less than --retain {retention}"
-                )
-        return most
+        if model.dense:
+            raise SearchError("--prefill is about indexers, the model is dense")
+        queries = tuple(sorted({number for number in self.queries if number <= model.index_topk}))
+        if not queries:
+            raise SearchError(f"--prefill: queries of at most {model.index_topk} were expected, as the model selects")
+        return TimeGoal(
+            share=self.prefill.share,
+            prices=self.prefill.prices(model.architecture, queries),
+            queries=queries,
+            most_full=self._most_full(model),
+        )
+
+    def _most_full(self, model: ModelLayers) -> int:
+        """Return the most `F` layers with which decoding takes no longer than it may."""
+        native = model.native
+        most = len(native.full_layers)
+        if self.decode is None:
+            return most
+        prices = self.decode.prices(model.architecture)
+        for count in range(most, 0, -1):
+            if prices.decode_share(native.keeping(native.full_layers[:count]), native) <= self.decode.share:
+                return count
+        least = prices.decode_share(native.keeping(native.full_layers[:1]), native)
+        raise SearchError(f"--decode is {self.decode.share:g}, expected at least {least:.3f}: what one F layer takes")

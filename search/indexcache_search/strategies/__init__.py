@@ -22,18 +22,18 @@ STRATEGIES: dict[str, type[Strategy]] = {
 DEFAULT_STRATEGY = next(iter(STRATEGIES))
 
 
-def strategy_of(name: str = DEFAULT_STRATEGY, *, priced: bool = False, **settings: Any) -> Strategy:
-    """Return a strategy with its settings, `priced` if layers may select for blocks of queries.
+def strategy_of(name: str = DEFAULT_STRATEGY, *, in_time: bool = False, **settings: Any) -> Strategy:
+    """Return a strategy with its settings, `in_time` if a pattern within a time is looked for, too.
 
     Raises:
         KeyError: if there is no such strategy.
         TypeError: if it has no such setting, see `Strategy.settings`.
-        SearchError: if it can't look for blocks.
+        SearchError: if it can't look for one.
     """
-    if not priced:
+    if not in_time:
         return STRATEGIES[name](**settings)
     if name != BudgetSearch.name or settings.pop("swaps", 0):
-        raise SearchError(f"--queries needs --strategy {BudgetSearch.name}, without swaps")
+        raise SearchError(f"--prefill needs --strategy {BudgetSearch.name}, without swaps")
     return BudgetSearch(**settings)
 
 

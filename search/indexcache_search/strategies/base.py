@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
 from indexcache_search.errors import SearchError
+from indexcache_search.prices.layers import Prices
 from sglang_indexcache import Pattern
 
 if TYPE_CHECKING:
@@ -32,23 +33,39 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TimeGoal:
+    """A pattern of least loss that takes at most a time, relative to the checkpoint's own pattern.
+
+    Attributes:
+        share: of the time of a prompt.
+        prices: times of layers.
+        queries: for how many prompt queries at a time an `F` layer may select, besides 1, rising.
+        most_full: maximum number of `F` layers, each of which runs its indexer while decoding.
+    """
+
+    share: float
+    prices: Prices
+    queries: tuple[int, ...]
+    most_full: int
+
+    def fits(self, pattern: Pattern, native: Pattern) -> bool:
+        """Return whether `pattern` takes at most this time."""
+        return self.prices.prompt_share(pattern, native) <= self.share + 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
 class Goal:
     """Goal of a search.
 
     Attributes:
         native: the checkpoint's own pattern, which shares only locked layers.
         full_layers: number of `F` layers by retention.
-        prices: cost of an `F` layer by the number of prompt queries per selection, including 1; empty if all layers
-            select for single queries. With prices, a pattern may have another number of `F` layers than `full_layers`
-            for the same total.
-        most_full: maximum number of `F` layers of such patterns, each of which runs its indexer while decoding; `None`
-            for no limit.
+        plan: a pattern of least loss within a time, which may have blocks of queries; `None` if it is not asked for.
     """
 
     native: Pattern
     full_layers: Mapping[Fraction, int]
-    prices: Mapping[int, float] = field(default_factory=dict)
-    most_full: int | None = None
+    plan: TimeGoal | None = None
 
     @property
     def fewest(self) -> int:
@@ -103,13 +120,13 @@ class Outcome:
         patterns: the patterns by retention.
         steps: nested flips that lead to them; empty for strategies without steps.
         rivals: other patterns that ran on all sequences, by retention, the best first.
-        plain: with prices, the best pattern of the same cost without blocks of queries, by retention.
+        plan: the pattern of `Goal.plan`.
     """
 
     patterns: dict[Fraction, Pattern]
     steps: tuple[Step, ...] = ()
     rivals: dict[Fraction, list[Pattern]] = field(default_factory=dict)
-    plain: dict[Fraction, Pattern] = field(default_factory=dict)
+    plan: Pattern | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,68 +1,81 @@
-"""Search for patterns whose `F` layers may select for several prompt queries, within a budget of indexer prices.
+"""Search for a pattern of least loss within a time, whose `F` layers may select for several prompt queries at a time.
 
 The cost of a block depends on the layers that reuse its selection. So it is measured on patterns of `F` and `S` with
-more `F` layers than the budget pays in full, and `BudgetFit` makes each of them fit the budget.
+many and few `F` layers, and `BudgetFit` makes each of them fit the time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from indexcache_search.strategies.base import Goal, Outcome, Problem, by_count, find_each
+from indexcache_search.errors import SearchError
+from indexcache_search.strategies.base import Goal, Outcome, Problem, TimeGoal, by_count
 from indexcache_search.strategies.budget_fit import BudgetFit
 from indexcache_search.strategies.lazy import Lazy
-from indexcache_search.strategies.prices import cost
 from sglang_indexcache import Pattern
 
 if TYPE_CHECKING:
     from indexcache_search.evaluation.judge import Judge
 
-DENSER = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)  # times as many `F` layers as can be paid in full
-LOOKS = 4  # maximum rounds of re-measuring blocks
-ROUNDS = 3  # maximum rounds of the last check
+PARTS = (1.0, 0.7, 0.45, 0.2)  # shares of the layers that are `F` in the patterns that are made to fit
+LOOKS = 3  # maximum rounds of re-measuring blocks
+ROUNDS = 2  # maximum rounds of the last check
 TRIED = 8  # patterns raced per round
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetSearch(Lazy):
-    """Strategy that fits patterns on the way of `Lazy` into the budget, then races them."""
+    """Strategy that fits patterns on the way of `Lazy` into a time, then races them."""
 
     swaps: int = field(default=0, init=False)
 
+    def check(self, goal: Goal) -> None:
+        """Check that some pattern on the way takes no more than the time."""
+        super().check(goal)
+        plan, native = _plan_of(goal), goal.native
+        fewest = native.keeping([*native.full_layers[:1]])
+        if not BudgetFit.possible(fewest, plan, native):
+            least = plan.prices.prompt_share(fewest.selecting_for(0, max(plan.queries)), native)
+            raise SearchError(
+                f"--prefill is {plan.share:g}, expected at least {math.ceil(least * 1000) / 1000}: what one F layer in"
+                f" blocks of {max(plan.queries)} takes at {plan.prices.context} tokens"
+            )
+
     def find(self, problem: Problem) -> Outcome:
-        """Fit patterns with several numbers of `F` layers into each budget, and improve the best."""
-        goal, budgets = problem.goal, problem.goal.full_layers
-        steps, ranked = self.trajectory(problem)
-        on_the_way = by_count(goal.native, steps)
-        plain = {retention: ranked[budget][0] for retention, budget in budgets.items()}
-        fits: dict[int, BudgetFit] = {}  # by the number of `F` layers
+        """Follow the trajectory of `F` and `S`, fit its patterns into the time, and improve the best."""
+        outcome = super().find(problem)
+        goal, judge = problem.goal, problem.judge
+        plan, on_the_way = _plan_of(goal), by_count(goal.native, outcome.steps)
+        fits = list[BudgetFit]()
+        for count in _counts(plan, goal, min(on_the_way)):
+            pattern = on_the_way[count]
+            if BudgetFit.possible(pattern, plan, goal.native):
+                fits.append(BudgetFit(pattern, judge, plan, goal.native, fits[::-1]))
+        losses = _promising(fits, judge)
+        if not losses:
+            raise SearchError(
+                f"--prefill is {plan.share:g}, and no pattern of {min(on_the_way)} F layers or more takes so little;"
+                " expected more, or a smaller --retain"
+            )
+        return replace(outcome, plan=self._checked(losses, fits, plan, problem))
 
-        def checked(retention: Fraction) -> list[Pattern]:
-            budget = budgets[retention]
-            counts = _counts(budget, goal)
-            for count in counts:
-                if count not in fits:
-                    fits[count] = BudgetFit(on_the_way[count], problem.judge, goal.prices)
-            promising = _promising(plain[retention], [fits[count] for count in counts], budget, problem.judge)
-            return self._checked(promising, budget, problem)
-
-        outcome = find_each(problem, checked)
-        problem.notice(f"tried blocks of queries on {len(fits)} patterns")
-        return Outcome(outcome.patterns, rivals=outcome.rivals, plain=plain)
-
-    def _checked(self, patterns: Sequence[Pattern], budget: float, problem: Problem) -> list[Pattern]:
-        """Improve the best of `patterns` by changes of a layer and swaps; return all that ran, best first."""
-        judge, prices, native = problem.judge, problem.goal.prices, problem.goal.native
-        most = _most_full(problem.goal)
-        losses = dict(zip(patterns, judge.losses(patterns), strict=True))
+    def _checked(
+        self, losses: dict[Pattern, float], fits: list[BudgetFit], plan: TimeGoal, problem: Problem
+    ) -> Pattern:
+        """Improve the best of the patterns by other blocks of a layer, and by other `F` layers with blocks that fit."""
+        judge, native = problem.judge, problem.goal.native
         for _ in range(ROUNDS):
             best = min(losses, key=lambda pattern: (losses[pattern], pattern.letters))
-            near = [item for item in _neighbours(best, prices, native) if item not in losses]
-            near = [item for item in near if cost(item, prices) <= budget + 1e-9 and len(item.full_layers) <= most]
+            guides = sorted(fits, key=lambda fit: sum(map(operator.ne, fit.pattern.roles, best.roles)))
+            near = [
+                item
+                for item in dict.fromkeys(_neighbours(best, guides, plan, judge, native))
+                if item not in losses and plan.fits(item, native) and len(item.full_layers) <= plan.most_full
+            ]
             if not near:
                 break
             tried = list(judge.ranked(near, native))[:TRIED]
@@ -70,42 +83,49 @@ class BudgetSearch(Lazy):
             [losses[winner]] = judge.losses([winner])
             if losses[winner] >= losses[best]:
                 break
-        return sorted(losses, key=lambda pattern: (losses[pattern], pattern.letters))
+        return min(losses, key=lambda pattern: (losses[pattern], pattern.letters))
 
 
-def _promising(plain: Pattern, fits: Sequence[BudgetFit], budget: float, judge: Judge) -> list[Pattern]:
-    """Return `plain` and the picks of `fits`; re-measure picks that were expected to be best but are not."""
-    losses = dict(zip([plain], judge.losses([plain]), strict=True))
+def _plan_of(goal: Goal) -> TimeGoal:
+    assert goal.plan is not None
+    return goal.plan
+
+
+def _promising(fits: Sequence[BudgetFit], judge: Judge) -> dict[Pattern, float]:
+    """Return the picks of `fits` with their losses; re-measure picks that were expected to be best but are not."""
+    losses: dict[Pattern, float] = {}
     asked = list(fits)
     for _ in range(LOOKS):
-        picked = {fit: pattern for fit in asked if (pattern := fit.within(budget)) and pattern not in losses}
+        picked = {fit: pattern for fit in asked if (pattern := fit.best()) and pattern not in losses}
         losses |= zip(picked.values(), judge.losses(list(picked.values())), strict=True)
-        least = min(losses.values())
+        least = min(losses.values(), default=math.inf)
         asked = [fit for fit, pattern in picked.items() if fit.expected(pattern) < least]
         for fit in asked:
             fit.look_again(picked[fit])
-    return list(losses)
+    return losses
 
 
-def _most_full(goal: Goal) -> int:
-    """Return the maximum number of `F` layers of a pattern."""
-    return len(goal.native.full_layers) if goal.most_full is None else goal.most_full
+def _counts(plan: TimeGoal, goal: Goal, fewest: int) -> list[int]:
+    """Return the numbers of `F` layers to try, the most first."""
+    most = min(plan.most_full, len(goal.native.full_layers))
+    return sorted({max(fewest, math.ceil(part * most)) for part in PARTS}, reverse=True)
 
 
-def _counts(budget: int, goal: Goal) -> list[int]:
-    """Return the numbers of `F` layers to try for `budget`."""
-    return sorted({min(_most_full(goal), math.ceil(times * budget)) for times in DENSER})
-
-
-def _neighbours(pattern: Pattern, prices: Mapping[int, float], native: Pattern) -> Iterator[Pattern]:
-    """Yield patterns with a layer in another block, shared or unshared, or with an `F` and an `S` swapped."""
+def _neighbours(
+    pattern: Pattern, guides: Sequence[BudgetFit], plan: TimeGoal, judge: Judge, native: Pattern
+) -> Iterator[Pattern]:
+    """Yield patterns with a layer in another block, and with an `F` more, less or elsewhere in blocks that fit."""
+    sizes = (1, *plan.queries)
     shared = [layer for layer in pattern.shared_layers if native[layer] == native.full_role]
+    fewer = [pattern.share(layer) for layer in pattern.full_layers[1:]]
     for layer, now in pattern.queries.items():
-        yield from (pattern.selecting_for(layer, number) for number in prices if number != now)
-    for layer in pattern.full_layers[1:]:
-        yield pattern.share(layer)
+        yield from (pattern.selecting_for(layer, number) for number in sizes if number != now)
     for other in shared:
-        yield from (pattern.unshare(other).selecting_for(other, number) for number in prices)
-    for layer in pattern.full_layers[1:]:
-        for other in shared:
-            yield pattern.share(layer).unshare(other).selecting_for(other, pattern.queries[layer])
+        yield from (pattern.unshare(other).selecting_for(other, number) for number in sizes)
+    yield from fewer
+    letters = [*fewer, *(item.unshare(other) for item in (pattern, *fewer) for other in shared)]
+    for plain in dict.fromkeys(native.keeping(item.full_layers) for item in letters):
+        if len(plain.full_layers) <= plan.most_full and BudgetFit.possible(plain, plan, native):
+            guess = BudgetFit(plain, judge, plan, native, guides).guess()
+            if guess is not None:
+                yield guess

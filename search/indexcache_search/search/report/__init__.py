@@ -9,6 +9,7 @@ import jinja2
 from indexcache_search.results import tables
 from indexcache_search.results.held_out import SearchResult
 from indexcache_search.results.variant import NAMED
+from indexcache_search.search.comparison import IN_TIME
 from indexcache_search.search.report.figures import comparison_figure, heat_map_figure, loss_figure
 from sglang_indexcache import Pattern
 
@@ -20,9 +21,9 @@ def render(result: SearchResult) -> str:
     held_out, search = result.held_out, result.pattern_file.search
     assert search is not None
     chosen = {
-        str(row.retention): str(row.pattern)
+        str(row.retention or "in time"): str(row.pattern)
         for row in held_out.rows
-        if row.kind == NAMED and row.name == search.strategy
+        if row.kind == NAMED and row.name in (search.strategy, f"{search.strategy}{IN_TIME}")
     }
     figures = {
         "comparison": comparison_figure(held_out),
@@ -40,4 +41,5 @@ def render(result: SearchResult) -> str:
         columns=tables.columns(held_out),
         rows=[tables.cells(row, held_out) for row in tables.shown_rows(held_out)],
         chosen=chosen,
+        speed=tables.speed_line(held_out),
     )
