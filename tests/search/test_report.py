@@ -19,9 +19,10 @@ from rich.console import Console
 
 from indexcache_search.results import tables
 from indexcache_search.results.held_out import SearchResult
-from indexcache_search.search.progress import Remaining, bar
+from indexcache_search.search.progress import Remaining, SearchProgress, bar
 from indexcache_search.search.report import render
 from indexcache_search.search.report.figures import changes_figure
+from tests.conftest import random_tokens
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
@@ -230,13 +231,17 @@ def test_names_that_look_like_markup_are_shown_as_they_are() -> None:
     assert r"$\frac$ [/b]" in text and "[red]x[bold].jsonl" in text
 
 
+@pytest.mark.parametrize("priced", [False, True])
 @pytest.mark.parametrize(("width", "parts"), [(80, 3), (100, 2), (300, 1)])
-def test_a_terminal_of_any_width_shows_all_columns(width: int, parts: int) -> None:
+def test_a_terminal_of_any_width_shows_all_columns(width: int, parts: int, priced: bool) -> None:
     """As the demo's: names of 25 letters, six sources; where one table is too wide there are several."""
     content = sample_content()
     sources = ["demo:text", "demo:kv_end", "demo:chain", "demo:multi", "demo:update", "demo:copy"]
     content["held_out"] |= {"sources": sources, "answer_sources": sources[1:]}
+    if priced:
+        content["held_out"]["prices"] = {"table": "a", "context": 131072, "words": "a GPU"}
     for line in content["held_out"]["rows"]:
+        line |= {"prefill": 0.37} if priced else {}
         measured = next(iter(line["by_source"].values())) | {"accuracy": estimate(0.25)}
         line["by_source"] = dict.fromkeys(sources, measured)
         line["name"] = line["name"][:8] + " [/b] and 10 more"
@@ -249,11 +254,32 @@ def test_a_terminal_of_any_width_shows_all_columns(width: int, parts: int) -> No
     titles = [line for line in lines if line.startswith("┃") and "pattern" in line]
     assert len(titles) == len(found) and all("kept" in line for line in titles)
     words = " ".join(titles).replace("┃", " ").split()
-    shown = ["F", "loss", "increase", *(source.removeprefix("demo:") for source in sources)]
+    shown = [
+        "F",
+        *(["128K"] if priced else []),
+        "loss",
+        "increase",
+        *(source.removeprefix("demo:") for source in sources),
+    ]
     assert [word for word in words if word not in ("pattern", "kept")] == shown
     assert all("…" not in line for line in lines)
+    assert any("2.70x" in line for line in lines) == priced
+    said = "128K: speed of a prompt of as many tokens, by the times of a GPU" if priced else ""
+    assert tables.speed_line(result.held_out) == said and said in render(result)
     named = [row for row in result.held_out.rows if row.kind != "phase"]
     assert sum("[/b] and 10 more" in line for line in lines) == len(found) * len(named)
+
+
+def test_a_bar_has_no_end_once_more_is_done_than_was_guessed() -> None:
+    data = random_tokens(sequences=2)
+    evaluation: Any = SimpleNamespace(rows=(0,))
+    with SearchProgress(Console(file=io.StringIO(), force_terminal=True)) as progress:
+        progress.begin("a search", None, data)
+        [task] = progress._progress.tasks
+        progress._progress.update(task.id, total=3)
+        for done, total in ((1, 3), (2, 3), (3, 3), (4, None), (5, None)):
+            progress.evaluated(evaluation)
+            assert (task.completed, task.total) == (done, total)
 
 
 def test_what_is_left_is_told_where_the_end_is_known() -> None:

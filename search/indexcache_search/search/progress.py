@@ -116,6 +116,9 @@ class SearchProgress:
             value = estimates.increase(evaluation, baseline, self._data).mean
             self._best = value if self._best is None else min(self._best, value)
         best = "" if self._best is None else f"best {self._best:+.4f}"
+        for task in self._progress.tasks:
+            if task.id == self._task and self._estimated and self._done > (task.total or 0):
+                task.total = None  # more than the steps is done, and its end is not known
         self._progress.update(self._task, completed=self._done, best=best)
 
     def compared(self, row: VariantLosses, baseline: VariantLosses) -> None:

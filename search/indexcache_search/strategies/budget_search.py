@@ -55,6 +55,9 @@ class BudgetSearch(Lazy):
             pattern = on_the_way[count]
             if BudgetFit.possible(pattern, plan, goal.native):
                 fits.append(BudgetFit(pattern, judge, plan, goal.native, fits[::-1]))
+        problem.notice(
+            f"blocks of queries: {len(fits)} patterns of {', '.join(map(_full, fits))} F layers are made to fit"
+        )
         losses = _promising(fits, judge)
         if not losses:
             raise SearchError(
@@ -84,6 +87,10 @@ class BudgetSearch(Lazy):
             if losses[winner] >= losses[best]:
                 break
         return min(losses, key=lambda pattern: (losses[pattern], pattern.letters))
+
+
+def _full(fit: BudgetFit) -> str:
+    return str(len(fit.pattern.full_layers))
 
 
 def _plan_of(goal: Goal) -> TimeGoal:
