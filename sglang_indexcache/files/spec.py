@@ -105,13 +105,16 @@ class PatternSpec:
     def by_retention(self, model: ModelLayers, retentions: Sequence[Fraction]) -> list[tuple[Fraction, Pattern]]:
         """Return the pattern for `model` with its retention; of a file without a retention those at `retentions`.
 
+        Before them, of a file that was found for a time of prompts, its own.
+
         Raises:
             IndexCacheError: as `pattern`, or if the file has none for a retention.
         """
         pattern = self.pattern(model)
         if self.file is not None and self.retention is None:
-            return [(retention, self.file.pattern_at(retention)) for retention in retentions]
-        return [(self.retention or Fraction(len(pattern.full_layers), len(pattern)), pattern)]
+            own = [(_kept(pattern), pattern)] if self.file.search and self.file.search.prefill else []
+            return [*own, *((retention, self.file.pattern_at(retention)) for retention in retentions)]
+        return [(self.retention or _kept(pattern), pattern)]
 
     def known(self) -> Pattern:
         """Return the pattern where no model is at hand.
@@ -124,6 +127,10 @@ class PatternSpec:
         if self.file is None:
             raise PatternError(f"{self.text} depends on the model's layers, expected a pattern file or letters here")
         return self.file.as_pattern()
+
+
+def _kept(pattern: Pattern) -> Fraction:
+    return Fraction(len(pattern.full_layers), len(pattern))
 
 
 def split_name(text: str) -> tuple[str | None, str]:

@@ -242,8 +242,8 @@ def test_heads_alone(trained: Path, dense_folder: Path) -> None:
     "more",
     [
         pytest.param([], marks=pytest.mark.slow),
-        ["--body", "lr=1e-3"],
-        ["--engine", "gradient_checkpointing=no", "--heads", f"{HEADS},bias=training"],
+        pytest.param(["--body", "lr=1e-3"], marks=pytest.mark.slow),
+        ["--engine", "gradient_checkpointing=no", "--heads", f"{HEADS},bias=training", "--body", "lr=1e-3"],
     ],
 )
 def test_a_killed_run_goes_on_exactly(

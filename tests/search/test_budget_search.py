@@ -26,6 +26,7 @@ from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.errors import PatternFileError
 from sglang_indexcache.families import describe
 from sglang_indexcache.files.pattern_file import ModelSection
+from sglang_indexcache.files.spec import PatternSpec
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 from tests.conftest import tiny_config, tiny_dense_config
 from tests.search.test_strategies import TableEngine, found_by, judge_of, token_set
@@ -253,5 +254,8 @@ def test_a_search_from_the_command_line(model_folder: Path, token_file: Path, tm
     assert list(named)[:2] == ["lazy", "lazy, in time"] and named["lazy, in time"]["pattern"] == file.pattern
     assert named["lazy, in time"]["prefill"] == pytest.approx(share, abs=1e-4) and rows[0]["prefill"] == 1
     assert PatternFile.load(tmp_path / "out" / "pattern.yaml@1/3").pattern == named["lazy"]["pattern"]
+    spec = PatternSpec.read(str(tmp_path / "out" / "pattern.yaml"))
+    own, *others = spec.by_retention(describe(tiny_config(), "tiny"), [Fraction(1, 3)])
+    assert own[1] == file.as_pattern() and [kept for kept, _ in others] == [Fraction(1, 3)]
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 0 and PatternFile.load(tmp_path / "out" / "pattern.yaml") == file

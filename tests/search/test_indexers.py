@@ -346,9 +346,10 @@ def test_eval_compares_them(model_folder: Path, token_file: Path, tmp_path: Path
         "--pattern",
         "FFSSFS+1q2",
     ]
-    refused = CliRunner().invoke(app, arguments)
-    assert refused.exit_code == 2 and "1q4: prompt tokens count" in refused.output
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0 and "the last 8 tokens of a sequence count (--reply 8)" in result.output, result.output
+    assert json.loads((tmp_path / "eval.json").read_text())["held_out"]["scored_tokens"] == 6 * 7
     result = CliRunner().invoke(app, [*arguments, "--reply", "12", "--restart"])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 0 and "--reply" not in result.output, result.output
     rows = json.loads((tmp_path / "eval.json").read_text())["held_out"]["rows"]
     assert [row["pattern"] for row in rows][-2:] == ["FFSFSS+1q4", "FFSSFS+1q2"]

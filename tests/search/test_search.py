@@ -344,7 +344,7 @@ def test_weights_that_change_under_a_search(
     assert (output / "pattern.yaml").read_bytes() == (finished / "pattern.yaml").read_bytes()
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_kills_at_random_moments_end_in_identical_files(
     kills: int, model_folder: Path, token_file: Path, tmp_path: Path
 ) -> None:

@@ -135,8 +135,9 @@ NumEvalSequences = Annotated[int | None, number("Held-out sequences. Default: 32
 Reply = Annotated[
     int | None,
     number(
-        "Count the last tokens of each sequence alone, so many; before them is a prompt. Needed where layers select for"
-        " several prompt queries at a time (--prefill, patterns with +6q16). Fewer tokens take more sequences.",
+        "Count the last tokens of each sequence alone, so many; before them is a prompt. Default: all tokens, or a"
+        " quarter where layers select for several prompt queries at a time (--prefill, patterns with +6q16). Fewer"
+        " tokens take more sequences.",
         TWO_TOKENS,
     ),
 ]

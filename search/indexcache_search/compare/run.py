@@ -207,6 +207,7 @@ def _run(
     lines = candidates.lines(specs, description)
     seq_len = data.seq_len or 4 * description.first_sparse_position
     check_seq_len(seq_len, config)
+    data = _with_reply(data, lines, seq_len, console)
     calibrated = candidates.calibrated_on(specs)
     built = built_of(model, description, config.vocab_size, data, seq_len, calibrated, candidates.noun, console)
     if data.only_shown:
@@ -244,6 +245,16 @@ def _run(
         seq_len=seq_len,
         prices=None if candidates.endpoints else candidates.prices(description),
     )
+
+
+def _with_reply(data: ComparisonData, lines: Sequence[Variant], seq_len: int, console: Console) -> ComparisonData:
+    """Return `data` with a reply, a quarter of each sequence as in a search, if a pattern needs one and has none."""
+    blocks = any(isinstance(line.pattern, Pattern) and line.pattern.indexers for line in lines)
+    if not blocks or data.reply is not None:
+        return data
+    reply = max(2, seq_len // 4)
+    warn(console, f"layers select for blocks of queries: the last {reply} tokens of a sequence count (--reply {reply})")
+    return replace(data, reply=reply)
 
 
 def built_of(
