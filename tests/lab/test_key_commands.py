@@ -275,6 +275,7 @@ def test_what_cannot_be_done_is_one_line(dense_folder: Path, model_folder: Path,
 
 
 @pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_pictures")
 def test_a_file_of_another_model_is_refused(tmp_path: Path, dense_folder: Path, texts: Path) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text("".join(texts.read_text().splitlines(keepends=True)[:12]))

@@ -268,7 +268,7 @@ def test_the_key_stays_with_the_server_that_was_named(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("count", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_failing_file_systems(
     count: int, tmp_path: Path, model_folder: Path, token_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
