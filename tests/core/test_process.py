@@ -18,15 +18,21 @@ TOOL = """
 import sys, time
 from sglang_indexcache import process
 
+mode, path = sys.argv[1:]
+
+def write(text):
+    file = open(path, "w")
+    file.write(text)
+    file.close()  # not where it is deleted, where a signal can't raise
+
 def work():
-    mode, path = sys.argv[1:]
     if mode == "imports":
-        open(path, "w").write("at it")
+        write("at it")
         time.sleep(30)
     if mode in ("works", "swallows", "stuck"):
         process.let_work_end()
         try:
-            open(path, "w").write("at it")
+            write("at it")
             while True:
                 try:
                     time.sleep(30)
@@ -36,17 +42,17 @@ def work():
                     if mode == "swallows":
                         raise ImportError("numpy failed to import")
         finally:
-            open(path, "w").write("closed")
+            write("closed")
     if mode == "destructor":
         class Thing:
             def __del__(self):
-                open(path, "w").write("at it")
+                write("at it")
                 time.sleep(30)
         process.let_work_end()
         Thing()
         time.sleep(30)
     print("\\u00b1" * 3, "result")
-    open(path, "w").write("written")
+    write("written")
     return int(mode) if mode.isdigit() else None
 
 process.PATIENCE = 1
