@@ -55,7 +55,7 @@ SHAPES = [
         (torch.float32, False),
         (torch.float32, True),
         pytest.param(torch.bfloat16, False, marks=LARGE),
-        (torch.bfloat16, True),
+        pytest.param(torch.bfloat16, True, marks=LARGE),
     ],
     ids=str,
 )

@@ -129,6 +129,7 @@ def test_a_comparison_goes_on_where_it_ended(
     assert (tmp_path / "eval.json").read_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_thresholds_are_found_and_compared(dense_folder: Path, texts: Path, replies: Path, tmp_path: Path) -> None:
     sizes = [

@@ -64,6 +64,7 @@ def write_corpus(folder: Path) -> None:
     np.savez(folder / "corpus.npz", words=np.arange(100, 164), **streams)
 
 
+@pytest.mark.slow
 def test_longer_sequences_go_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trained model goes on from its weights, and what is computed again for the gradient is the same."""
     write_corpus(tmp_path)

@@ -399,7 +399,8 @@ def test_every_epoch_takes_each_row_once() -> None:
     assert np.array_equal(rows_of_step(1, 14, 10, seed=3), rows[14:28])  # of three epochs
 
 
-@pytest.mark.parametrize("lines", [4, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [4, 7])
 def test_a_killed_run_goes_on_to_the_same_losses(
     trained: Path, model_folder: Path, training: Path, tmp_path: Path, lines: int
 ) -> None:
