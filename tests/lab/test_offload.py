@@ -321,6 +321,7 @@ def test_plans_of_a_dense_model(
     assert json.loads((tmp_path / "out" / "offload.json").read_text()) == result
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_the_best_plan_within_limits(dense_folder: Path, token_file: Path, tmp_path: Path) -> None:
     """Least KL first; then the smallest buffer that brings no more than allowed."""

@@ -123,6 +123,7 @@ def test_data_of_any_length(tmp_path: Path) -> None:
     assert {path.stem for path in (tmp_path / "data").glob("*.jsonl")} == names
 
 
+@pytest.mark.slow
 def test_training_goes_on_behind_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the same weights; what is left of a run that was killed is a whole stage, or nothing."""
     write_corpus(tmp_path)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from indexcache_search.data.tokens import TokenSet, growing_shares
@@ -155,11 +155,12 @@ def lazy_steps(layers: int, stop: int, judge: Judge, flips: int) -> list[Step]:
 
 @settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 11))
+@example(12038, 1)  # two layers cost the same but for what the ceiling of losses takes off
 def test_lazy_takes_the_steps_of_greedy_where_flips_do_not_interact(seed: int, stop: int) -> None:
     plain, lazy = (simulated(12, seed, SEPARABLE) for _ in range(2))
-    expected = [step.layer for step in greedy(Pattern.full(12), stop, plain.losses)]
+    expected = [step.loss for step in greedy(Pattern.full(12), stop, plain.losses)]
     found = lazy_steps(12, stop, lazy, 1)
-    assert [step.layer for step in found] == expected
+    assert [step.loss for step in found] == pytest.approx(expected, rel=5e-3)
     # The first step looks at all 11; each later one at the cheapest of them and at the one above the last flip.
     assert evaluations(lazy) <= 1 + 11 + 2 * max(len(found) - 1, 0)
     assert len(found) < 3 or evaluations(lazy) < evaluations(plain)
