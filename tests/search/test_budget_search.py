@@ -83,7 +83,7 @@ class Model:
 
 
 def search(model: Model, budget: float, most_full: int = 5) -> tuple[Pattern, Outcome]:
-    """What is found for so many milliseconds, with all else."""
+    """Search within so many milliseconds; return the pattern found, and the whole outcome."""
     plan = TimeGoal(share=budget / 52, prices=PRICES, queries=SIZES, most_full=most_full)
     goal = Goal(native=model.native, full_layers={Fraction(1, 5): 1}, plan=plan)
     judge = judge_of(TableEngine(model.loss), token_set(16), race=True)

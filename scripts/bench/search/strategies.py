@@ -35,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search import demo
+from indexcache_search.cli.search import TimeShare
 from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.stored import load_set, save_set
@@ -313,8 +314,8 @@ def main() -> None:
         write_sets(options)
         return
     retain = tuple(parse_retention(item) for item in options.retain.split(","))
-    share, _, context = options.prefill.partition("@")
-    budget = Budget(float(share), int(context))
+    time = TimeShare.parse(options.prefill)
+    budget = Budget(time.share, time.context)
     in_time = any(VARIANTS[name].prefill for name in options.strategies.split(";"))
     columns = (*retain, *([_column(budget)] if in_time else []))
     runs: dict[str, list[Run]] = {name: [] for name in options.strategies.split(";")}

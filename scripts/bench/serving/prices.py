@@ -1,4 +1,4 @@
-"""What each kind of layer costs in prompts and while decoding: a table of prices. Needs SGLang and a GPU.
+"""Measure what each kind of layer costs in prompts and while decoding, and write a table. Needs SGLang and a GPU.
 
     python -m scripts.bench.serving.prices --model GLM-5-rank --name glm-5-tp8 --output glm-5-tp8.json
 
@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from indexcache_search.prices.table import PriceTable
 from scripts.bench.serving.layer_times import cumulated
 from scripts.bench.serving.prefill import PLAIN, Engine, split
 from sglang_indexcache import Pattern
@@ -145,21 +146,16 @@ def table(
         },
         "checks": [],
     }
+    prices = PriceTable.model_validate(content)
     for name, letters in map(split, options.checks):
-        checked = Pattern.parse(letters)
-        kinds = [checked.queries[source] for source in checked.source_layers]
-        for number, length in enumerate(lengths):
-            costs = [
-                (full if source == layer else shared)[queries][number]
-                for layer, (source, queries) in enumerate(zip(checked.source_layers, kinds, strict=True))
-            ]
+        for length in lengths:
             measured = statistics.median(whole[name][length]["prefill_ms"])
             content["checks"].append(
                 {
                     "pattern": letters,
                     "context": length,
                     "measured_ms": round(measured, 1),
-                    "expected_ms": round(sum(costs) + rest[number], 1),
+                    "expected_ms": round(prices.at(length).prompt_ms(Pattern.parse(letters)), 1),
                     "plain_ms": round(statistics.median(whole[PLAIN][length]["prefill_ms"]), 1),
                     "spread": round((max(values := whole[name][length]["prefill_ms"]) - min(values)) / measured, 4),
                 }

@@ -18,6 +18,7 @@ from indexcache_search.data import dry_run
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.templates import AS_THEY_ARE, RowOptions
+from indexcache_search.data.tokens import default_reply
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.identity import engine_identity, engine_words, today
@@ -252,7 +253,7 @@ def _with_reply(data: ComparisonData, lines: Sequence[Variant], seq_len: int, co
     blocks = any(isinstance(line.pattern, Pattern) and line.pattern.indexers for line in lines)
     if not blocks or data.reply is not None:
         return data
-    reply = max(2, seq_len // 4)
+    reply = default_reply(seq_len)
     warn(console, f"layers select for blocks of queries: the last {reply} tokens of a sequence count (--reply {reply})")
     return replace(data, reply=reply)
 

@@ -83,6 +83,11 @@ class TokenSet:
         return digest.hexdigest()
 
 
+def default_reply(seq_len: int) -> int:
+    """Return the tokens that count at the end of a sequence where layers select for blocks of prompt queries."""
+    return max(2, seq_len // 4)
+
+
 def sampled_queries(seq_len: int, first_sparse_position: int, rows: int) -> NDArray[np.int64]:
     """Return positions of up to `rows` queries, evenly spread over those past `first_sparse_position`."""
     number = min(rows, seq_len - first_sparse_position)

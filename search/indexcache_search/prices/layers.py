@@ -1,4 +1,4 @@
-"""What a pattern costs: the sum of its layers' times."""
+"""Add up the times of a pattern's layers."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -146,9 +146,9 @@ class PriceTable(Section):
             raise SearchError(f"{context} tokens have no price in {self.name}, expected {first} to {last}")
 
         def power(row: Sequence[float]) -> float:
-            return math.exp(_between([math.log(value) for value in row]))
+            return math.exp(between([math.log(value) for value in row]))
 
-        def _between(row: Sequence[float]) -> float:
+        def between(row: Sequence[float]) -> float:
             place = next((number for number, item in enumerate(self.contexts) if item >= context), 0)
             if place == 0 or self.contexts[place] == context:
                 return row[place]
@@ -156,16 +156,16 @@ class PriceTable(Section):
             part = math.log(context / low) / math.log(high / low)
             return row[place - 1] * (1 - part) + row[place] * part
 
-        def blocks(rows: Mapping[int, Sequence[float]], value: Callable[[Sequence[float]], float]) -> dict[int, float]:
-            return {queries: value(row) for queries, row in sorted(rows.items())}
+        def blocks(rows: Mapping[int, Sequence[float]]) -> dict[int, float]:
+            return {queries: power(row) for queries, row in sorted(rows.items())}
 
         return Prices(
             table=self.name,
             words=str(self),
             context=context,
-            full=blocks(self.prompt.full_ms, power),
-            shared=blocks(self.prompt.shared_ms, power),
-            rest=_between(self.prompt.rest_ms),
+            full=blocks(self.prompt.full_ms),
+            shared=blocks(self.prompt.shared_ms),
+            rest=between(self.prompt.rest_ms),
             decode_full=power(self.decode.full_ms),
             decode_shared=power(self.decode.shared_ms),
         )

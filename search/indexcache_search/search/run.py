@@ -19,7 +19,7 @@ from indexcache_search.data import dry_run
 from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.templates import AS_THEY_ARE, RowOptions
-from indexcache_search.data.tokens import TokenSet
+from indexcache_search.data.tokens import TokenSet, default_reply
 from indexcache_search.engines.base import Engine
 from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.own_server import own_server
@@ -171,7 +171,7 @@ def _load_data(
     goal = settings.goal(description)
     seq_len = data.seq_len or 4 * description.first_sparse_position
     if goal.plan is not None and data.reply is None:
-        data = replace(data, reply=max(2, seq_len // 4))
+        data = replace(data, reply=default_reply(seq_len))
     return goal, *token_sets(model, description, data, seq_len)
 
 
