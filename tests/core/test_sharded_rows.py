@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("sglang_modules")
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "LEAST_ROWS", 40)
+    monkeypatch.setattr(shards, "LEAST_KEYS", 19)
     monkeypatch.setattr(shards, "STRIPE", 8)
 
 
@@ -68,7 +69,8 @@ def test_every_row_is_selected_for_once_and_stands_where_it_was(seed: int) -> No
     assert {len(mine) for mine in rows} == {share}
     distinct = [set(mine) - {count - 1} for mine in rows]  # the last row fills up what is too short
     assert sum(map(len, distinct)) == count - 1
-    assert [Shards(0, ranks, lambda every, own: None).pays(number) for number in (39, 40)] == [False, True]
+    pays = Shards(0, ranks, lambda every, own: None).pays
+    assert [pays(39, 19), pays(40, 18.5), pays(40, 19)] == [False, False, True]
 
 
 @pytest.mark.parametrize("kind", [PAGED, RAGGED, UNFUSED])
@@ -98,10 +100,12 @@ def test_selections_are_those_of_one_rank(kind: str, ranks: int, queries: int | 
     assert all(torch.equal(found, wanted) for found in on_ranks(ranks, run))
 
 
-def test_short_passes_are_sglangs_alone() -> None:
-    keys, lengths = torch.randn(39, DIM), [39]
-    metadata, batch = Metadata([0], lengths, PAGED), SimpleNamespace(extend_seq_lens_cpu=lengths)
-    q, w = torch.randn(39, HEADS, DIM), torch.rand(39, HEADS, 1)
+@pytest.mark.parametrize("lengths", [[39], [37, 37]], ids=["few rows", "few keys"])
+def test_short_passes_are_sglangs_alone(lengths: list[int]) -> None:
+    keys, prefixes, rows = torch.randn(sum(lengths), DIM), [0] * len(lengths), sum(lengths)
+    metadata = Metadata(prefixes, lengths, PAGED)
+    batch = SimpleNamespace(extend_prefix_lens_cpu=prefixes, extend_seq_lens_cpu=lengths)
+    q, w = torch.randn(rows, HEADS, DIM), torch.rand(rows, HEADS, 1)
     nobody = Shards(1, 2, lambda every, own: pytest.fail("ranks met"))
     found = PrefillSelection(SglangIndexer(keys), nobody)(False, batch, 0, q, w, metadata)
     assert torch.equal(found, SglangIndexer(keys)._get_topk_ragged(False, batch, 0, q, w, metadata))

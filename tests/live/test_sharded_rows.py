@@ -32,7 +32,7 @@ SCRIPT = """
 import os
 from sglang_indexcache.families.dsa import shards
 
-shards.LEAST_ROWS, shards.STRIPE = 32, 8
+shards.LEAST_ROWS, shards.LEAST_KEYS, shards.STRIPE = 32, 0, 8
 whole = shards.Shards.part
 
 def part(self, count, device, kept):

@@ -72,6 +72,7 @@ VARIANTS = {
     "exhaustive": Settings(retain=EVERYTHING, strategy=Exhaustive()),
 }
 DEFAULT = ("greedy (Algorithm 1)", "lazy", "lazy + swaps")
+ALIKE = ("model", "retain", "prefill", "objective", "sequences", "eval_sequences", "seq_len", "reply")
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,17 @@ def simulated_cases(options: argparse.Namespace) -> Iterator[Case]:
         yield Case(partial(SimulatedEngine, layers, seed, Structure()), calibration, held_out)
 
 
+def take_options_of_runs(options: argparse.Namespace) -> None:
+    """Set what decides about figures to what the files of `--merge` were made with; refuse files that differ."""
+    made_with = [json.loads(path.read_text())["options"] for path in options.merge]
+    for name in ALIKE:
+        values = {item.get(name) for item in made_with}
+        if len(values) > 1:
+            flag = "--" + name.replace("_", "-")
+            raise SystemExit(f"--merge: files made with {flag} {', '.join(sorted(map(str, values)))}; expected one")
+        setattr(options, name, values.pop())
+
+
 def merged(files: Sequence[Path], data: TokenSet) -> dict[str, list[Run]]:
     """Merge the results of several runs, by strategy in the order of seeds."""
     found: dict[str, dict[int, Run]] = {}
@@ -313,6 +325,8 @@ def main() -> None:
     if options.write_sets is not None:
         write_sets(options)
         return
+    if options.merge:
+        take_options_of_runs(options)
     retain = tuple(parse_retention(item) for item in options.retain.split(","))
     time = TimeShare.parse(options.prefill)
     budget = Budget(time.share, time.context)

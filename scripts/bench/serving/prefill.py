@@ -40,7 +40,8 @@ KINDS = (  # the first that is found in a kernel's name
     ("top-k", "topk|top_k"),
     ("indexer", "indexer|index_k|get_k_and_s|_get_k|hadamard"),
     ("attention", "sparse|mla|splitkv|flash_fwd|_add_own"),
-    ("exchange", "nccl|all_gather|allgather|all_reduce|cross_device"),
+    ("gather", "all_?gather"),
+    ("reduce", "nccl|all_reduce|cross_device"),
     ("products", "nvjet|gemm|cutlass|cublas|splitk"),
 )
 
@@ -189,7 +190,7 @@ def several(engine: Any, ids: list[list[int]], steps: int = 40) -> tuple[float, 
 
 
 def kernels(engine: Any, length: int) -> dict[str, Any]:
-    """Return milliseconds of the kernels of one prompt by kind, their number, and the longest ones."""
+    """Return milliseconds of the first rank's kernels of one prompt by kind, their number, and the longest ones."""
     with tempfile.TemporaryDirectory() as folder:
         engine.start_profile(output_dir=folder, activities=["GPU"], with_stack=False, record_shapes=False)
         engine.generate(input_ids=prompt(length, 7), sampling_params={"max_new_tokens": 1, "ignore_eos": True})
@@ -198,7 +199,7 @@ def kernels(engine: Any, length: int) -> dict[str, Any]:
         kinds: dict[str, float] = defaultdict(float)
         names: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
         spans = []
-        for path in Path(folder).rglob("*trace.json*"):
+        for path in sorted(Path(folder).rglob("*trace.json*"))[:1]:
             content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
             for event in json.loads(content)["traceEvents"]:
                 if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):

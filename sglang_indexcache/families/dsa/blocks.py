@@ -185,7 +185,7 @@ class BlockSelection(PrefillSelection):
         plan = self._plan(prefill)
         if plan is None:
             return super()._select(prefill)
-        shared_out = self.shards.pays(len(plan.first))
+        shared_out = self.shards.pays(len(plan.first), prefill.keys)
         part = self.shards.part(len(plan.first), plan.first.device, prefill.kept) if shared_out else None
         own = plan if part is None else plan.own(part)
         queries, gates = prefill.queries.contiguous(), prefill.gates.contiguous()
@@ -202,8 +202,7 @@ class BlockSelection(PrefillSelection):
         key = (self.queries, self.indexer.index_topk)
         plans: dict[tuple[int, int], WholePlan | None] = prefill.kept.setdefault(_PLANS, {})
         if key not in plans:
-            prefixes = [int(count) for count in prefill.forward_batch.extend_prefix_lens_cpu]
-            blocks = blocks_of(prefixes, prefill.lengths, *key)
+            blocks = blocks_of(prefill.prefixes, prefill.lengths, *key)
             plans[key] = WholePlan.of(blocks, prefill.lengths, self.queries, prefill.queries.device) if blocks else None
         return plans[key]
 

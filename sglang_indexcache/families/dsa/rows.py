@@ -69,6 +69,18 @@ class Prefill:
         """Rows of each request."""
         return [int(count) for count in self.forward_batch.extend_seq_lens_cpu]
 
+    @property
+    def prefixes(self) -> list[int]:
+        """Tokens of each request that were read before."""
+        return [int(count) for count in self.forward_batch.extend_prefix_lens_cpu]
+
+    @property
+    def keys(self) -> float:
+        """Keys that a row may select, in the mean."""
+        lengths = self.lengths
+        each = zip(self.prefixes, lengths, strict=True)
+        return sum(length * (prefix + length / 2) for prefix, length in each) / max(1, sum(lengths))
+
     def requests(self) -> Tensor:
         """Return the number of each row's request, made once for all layers of a forward pass."""
         if _REQUESTS not in self.kept:
@@ -103,7 +115,7 @@ class PrefillSelection:
     def _select(self, prefill: Prefill) -> Tensor:
         """Select for all rows of a prefill, each for itself."""
         count = sum(prefill.lengths)
-        if not self.shards.pays(count):
+        if not self.shards.pays(count, prefill.keys):
             return prefill.all()
         part = self.shards.part(count, prefill.queries.device, prefill.kept)
         if _PART not in prefill.kept:

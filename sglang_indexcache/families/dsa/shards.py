@@ -15,6 +15,7 @@ from torch import Tensor
 
 _PARTS = "_indexcache_parts"
 LEAST_ROWS = 1024  # with fewer, every rank selects for all of them
+LEAST_KEYS = 8192  # likewise, in the mean of the rows: scores of fewer take no longer than the exchange
 STRIPE = 64  # rows; later rows take longer, so ranks take turns
 
 
@@ -45,9 +46,9 @@ class Shards:
     ranks: int
     gather: Callable[[Tensor, Tensor], object]
 
-    def pays(self, count: int) -> bool:
-        """Return whether `count` rows are shared out; every rank of the group returns the same."""
-        return self.ranks > 1 and count >= LEAST_ROWS
+    def pays(self, count: int, keys: float) -> bool:
+        """Return whether `count` rows, of `keys` in the mean, are shared out; the same on every rank of the group."""
+        return self.ranks > 1 and count >= LEAST_ROWS and keys >= LEAST_KEYS
 
     def part(self, count: int, device: torch.device, kept: dict[str, Any]) -> Part:
         """Return this rank's part of `count` rows, made once in `kept` for all layers of a forward pass."""
