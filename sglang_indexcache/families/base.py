@@ -14,6 +14,7 @@ from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.sglang.attention import CountedAttention
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import LOAD_MODEL, Feature, Need, SglangSource
 
@@ -195,6 +196,16 @@ class SglangAdapter(ABC):
         Raises:
             ProofError: if what it would call is not what was read.
         """
+
+    def attentions(self, model: Any, pattern: Pattern, draft: bool) -> Iterator[CountedAttention]:
+        """Yield the attention modules whose indexers are counted in the first passes; none where that can't be done.
+
+        Args:
+            model: a loaded model.
+            pattern: the pattern that it runs.
+            draft: whether it is the draft model, of which no pattern says anything.
+        """
+        yield from ()
 
     def grouped(self, runner: Any) -> tuple[int, ...]:
         """Read from a `ModelRunner` in which of its layers the queries of blocks are attended from together.

@@ -14,14 +14,15 @@ The hooks, and when each runs:
 | around `Scheduler.__init__` | `metrics` | metrics, if they are on |
 | after `Scheduler.get_init_info` | `ready` | a scheduler is not ready without its proof, and sends it along |
 | after `Scheduler.get_internal_state` | here | `/server_info` |
+| in the first passes, with module hooks of PyTorch's | `counted` | how often each indexer runs |
 | around updates of weights | `updates` | proven again, or known not to be proven any more |
 | after `HiCacheController._generate_storage_config` | `identity` | keys of HiCache storage |
 | before `CommonKVManager.__init__` | `identity` | the handshake of prefill and decode servers |
 
 The first three and `Scheduler.__init__` are watched from the start (`plugin`); the others are applied once an engine
 has a request. Hooks can't be taken back, and a process may have several engines: each hook looks up the plan of the
-engine at hand (`engines`), and does nothing where there is none. On DSA models nothing runs in the forward pass, but
-for layers that select in blocks; with metrics on, two counters are added to after it.
+engine at hand (`engines`), and does nothing where there is none. On DSA models nothing runs in the forward pass once
+indexers were counted, but for layers that select in blocks; with metrics on, two counters are added to after it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from threading import RLock
 from typing import Any
 
 from sglang_indexcache.model.name import at_revision
-from sglang_indexcache.serving import engines, identity, metrics, proof, ready, updates
+from sglang_indexcache.serving import counted, engines, identity, metrics, proof, ready, updates
 from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.hooks import Hooks, bound_arguments, bound_to, installed_source, refusing_around
@@ -176,11 +177,14 @@ def _prover(need: probes.Need) -> Callable[..., None]:
     """Return the hook after `need`, a method of `ModelRunner`: it proves the loaded model, on every rank."""
 
     def after(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-        plan = engines.plan_of_runner(runner)
+        plan, draft = engines.plan_of_runner(runner), bool(getattr(runner, "is_draft_worker", False))
         if plan is not None:
             proof.prove(plan, runner, need)
-        if not getattr(runner, "is_draft_worker", False):
+        if not draft:
             engines.loaded_here(plan)
+        counted_for = engines.plan_of(runner.server_args) if draft else plan
+        if counted_for is not None and counted_for.serves and need == counted_for.family.sglang.proven_after:
+            counted.watch(counted_for, runner, draft)
 
     return after
 

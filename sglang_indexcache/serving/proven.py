@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -9,6 +10,7 @@ from typing import Any
 
 from sglang_indexcache.errors import ProofError, one_line
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.counted import Counter
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class ProofHolder:
         self._lost: tuple[str, str] | None = None
         self.graphs_captured = False
         self.grouped_layers: list[int] = []  # whose queries of blocks are attended from together
+        self.counters: list[Counter] = []  # of the target model, and of a draft model
         self.tell: Callable[[bool], None] = lambda holds: None  # a listener, such as a metric
 
     def set(self, proof: Proof) -> None:
@@ -64,6 +67,14 @@ class ProofHolder:
         """Time and reason of losing the proof, on one line; `None` while it holds."""
         return None if self._lost is None else "not proven since {}: {}".format(*self._lost)
 
+    def _counted(self) -> dict[str, Any]:
+        """Return the passes in which indexers were counted, by kind, and the kinds that are still to come."""
+        passes = Counts[str]()
+        for counter in self.counters:
+            passes.update(counter.passes)
+        missing = sorted({kind for counter in self.counters for kind in counter.missing})
+        return {"passes": dict(sorted(passes.items())), **({"to_come": missing} if missing else {})}
+
     def status(self, source: str) -> dict[str, Any]:
         """Return plain types, for `/server_info`; `source` is the requested file.
 
@@ -86,4 +97,5 @@ class ProofHolder:
             "proven_ranks": self.proof.ranks,
             "proven": self._lost is None,
             **lost,
+            **({"counted": self._counted()} if self.counters else {}),
         }

@@ -63,6 +63,8 @@ def _from_disk(plan: Preflight, runner: Any, path: str, update: Callable[[], Any
         report = replace(report, problem=f"an update from {path} failed half-way: {reply.message}")
     problem = agree(plan, runner, report)
     if problem is None:
+        for counter in plan.proven.counters:
+            counter.again()
         return reply
     plan.proven.lose(f"weights were updated from {path}: {problem}")
     if reply.success:

@@ -15,6 +15,7 @@ from sglang_indexcache.errors import ProofError, SpellingError
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.deepseek_v4.schedule import CHOOSING_RATIO
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
+from sglang_indexcache.sglang.attention import CountedAttention, exactly
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import Feature, Need
 
@@ -100,6 +101,12 @@ class DeepseekV4Sglang(SglangAdapter):
     def indexer(self, module: Any) -> Any:
         """See `SglangAdapter.indexer`."""
         return module
+
+    def attentions(self, model: Any, pattern: Pattern, draft: bool) -> Iterator[CountedAttention]:
+        """See `SglangAdapter.attentions`; an indexer that runs projects its queries, and drafts have none."""
+        around = {id(child): module for module in model.modules() for child in module.children()}
+        for site, module in () if draft else self.modules(model):
+            yield CountedAttention(site, around[id(module)], module.wq_b, exactly(int(pattern[site] == FULL)))
 
     def switch(self, runner: Any, pattern: Pattern) -> None:
         """See `SglangAdapter.switch`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,6 +27,7 @@ from sglang_indexcache.families.dsa.spellings import (
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
+from sglang_indexcache.sglang.attention import CountedAttention, exactly
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import Feature, Need, SglangError, SglangSource
 
@@ -156,11 +158,20 @@ class DsaSglang(SglangAdapter):
         found = grouped.placed(_prefill_backend(runner))
         return () if found is None else tuple(sorted(found.selecting))
 
+    def attentions(self, model: Any, pattern: Pattern, draft: bool) -> Iterator[CountedAttention]:
+        """See `SglangAdapter.attentions`; a NextN layer selects unless indices are handed to it."""
+        if draft:
+            modules = [module for module in model.modules() if _shares(module) and getattr(module, "is_nextn", False)]
+            for number, module in enumerate(modules):
+                yield CountedAttention(number, module, self.indexer(module), partial(_of_a_draft, module))
+            return
+        for site, module in self.modules(model):
+            yield CountedAttention(site, module, self.indexer(module), exactly(int(pattern[site] == FULL)))
+
     def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
         """See `SglangAdapter.modules`."""
         for module in model.modules():
-            shares = getattr(module, "skip_topk", None) is not None and hasattr(module, "next_skip_topk")
-            if shares and not getattr(module, "is_nextn", False):  # NextN modules always run their own indexer
+            if _shares(module) and not getattr(module, "is_nextn", False):  # NextN modules always run their own indexer
                 yield module.layer_id, module
 
     def role(self, site: int, module: Any) -> str:
@@ -203,6 +214,15 @@ class DsaSglang(SglangAdapter):
         """See `SglangAdapter.configured`; empty where a freq says something else."""
         config = runner.model_config.hf_config
         return str(getattr(config, PATTERN_KEY)) if getattr(config, FREQ_KEY) == 1 else ""
+
+
+def _shares(module: Any) -> bool:
+    return getattr(module, "skip_topk", None) is not None and hasattr(module, "next_skip_topk")
+
+
+def _of_a_draft(module: Any, given: Mapping[str, Any]) -> tuple[int, ...]:
+    handed_over = module.skip_topk and given.get("prev_topk_indices") is not None
+    return (0, 1) if handed_over else (1,)  # dense prefill fills its index keys either way
 
 
 def _prefill_backend(runner: Any) -> Any:

@@ -47,16 +47,22 @@ def indexer_forward(
         return None
     metadata = get_attn_backend().get_indexer_metadata(layer_id, forward_batch)
     selected = torch.full((x.shape[0], indexer.index_topk), -1, dtype=torch.int32)
-    if forward_batch.forward_mode.is_extend():
+    if forward_batch.forward_mode.is_extend() and not _of_drafts(forward_batch):
         rows = sum(metadata.get_dsa_extend_len_cpu())
         indexer._get_topk_ragged(
             False, forward_batch, layer_id, queries[:rows], weights[:rows, :, None], metadata, selected[:rows]
         )
     else:
-        rows = forward_batch.batch_size
+        rows = len(metadata.get_page_table_1()) if _of_drafts(forward_batch) else forward_batch.batch_size
         selected[:rows] = indexer._get_topk_paged(forward_batch, layer_id, queries, weights[..., None], metadata)[:rows]
     recorder.record(layer_id, forward_batch, positions, selected[:rows])
     return maybe_capture_indexer_topk(layer_id, selected)
+
+
+def _of_drafts(forward_batch: Any) -> bool:
+    """Whether each of several tokens of a request has a row of the page table of its own."""
+    mode = forward_batch.forward_mode
+    return bool(mode.is_target_verify() or mode.is_draft_extend_v2())
 
 
 def read_buffer(pool: Any, layer_id: int) -> Tensor:
@@ -68,12 +74,12 @@ def read_buffer(pool: Any, layer_id: int) -> Tensor:
 def select_paged(
     indexer: Any, forward_batch: Any, layer_id: int, q_fp8: Tensor, weights: Tensor, metadata: Any
 ) -> Tensor:
-    """Replaces `Indexer._get_topk_paged`, for decoding alone; arguments as of `select_ragged`."""
+    """Replaces `Indexer._get_topk_paged`, for decoding and draft tokens; arguments as of `select_ragged`."""
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
     pool = get_token_to_kv_pool()
     cache, table = _index_keys(pool, layer_id, indexer.head_dim), metadata.get_page_table_1().long()
-    rows = forward_batch.batch_size
+    rows = len(table) if _of_drafts(forward_batch) else forward_batch.batch_size
     scores = [
         _scores(
             q_fp8[row, None],

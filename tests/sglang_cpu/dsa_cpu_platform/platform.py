@@ -10,7 +10,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from dsa_cpu_platform import deepseek_v4
+from dsa_cpu_platform import deepseek_v4, speculative
 
 
 class DsaCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -24,6 +24,9 @@ class DsaCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm in ("EAGLE", "NEXTN", "NGRAM")
+
     def get_dispatch_key_name(self) -> str:
         return "native"
 
@@ -36,6 +39,7 @@ class DsaCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def post_load_model(self, model: torch.nn.Module) -> None:
         """The indexer's `weights_proj` is bf16 whatever the model's dtype; float32 runs need float32."""
         _let_data_parallel_attention_run()
+        speculative.replace_all()
         if type(model).__name__ == "DeepseekV4ForCausalLM":
             deepseek_v4.replace_all(model)
             return

@@ -3,7 +3,8 @@
 `DSA_CPU_REMOVE=dotted.path` deletes that function or class before hooks are applied, as a newer SGLang might have.
 `DSA_CPU_BREAK=roles` makes every layer F whatever the configuration says; `weights` keeps the loader from loading one
 indexer tensor of layer 3 (`index-weights` and `index-bias` do of DeepSeek-V4); `forward` wraps one of its indexers;
-`loader` moves the work of `ModelRunner.load_model` into another method; `prefixes` lets calibration run with the
+`verify` lets layer 3 reuse a selection and `verify-shared` layer 4 make one where draft tokens are verified, `updated`
+lets layer 3 reuse one once weights were updated; `loader` moves the work of `ModelRunner.load_model` into another method; `prefixes` lets calibration run with the
 prefix cache on, `radix` also never flushes it. Of dense models, `dense-backend` puts another class in the place of the
 attention backend, `dense-page-size` and `dense-window` change what the model runner and layer 2 say, `dense-role` and
 `dense-selection` what layer 3 is told.
@@ -27,6 +28,8 @@ LOST = {
     "index-weights": "layers.3.attn.indexer.wq_b.",
     "index-bias": "layers.3.attn.indexer.compressor.ape",
 }
+TURNED = {"verify": 3, "verify-shared": 4, "updated": 3}  # layer
+_SEEN: dict[str, Any] = {"loads": 0}
 
 
 def apply() -> None:
@@ -46,6 +49,11 @@ def apply() -> None:
     elif broken == "forward":
         loader = "sglang.srt.models.deepseek_v4.DeepseekV4ForCausalLM.post_load_weights"
         HookRegistry.register(loader, _wrap_an_indexer, HookType.AFTER)
+    elif broken in TURNED:
+        models = "sglang.srt.models.deepseek_v2.DeepseekV2"
+        turn = functools.partial(_turn_a_layer, broken)
+        HookRegistry.register(models + "AttentionMLA.forward", turn, HookType.AROUND)
+        HookRegistry.register(models + "ForCausalLM.load_weights", _count_a_load, HookType.AFTER)
     elif broken is not None and broken.startswith("dense-"):
         backends = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends"
         HookRegistry.register(backends, functools.partial(_break_dense, broken), HookType.BEFORE)
@@ -100,6 +108,32 @@ def _wrap_an_indexer(result: Any, model: Any, *args: Any, **kwargs: Any) -> None
     found = [module for module in model.modules() if type(module).__name__ == "C4Indexer"]
     forward = found[3].forward
     found[3].forward = lambda *inner, **named: forward(*inner, **named)
+
+
+def _turn_a_layer(broken: str, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Turn a layer's role round for the length of a call of its attention; an S layer takes the first indexer."""
+    if module.is_nextn:
+        return original(module, *args, **kwargs)
+    indexer = getattr(module, "indexer", None)
+    if module.layer_id == 0:
+        _SEEN["indexer"] = indexer
+    verifying = kwargs["forward_batch"].forward_mode.is_target_verify()
+    wanted = _SEEN["loads"] > 1 if broken == "updated" else verifying
+    if module.layer_id not in (TURNED[broken] - 1, TURNED[broken]) or not wanted:
+        return original(module, *args, **kwargs)
+    changes = {"skip_topk": not module.skip_topk, "indexer": indexer or _SEEN["indexer"]}
+    if module.layer_id != TURNED[broken]:
+        changes = {"next_skip_topk": True}  # hands its selection on
+    before = {name: getattr(module, name, None) for name in changes}
+    vars(module).update(changes)
+    try:
+        return original(module, *args, **kwargs)
+    finally:
+        vars(module).update(before)
+
+
+def _count_a_load(*_: Any, **__: Any) -> None:
+    _SEEN["loads"] += 1
 
 
 def _lose_weights(

@@ -1,0 +1,173 @@
+"""Counting how often each layer's indexer runs in the first passes of each kind; then nothing of ours is in a pass.
+
+Roles that are read back say what a layer would do, and a server was seen elsewhere that ran every indexer although the
+roles were right. So in the first passes each call of an attention module is looked at: an F layer must have run its
+indexer once by its end, an S layer never. Graphs are counted while they are captured, on every rank. PyTorch's module
+hooks do it; they are taken away once every kind of pass that the server makes was seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from sglang_indexcache.errors import ProofError
+from sglang_indexcache.sglang.attention import CountedAttention
+from sglang_indexcache.sglang.hooks import refusing
+
+if TYPE_CHECKING:
+    from sglang_indexcache.serving.preflight import EnginePlan
+
+logger = logging.getLogger(__name__)
+
+EXTEND, DECODE, VERIFY, DRAFT_EXTEND = "extend", "decode", "target verify", "draft extend"
+_KINDS = {  # by the name of SGLang's ForwardMode
+    "EXTEND": EXTEND,
+    "MIXED": "mixed",
+    "SPLIT_PREFILL": EXTEND,
+    "DECODE": DECODE,
+    "TARGET_VERIFY": VERIFY,
+    "DRAFT_EXTEND": DRAFT_EXTEND,
+    "DRAFT_EXTEND_V2": DRAFT_EXTEND,
+}
+CAPTURED = " (captured)"
+_PREFILL, _DECODE = "prefill", "decode"  # --disaggregation-mode
+
+
+def kinds_of(server_args: Any, draft: bool = False) -> frozenset[str]:
+    """Return the kinds of passes that a server makes of its target model, or of its draft model."""
+    mode = getattr(server_args, "disaggregation_mode", None)
+    if draft:
+        return frozenset({DRAFT_EXTEND}) if mode != _PREFILL else frozenset({EXTEND})
+    steps = VERIFY if getattr(server_args, "speculative_algorithm", None) else DECODE
+    return frozenset({EXTEND} if mode == _PREFILL else {steps} if mode == _DECODE else {EXTEND, steps})
+
+
+def watch(plan: EnginePlan, runner: Any, draft: bool) -> None:
+    """Count the indexers of a loaded model in its first passes, if its family has them.
+
+    Args:
+        plan: has the pattern.
+        runner: a `ModelRunner`.
+        draft: whether it runs the draft model.
+    """
+    found = list(plan.family.sglang.attentions(runner.model, plan.pattern, draft))
+    if found:
+        counter = Counter(found, "layer of the draft model" if draft else "letter")
+        plan.proven.counters.append(counter)
+        counter.begin(kinds_of(runner.server_args, draft))
+
+
+class Counter:
+    """Counts the indexers of one model on this rank.
+
+    Args:
+        attentions: its attention modules.
+        name: what a site is called in messages.
+    """
+
+    def __init__(self, attentions: Iterable[CountedAttention], name: str = "letter") -> None:
+        self._attentions, self._name = list(attentions), name
+        self._missing: set[str] = set()
+        self._last = max((item.site for item in self._attentions), default=-1)
+        self._ran: list[int] | None = None  # sites of the indexers that ran in the open call of attention
+        self._handles: list[Any] = []
+        self.passes: dict[str, int] = {}
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """The kinds of passes that were not seen yet."""
+        return frozenset(self._missing)
+
+    @property
+    def counting(self) -> bool:
+        """Whether something of ours is in the model's passes."""
+        return bool(self._handles)
+
+    def begin(self, kinds: Iterable[str]) -> None:
+        """Count from now on, until passes of all `kinds` were seen."""
+        self.end()
+        self.passes.clear()
+        self._missing = set(kinds) if self._attentions else set()
+        for item in self._attentions:
+            before, after = _eager(self._before), _eager(refusing(self._after(item)))
+            self._handles.append(item.module.register_forward_pre_hook(before))
+            self._handles.append(item.module.register_forward_hook(after, with_kwargs=True))
+            if item.indexer is not None:
+                self._handles.append(item.indexer.register_forward_pre_hook(_eager(self._runs(item.site))))
+
+    def again(self) -> None:
+        """Count the next prompts, as after an update of weights; graphs that were captured stay as they are."""
+        self.begin({EXTEND})
+
+    def end(self) -> None:
+        """Take everything away that counts."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before(self, module: Any, args: Any) -> None:
+        self._ran = []
+
+    def _runs(self, site: int) -> Callable[..., None]:
+        def runs(module: Any, args: Any) -> None:
+            if self._ran is not None:
+                self._ran.append(site)
+
+        return runs
+
+    def _after(self, item: CountedAttention) -> Callable[..., None]:
+        def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            kind, ran, self._ran = kind_of(args, kwargs), self._ran, None
+            if kind is None or ran is None:  # counting began within this call
+                return
+            allowed = item.allowed(kwargs)
+            if len(ran) not in allowed:
+                raise ProofError(
+                    f"{self._name} {item.site} ran an indexer {len(ran)} times in a pass ({kind}), expected"
+                    f" {' or '.join(map(str, allowed))}"
+                )
+            if set(ran) - {item.site}:
+                raise ProofError(f"{self._name} {item.site} ran the indexer of {ran[0]} in a pass ({kind})")
+            if item.site == self._last:
+                self._seen(kind)
+
+        return after
+
+    def _seen(self, kind: str) -> None:
+        self.passes[kind] = self.passes.get(kind, 0) + 1
+        self._missing.discard(kind.removesuffix(CAPTURED))
+        if not self._missing:
+            self.end()
+            logger.info("indexcache: indexers ran as the pattern says, counted in passes: %s", self.passes)
+
+
+def kind_of(args: Any, kwargs: Mapping[str, Any]) -> str | None:
+    """Return the kind of pass that an attention module is called in; `None` without any rows to attend from."""
+    batch = kwargs.get("forward_batch")
+    batch = next((item for item in args if hasattr(item, "forward_mode")), None) if batch is None else batch
+    if batch is None:
+        raise ProofError("SGLang calls attention without a ForwardBatch, so what it runs can't be counted")
+    mode: str = batch.forward_mode.name
+    rows = kwargs.get("hidden_states", kwargs.get("x"))
+    if mode == "IDLE" or (hasattr(rows, "shape") and rows.shape[0] == 0):
+        return None
+    return _KINDS.get(mode, mode.lower().replace("_", " ")) + (CAPTURED if _capturing() else "")
+
+
+def _capturing() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _eager(hook: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a hook that does nothing in what TorchDynamo traces: it would be compiled, and stay."""
+    import torch
+
+    def guarded(*args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            hook(*args)
+
+    return guarded
