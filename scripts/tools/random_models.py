@@ -185,6 +185,21 @@ def build(kind: str, folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def with_nextn(folder: Path) -> Path:
+    """Add a NextN layer to a random DSA model of `build`: a copy of its last layer behind projections of its own."""
+    weights, path = folder / "model.safetensors", folder / "config.json"
+    tensors, config = load_file(weights), json.loads(path.read_text())
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    last, new = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    copies = {new + name.removeprefix(last): item.clone() for name, item in tensors.items() if name.startswith(last)}
+    norms = {f"{new}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    joined = torch.randn(hidden, 2 * hidden, generator=torch.Generator().manual_seed(1)) / 16
+    own = {name: item.to(torch.bfloat16) for name, item in {**norms, f"{new}eh_proj.weight": joined}.items()}
+    save_file({**tensors, **copies, **own}, weights, {"format": "pt"})
+    path.write_text(json.dumps({**config, "num_nextn_predict_layers": 1}, indent=1))
+    return folder
+
+
 def _released(kind: str, name: str) -> str:
     for pattern, replacement in _RELEASED.get(kind, ()):
         name = re.sub(pattern, replacement, name)

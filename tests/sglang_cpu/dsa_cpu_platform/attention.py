@@ -19,8 +19,10 @@ def gather_decode(page_table: Tensor, topk_indices: Tensor, result: Tensor | Non
     Returns:
         `[queries, k]` int32 slots, -1 for none.
     """
-    chosen = topk_indices.long()
-    return page_table.gather(1, chosen.clamp_min(0)).to(torch.int32).masked_fill(chosen < 0, -1)
+    slots = topk_indices.new_full(topk_indices.shape, -1, dtype=torch.int32)
+    chosen = topk_indices[: len(page_table)].long()  # padding rows have no row of the table
+    slots[: len(chosen)] = page_table.gather(1, chosen.clamp_min(0)).to(torch.int32).masked_fill(chosen < 0, -1)
+    return slots
 
 
 def gather_prefill(

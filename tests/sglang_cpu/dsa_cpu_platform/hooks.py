@@ -12,6 +12,7 @@ from dsa_cpu_platform.indexer import indexer_forward, read_buffer, select_paged,
 
 _BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend."
 _INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer."
+_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 _GATHER = "sglang.kernels.ops.attention.dsa.transform_index."
 
 
@@ -33,8 +34,24 @@ def register_hooks() -> None:
     for target, replacement in replacements.items():
         HookRegistry.register(target, replacement, HookType.REPLACE)
     HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", _rope, HookType.AROUND)
+    HookRegistry.register(_EXPERTS, _experts, HookType.AROUND)
     adjust = "sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp"
     HookRegistry.register(adjust, _one_key_head, HookType.AROUND)
+
+
+def _experts(original: Any, layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
+    """With expert parallelism, those of other ranks have the number -1, which SGLang's plain torch does not expect."""
+    weights, experts, _ = topk_output
+    if (experts >= 0).all():
+        found: torch.Tensor = original(layer, x, topk_output, config)
+        return found
+    summed = torch.zeros_like(x)
+    for expert, (up, down) in enumerate(zip(layer.w13_weight, layer.w2_weight, strict=True)):
+        rows, places = (experts == expert).nonzero(as_tuple=True)
+        gate, value = torch.nn.functional.linear(x[rows], up).chunk(2, dim=-1)
+        answer = torch.nn.functional.linear(torch.nn.functional.silu(gate) * value, down)
+        summed.index_add_(0, rows, answer * weights[rows, places, None].to(x.dtype))
+    return summed
 
 
 def _one_key_head(original: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:

@@ -53,7 +53,7 @@ def indexer_forward(
             False, forward_batch, layer_id, queries[:rows], weights[:rows, :, None], metadata, selected[:rows]
         )
     else:
-        rows = len(metadata.get_page_table_1()) if _of_drafts(forward_batch) else forward_batch.batch_size
+        rows = _rows(forward_batch, metadata.get_page_table_1())
         selected[:rows] = indexer._get_topk_paged(forward_batch, layer_id, queries, weights[..., None], metadata)[:rows]
     recorder.record(layer_id, forward_batch, positions, selected[:rows])
     return maybe_capture_indexer_topk(layer_id, selected)
@@ -63,6 +63,11 @@ def _of_drafts(forward_batch: Any) -> bool:
     """Whether each of several tokens of a request has a row of the page table of its own."""
     mode = forward_batch.forward_mode
     return bool(mode.is_target_verify() or mode.is_draft_extend_v2())
+
+
+def _rows(forward_batch: Any, table: Tensor) -> int:
+    """Rows that have a row of the page table: a batch may be padded to the largest of data-parallel attention."""
+    return len(table) if _of_drafts(forward_batch) else min(len(table), int(forward_batch.batch_size))
 
 
 def read_buffer(pool: Any, layer_id: int) -> Tensor:
@@ -79,7 +84,7 @@ def select_paged(
 
     pool = get_token_to_kv_pool()
     cache, table = _index_keys(pool, layer_id, indexer.head_dim), metadata.get_page_table_1().long()
-    rows = len(table) if _of_drafts(forward_batch) else forward_batch.batch_size
+    rows = _rows(forward_batch, table)
     scores = [
         _scores(
             q_fp8[row, None],

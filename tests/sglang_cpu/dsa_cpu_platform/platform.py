@@ -61,6 +61,8 @@ def _let_data_parallel_attention_run() -> None:
 
     parallel_state.reg_all_gather_into_tensor = functools.partial(direct, gather=True)
     parallel_state.reg_reduce_scatter_tensor = functools.partial(direct, gather=False)
+    group = parallel_state.GroupCoordinator
+    group.reduce_scatterv = group._deterministic_reduce_scatterv  # the other one is NCCL's
     forward_batch_info._is_cpu = True
     dp_attention.memcpy_func = dp_attention.memcpy_cpu
     DeepseekSparseAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1

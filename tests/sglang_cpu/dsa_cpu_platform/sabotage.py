@@ -4,10 +4,10 @@
 `DSA_CPU_BREAK=roles` makes every layer F whatever the configuration says; `weights` keeps the loader from loading one
 indexer tensor of layer 3 (`index-weights` and `index-bias` do of DeepSeek-V4); `forward` wraps one of its indexers;
 `verify` lets layer 3 reuse a selection and `verify-shared` layer 4 make one where draft tokens are verified, `updated`
-lets layer 3 reuse one once weights were updated; `loader` moves the work of `ModelRunner.load_model` into another method; `prefixes` lets calibration run with the
-prefix cache on, `radix` also never flushes it. Of dense models, `dense-backend` puts another class in the place of the
-attention backend, `dense-page-size` and `dense-window` change what the model runner and layer 2 say, `dense-role` and
-`dense-selection` what layer 3 is told.
+lets layer 3 reuse one once weights were updated; `loader` moves the work of `ModelRunner.load_model` into another
+method; `prefixes` lets calibration run with the prefix cache on, `radix` also never flushes it. Of dense models,
+`dense-backend` puts another class in the place of the attention backend, `dense-page-size` and `dense-window` change
+what the model runner and layer 2 say, `dense-role` and `dense-selection` what layer 3 is told.
 """
 
 from __future__ import annotations

@@ -19,7 +19,5 @@ def replace_all() -> None:
 def expand_lengths(extend_seq_lens: Tensor, seq_lens: Tensor, total_len: int, max_q_len: int) -> Tensor:
     """Replaces `seqlens_expand_triton`: how many tokens each of the last `extend_seq_lens` of a request sees."""
     pairs = zip(extend_seq_lens.tolist(), seq_lens.tolist(), strict=True)
-    lengths = torch.cat([torch.arange(total - count + 1, total + 1) for count, total in pairs])
-    expanded = lengths.new_zeros(total_len, dtype=torch.int32)
-    expanded[: len(lengths)] = lengths.clamp_min(0).int()
-    return expanded
+    lengths = [length for count, total in pairs for length in range(total - count + 1, total + 1)]
+    return torch.tensor([*lengths, *[0] * (total_len - len(lengths))], dtype=torch.int32).clamp_min(0)

@@ -1,0 +1,225 @@
+"""Counting which indexers run in the first passes, on stand-ins; real ones: tests/live/test_combinations.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sglang_indexcache import Pattern
+from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
+from sglang_indexcache.families.deepseek_v4.sglang import keep_selection
+from sglang_indexcache.families.dsa import DSA
+from sglang_indexcache.serving import counted
+from sglang_indexcache.serving.counted import Counter, kind_of, kinds_of
+from sglang_indexcache.serving.proven import Proof, ProofHolder
+
+PATTERN = Pattern("FSSF")
+
+
+class Indexer(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Attention(nn.Module):
+    """As SGLang's: an F layer runs its indexer, a NextN layer does unless indices are handed to it."""
+
+    def __init__(self, layer_id: int, shared: bool, is_nextn: bool = False) -> None:
+        super().__init__()
+        self.layer_id, self.skip_topk, self.next_skip_topk, self.is_nextn = layer_id, shared, False, is_nextn
+        self.indexer = Indexer() if is_nextn or not shared else None
+        self.times = 1
+
+    def forward(self, hidden_states: Tensor, forward_batch: Any, prev_topk_indices: Tensor | None = None) -> Tensor:
+        runs = not self.skip_topk or (self.is_nextn and prev_topk_indices is None)
+        for _ in range(self.times if runs and len(hidden_states) else 0):
+            assert self.indexer is not None
+            self.indexer(hidden_states)
+        return hidden_states
+
+
+class Model(nn.Module):
+    def __init__(self, pattern: Pattern = PATTERN) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention(layer, letter == "S") for layer, letter in enumerate(pattern.roles))
+
+    def run(self, mode: str, rows: int = 2, **given: Any) -> None:
+        batch = SimpleNamespace(forward_mode=SimpleNamespace(name=mode))
+        for layer in self.layers:
+            layer(hidden_states=torch.zeros(rows, 1), forward_batch=batch, **given)
+
+
+def counter_of(model: nn.Module, draft: bool = False) -> Counter:
+    return Counter(DSA.sglang.attentions(model, PATTERN, draft), "layer of the draft model" if draft else "letter")
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def ended_by(capsys: pytest.CaptureFixture[str], model: Model, mode: str, **given: Any) -> str:
+    with pytest.raises(SystemExit):
+        model.run(mode, **given)
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_it_ends_when_every_kind_of_pass_was_counted() -> None:
+    model = Model()
+    counter = counter_of(model)
+    counter.begin({"extend", "decode"})
+    assert hooks(model) == 4 * 2 + 2
+    for mode in ("EXTEND", "MIXED", "EXTEND", "IDLE"):
+        model.run(mode, rows=0 if mode == "IDLE" else 2)
+    assert counter.missing == {"decode"} and counter.counting
+    model.run("DECODE")
+    assert counter.passes == {"extend": 2, "mixed": 1, "decode": 1}
+    assert not counter.missing and not counter.counting and hooks(model) == 0
+    model.layers[0].times = 2
+    model.run("DECODE")  # nothing of ours is left to see it
+    counter.again()
+    assert counter.missing == {"extend"} and counter.passes == {}
+
+
+@pytest.mark.parametrize("mode", ["EXTEND", "DECODE", "TARGET_VERIFY", "MIXED"])
+def test_an_indexer_too_many_or_too_few_ends_the_process(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    kind = mode.lower().replace("_", " ")
+    for times, name, value in ((0, "skip_topk", True), (2, "times", 2)):
+        model = Model()
+        counter_of(model).begin({"extend", "decode", "target verify", "mixed"})
+        setattr(model.layers[3], name, value)
+        line = f"indexcache: letter 3 ran an indexer {times} times in a pass ({kind}), expected 1"
+        assert ended_by(capsys, model, mode) == line
+
+
+def test_an_s_layer_that_selects_ends_the_process(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where S layers have indexers of their own (SGLang 0.5.17), and where they borrow one."""
+    for own in (True, False):
+        model = Model()
+        if own:
+            model.layers[1].indexer = Indexer()
+        counter_of(model).begin({"decode"})
+        if not own:
+            model.layers[1].indexer = model.layers[0].indexer
+        model.layers[1].skip_topk = False
+        assert ended_by(capsys, model, "DECODE") == (
+            "indexcache: letter 1 ran an indexer 1 times in a pass (decode), expected 0"
+        )
+
+
+def test_another_layers_indexer_ends_the_process(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model()
+    counter_of(model).begin({"decode"})
+    model.layers[3].indexer = model.layers[0].indexer
+    assert ended_by(capsys, model, "DECODE") == "indexcache: letter 3 ran the indexer of 0 in a pass (decode)"
+
+
+def test_draft_models_select_unless_indices_are_handed_over(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model()
+    model.layers = nn.ModuleList([Attention(4, True, is_nextn=True)])
+    counter = counter_of(model, draft=True)
+    counter.begin({"draft extend"})
+    assert not list(DSA.sglang.attentions(model, PATTERN, False))
+    model.run("DECODE", prev_topk_indices=torch.zeros(1))
+    model.run("DECODE")
+    model.layers[0].times = 0
+    assert ended_by(capsys, model, "DRAFT_EXTEND_V2") == (
+        "indexcache: layer of the draft model 0 ran an indexer 0 times in a pass (draft extend), expected 1"
+    )
+
+
+def test_captured_passes_are_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counted, "_capturing", lambda: True)
+    model = Model()
+    counter = counter_of(model)
+    counter.begin({"decode"})
+    model.run("DECODE")
+    assert counter.passes == {"decode (captured)": 1} and not counter.counting
+
+
+def test_what_is_compiled_is_left_alone() -> None:
+    model = Model(Pattern("F"))
+    counter = counter_of(model)
+    counter.begin({"decode"})
+    compiled = torch.compile(model.layers[0], backend="eager", fullgraph=True)
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(name="DECODE"))
+    compiled(torch.zeros(2, 1), batch)
+    assert counter.passes == {}
+    counter.end()
+    assert hooks(model) == 0
+
+
+def test_a_pass_without_a_batch_ends_the_process() -> None:
+    with pytest.raises(Exception, match="without a ForwardBatch"):
+        kind_of((1, 2), {"x": 3})
+    positional = SimpleNamespace(forward_mode=SimpleNamespace(name="SPLIT_PREFILL"))
+    assert kind_of((1, positional), {}) == "extend"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kinds", "draft"),
+    [
+        ({}, {"extend", "decode"}, {"draft extend"}),
+        ({"speculative_algorithm": "EAGLE"}, {"extend", "target verify"}, {"draft extend"}),
+        ({"disaggregation_mode": "prefill"}, {"extend"}, {"extend"}),
+        ({"disaggregation_mode": "decode", "speculative_algorithm": "NEXTN"}, {"target verify"}, {"draft extend"}),
+        ({"disaggregation_mode": "null"}, {"extend", "decode"}, {"draft extend"}),
+    ],
+)
+def test_kinds_of_passes(arguments: Mapping[str, str], kinds: set[str], draft: set[str]) -> None:
+    assert kinds_of(SimpleNamespace(**arguments)) == kinds
+    assert kinds_of(SimpleNamespace(**arguments), draft=True) == draft
+
+
+def test_deepseek_v4_is_counted_where_an_indexer_projects_its_queries(capsys: pytest.CaptureFixture[str]) -> None:
+    class C4Indexer(nn.Module):
+        def __init__(self, layer_id: int) -> None:
+            super().__init__()
+            self.layer_id, self.wq_b = layer_id, nn.Linear(1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            selected: Tensor = self.wq_b(x)
+            return selected
+
+    class Layer(nn.Module):
+        def __init__(self, layer_id: int) -> None:
+            super().__init__()
+            self.indexer = C4Indexer(layer_id)
+
+        def forward(self, x: Tensor, forward_batch: Any) -> Any:
+            return self.indexer(x)
+
+    model = nn.Module()
+    model.layers = nn.ModuleList(Layer(layer) for layer in range(4))
+    model.config = SimpleNamespace(compress_ratios=[4] * 4, num_hidden_layers=4)  # type: ignore[assignment]
+    for layer in PATTERN.shared_layers:
+        model.layers[layer].indexer.forward = keep_selection
+    counter = Counter(DEEPSEEK_V4.sglang.attentions(model, PATTERN, False))
+    counter.begin({"extend"})
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(name="EXTEND"))
+    for layer in model.layers:
+        layer(x=torch.zeros(1, 1), forward_batch=batch)
+    assert counter.passes == {"extend": 1}
+    counter.again()
+    del model.layers[1].indexer.forward
+    with pytest.raises(SystemExit):
+        model.layers[1](x=torch.zeros(1, 1), forward_batch=batch)
+    assert re.search(r"letter 1 ran an indexer 1 times in a pass \(extend\), expected 0", capsys.readouterr().err)
+
+
+def test_server_info_says_what_was_counted_and_what_is_to_come() -> None:
+    model, holder = Model(), ProofHolder()
+    holder.set(Proof(PATTERN, 4, 1))
+    assert "counted" not in holder.status("p.yaml")
+    counter = counter_of(model)
+    holder.counters.append(counter)
+    counter.begin({"extend", "decode"})
+    model.run("EXTEND")
+    assert holder.status("p.yaml")["counted"] == {"passes": {"extend": 1}, "to_come": ["decode"]}
+    model.run("DECODE")
+    assert holder.status("p.yaml")["counted"] == {"passes": {"decode": 1, "extend": 1}}

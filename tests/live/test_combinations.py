@@ -1,0 +1,171 @@
+"""A pattern together with other features of SGLang: greedy tokens and logprobs as without them, and indexers counted.
+
+docs/reference/compatibility.md says what runs, what is refused and what nobody ran; here is what runs on CPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from scripts.tools import random_models
+from scripts.tools.inprocess import Served
+from scripts.tools.pattern_files import write_pattern
+from sglang_indexcache import Pattern
+from tests.live.server import LAUNCHER, REQUEST_TIMEOUT, Server, command, ended, running
+from tests.live.test_server import states
+
+pytestmark = pytest.mark.sglang
+
+PATTERN = Pattern("FSSFSS")
+TWO = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+DRAFTS = (
+    *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "2", "--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", "3", "--speculative-dsa-topk-backend", "torch"),
+)
+DATA_PARALLEL = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+STEPS = 8
+# Drafts are managed by Triton kernels, and an interpreter for them must be asked for before Triton is imported.
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+FRESH = (sys.executable, "-u", *LAUNCHER[1:])
+TARGET, DRAFT = {"extend", "target verify"}, {"extend", "decode", "draft extend"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts with a NextN layer."""
+    return random_models.with_nextn(random_models.build("glm-moe", tmp_path_factory.mktemp("glm") / "model"))
+
+
+@pytest.fixture(scope="module")
+def flags(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    file = write_pattern(PATTERN, folder, tmp_path_factory.mktemp("pattern") / "pattern.yaml")
+    return ("--indexcache-pattern", file, "--skip-tokenizer-init", "--chunked-prefill-size", "256")
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
+    """What a server without any other feature answers; it is proven against transformers in test_server.py."""
+    with running(folder, tmp_path_factory.mktemp("plain") / "log", *flags) as server:
+        assert counted(server) == [{"passes": {"decode": 1, "extend": 1}}]
+        yield answers(server)
+
+
+def prompts() -> list[list[int]]:
+    """Some longer than a chunk, one with the beginning of another."""
+    rng = random.Random(7)
+    found = [[rng.randrange(2, random_models.VOCAB) for _ in range(length)] for length in (300, 40, 130, 7)]
+    return [*found, found[0][:200] + found[2][:50]]
+
+
+def answers(server: Server) -> list[Served]:
+    """Answers of all prompts, two at a time, among requests that are aborted; the last one is behind a prefix hit."""
+
+    def ask(number: int) -> tuple[Served, int]:
+        [found] = server.generate([asked[number]], [f"asked-{number}"], STEPS, inputs=False)
+        return found
+
+    def abort(number: int) -> None:
+        body, kind = json.dumps({"rid": f"aborted-{number}"}).encode(), {"content-type": "application/json"}
+        urlopen(Request(server.url + "/abort_request", body, kind), timeout=REQUEST_TIMEOUT).close()
+
+    asked = prompts()
+    with ThreadPoolExecutor(4) as pool:
+        lost = [pool.submit(server.generate, [asked[number]], [f"aborted-{number}"], 500) for number in (1, 2)]
+        found = list(pool.map(ask, range(len(asked) - 1)))
+        while not all(request.done() for request in lost):
+            list(pool.map(abort, (1, 2)))
+    found.append(ask(len(asked) - 1))
+    assert found[-1][1] > 100, "no prefix hit"
+    return [served for served, _ in found]
+
+
+def counted(server: Server) -> list[dict[str, Any]]:
+    found = states(server)
+    assert all(state["proven"] and state["pattern"] == PATTERN.roles for state in found)
+    return [state["counted"] for state in found]
+
+
+def check(server: Server, expected: list[Served], kinds: set[str]) -> None:
+    """Every scheduler has counted these kinds of passes, before any request of ours; then tokens and logprobs."""
+    assert all(set(item["passes"]) == kinds and "to_come" not in item for item in counted(server))
+    for served, wanted in zip(answers(server), expected, strict=True):
+        assert served.ids == wanted.ids
+        assert served.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+
+
+CELLS = {
+    "mtp": (DRAFTS, TARGET | DRAFT),
+    "data-parallel-attention": (DATA_PARALLEL, {"extend", "decode"}),
+    "experts": (("--tp-size", "2", "--ep-size", "2"), {"extend", "decode"}),
+    "pipeline": (("--pp-size", "2"), {"extend", "decode"}),
+    "mixed-chunk": (("--enable-mixed-chunk", "--chunked-prefill-size", "64"), {"extend", "decode"}),
+    "everything": ((*DATA_PARALLEL, "--enable-dp-lm-head", "--ep-size", "2", *DRAFTS), TARGET | DRAFT),
+}
+FAST = ("mtp", "everything")
+
+
+@pytest.mark.parametrize("cell", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CELLS])
+def test_it_serves_what_it_serves_alone(
+    cell: str, folder: Path, flags: tuple[str, ...], expected: list[Served], tmp_path: Path
+) -> None:
+    more, kinds = CELLS[cell]
+    launcher, changes = (FRESH, INTERPRETED) if DRAFTS[0] in more else (LAUNCHER, dict[str, str]())
+    changes = changes | (TWO if {"--tp-size", "--pp-size"} & {*more} else {})
+    with running(folder, tmp_path / "log", *flags, *more, launcher=launcher, **changes) as server:
+        check(server, expected, kinds)
+
+
+@pytest.mark.parametrize(
+    ("broken", "line"),
+    [
+        ("verify", "letter 3 ran an indexer 0 times in a pass (target verify), expected 1"),
+        pytest.param(
+            "verify-shared",
+            "letter 4 ran an indexer 1 times in a pass (target verify), expected 0",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_an_indexer_that_runs_otherwise_where_drafts_are_verified_ends_the_server(
+    broken: str, line: str, folder: Path, flags: tuple[str, ...]
+) -> None:
+    code, lines = ended(command(folder, *flags, *DRAFTS, launcher=FRESH), DSA_CPU_BREAK=broken, **INTERPRETED)
+    assert code != 0 and lines == [f"indexcache: {line}"]
+
+
+@pytest.mark.parametrize("broken", ["", pytest.param("updated", marks=pytest.mark.slow)])
+def test_indexers_are_counted_again_after_an_update(
+    broken: str, folder: Path, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    with running(folder, log, *flags, **({"DSA_CPU_BREAK": broken} if broken else {})) as server:
+        assert counted(server) == [{"passes": {"decode": 1, "extend": 1}}]
+        assert server.post("/update_weights_from_disk", model_path=str(folder))["success"]
+        assert counted(server) == [{"passes": {}, "to_come": ["extend"]}]
+        if broken:
+            with pytest.raises(OSError):
+                server.generate([prompts()[1]], ["one"], 2)
+            assert "indexcache: letter 3 ran an indexer 0 times in a pass (extend), expected 1" in log.read_text()
+            return
+        server.generate([prompts()[1]], ["one"], 2)
+        assert counted(server) == [{"passes": {"extend": 1}}]
+
+
+def test_without_a_warm_up_the_first_request_is_counted(folder: Path, flags: tuple[str, ...], tmp_path: Path) -> None:
+    with running(folder, tmp_path / "log", *flags, "--skip-server-warmup") as server:
+        [before] = counted(server)
+        assert "decode" in before["to_come"]  # a look at /health may have been a prompt
+        server.generate([prompts()[1]], ["one"], 2)
+        [after] = counted(server)
+        assert {*after["passes"]} == {"decode", "extend"} and "to_come" not in after
