@@ -9,6 +9,7 @@ if __name__ == "__main__":  # before the other imports, so that Ctrl-C while the
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +27,9 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern.reuse import NO_MEMORY
 from sglang_indexcache.pattern.selection import Selection
 from sglang_indexcache.process import exit_line
+from sglang_indexcache.serving import combinations
 from sglang_indexcache.sglang.environment import Environment
+from sglang_indexcache.sglang.launch_line import LaunchLine
 from sglang_indexcache.sglang.overrides import FLAG, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 
@@ -34,9 +37,9 @@ DESCRIPTION = f"""\
 Check a pattern file, without starting a server.
 
 With --model: read the model's config.json and the names of its weights, and ask the installed SGLang's own code which
-layers would run their indexer. With --server: compare with what running servers report, so that prefill and decode
-servers, replicas and nodes are known to serve one pattern. With --environment: what the plugin can do with the
-installed SGLang.
+layers would run their indexer. With --server-args: say what of a launch line was run together with a pattern, and what
+is refused. With --server: compare with what running servers report, so that prefill and decode servers,
+replicas and nodes are known to serve one pattern. With --environment: what the plugin can do with the installed SGLang.
 
 {exit_codes("problems were found")}"""
 
@@ -44,6 +47,7 @@ EXAMPLES = """\
 examples:
   indexcache-check deploy/glm5.yaml@1/4 --model zai-org/GLM-5-FP8
   indexcache-check deploy/glm5.yaml@1/4 --server http://prefill:30000 --server http://decode:30000
+  indexcache-check deploy/glm5.yaml@1/4 --server-args "--tp 8 --enable-dp-attention --dp 8 --ep-size 8"
   indexcache-check --environment
 """
 
@@ -206,20 +210,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--allow-config-mismatch", action="store_true", help="accept a file made for another config.json"
     )
+    parser.add_argument(
+        "--server-args", metavar="FLAGS", help="a launch line of SGLang's: what was run together, and what is refused"
+    )
     parser.add_argument("--environment", action="store_true", help="show what this SGLang offers, feature by feature")
     parser.add_argument("--sglang", type=Path, metavar="FOLDER", help="an unpacked wheel instead of the installed one")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    options, unknown = parser.parse_known_args(arguments)
+    options, unknown = parser.parse_known_args(_joined(sys.argv[1:] if arguments is None else arguments))
     if unknown:  # argparse would print their values, keys among them
         parser.error(f"no such option: {unknown[0].partition('=')[0]}")
     if options.environment == (options.pattern is not None):
         parser.error("expected either a pattern or --environment")
-    if options.pattern is not None and options.model is None and not options.server:
-        parser.error("expected --model or --server to check the pattern against")
+    if options.pattern is not None and options.model is None and not options.server and options.server_args is None:
+        parser.error("expected --model, --server or --server-args to check the pattern against")
     for flag, given, wanted in (
         ("--model", options.environment and options.model, "a pattern"),
         ("--server", options.environment and options.server, "a pattern"),
+        ("--server-args", options.environment and options.server_args is not None, "a pattern"),
         (FLAG, options.model is None and options.json_model_override_args != "{}", "--model"),
         ("--allow-config-mismatch", options.model is None and options.allow_config_mismatch, "--model"),
         ("--sglang", options.model is None and not options.environment and options.sglang, "--model or --environment"),
@@ -232,6 +240,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line, code = exit_line(error)
         sys.stderr.write(f"indexcache-check: {line}\n")
         return code
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """Join `--server-args` with its value: argparse takes a value like `--tp` for another option."""
+    found = list(words)
+    for place, word in enumerate(found[:-1]):
+        if word == "--server-args":
+            found[place : place + 2] = [f"{word}={found[place + 1]}"]
+            break
+    return found
 
 
 def _environment(options: argparse.Namespace) -> int:
@@ -253,6 +271,15 @@ def _pattern(options: argparse.Namespace) -> int:
         overrides, unpacked = options.json_model_override_args, options.sglang
         report = check(spec, options.model, overrides, options.allow_config_mismatch, unpacked)
         result, text, problems = asdict(report), [as_text(report)], list(report.problems)
+    if options.server_args is not None:
+        pattern = spec.known() if report is None else Pattern.parse(report.pattern, report.selection)
+        arguments = LaunchLine.parse(shlex.split(options.server_args))
+        found = list(combinations.verdicts(pattern, combinations.family_in(spec), arguments))
+        refused = [verdict.why for verdict in found if verdict.state == combinations.REFUSED]
+        problems += refused
+        result |= {"combinations": [asdict(verdict) for verdict in found], "problems": problems}
+        lines = [verdict.line for verdict in found if verdict.state != combinations.REFUSED]
+        text.append("\n".join([combinations.proven_first(arguments), *lines, *(f"problem: {why}" for why in refused)]))
     if options.server:
         pattern = spec.known() if report is None else Pattern.parse(report.pattern, report.selection)
         servers = [Address.of(url) for url in options.server]

@@ -33,6 +33,8 @@ from typing import NoReturn
 from sglang_indexcache import __version__, process
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.files.spec import PatternSpec
+from sglang_indexcache.serving import combinations
+from sglang_indexcache.sglang.launch_line import LaunchLine
 from sglang_indexcache.sglang.refusal import (
     ADMIN_KEY_VARIABLE,
     ALLOW_MISMATCH_VARIABLE,
@@ -129,6 +131,22 @@ def check_plugin_is_found() -> None:
         raise LaunchError(f"{ALLOWED_PLUGINS_VARIABLE} leaves the plugin out; expected {ENTRY} in it")
 
 
+def tell(spec: PatternSpec, split: Arguments) -> None:
+    """Say what is known of the pattern together with SGLang's flags, before SGLang is imported.
+
+    Raises:
+        LaunchError: if one of them can't be combined with it.
+    """
+    pattern, family, line = spec.known(), combinations.family_in(spec), LaunchLine.parse(split.rest)
+    found = list(combinations.verdicts(pattern, family, line, split.shard))
+    for verdict in found:
+        if verdict.state == combinations.REFUSED:
+            raise LaunchError(verdict.why)
+    if pattern.shared_layers or pattern.indexers:
+        for note in (combinations.proven_first(line), *(verdict.line for verdict in found)):
+            sys.stderr.write(f"note from indexcache: {note}\n")
+
+
 def prepare(arguments: Sequence[str]) -> Sequence[str]:
     """Check what can be checked before SGLang takes its seconds to import, and set the environment.
 
@@ -157,7 +175,7 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
     if split.ungrouped:
         os.environ[GROUPING_VARIABLE] = "1"
     if split.pattern is not None:
-        PatternSpec.read(split.pattern).known()
+        tell(PatternSpec.read(split.pattern), split)
         os.environ[PATTERN_VARIABLE] = split.pattern
     os.environ[ALLOW_MISMATCH_VARIABLE] = "1" if split.allow_mismatch else "0"
     return split.rest

@@ -207,6 +207,10 @@ class SglangAdapter(ABC):
         """
         yield from ()
 
+    def saved(self, runner: Any) -> Mapping[str, int]:
+        """Read from a `ModelRunner` the bytes that S layers save on this rank, by what `/server_info` calls them."""
+        return {}
+
     def grouped(self, runner: Any) -> tuple[int, ...]:
         """Read from a `ModelRunner` in which of its layers the queries of blocks are attended from together.
 

@@ -217,7 +217,8 @@ def status(reply: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """
     plan = engines.plan_of(scheduler.server_args)
     if plan is not None and plan.serves:
-        reply.internal_state[KEY] = plan.proven.status(plan.source)
+        found = plan.proven.status(plan.source)
+        reply.internal_state[KEY] = {**found, **plan.family.sglang.saved(scheduler.tp_worker.model_runner)}
 
 
 def _cache_keys(config: Any, *args: Any, **kwargs: Any) -> None:

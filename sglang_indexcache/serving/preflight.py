@@ -46,6 +46,30 @@ def refused_flags(refused: Mapping[str, str], arguments: Any) -> Iterator[tuple[
             yield flag(name), reason
 
 
+def refusals_of(pattern: Pattern, family: Family, arguments: Any, shard: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield the flags that `pattern` can't be served with, whatever the SGLang, and why.
+
+    Args:
+        pattern: the pattern to serve.
+        family: the model's family.
+        arguments: SGLang's server arguments, or a launch line.
+        shard: whether indexers are shared out.
+    """
+    if not pattern.shared_layers and not pattern.indexers and not shard:
+        return
+    adapter = family.sglang
+    for given, reason in refused_flags({**_REFUSED, **adapter.refused_flags}, arguments):
+        yield given, f"{given} can't be combined with a pattern: {reason}"
+    for given, reason in refused_flags(adapter.refused_with_blocks, arguments):
+        if pattern.indexers:
+            yield given, f"{given} can't be combined with {pattern.indexers[0]}: {reason}"
+        elif shard:
+            yield given, f"{given} can't be combined with {SHARD_FLAG}: they were never tried together"
+    stages = getattr(arguments, "pp_size", None) or 1
+    if stages > 1 and adapter.pipeline is None:
+        yield "--pp-size", f"--pp-size {stages} can't be combined with a pattern on {family.name}"
+
+
 class EnginePlan(ABC):
     """The plan of one engine: each of its processes has one, and a scheduler's is proven.
 
@@ -154,18 +178,11 @@ class Preflight(EnginePlan):
             self.require(probes.RAY, "--use-ray")
         if not pattern.shared_layers and not pattern.indexers and not self.shard:
             return
-        self.refuse(_REFUSED, server_args)
+        self.refuse(_REFUSED, server_args)  # before the model is read
         family = self.family_at(model)
-        self.refuse(family.sglang.refused_flags, server_args)
-        for given, reason in refused_flags(family.sglang.refused_with_blocks, server_args) if pattern.indexers else ():
-            raise PreflightError(f"{given} can't be combined with {pattern.indexers[0]}: {reason}")
-        for given, _ in refused_flags(family.sglang.refused_with_blocks, server_args) if self.shard else ():
-            raise PreflightError(f"{given} can't be combined with {SHARD_FLAG}: they were never tried together")
-        if getattr(server_args, "pp_size", 1) > 1:
-            if family.sglang.pipeline is None:
-                raise PreflightError(
-                    f"--pp-size {server_args.pp_size} can't be combined with a pattern on {family.name}"
-                )
+        for _, line in refusals_of(pattern, family, server_args, self.shard):
+            raise PreflightError(line)
+        if getattr(server_args, "pp_size", 1) > 1 and family.sglang.pipeline is not None:
             self.require(family.sglang.pipeline, f"--pp-size {server_args.pp_size}")
         if getattr(server_args, "hicache_storage_backend", None):
             self.require(probes.CACHE_KEYS, f"--hicache-storage-backend {server_args.hicache_storage_backend}")

@@ -379,7 +379,10 @@ def test_the_server_waits_for_every_proof() -> None:
 def test_the_status_is_added_to_the_internal_state(monkeypatch: pytest.MonkeyPatch) -> None:
     reply = SimpleNamespace(internal_state={"tp_size": 1})
     monkeypatch.setattr(engines, "plan_of", lambda _: plan(PROVEN))
-    serving.status(reply, SimpleNamespace(server_args=None))
+    keys = [torch.zeros(3 if layer in (0, 3) else 0, 64 * 132, dtype=torch.uint8) for layer in range(6)]
+    pool = SimpleNamespace(index_k_with_scale_buffer=keys, page_size=64)
+    runner = SimpleNamespace(model=nn.Module(), token_to_kv_pool=pool)
+    serving.status(reply, SimpleNamespace(server_args=None, tp_worker=SimpleNamespace(model_runner=runner)))
     assert reply.internal_state["indexcache"] == {
         "pattern": "FSSFSS",
         "fingerprint": PATTERN.fingerprint,
@@ -389,6 +392,8 @@ def test_the_status_is_added_to_the_internal_state(monkeypatch: pytest.MonkeyPat
         "source": "deploy.yaml@1/3",
         "proven_ranks": 2,
         "proven": True,
+        "saved_kv_bytes_per_token": 4 * 132,
+        "saved_weight_bytes": 0,
     }
 
 

@@ -35,6 +35,7 @@ DRAFTS = (
 )
 DATA_PARALLEL = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
 STEPS = 8
+INDEX_KEY = 128 + 4  # bytes of a token in a layer: the key in fp8, and its scale
 # Drafts are managed by Triton kernels, and an interpreter for them must be asked for before Triton is imported.
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 FRESH = (sys.executable, "-u", *LAUNCHER[1:])
@@ -93,6 +94,9 @@ def answers(server: Server) -> list[Served]:
 def counted(server: Server) -> list[dict[str, Any]]:
     found = states(server)
     assert all(state["proven"] and state["pattern"] == PATTERN.roles for state in found)
+    for state in found:  # a pipeline stage has some of the layers
+        saved, weights = state["saved_kv_bytes_per_token"], state["saved_weight_bytes"]
+        assert saved in (4 * INDEX_KEY, 2 * INDEX_KEY) and weights > 0
     return [state["counted"] for state in found]
 
 

@@ -151,6 +151,19 @@ class DsaSglang(SglangAdapter):
             heads = {layer: module.num_local_heads for layer, module in self.modules(runner.model)}
             grouped.place(_prefill_backend(runner), pattern, heads)
 
+    def saved(self, runner: Any) -> Mapping[str, int]:
+        """See `SglangAdapter.saved`: index keys and indexers that S layers have not, which depends on SGLang."""
+        pool = getattr(runner, "token_to_kv_pool", None)
+        keys = [buffer for buffer in getattr(pool, "index_k_with_scale_buffer", None) or () if buffer is not None]
+        full = [buffer for buffer in keys if len(buffer)]
+        indexers = [self.indexer(module) for _, module in self.modules(runner.model)]
+        weights = max((_bytes_of(indexer) for indexer in indexers if indexer is not None), default=0)
+        each = full[0][0].nbytes // pool.page_size if full and pool is not None else 0
+        return {
+            "saved_kv_bytes_per_token": each * (len(keys) - len(full)),
+            "saved_weight_bytes": weights * sum(indexer is None for indexer in indexers),
+        }
+
     def grouped(self, runner: Any) -> tuple[int, ...]:
         """See `SglangAdapter.grouped`."""
         from sglang_indexcache.families.dsa import grouped
@@ -214,6 +227,10 @@ class DsaSglang(SglangAdapter):
         """See `SglangAdapter.configured`; empty where a freq says something else."""
         config = runner.model_config.hf_config
         return str(getattr(config, PATTERN_KEY)) if getattr(config, FREQ_KEY) == 1 else ""
+
+
+def _bytes_of(module: Any) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _shares(module: Any) -> bool:

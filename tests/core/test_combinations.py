@@ -1,0 +1,108 @@
+"""What is known of a launch line, without SGLang: ran, refused or not run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.tools.pattern_files import pattern_file
+from sglang_indexcache import Pattern, launch_server
+from sglang_indexcache.check import main as check_main
+from sglang_indexcache.families import family_of
+from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
+from sglang_indexcache.families.dsa import DSA
+from sglang_indexcache.files.spec import PatternSpec
+from sglang_indexcache.serving.combinations import COMBINATIONS, NOT_RUN, RAN, REFUSED, family_in, verdicts
+from sglang_indexcache.sglang.launch_line import LaunchLine
+from tests.conftest import tiny_config
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
+EIGHT = "--model-path zai-org/GLM-5-FP8 --tp 8"
+SHARED = Pattern("FSSFSS")
+
+
+def states(line: str, pattern: Pattern = SHARED, shard: bool = False) -> dict[str, str]:
+    found = verdicts(pattern, DSA, LaunchLine.parse(line.split()), shard)
+    return {verdict.name: verdict.state for verdict in found}
+
+
+def test_launch_lines_are_read_without_sglang() -> None:
+    line = LaunchLine.parse(
+        "--tp 8 --dp-size=2 --enable-dp-attention --log-level info --dist-init-addr a-b:1 x".split()
+    )
+    assert (line.tp_size, line.dp_size, line.enable_dp_attention, line.log_level) == (8, 2, True, "info")
+    assert line.dist_init_addr == "a-b:1" and line.pp_size is None
+    assert LaunchLine.parse(["--pp", "1", "--pp", "2"]).pp_size == 2
+    assert LaunchLine.parse(["--speculative-algorithm="]).speculative_algorithm == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", {"tensor parallelism": RAN}),
+        ("--dp 8 --enable-dp-attention", {"tensor parallelism": RAN, "data-parallel attention": RAN}),
+        ("--dp 2", {"tensor parallelism": RAN, "replicas": NOT_RUN}),
+        ("--ep 8 --moe-a2a-backend deepep", {"expert parallelism": RAN, "all-to-all of experts": NOT_RUN}),
+        ("--speculative-algorithm EAGLE --speculative-num-steps 3", {"MTP/NextN, EAGLE": RAN}),
+        ("--speculative-algorithm EAGLE --speculative-eagle-topk 4", {"other drafts": NOT_RUN}),
+        ("--speculative-algorithm EAGLE3", {"other drafts": NOT_RUN}),
+        ("--attn-cp-size 2 --enable-prefill-cp", {"context parallelism": NOT_RUN}),
+        ("--disaggregation-mode prefill", {"prefill and decode apart": NOT_RUN}),
+        ("--kv-cache-dtype fp8_e4m3", {"fp8 KV cache": RAN}),
+        ("--kv-cache-dtype fp4_e2m1", {"fp4 KV cache": NOT_RUN}),
+        ("--enable-two-batch-overlap", {"--enable-two-batch-overlap": REFUSED}),
+        ("--cuda-graph-backend-prefill disabled", {}),
+    ],
+)
+def test_eight_gpus_of_glm_5(line: str, expected: dict[str, str]) -> None:
+    assert states(f"{EIGHT} {line}") == {"tensor parallelism": RAN, **expected}
+
+
+def test_refusals_depend_on_pattern_and_family() -> None:
+    line = "--tp 8 --attn-cp-size 2"
+    assert states(line, SHARED.selecting_for(0, 4))["--attn-cp-size"] == REFUSED
+    assert states(line, Pattern("FFF"), shard=True)["--attn-cp-size"] == REFUSED
+    assert states("--enable-two-batch-overlap", Pattern("FFF")) == {}
+    [found] = verdicts(SHARED, DEEPSEEK_V4, LaunchLine.parse(["--enable-hisparse"]))
+    assert found.state == REFUSED and "--enable-hisparse can't be combined with a pattern" in found.why
+    file = PatternSpec("glm.yaml", pattern_file(SHARED, tiny_config()))
+    assert family_in(file) is family_of("GlmMoeDsaForCausalLM") and family_in(PatternSpec.read("FSSF")) is DSA
+
+
+def test_the_page_has_every_combination() -> None:
+    page = PAGE.read_text()
+    for item in COMBINATIONS:
+        flags, verdict = ", ".join(f"`{flag}`" for flag in item.flags), item.verdict
+        assert f"| {item.name} | {flags} | {verdict.state} | {verdict.why} |\n" in page, item.name
+
+
+def test_the_command_answers_offline(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_main(["FSSFSS", "--server-args", "--tp 8 --speculative-algorithm EAGLE --moe-a2a-backend deepep"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("counted in draft extend, extend, target verify passes")
+    assert [line.split(" (")[0] for line in lines[1:]] == [
+        "ran: tensor parallelism",
+        "not run: all-to-all of experts",
+        "ran: MTP/NextN, EAGLE",
+    ]
+    assert check_main(["FSSFSS", "--json", "--server-args", "--enable-lmcache"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["combinations"][0]["state"] == REFUSED and "--enable-lmcache can't be" in found["problems"][0]
+
+
+def test_the_launcher_says_it_before_sglang_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_server, "check_plugin_is_found", lambda: None)
+    monkeypatch.setenv(launch_server.PATTERN_VARIABLE, "")
+    monkeypatch.setenv(launch_server.ALLOW_MISMATCH_VARIABLE, "")
+    launch_server.prepare(["--indexcache-pattern", "FSSFSS", "--tp", "8", "--attn-cp-size", "2"])
+    notes = capsys.readouterr().err.splitlines()
+    assert all(note.startswith("note from indexcache: ") for note in notes)
+    assert notes[-1].endswith("not run: context parallelism") and len(notes) == 3
+    with pytest.raises(launch_server.LaunchError, match="--enable-flexkv can't be combined with a pattern"):
+        launch_server.prepare(["--indexcache-pattern", "FSSFSS", "--enable-flexkv"])
+    launch_server.prepare(["--indexcache-pattern", "FFF", "--enable-flexkv"])
+    assert capsys.readouterr().err == ""
