@@ -141,7 +141,7 @@ def install(monkeypatch: pytest.MonkeyPatch, between: Callable[[], None]) -> Any
 
     class SchedulerWeightUpdaterManager:
         def __init__(self, tp_worker: Any) -> None:
-            self.tp_worker = tp_worker
+            self.tp_worker, self._session = tp_worker, None
 
         def update_weights_from_disk(self, recv_req: Any) -> Any:
             if recv_req.error is not None:
@@ -150,7 +150,22 @@ def install(monkeypatch: pytest.MonkeyPatch, between: Callable[[], None]) -> Any
             return SimpleNamespace(success=True, message="Succeeded")
 
         def update_weights_from_tensor(self, recv_req: Any) -> Any:
+            for layer in recv_req.tensors:
+                for parameter in self.tp_worker.model_runner.model[layer].indexer.parameters():
+                    parameter.data.fill_(recv_req.value)
+            return SimpleNamespace(success=recv_req.error is None, message="Succeeded")
+
+        def begin_weight_update(self, recv_req: Any) -> Any:
+            self._session = recv_req
             return SimpleNamespace(success=True, message="Succeeded")
+
+        def end_weight_update(self, recv_req: Any) -> Any:
+            self._session = None
+            return SimpleNamespace(success=True, message="Succeeded")
+
+        def resume_memory_occupation(self, recv_req: Any) -> None:
+            for layer in self.tp_worker.model_runner.model:
+                layer.indexer.wk.weight.data.fill_(7.0)  # whatever was there
 
         def release_memory_occupation(self, recv_req: Any) -> None: ...
 

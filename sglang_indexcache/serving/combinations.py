@@ -153,7 +153,12 @@ COMBINATIONS = (
         "SGLang 0.5.23 refuses it with its DSA backend",
     ),
     Combination("several nodes", ("--nnodes",), "", _more_than_one("nnodes")),
-    Combination("replicas", ("--dp-size",), "", lambda a: (a.dp_size or 1) > 1 and not a.enable_dp_attention),
+    Combination(
+        "replicas",
+        ("--dp-size",),
+        "SGLang 0.5.23 on CPUs",
+        lambda a: (a.dp_size or 1) > 1 and not a.enable_dp_attention,
+    ),
 )
 
 

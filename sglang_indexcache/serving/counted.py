@@ -73,6 +73,7 @@ class Counter:
         self._last = max((item.site for item in self._attentions), default=-1)
         self._ran: list[int] | None = None  # sites of the indexers that ran in the open call of attention
         self._handles: list[Any] = []
+        self._check: Callable[[], None] | None = None
         self.passes: dict[str, int] = {}
 
     @property
@@ -97,9 +98,14 @@ class Counter:
             if item.indexer is not None:
                 self._handles.append(item.indexer.register_forward_pre_hook(_eager(self._runs(item.site))))
 
-    def again(self) -> None:
-        """Count the next prompts, as after an update of weights; graphs that were captured stay as they are."""
+    def again(self, check: Callable[[], None] = lambda: None) -> None:
+        """Count the next prompts, as after an update of weights; graphs that were captured stay as they are.
+
+        Args:
+            check: called before the first of them; its error ends the process.
+        """
         self.begin({EXTEND})
+        self._check = refusing(check)
 
     def end(self) -> None:
         """Take everything away that counts."""
@@ -108,6 +114,9 @@ class Counter:
         self._handles.clear()
 
     def _before(self, module: Any, args: Any) -> None:
+        check, self._check = self._check, None
+        if check is not None:
+            check()
         self._ran = []
 
     def _runs(self, site: int) -> Callable[..., None]:

@@ -2,8 +2,11 @@
 
 An update from disk brings a whole checkpoint. It is refused, and nothing changes, if the names of its tensors say that
 an F layer would have no indexer. Otherwise indexers are marked as before the first load, and those that were not loaded
-are put back, so that no request ever meets a marked one. All other updates may bring some tensors only, and released
-memory may come back with anything in it: after those the pattern is not proven any more.
+are put back, so that no request ever meets a marked one.
+
+Other updates may bring some tensors only, in several calls: the pattern is not proven while one is under way, and is
+proven again at its end. Weights whose memory was released come back with anything in them, so indexers are marked then,
+and a prompt that meets a marked one ends the server. Indexers are counted again after every update.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.errors import IndexCacheError, ProofError
 from sglang_indexcache.model.checkpoint import Checkpoint
 from sglang_indexcache.serving import engines
 from sglang_indexcache.serving.preflight import Preflight
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FROM_DISK = "update_weights_from_disk"
+_LOADS = ("update_weights_from_distributed", "update_weights_from_tensor", "update_weights_from_ipc")
+_END, _RESUME = "end_weight_update", "resume_memory_occupation"
 _WEIGHTS = "weights"  # SGLang's name for that part of the memory; no names mean all parts
 _DRAFT = "draft"
 
@@ -41,9 +46,43 @@ def around(method: str) -> Callable[..., Any]:
         if method == FROM_DISK and isinstance(plan, Preflight) and stages == 1:
             return _from_disk(plan, runner, recv_req.model_path, lambda: original(manager, recv_req))
         plan.proven.lose(f"{method} was called" + (f" on {stages} pipeline stages" if stages > 1 else ""))
-        return original(manager, recv_req)
+        reply = original(manager, recv_req)
+        if not isinstance(plan, Preflight) or stages > 1:
+            return reply
+        released = method == _RESUME and not getattr(runner.server_args, "enable_weights_cpu_backup", False)
+        if released:
+            mark_unloaded(plan.family.sglang, runner.model)
+            plan.proven.lose("memory of weights was released, and nothing was loaded since")
+        elif method in (_END, _RESUME) or (method in _LOADS and getattr(manager, "_session", None) is None):
+            _prove_again(plan, runner, method, reply)
+        _count_again(plan, runner)
+        return reply
 
     return hook
+
+
+def _prove_again(plan: Preflight, runner: Any, method: str, reply: Any) -> None:
+    """Prove the pattern after an update that may have brought some tensors only; fail one that ends without a proof."""
+    if not getattr(reply, "success", True):
+        return
+    problem = agree(plan, runner, look_at(plan, runner))
+    if problem is None:
+        return
+    plan.proven.lose(f"{method}: {problem}")
+    if method == _END:
+        reply.success, reply.message = False, f"indexcache: the update has ended, but the pattern is {plan.proven.lost}"
+
+
+def _count_again(plan: Preflight, runner: Any) -> None:
+    """Count indexers again, and look at this rank's weights in the first prompt if the pattern is not proven then."""
+
+    def check() -> None:
+        problem = look_at(plan, runner).problem if plan.proven.lost else None
+        if problem is not None:
+            raise ProofError(f"a prompt came when the pattern was {plan.proven.lost}; now {problem}")
+
+    for counter in plan.proven.counters:
+        counter.again(check)
 
 
 def _from_disk(plan: Preflight, runner: Any, path: str, update: Callable[[], Any]) -> Any:
@@ -63,8 +102,7 @@ def _from_disk(plan: Preflight, runner: Any, path: str, update: Callable[[], Any
         report = replace(report, problem=f"an update from {path} failed half-way: {reply.message}")
     problem = agree(plan, runner, report)
     if problem is None:
-        for counter in plan.proven.counters:
-            counter.again()
+        _count_again(plan, runner)
         return reply
     plan.proven.lose(f"weights were updated from {path}: {problem}")
     if reply.success:

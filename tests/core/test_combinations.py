@@ -43,7 +43,7 @@ def test_launch_lines_are_read_without_sglang() -> None:
     [
         ("", {"tensor parallelism": RAN}),
         ("--dp 8 --enable-dp-attention", {"tensor parallelism": RAN, "data-parallel attention": RAN}),
-        ("--dp 2", {"tensor parallelism": RAN, "replicas": NOT_RUN}),
+        ("--dp 2", {"tensor parallelism": RAN, "replicas": RAN}),
         ("--ep 8 --moe-a2a-backend deepep", {"expert parallelism": RAN, "all-to-all of experts": NOT_RUN}),
         ("--speculative-algorithm EAGLE --speculative-num-steps 3", {"MTP/NextN, EAGLE": RAN}),
         ("--speculative-algorithm EAGLE --speculative-eagle-topk 4", {"other drafts": NOT_RUN}),

@@ -16,6 +16,8 @@ from torch import nn
 
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern
+from sglang_indexcache.errors import ProofError
+from sglang_indexcache.serving import engines
 from sglang_indexcache.sglang import refusal
 from tests import fake_sglang
 from tests.conftest import tiny_config
@@ -225,7 +227,7 @@ def test_a_launch_that_loads_the_plugins_itself(
 
 
 def update(engine: Any, method: str = "update_weights_from_disk", **request: Any) -> Any:
-    content = {"model_path": "elsewhere", "value": 2.0, "lost": None, "error": None, **request}
+    content = {"model_path": "elsewhere", "value": 2.0, "lost": None, "error": None, "tensors": [0, 3], **request}
     return getattr(engine.scheduler.updater, method)(SimpleNamespace(**content))
 
 
@@ -271,14 +273,17 @@ def test_a_checkpoint_that_lacks_an_indexer_is_refused_before_anything_is_loaded
 @pytest.mark.parametrize(
     ("method", "request_", "holds"),
     [
-        ("update_weights_from_tensor", {}, False),
-        ("update_weights_from_tensor", {"selector": "draft"}, True),
+        ("update_weights_from_tensor", {}, True),
+        ("update_weights_from_tensor", {"error": "no such tensor"}, False),
+        ("update_weights_from_tensor", {"selector": "draft", "error": "no such tensor"}, True),
+        ("begin_weight_update", {}, False),
+        ("end_weight_update", {}, True),
         ("release_memory_occupation", {"tags": None}, False),
         ("release_memory_occupation", {"tags": ["weights", "kv_cache"]}, False),
         ("release_memory_occupation", {"tags": ["kv_cache"]}, True),
     ],
 )
-def test_other_updates_may_bring_some_tensors_only(
+def test_other_updates_are_proven_at_their_end(
     process: Process, method: str, request_: dict[str, Any], holds: bool
 ) -> None:
     engine, other = process.start("six", {ASK: "FSSFSS"}), process.start("six", {ASK: "FSFSFS"})
@@ -286,6 +291,40 @@ def test_other_updates_may_bring_some_tensors_only(
     assert engine.state()["proven"] is holds and other.state()["proven"]
     assert holds or method in engine.state()["reason"]
     assert update(engine).success and engine.state()["proven"]
+
+
+def test_released_weights_must_be_loaded_before_a_prompt(process: Process) -> None:
+    """As trainers do every step: release, resume, then all tensors in some calls, or by mistake not all."""
+    engine = process.start("six", {ASK: "FSSFSS"})
+    update(engine, "release_memory_occupation")
+    update(engine, "resume_memory_occupation")
+    assert "nothing was loaded since" in engine.state()["reason"]
+    update(engine, "begin_weight_update")
+    update(engine, "update_weights_from_tensor", tensors=[0])
+    assert not engine.state()["proven"]
+    reply = update(engine, "end_weight_update")
+    assert not reply.success
+    assert "letter 3 is F, but no weights were loaded into its indexer's wk.weight" in reply.message
+
+    plan = engines.plan_of(engine.scheduler.server_args)
+    assert plan is not None
+    asked: list[Any] = []
+    plan.proven.counters.append(SimpleNamespace(again=asked.append))  # type: ignore[arg-type]
+    update(engine, "update_weights_from_tensor", tensors=[])
+    with pytest.raises(ProofError, match=r"a prompt came when the pattern was not proven since .*letter 3 is F"):
+        asked[-1]()
+    update(engine, "update_weights_from_tensor", tensors=[3])
+    plan.proven.counters.clear()
+    assert engine.state()["proven"]
+    asked[-1]()
+
+
+def test_released_weights_that_were_kept_in_host_memory_are_proven_at_once(process: Process) -> None:
+    engine = process.start("six", {ASK: "FSSFSS"}, enable_weights_cpu_backup=True)
+    update(engine, "release_memory_occupation")
+    assert not engine.state()["proven"]
+    update(engine, "resume_memory_occupation")
+    assert engine.state()["proven"]
 
 
 def test_stages_take_updates_one_after_the_other_so_they_are_not_proven_again(process: Process) -> None:
