@@ -18,7 +18,7 @@ from sglang_indexcache.serving.counted import kinds_of
 from sglang_indexcache.serving.preflight import refusals_of
 
 RAN, REFUSED, NOT_RUN = "ran", "refused", "not run"
-_CPU = "SGLang 0.5.23 on CPUs, the same tokens and logprobs as without it"
+_CPU = "SGLang 0.5.23 on CPUs"
 _GPU = "SGLang 0.5.17 on an H100"
 
 
@@ -78,6 +78,17 @@ def _chains(arguments: Any) -> bool:
     return _drafts(arguments) in ("EAGLE", "NEXTN") and (getattr(arguments, "speculative_eagle_topk", None) or 1) == 1
 
 
+def _context(arguments: Any) -> bool:
+    """Whether ranks share out contexts, in the words of any SGLang."""
+    older = _given("enable_prefill_cp", "enable_prefill_context_parallel", "enable_dsa_prefill_context_parallel")
+    return older(arguments) or any(_more_than_one(name)(arguments) for name in ("attn_cp_size", "dcp_size"))
+
+
+def _interleaved(arguments: Any) -> bool:
+    prefill = _given("enable_prefill_cp")(arguments) and not _more_than_one("dcp_size")(arguments)
+    return bool(prefill) and getattr(arguments, "cp_strategy", None) == "interleave"
+
+
 def _type_of_cache(arguments: Any) -> str:
     return str(getattr(arguments, "kv_cache_dtype", None) or "auto")
 
@@ -103,16 +114,16 @@ COMBINATIONS = (
         lambda arguments: bool(_drafts(arguments)) and not _chains(arguments),
     ),
     Combination(
-        "context parallelism",
-        ("--enable-prefill-cp", "--attn-cp-size", "--dcp-size"),
+        "context-parallel prefill",
+        ("--enable-prefill-cp", "--cp-strategy interleave"),
+        _CPU,
+        _interleaved,
+    ),
+    Combination(
+        "other context parallelism",
+        ("--cp-strategy zigzag", "--attn-cp-size", "--dcp-size"),
         "",
-        lambda arguments: (
-            _given("enable_prefill_cp", "enable_prefill_context_parallel", "enable_dsa_prefill_context_parallel")(
-                arguments
-            )
-            or _more_than_one("attn_cp_size")(arguments)
-            or _more_than_one("dcp_size")(arguments)
-        ),
+        lambda arguments: _context(arguments) and not _interleaved(arguments),
     ),
     Combination(
         "prefill and decode apart",

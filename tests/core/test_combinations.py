@@ -48,7 +48,9 @@ def test_launch_lines_are_read_without_sglang() -> None:
         ("--speculative-algorithm EAGLE --speculative-num-steps 3", {"MTP/NextN, EAGLE": RAN}),
         ("--speculative-algorithm EAGLE --speculative-eagle-topk 4", {"other drafts": NOT_RUN}),
         ("--speculative-algorithm EAGLE3", {"other drafts": NOT_RUN}),
-        ("--attn-cp-size 2 --enable-prefill-cp", {"context parallelism": NOT_RUN}),
+        ("--attn-cp-size 2 --enable-prefill-cp --cp-strategy interleave", {"context-parallel prefill": RAN}),
+        ("--attn-cp-size 2 --enable-prefill-cp --cp-strategy zigzag", {"other context parallelism": NOT_RUN}),
+        ("--dcp-size 2", {"other context parallelism": NOT_RUN}),
         ("--disaggregation-mode prefill", {"prefill and decode apart": NOT_RUN}),
         ("--kv-cache-dtype fp8_e4m3", {"fp8 KV cache": RAN}),
         ("--kv-cache-dtype fp4_e2m1", {"fp4 KV cache": NOT_RUN}),
@@ -101,7 +103,7 @@ def test_the_launcher_says_it_before_sglang_starts(
     launch_server.prepare(["--indexcache-pattern", "FSSFSS", "--tp", "8", "--attn-cp-size", "2"])
     notes = capsys.readouterr().err.splitlines()
     assert all(note.startswith("note from indexcache: ") for note in notes)
-    assert notes[-1].endswith("not run: context parallelism") and len(notes) == 3
+    assert notes[-1].endswith("not run: other context parallelism") and len(notes) == 3
     with pytest.raises(launch_server.LaunchError, match="--enable-flexkv can't be combined with a pattern"):
         launch_server.prepare(["--indexcache-pattern", "FSSFSS", "--enable-flexkv"])
     launch_server.prepare(["--indexcache-pattern", "FFF", "--enable-flexkv"])

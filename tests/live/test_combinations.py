@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from scripts.bench.serving.soak import KINDS, Storm
 from scripts.tools import random_models
 from scripts.tools.inprocess import Served
 from scripts.tools.pattern_files import write_pattern
@@ -34,9 +35,10 @@ DRAFTS = (
     *("--speculative-num-draft-tokens", "3", "--speculative-dsa-topk-backend", "torch"),
 )
 DATA_PARALLEL = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+CONTEXT = ("--tp-size", "2", "--attn-cp-size", "2", "--enable-prefill-cp", "--cp-strategy", "interleave")
 STEPS = 8
 INDEX_KEY = 128 + 4  # bytes of a token in a layer: the key in fp8, and its scale
-# Drafts are managed by Triton kernels, and an interpreter for them must be asked for before Triton is imported.
+# Drafts and contexts are handled by Triton kernels, whose interpreter must be asked for before Triton is imported.
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 FRESH = (sys.executable, "-u", *LAUNCHER[1:])
 TARGET, DRAFT = {"extend", "target verify"}, {"extend", "decode", "draft extend"}
@@ -114,6 +116,7 @@ CELLS = {
     "experts": (("--tp-size", "2", "--ep-size", "2"), {"extend", "decode"}),
     "pipeline": (("--pp-size", "2"), {"extend", "decode"}),
     "mixed-chunk": (("--enable-mixed-chunk", "--chunked-prefill-size", "64"), {"extend", "decode"}),
+    "context": (CONTEXT, {"extend", "decode"}),
     "everything": ((*DATA_PARALLEL, "--enable-dp-lm-head", "--ep-size", "2", *DRAFTS), TARGET | DRAFT),
 }
 FAST = ("mtp", "everything")
@@ -124,28 +127,26 @@ def test_it_serves_what_it_serves_alone(
     cell: str, folder: Path, flags: tuple[str, ...], expected: list[Served], tmp_path: Path
 ) -> None:
     more, kinds = CELLS[cell]
-    launcher, changes = (FRESH, INTERPRETED) if DRAFTS[0] in more else (LAUNCHER, dict[str, str]())
-    changes = changes | (TWO if {"--tp-size", "--pp-size"} & {*more} else {})
+    launcher, changes = how(more)
     with running(folder, tmp_path / "log", *flags, *more, launcher=launcher, **changes) as server:
         check(server, expected, kinds)
 
 
+FAULTS = {
+    "verify": (DRAFTS, "letter 3 ran an indexer 0 times in a pass (target verify), expected 1"),
+    "verify-shared": (DRAFTS, "letter 4 ran an indexer 1 times in a pass (target verify), expected 0"),
+    "context": (CONTEXT, "letter 3 ran an indexer 0 times in a pass (extend), expected 1"),
+}
+
+
 @pytest.mark.parametrize(
-    ("broken", "line"),
-    [
-        ("verify", "letter 3 ran an indexer 0 times in a pass (target verify), expected 1"),
-        pytest.param(
-            "verify-shared",
-            "letter 4 ran an indexer 1 times in a pass (target verify), expected 0",
-            marks=pytest.mark.slow,
-        ),
-    ],
+    "fault", [pytest.param(name, marks=() if name == "verify" else pytest.mark.slow) for name in FAULTS]
 )
-def test_an_indexer_that_runs_otherwise_where_drafts_are_verified_ends_the_server(
-    broken: str, line: str, folder: Path, flags: tuple[str, ...]
-) -> None:
-    code, lines = ended(command(folder, *flags, *DRAFTS, launcher=FRESH), DSA_CPU_BREAK=broken, **INTERPRETED)
-    assert code != 0 and lines == [f"indexcache: {line}"]
+def test_an_indexer_that_runs_otherwise_ends_the_server(fault: str, folder: Path, flags: tuple[str, ...]) -> None:
+    more, line = FAULTS[fault]
+    launcher, changes = how(more)
+    code, lines = ended(command(folder, *flags, *more, launcher=launcher), DSA_CPU_BREAK=fault, **changes)
+    assert code != 0 and set(lines) == {f"indexcache: {line}"}
 
 
 @pytest.mark.parametrize("broken", ["", pytest.param("updated", marks=pytest.mark.slow)])
@@ -166,6 +167,14 @@ def test_indexers_are_counted_again_after_an_update(
         assert counted(server) == [{"passes": {"extend": 1}}]
 
 
+def test_a_storm_of_requests(folder: Path, flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Aborted, disconnected, malformed, too long ones among others; the script has been run with a thousand."""
+    with running(folder, tmp_path / "log", *flags, "--enable-metrics") as server:
+        storm = Storm(server.url, random_models.VOCAB, longest=300, context=4096)
+        storm.run(requests=200, at_once=24)
+    assert storm.problems == [] and set(storm.counts) >= {*KINDS}
+
+
 def test_without_a_warm_up_the_first_request_is_counted(folder: Path, flags: tuple[str, ...], tmp_path: Path) -> None:
     with running(folder, tmp_path / "log", *flags, "--skip-server-warmup") as server:
         [before] = counted(server)
@@ -173,3 +182,9 @@ def test_without_a_warm_up_the_first_request_is_counted(folder: Path, flags: tup
         server.generate([prompts()[1]], ["one"], 2)
         [after] = counted(server)
         assert {*after["passes"]} == {"decode", "extend"} and "to_come" not in after
+
+
+def how(more: Sequence[str]) -> tuple[Sequence[str], dict[str, str]]:
+    """Launcher and environment of a server with these flags."""
+    launcher, changes = (FRESH, INTERPRETED) if {DRAFTS[0], CONTEXT[2]} & {*more} else (LAUNCHER, dict[str, str]())
+    return launcher, changes | (TWO if {"--tp-size", "--pp-size"} & {*more} else {})

@@ -45,7 +45,8 @@ OF_OTHERS = {
         " enable-unified-cache-external-linker enable-unified-memory from-literal hisparse-config host"
         " max-running-requests max-total-tokens mem-fraction-static nproc-per-node page-size pp-size"
         " revision speculative-algorithm tp use-ray"
-        " cuda-graph-backend-prefill disaggregation-mode enable-deterministic-inference enable-hierarchical-cache"
+        " cp-strategy cuda-graph-backend-prefill disaggregation-mode enable-deterministic-inference"
+        " enable-hierarchical-cache"
         " enable-lora enable-piecewise-cuda-graph ep-size kv-cache-dtype lora-paths moe-a2a-backend nnodes"
         " speculative-eagle-topk tp-size dp-size"
     ).split()

@@ -135,7 +135,7 @@ class Storm:
         wrong: Sequence[Any] = (
             b"{",
             {"input_ids": "words", "rid": name},
-            {"input_ids": [[]], "rid": name},
+            {"input_ids": [[1.5]], "rid": name},
             {"input_ids": [3], "rid": name, "sampling_params": {"temperature": -1}},
             {"input_ids": [3], "rid": name, "sampling_params": {"max_new_tokens": "many"}},
             {"rid": name},
@@ -226,8 +226,8 @@ def main() -> int:
     options = parser.parse_args()
     storm = Storm(options.url, options.vocabulary, options.longest, options.context, options.seed)
     storm.run(options.requests, options.at_once, options.pid)
-    print(f"{dict(storm.counts)}; memory at a quarter {storm.memory[len(storm.memory) // 4] / 1e6:.0f} MB, at the end")
-    print(f"{storm.memory[-1] / 1e6:.0f} MB; {len(storm.problems)} problems")
+    quarter, end = (storm.memory[place] / 1e6 for place in (len(storm.memory) // 4, -1))
+    print(f"{dict(storm.counts)}; {quarter:.0f} MB at a quarter, {end:.0f} at the end; {len(storm.problems)} problems")
     for problem in storm.problems[:20]:
         print(f"problem: {problem}")
     return 1 if storm.problems else 0

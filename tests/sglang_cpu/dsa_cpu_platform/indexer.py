@@ -36,10 +36,14 @@ def indexer_forward(
     Returns:
         `[tokens, index_topk]` int32 positions within each request, -1 for none.
     """
+    from sglang.srt.layers.cp.base import get_cp_strategy
+    from sglang.srt.layers.cp.utils import is_cp_active
     from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
     from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 
     queries, keys, weights = _project(indexer, x, q_lora, positions)
+    if is_cp_active(forward_batch):  # each rank has some of the rows, and all need all keys
+        keys = get_cp_strategy().materialize_full_indexer_k_cache(keys, forward_batch)
     cache, page = _index_keys(get_token_to_kv_pool(), layer_id, indexer.head_dim), get_token_to_kv_pool().page_size
     cache[forward_batch.out_cache_loc // page, forward_batch.out_cache_loc % page] = keys
     if not return_indices:

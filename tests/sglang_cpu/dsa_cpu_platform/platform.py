@@ -40,6 +40,7 @@ class DsaCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """The indexer's `weights_proj` is bf16 whatever the model's dtype; float32 runs need float32."""
         _let_data_parallel_attention_run()
         speculative.replace_all()
+        torch.cuda.current_stream = lambda device=None: None  # where ranks of context parallelism gather keys
         if type(model).__name__ == "DeepseekV4ForCausalLM":
             deepseek_v4.replace_all(model)
             return

@@ -3,11 +3,12 @@
 `DSA_CPU_REMOVE=dotted.path` deletes that function or class before hooks are applied, as a newer SGLang might have.
 `DSA_CPU_BREAK=roles` makes every layer F whatever the configuration says; `weights` keeps the loader from loading one
 indexer tensor of layer 3 (`index-weights` and `index-bias` do of DeepSeek-V4); `forward` wraps one of its indexers;
-`verify` lets layer 3 reuse a selection and `verify-shared` layer 4 make one where draft tokens are verified, `updated`
-lets layer 3 reuse one once weights were updated; `loader` moves the work of `ModelRunner.load_model` into another
-method; `prefixes` lets calibration run with the prefix cache on, `radix` also never flushes it. Of dense models,
-`dense-backend` puts another class in the place of the attention backend, `dense-page-size` and `dense-window` change
-what the model runner and layer 2 say, `dense-role` and `dense-selection` what layer 3 is told.
+`verify` lets layer 3 reuse a selection and `verify-shared` layer 4 make one where draft tokens are verified, `context`
+lets layer 3 reuse one where ranks share out a context, `updated` once weights were updated; `loader` moves the work of
+`ModelRunner.load_model` into another method; `prefixes` lets calibration run with the prefix cache on, `radix` also
+never flushes it. Of dense models, `dense-backend` puts another class in the place of the attention backend,
+`dense-page-size` and `dense-window` change what the model runner and layer 2 say, `dense-role` and `dense-selection`
+what layer 3 is told.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LOST = {
     "index-weights": "layers.3.attn.indexer.wq_b.",
     "index-bias": "layers.3.attn.indexer.compressor.ape",
 }
-TURNED = {"verify": 3, "verify-shared": 4, "updated": 3}  # layer
+TURNED = {"verify": 3, "verify-shared": 4, "context": 3, "updated": 3}  # layer
 _SEEN: dict[str, Any] = {"loads": 0}
 
 
@@ -117,8 +118,11 @@ def _turn_a_layer(broken: str, original: Any, module: Any, *args: Any, **kwargs:
     indexer = getattr(module, "indexer", None)
     if module.layer_id == 0:
         _SEEN["indexer"] = indexer
-    verifying = kwargs["forward_batch"].forward_mode.is_target_verify()
-    wanted = _SEEN["loads"] > 1 if broken == "updated" else verifying
+    batch = kwargs["forward_batch"]
+    wanted = {
+        "updated": _SEEN["loads"] > 1,
+        "context": getattr(batch, "attn_cp_metadata", None) is not None,
+    }.get(broken, batch.forward_mode.is_target_verify())
     if module.layer_id not in (TURNED[broken] - 1, TURNED[broken]) or not wanted:
         return original(module, *args, **kwargs)
     changes = {"skip_topk": not module.skip_topk, "indexer": indexer or _SEEN["indexer"]}
