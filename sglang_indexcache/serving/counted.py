@@ -2,8 +2,9 @@
 
 Roles that are read back say what a layer would do, and a server was seen elsewhere that ran every indexer although the
 roles were right. So in the first passes each call of an attention module is looked at: an F layer must have run its
-indexer once by its end, an S layer never. Graphs are counted while they are captured, on every rank. PyTorch's module
-hooks do it; they are taken away once every kind of pass that the server makes was seen.
+indexer once by its end, an S layer never. Where prompts attend to everything an indexer only writes its keys; SGLang up
+to 0.5.14 lets S layers do that, too, and nobody reads them. Graphs are counted while they are captured, on every rank.
+PyTorch's module hooks do it; they are taken away once every kind of pass that the server makes was seen.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Counter:
         self._attentions, self._name = list(attentions), name
         self._missing: set[str] = set()
         self._last = max((item.site for item in self._attentions), default=-1)
-        self._ran: list[int] | None = None  # sites of the indexers that ran in the open call of attention
+        self._ran: list[tuple[int, bool]] | None = None  # indexers that ran in the open call, and whether they selected
         self._handles: list[Any] = []
         self._check: Callable[[], None] | None = None
         self.passes: dict[str, int] = {}
@@ -96,7 +97,8 @@ class Counter:
             self._handles.append(item.module.register_forward_pre_hook(before))
             self._handles.append(item.module.register_forward_hook(after, with_kwargs=True))
             if item.indexer is not None:
-                self._handles.append(item.indexer.register_forward_pre_hook(_eager(self._runs(item.site))))
+                runs = _eager(self._runs(item.site))
+                self._handles.append(item.indexer.register_forward_pre_hook(runs, with_kwargs=True))
 
     def again(self, check: Callable[[], None] = lambda: None) -> None:
         """Count the next prompts, as after an update of weights; graphs that were captured stay as they are.
@@ -120,25 +122,33 @@ class Counter:
         self._ran = []
 
     def _runs(self, site: int) -> Callable[..., None]:
-        def runs(module: Any, args: Any) -> None:
+        def runs(module: Any, args: Any, kwargs: Any) -> None:
             if self._ran is not None:
-                self._ran.append(site)
+                self._ran.append((site, kwargs.get("return_indices") is not False))
 
         return runs
 
     def _after(self, item: CountedAttention) -> Callable[..., None]:
         def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            kind, ran, self._ran = kind_of(args, kwargs), self._ran, None
+            batch, ran, self._ran = batch_of(args, kwargs), self._ran, None
+            if batch is None:
+                self.end()
+                logger.warning(
+                    "indexcache: this SGLang calls attention without a ForwardBatch: indexers are not counted"
+                )
+                return
+            kind = kind_of(batch, kwargs)
             if kind is None or ran is None:  # counting began within this call
                 return
-            allowed = item.allowed(kwargs)
-            if len(ran) not in allowed:
+            allowed, selected = item.allowed(kwargs), sum(selects for _, selects in ran)
+            if len(ran) not in allowed and selected not in allowed:
                 raise ProofError(
                     f"{self._name} {item.site} ran an indexer {len(ran)} times in a pass ({kind}), expected"
                     f" {' or '.join(map(str, allowed))}"
                 )
-            if set(ran) - {item.site}:
-                raise ProofError(f"{self._name} {item.site} ran the indexer of {ran[0]} in a pass ({kind})")
+            for site, _ in ran:
+                if site != item.site:
+                    raise ProofError(f"{self._name} {item.site} ran the indexer of {site} in a pass ({kind})")
             if item.site == self._last:
                 self._seen(kind)
 
@@ -152,12 +162,14 @@ class Counter:
             logger.info("indexcache: indexers ran as the pattern says, counted in passes: %s", self.passes)
 
 
-def kind_of(args: Any, kwargs: Mapping[str, Any]) -> str | None:
+def batch_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return the `ForwardBatch` that an attention module is called with; `None` if there is none."""
+    given = (kwargs.get("forward_batch"), *args)
+    return next((item for item in given if hasattr(item, "forward_mode")), None)
+
+
+def kind_of(batch: Any, kwargs: Mapping[str, Any]) -> str | None:
     """Return the kind of pass that an attention module is called in; `None` without any rows to attend from."""
-    batch = kwargs.get("forward_batch")
-    batch = next((item for item in args if hasattr(item, "forward_mode")), None) if batch is None else batch
-    if batch is None:
-        raise ProofError("SGLang calls attention without a ForwardBatch, so what it runs can't be counted")
     mode: str = batch.forward_mode.name
     rows = kwargs.get("hidden_states", kwargs.get("x"))
     if mode == "IDLE" or (hasattr(rows, "shape") and rows.shape[0] == 0):

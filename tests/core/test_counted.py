@@ -16,14 +16,14 @@ from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.deepseek_v4.sglang import keep_selection
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.serving import counted
-from sglang_indexcache.serving.counted import Counter, kind_of, kinds_of
+from sglang_indexcache.serving.counted import Counter, batch_of, kind_of, kinds_of
 from sglang_indexcache.serving.proven import Proof, ProofHolder
 
 PATTERN = Pattern("FSSF")
 
 
 class Indexer(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, return_indices: bool = True) -> Tensor:
         return x
 
 
@@ -34,9 +34,12 @@ class Attention(nn.Module):
         super().__init__()
         self.layer_id, self.skip_topk, self.next_skip_topk, self.is_nextn = layer_id, shared, False, is_nextn
         self.indexer = Indexer() if is_nextn or not shared else None
-        self.times = 1
+        self.times, self.dense = 1, False
 
     def forward(self, hidden_states: Tensor, forward_batch: Any, prev_topk_indices: Tensor | None = None) -> Tensor:
+        if self.dense and self.indexer is not None:
+            self.indexer(hidden_states, return_indices=False)
+            return hidden_states
         runs = not self.skip_topk or (self.is_nextn and prev_topk_indices is None)
         for _ in range(self.times if runs and len(hidden_states) else 0):
             assert self.indexer is not None
@@ -112,6 +115,17 @@ def test_an_s_layer_that_selects_ends_the_process(capsys: pytest.CaptureFixture[
         )
 
 
+def test_short_prompts_that_attend_to_everything_write_index_keys_alone() -> None:
+    """In SGLang up to 0.5.14 S layers do, too, in which they have an indexer."""
+    model = Model()
+    for layer in model.layers:
+        layer.dense, layer.indexer = True, Indexer()
+    counter = counter_of(model)
+    counter.begin({"extend"})
+    model.run("EXTEND")
+    assert counter.passes == {"extend": 1}
+
+
 def test_another_layers_indexer_ends_the_process(capsys: pytest.CaptureFixture[str]) -> None:
     model = Model()
     counter_of(model).begin({"decode"})
@@ -154,11 +168,19 @@ def test_what_is_compiled_is_left_alone() -> None:
     assert hooks(model) == 0
 
 
-def test_a_pass_without_a_batch_ends_the_process() -> None:
-    with pytest.raises(Exception, match="without a ForwardBatch"):
-        kind_of((1, 2), {"x": 3})
-    positional = SimpleNamespace(forward_mode=SimpleNamespace(name="SPLIT_PREFILL"))
-    assert kind_of((1, positional), {}) == "extend"
+def test_nothing_is_counted_where_attention_is_called_otherwise(caplog: pytest.LogCaptureFixture) -> None:
+    """By an SGLang that nobody has read: roles are proven all the same."""
+    model = Model(Pattern("F"))
+    counter = counter_of(model)
+    counter.begin({"decode"})
+    model.layers[0](torch.zeros(2, 1), "words")
+    assert hooks(model) == 0 and counter.missing == {"decode"} and "are not counted" in caplog.text
+
+
+def test_batches_are_found_wherever_they_stand() -> None:
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(name="SPLIT_PREFILL"))
+    assert batch_of((1, batch), {}) is batch_of((), {"forward_batch": batch}) is batch
+    assert kind_of(batch, {}) == "extend" and kind_of(batch, {"x": torch.zeros(0, 1)}) is None
 
 
 @pytest.mark.parametrize(
