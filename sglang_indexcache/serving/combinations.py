@@ -1,4 +1,4 @@
-"""What a pattern was run together with: for each feature of SGLang whether it ran, is refused, or never ran.
+"""List for each feature of SGLang whether a pattern ran with it, is refused with it, or never ran with it.
 
 `launch_server` and `indexcache-check --server-args` say it of a launch line, docs/reference/compatibility.md of all.
 """
@@ -42,7 +42,7 @@ class Combination:
 
     @property
     def verdict(self) -> Verdict:
-        """What is known of it."""
+        """Return whether a pattern ran with it, and where."""
         if not self.ran:
             return Verdict(NOT_RUN, self.name, self.without)
         return Verdict(RAN, self.name, self.ran + (f"; not run: {self.without}" if self.without else ""))
@@ -50,7 +50,13 @@ class Combination:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of a feature that a launch line asks for; `why` says where it ran, or why it is refused."""
+    """The answer for one feature that a launch line asks for.
+
+    Attributes:
+        state: `RAN`, `REFUSED` or `NOT_RUN`.
+        name: the feature; of a refused one the flag.
+        why: where it ran, why it is refused, or what is known all the same.
+    """
 
     state: str
     name: str
@@ -79,7 +85,7 @@ def _chains(arguments: Any) -> bool:
 
 
 def _context(arguments: Any) -> bool:
-    """Whether ranks share out contexts, in the words of any SGLang."""
+    """Return whether arguments ask for context parallelism, under the flags of any SGLang."""
     older = _given("enable_prefill_cp", "enable_prefill_context_parallel", "enable_dsa_prefill_context_parallel")
     return older(arguments) or any(_more_than_one(name)(arguments) for name in ("attn_cp_size", "dcp_size"))
 

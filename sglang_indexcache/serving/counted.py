@@ -84,7 +84,7 @@ class Counter:
 
     @property
     def counting(self) -> bool:
-        """Whether something of ours is in the model's passes."""
+        """True while the counter's hooks are on the model."""
         return bool(self._handles)
 
     def begin(self, kinds: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ from sglang_indexcache.families.dsa.needs import PREFILL
 from sglang_indexcache.families.dsa.shards import ALONE, Shards
 from sglang_indexcache.sglang.hooks import refusing_around
 
-_REQUESTS, _PART = "_indexcache_requests", "_indexcache_part"
+_REQUESTS, _PART, _KEYS = "_indexcache_requests", "_indexcache_part", "_indexcache_keys"
 
 
 class Prefill:
@@ -76,10 +76,13 @@ class Prefill:
 
     @property
     def keys(self) -> float:
-        """Keys that a row may select, in the mean."""
-        lengths = self.lengths
-        each = zip(self.prefixes, lengths, strict=True)
-        return sum(length * (prefix + length / 2) for prefix, length in each) / max(1, sum(lengths))
+        """Keys that a row may select, in the mean; computed once for all layers of a forward pass."""
+        if _KEYS not in self.kept:
+            lengths = self.lengths
+            each = zip(self.prefixes, lengths, strict=True)
+            self.kept[_KEYS] = sum(length * (prefix + length / 2) for prefix, length in each) / max(1, sum(lengths))
+        found: float = self.kept[_KEYS]
+        return found
 
     def requests(self) -> Tensor:
         """Return the number of each row's request, made once for all layers of a forward pass."""
