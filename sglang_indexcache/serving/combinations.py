@@ -193,7 +193,11 @@ def verdicts(pattern: Pattern, family: Family, arguments: Any, shard: bool = Fal
         yield Verdict(REFUSED, given, why)
     for item in COMBINATIONS:
         if item.asked(arguments) and not {given for given, _ in refused} & {*item.flags}:
-            yield item.verdict
+            found = item.verdict
+            compared = family is DSA and not pattern.indexers and not shard
+            if found.state == RAN and not compared:
+                found = Verdict(NOT_RUN, item.name, f"compared with F and S on DSA models alone: {item.ran}")
+            yield found
 
 
 def family_in(spec: PatternSpec) -> Family:

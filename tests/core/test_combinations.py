@@ -73,6 +73,17 @@ def test_refusals_depend_on_pattern_and_family() -> None:
     assert family_in(file) is family_of("GlmMoeDsaForCausalLM") and family_in(PatternSpec.read("FSSF")) is DSA
 
 
+def test_what_ran_with_f_and_s_on_dsa_models_is_said_of_nothing_else() -> None:
+    line = LaunchLine.parse(["--speculative-algorithm", "EAGLE"])
+    for pattern, family, shard in (
+        (SHARED.selecting_for(0, 4), DSA, False),
+        (SHARED, DSA, True),
+        (SHARED, DEEPSEEK_V4, False),
+    ):
+        [found] = verdicts(pattern, family, line, shard)
+        assert found.state == NOT_RUN and found.why.startswith("compared with F and S on DSA models alone: SGLang")
+
+
 def test_the_page_has_every_combination() -> None:
     page = PAGE.read_text()
     for item in COMBINATIONS:
