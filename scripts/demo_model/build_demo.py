@@ -136,6 +136,7 @@ def write_data(
     seq_len: int,
     calibration_recall: int,
     text_chars: Mapping[str, int],
+    apart: bool = False,
 ) -> None:
     """Write the calibration and held-out sets: text as it is, recall tasks as sequences of `seq_len` tokens.
 
@@ -146,13 +147,16 @@ def write_data(
         seq_len: tokens of a recall sequence.
         calibration_recall: recall sequences of each task, for calibration.
         text_chars: of each of `PARTS`, at most.
+        apart: whether calibration has a file for each recall task, too, so that each counts the same.
     """
     data.mkdir(parents=True, exist_ok=True)
     write_text(sources["calibration"].documents, data / "calibration-text.jsonl", text_chars["calibration"])
     write_text(sources["evaluation"].documents, data / "text.jsonl", text_chars["evaluation"])
     words = torch.from_numpy(np.load(corpus / "corpus.npz")["words"])
     tasks = RecallTasks(sources["calibration"].stream, words, CALIBRATION_SEED)
-    write_recall(tasks, demo.RECALL_TASKS, calibration_recall, seq_len, data / "calibration-recall.jsonl")
+    parts = {name: (name,) for name in demo.RECALL_TASKS} if apart else {"recall": demo.RECALL_TASKS}
+    for part, names in parts.items():
+        write_recall(tasks, names, calibration_recall, seq_len, data / f"calibration-{part}.jsonl")
     for name in demo.RECALL_TASKS:
         tasks = RecallTasks(sources["evaluation"].stream, words, EVALUATION_SEED)
         write_recall(tasks, (name,), EVALUATION_RECALL, seq_len, data / f"{name}.jsonl")
@@ -177,6 +181,7 @@ if __name__ == "__main__":
     parser.add_argument("--seq-len", type=int, default=SEQ_LEN, help="tokens of a sequence, for --data")
     parser.add_argument("--calibration-recall", type=int, default=CALIBRATION_RECALL_PER_TASK, help="sequences a task")
     parser.add_argument("--text-chars", type=int, default=TEXT_CHARS["calibration"], help="of calibration text")
+    parser.add_argument("--apart", action="store_true", help="a calibration file for each recall task, for --data")
     options = parser.parse_args()
     if options.data is None:
         main(options.corpus, options.model)
@@ -185,4 +190,5 @@ if __name__ == "__main__":
         if options.seq_len > SEQ_LEN:
             characters["evaluation"] *= options.seq_len // SEQ_LEN
         sources = set_aside(options.corpus)
-        write_data(options.corpus, sources, options.data, options.seq_len, options.calibration_recall, characters)
+        recall, apart = options.calibration_recall, options.apart
+        write_data(options.corpus, sources, options.data, options.seq_len, recall, characters, apart)

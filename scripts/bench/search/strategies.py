@@ -159,9 +159,9 @@ def _token_sets(options: argparse.Namespace) -> Iterator[tuple[int, TokenSet, To
         return
     folder, sources = options.data, (demo.CALIBRATION, demo.EVALUATION)
     if folder is not None:
-        sources = tuple(
-            tuple(str(folder / f"{name.removeprefix('demo:')}.jsonl") for name in names) for names in sources
-        )
+        found = sorted(folder.glob("calibration-*.jsonl"), reverse=True)  # text first, of two
+        evaluation = [folder / f"{name.removeprefix('demo:')}.jsonl" for name in demo.EVALUATION]
+        sources = tuple(map(str, found)), tuple(map(str, evaluation))
     reader = TokenReader(lambda: load_tokenizer(options.model), read_config(options.model).vocab_size, options.seq_len)
     for seed in map(int, options.seeds.split(",")):
         packer = Packer(reader, describe_model(options.model), options.seq_len)
