@@ -20,6 +20,7 @@ from sglang_indexcache.serving.preflight import refusals_of
 RAN, REFUSED, NOT_RUN = "ran", "refused", "not run"
 _CPU = "SGLang 0.5.23 on CPUs"
 _GPU = "SGLang 0.5.17 on an H100"
+_BOTH, _BOTH_ON_TWO = f"{_CPU}; {_GPU}", f"{_CPU}; SGLang 0.5.17 on two H100"
 
 
 @dataclass(frozen=True)
@@ -100,19 +101,19 @@ def _type_of_cache(arguments: Any) -> str:
 
 
 COMBINATIONS = (
-    Combination("tensor parallelism", ("--tp-size",), _CPU + "; SGLang 0.5.17 on two H100", _more_than_one("tp_size")),
+    Combination("tensor parallelism", ("--tp-size",), _BOTH_ON_TWO, _more_than_one("tp_size")),
     Combination("pipeline parallelism", ("--pp-size",), _CPU, _more_than_one("pp_size")),
-    Combination("data-parallel attention", ("--enable-dp-attention",), _CPU, _given("enable_dp_attention")),
-    Combination("data-parallel LM head", ("--enable-dp-lm-head",), _CPU, _given("enable_dp_lm_head")),
+    Combination("data-parallel attention", ("--enable-dp-attention",), _BOTH_ON_TWO, _given("enable_dp_attention")),
+    Combination("data-parallel LM head", ("--enable-dp-lm-head",), _BOTH_ON_TWO, _given("enable_dp_lm_head")),
     Combination(
         "expert parallelism",
         ("--ep-size",),
-        _CPU,
+        _BOTH_ON_TWO,
         _more_than_one("ep_size"),
         "DeepEP and other --moe-a2a-backend",
     ),
     Combination("all-to-all of experts", ("--moe-a2a-backend",), "", lambda a: a.moe_a2a_backend not in (None, "none")),
-    Combination("MTP/NextN, EAGLE", ("--speculative-algorithm EAGLE",), _CPU, _chains, "CUDA graphs of drafts"),
+    Combination("MTP/NextN, EAGLE", ("--speculative-algorithm EAGLE",), _BOTH, _chains),
     Combination(
         "other drafts",
         ("--speculative-algorithm", "--speculative-eagle-topk"),
@@ -122,7 +123,7 @@ COMBINATIONS = (
     Combination(
         "context-parallel prefill",
         ("--enable-prefill-cp", "--cp-strategy interleave"),
-        _CPU,
+        _BOTH_ON_TWO,
         _interleaved,
     ),
     Combination(
@@ -138,15 +139,15 @@ COMBINATIONS = (
         lambda arguments: getattr(arguments, "disaggregation_mode", None) in ("prefill", "decode"),
         "transfers; servers with other patterns refuse each other's handshake (SGLang 0.5.23 on CPUs)",
     ),
-    Combination("mixed chunks", ("--enable-mixed-chunk",), _CPU, _given("enable_mixed_chunk")),
+    Combination("mixed chunks", ("--enable-mixed-chunk",), _BOTH, _given("enable_mixed_chunk")),
     Combination(
         "HiCache",
         ("--enable-hierarchical-cache",),
-        "",
+        _GPU,
         _given("enable_hierarchical_cache"),
-        "copies to the host; keys of its storage carry the pattern (SGLang 0.5.23 on CPUs)",
+        "prefixes that come back from the host, and its storage, whose keys carry the pattern",
     ),
-    Combination("HiSparse", ("--enable-hisparse",), "", _given("enable_hisparse")),
+    Combination("HiSparse", ("--enable-hisparse",), _GPU, _given("enable_hisparse")),
     Combination("LoRA", ("--enable-lora", "--lora-paths"), "", _given("enable_lora", "lora_paths")),
     Combination(
         "fp8 KV cache", ("--kv-cache-dtype fp8_e4m3",), _GPU, lambda arguments: "fp8" in _type_of_cache(arguments)
@@ -156,18 +157,19 @@ COMBINATIONS = (
     Combination(
         "graphs of prompts",
         ("--cuda-graph-backend-prefill", "--enable-piecewise-cuda-graph"),
-        "",
+        _GPU,
         lambda arguments: (
             getattr(arguments, "cuda_graph_backend_prefill", None) not in (None, "disabled")
             or bool(getattr(arguments, "enable_piecewise_cuda_graph", None))
         ),
+        "counting in what torch.compile traces (tc_piecewise)",
     ),
     Combination(
         "deterministic inference",
         ("--enable-deterministic-inference",),
         "",
         _given("enable_deterministic_inference"),
-        "SGLang 0.5.23 refuses it with its DSA backend",
+        "SGLang 0.5.17 and 0.5.23 refuse it with their DSA backend",
     ),
     Combination("several nodes", ("--nnodes",), "", _more_than_one("nnodes")),
     Combination(

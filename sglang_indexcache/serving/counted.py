@@ -4,7 +4,8 @@ Roles that are read back say what a layer would do, and a server was seen elsewh
 roles were right. So in the first passes each call of an attention module is looked at: an F layer must have run its
 indexer once by its end, an S layer never. Where prompts attend to everything an indexer only writes its keys; SGLang up
 to 0.5.14 lets S layers do that, too, and nobody reads them. Graphs are counted while they are captured, on every rank.
-PyTorch's module hooks do it; they are taken away once every kind of pass that the server makes was seen.
+PyTorch's module hooks do it; they are taken away once every kind of pass that the server makes was seen, and all graphs
+are captured.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import ProofError
-from sglang_indexcache.sglang.attention import CountedAttention
+from sglang_indexcache.sglang.attention import CountedAttention, makes_graphs
 from sglang_indexcache.sglang.hooks import refusing
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class Counter:
     def _seen(self, kind: str) -> None:
         self.passes[kind] = self.passes.get(kind, 0) + 1
         self._missing.discard(kind.removesuffix(CAPTURED))
-        if not self._missing:
+        if not self._missing and not makes_graphs():  # a pass runs before it is captured
             self.end()
             logger.info("indexcache: indexers ran as the pattern says, counted in passes: %s", self.passes)
 

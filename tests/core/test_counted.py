@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +88,25 @@ def test_it_ends_when_every_kind_of_pass_was_counted() -> None:
     model.run("DECODE")  # nothing of ours is left to see it
     counter.again()
     assert counter.missing == {"extend"} and counter.passes == {}
+
+
+def test_it_does_not_end_between_a_pass_and_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With graphs of prompts those of decoding come last, and each pass runs before it is captured."""
+    module = SimpleNamespace(get_is_capture_mode=lambda: True)
+    monkeypatch.setitem(sys.modules, "sglang.srt.model_executor.runner_utils.capture_mode", module)
+    model = Model()
+    counter = counter_of(model)
+    counter.begin({"extend", "decode"})
+    model.run("EXTEND")
+    model.run("DECODE")
+    with monkeypatch.context() as capturing:
+        capturing.setattr(counted, "_capturing", lambda: True)
+        model.run("DECODE")
+    assert counter.counting and not counter.missing
+    module.get_is_capture_mode = lambda: False
+    model.run("EXTEND")
+    assert not counter.counting
+    assert counter.passes == {"extend": 2, "decode": 1, "decode (captured)": 1}
 
 
 @pytest.mark.parametrize("mode", ["EXTEND", "DECODE", "TARGET_VERIFY", "MIXED"])
