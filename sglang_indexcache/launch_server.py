@@ -3,7 +3,8 @@
 All flags of `sglang.launch_server`, and five of ours:
 
     --indexcache-pattern PATTERN            what to serve: a pattern file (deploy/glm5.yaml), a retention of one
-                                            (deploy/glm5.yaml@1/4), or letters (FSSSFSSS...)
+                                            (deploy/glm5.yaml@1/4), letters (FSSSFSSS...), or a file on the hub
+                                            (org/name/pattern.yaml@1/4, org/name@REVISION/pattern.yaml@1/4)
     --indexcache-allow-config-mismatch      accept a file made for another config.json
     --indexcache-shard-indexers             with a pattern or alone: each tensor-parallel rank selects for its part of
                                             the rows of prompts, and the ranks exchange what they selected
@@ -143,7 +144,10 @@ def tell(spec: PatternSpec, split: Arguments) -> None:
         if verdict.state == combinations.REFUSED:
             raise LaunchError(verdict.why)
     if pattern.shared_layers or pattern.indexers:
-        for note in (combinations.proven_first(line), *(verdict.line for verdict in found)):
+        notes = [combinations.proven_first(line), *(verdict.line for verdict in found)]
+        if spec.text != split.pattern:
+            notes.insert(0, f"the pattern is {spec.text}")
+        for note in notes:
             sys.stderr.write(f"note from indexcache: {note}\n")
 
 
@@ -175,8 +179,9 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
     if split.ungrouped:
         os.environ[GROUPING_VARIABLE] = "1"
     if split.pattern is not None:
-        tell(PatternSpec.read(split.pattern), split)
-        os.environ[PATTERN_VARIABLE] = split.pattern
+        spec = PatternSpec.read(split.pattern)
+        tell(spec, split)
+        os.environ[PATTERN_VARIABLE] = spec.text  # of a file on the hub, with its commit: no process reads another one
     os.environ[ALLOW_MISMATCH_VARIABLE] = "1" if split.allow_mismatch else "0"
     return split.rest
 

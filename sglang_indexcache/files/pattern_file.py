@@ -15,6 +15,7 @@ from sglang_indexcache.errors import FileError, IndexCacheError, PatternError, P
 from sglang_indexcache.files import strict_yaml
 from sglang_indexcache.files.atomic import read_regular, write_atomically
 from sglang_indexcache.files.fields import Count, Finite
+from sglang_indexcache.files.hub import SUFFIXES, HubFile
 from sglang_indexcache.model.config_keys import differing, facts_digest
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.pattern import Pattern, full_layer_count, parse_retention
@@ -37,7 +38,10 @@ class ModelSection(_FileSection):
 
     architecture: str = Field(description="as in config.json, for instance GlmMoeDsaForCausalLM")
     num_layers: int = Field(ge=1, description="layers that can choose, NextN/MTP layers not counted")
-    config_sha256: _Sha256 = Field(description="digest of config; in files without one, of config.json itself")
+    config_sha256: _Sha256 | None = Field(
+        default=None,
+        description="digest of config; in files without one, of config.json itself; only published patterns have none",
+    )
     name: str = Field(description="hub id or folder name, for people")
     locked_layers: _Layers = Field(default=(), description="layers shared in the checkpoint: they can't be F")
     config: dict[str, Any] | None = Field(
@@ -69,7 +73,7 @@ class ModelSection(_FileSection):
         ):
             if value != expected:
                 raise PatternFileError(f"model.{field}: file has {value}, {model.name} has {expected}")
-        if self.config_sha256 in (model.config_sha256, model.earlier_sha256):
+        if self.config_sha256 in (None, model.config_sha256, model.earlier_sha256):
             return
         found = list(differing(self.config or model.config, model.config, "the file", model.name))
         if found:
@@ -131,6 +135,18 @@ class CalibrationSection(_FileSection):
     )
 
 
+class PublishedSection(_FileSection):
+    """Where somebody else published the pattern; it was neither searched nor measured by this project."""
+
+    by: str = Field(description="who published it")
+    source: str = Field(description="where: an address, or a repository, with what is said there about its search")
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] = Field(description="of the publication")
+    verified: Literal[False] = Field(description="false: nobody measured here what it loses")
+
+    def __str__(self) -> str:
+        return f"published by {self.by}, not verified here"
+
+
 class PatternFile(_FileSection):
     """A pattern with what a reviewer needs to trust it. Load with `PatternFile.load("deploy/glm5.yaml@1/4")`."""
 
@@ -153,6 +169,9 @@ class PatternFile(_FileSection):
     )
     search: SearchSection | None = None
     calibration: CalibrationSection | None = None
+    published: PublishedSection | None = Field(
+        default=None, description="of a pattern that others published, in the place of search and calibration"
+    )
     versions: dict[str, str] = Field(default_factory=dict)
     created: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] | None = None
 
@@ -163,6 +182,10 @@ class PatternFile(_FileSection):
             self.as_pattern()
         except PatternError as error:
             raise PatternError(f"pattern: {error}") from None
+        if self.published is None and model.config_sha256 is None:
+            raise PatternError("model.config_sha256: missing, expected the digest, or published: who published this")
+        if self.published is not None and (self.search is not None or self.calibration is not None):
+            raise PatternError("published: stands beside search or calibration, expected one of the two")
         if model.config is not None and facts_digest(model.architecture, model.config) != model.config_sha256:
             raise PatternError("model.config_sha256: is not that of model.config, expected both as they were written")
         outside = [layer for layer in model.locked_layers if not 1 <= layer < model.num_layers]
@@ -238,17 +261,19 @@ class PatternFile(_FileSection):
 
     @classmethod
     def load(cls, spec: str | Path) -> PatternFile:
-        """Read `PATH` or `PATH@RETENTION`, for instance `deploy/glm5.yaml@1/4`.
+        """Read `PATH` or `PATH@RETENTION`, for instance `deploy/glm5.yaml@1/4`; also of the hub, see `HubFile`.
 
         Raises:
             PatternFileError: one line with file, field, what was found and what would be right.
         """
         path, retention = split_retention(str(spec))
+        on_hub = HubFile.parse(str(path))
+        name, local = (path, path) if on_hub is None else on_hub.download()
         try:
-            data = read_regular(path, strict_yaml.MAX_BYTES)
+            data = read_regular(local, strict_yaml.MAX_BYTES)
         except FileError as error:
             raise PatternFileError(str(error)) from None
-        file = cls.loads(data, str(path))
+        file = cls.loads(data, str(name))
         if retention is None:
             return file
         try:
@@ -306,9 +331,9 @@ class PatternFile(_FileSection):
 
 
 def split_retention(spec: str) -> tuple[Path, str | None]:
-    """Split `PATH@RETENTION`; a file whose own name holds the `@` goes before."""
+    """Split `PATH@RETENTION`; a file whose own name holds the `@` goes before, as does `org/name@REVISION/p.yaml`."""
     head, mark, tail = spec.rpartition("@")
-    if mark and head and not os.path.exists(spec):  # noqa: PTH110 (Path.exists raises for names that are too long)
+    if mark and head and not tail.endswith(SUFFIXES) and not os.path.exists(spec):  # noqa: PTH110 (Path.exists raises for names that are too long)
         return Path(head), tail
     return Path(spec), None
 

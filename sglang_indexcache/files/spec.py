@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from sglang_indexcache.errors import PatternError
+from sglang_indexcache.files.hub import HubFile
 from sglang_indexcache.files.pattern_file import PatternFile, split_retention
 from sglang_indexcache.files.quotes import unquoted
 from sglang_indexcache.model.layers import ModelLayers
@@ -16,7 +17,7 @@ from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern, parse_retent
 from sglang_indexcache.pattern.indexer_setting import CANDIDATES
 from sglang_indexcache.pattern.selection import Selection
 
-GRAMMAR = "FILE, FILE@1/4, uniform@1/4 or letters"
+GRAMMAR = "FILE or, on the hub, org/name/FILE; FILE@1/4, uniform@1/4 or letters"
 _UNIFORM = "uniform@"
 _LETTERS = frozenset((DENSE, FULL, SHARED, CANDIDATES))  # C is refused as a letter, not missed as a file
 _IN_INDEXERS = frozenset("0123456789qc+")
@@ -27,7 +28,7 @@ class PatternSpec:
     """A pattern as somebody named it; `uniform@1/4` and a whole file mean something only with a model.
 
     Attributes:
-        text: as it was written.
+        text: as it was written; of a file on the hub, with its commit.
         file: the pattern file, with the requested retention as its default.
         retention: the requested one, of a file or of uniform.
         letters: the pattern, if it was spelt out.
@@ -59,7 +60,11 @@ class PatternSpec:
             return cls(text, letters=Pattern.parse(text, selection))
         if text.startswith(_UNIFORM):
             return cls(text, retention=parse_retention(text.removeprefix(_UNIFORM)))
-        _, retention = split_retention(text)
+        path, retention = split_retention(text)
+        on_hub = HubFile.parse(str(path))
+        if on_hub is not None:
+            pinned, _ = on_hub.download()
+            text = str(pinned) if retention is None else f"{pinned}@{retention}"
         return cls(text, PatternFile.load(text), None if retention is None else parse_retention(retention))
 
     @property

@@ -19,7 +19,7 @@ class PatternRequest:
     """The pattern to serve, and how.
 
     Attributes:
-        source: the file and retention, or the letters, as the user wrote it.
+        source: the file and retention, or the letters, as the user wrote it; of a file on the hub, with its commit.
         pattern: the pattern that it names; `None` for the model's own.
         file: content of the file; `None` for letters, and in a process that has the pattern from the server arguments,
             since the main process checked it.
@@ -43,7 +43,7 @@ class PatternRequest:
             IndexCacheError: if it can't be used.
         """
         named = PatternSpec.read(spec)
-        return cls(spec, named.known(), named.file, allow_config_mismatch)
+        return cls(named.text, named.known(), named.file, allow_config_mismatch)
 
     @classmethod
     def of(cls, asked: dict[str, Any]) -> Self:

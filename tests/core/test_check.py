@@ -179,8 +179,11 @@ def test_bad_overrides_are_refused(given: str, message: str) -> None:
     "arguments",
     [
         [],
-        ["p.yaml"],
         ["p.yaml", "--environment"],
+        ["p.yaml", "--known"],
+        ["--known", "--environment"],
+        ["--known", "--model", "x"],
+        ["--known", "--server", "http://x"],
         ["--environment", "--model", "x"],
         ["--environment", "--server", "http://x"],
         ["--environment", "--allow-config-mismatch"],
@@ -194,6 +197,12 @@ def test_what_to_check_must_be_said(arguments: list[str], capsys: pytest.Capture
         main(arguments)
     error = capsys.readouterr().err
     assert caught.value.code == 2 and ("expected" in error or " is used with " in error)
+
+
+def test_a_pattern_is_checked_against_something(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["p.yaml"]) == 2
+    line = "indexcache-check: expected --model, --server or --server-args to check the pattern against\n"
+    assert capsys.readouterr().err == line
 
 
 def test_an_unpacked_sglang_is_read(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,11 +20,11 @@ from indexcache_search.errors import FolderError, SearchError
 from indexcache_search.owned import folder as owned_folder
 from indexcache_search.owned.folder import OwnFolder
 from indexcache_search.owned.lock import LOCK, locked
-from indexcache_search.owned.mark import MARK
 from indexcache_search.owned.outputs import outputs
 from indexcache_search.owned.overlap import check_apart
 from indexcache_search.results.names import unique_names
 from sglang_indexcache.files.atomic import write_atomically
+from sglang_indexcache.files.result_folder import MARK
 from sglang_indexcache.files.spec import PatternSpec
 
 COMMAND = "indexcache-distill"

@@ -15,12 +15,12 @@ import pytest
 from indexcache_search.errors import FolderError, JournalError
 from indexcache_search.owned import tree
 from indexcache_search.owned.lock import LOCK
-from indexcache_search.owned.mark import MARK
 from indexcache_search.training.folders import HeldFolders, check_folders, held_folders
 from indexcache_search.training.processes import Processes
 from indexcache_search.training.sets import TrainingData
 from indexcache_search.training.settings import Folders
 from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.files.result_folder import MARK
 from tests.search.test_ownership import COMMAND, names_in, snapshot
 
 ALONE = Processes(0, 1, None, False)  # type: ignore[arg-type]  # no device is needed

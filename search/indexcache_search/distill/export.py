@@ -15,12 +15,12 @@ from torch import Tensor
 
 from indexcache_search.errors import FolderError
 from indexcache_search.owned.lock import LOCK
-from indexcache_search.owned.mark import MARK
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import family_of_modules
 from sglang_indexcache.families.dsa.spellings import to_sglang
 from sglang_indexcache.files.atomic import write_atomically
 from sglang_indexcache.files.naming import naming
+from sglang_indexcache.files.result_folder import MARK
 from sglang_indexcache.model.files import INDEX
 
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pt)(\.index\.json)?$")

@@ -16,13 +16,13 @@ from sglang_indexcache import __version__
 from sglang_indexcache.errors import FileError
 from sglang_indexcache.files.atomic import read_regular, write_atomically
 from sglang_indexcache.files.digest import opened
+from sglang_indexcache.files.result_folder import MARK
 
-MARK = "indexcache-run.json"
 Holds = Literal["files", "model", "work", "events"]
 """`files`: the files it names. `model`: the same, written as a whole. `work`, `events`: files of a training run."""
 _RESULTS = re.compile(
     r"(pattern|pattern\.partial)\.yaml|(metrics|eval|offload|thresholds-[0-9.e+-]{1,30})\.json|(report|eval|offload)\.html"
-    r"|curves\.svg|(log|journal)\.jsonl|server\.log"
+    r"|curves\.svg|README\.md|(log|journal)\.jsonl|server\.log"
 )
 _MAX_BYTES = 16 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")

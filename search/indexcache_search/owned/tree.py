@@ -13,7 +13,8 @@ from uuid import uuid4
 from indexcache_search.errors import FolderError
 from indexcache_search.owned.folder import checked_mark
 from indexcache_search.owned.lock import LOCK
-from indexcache_search.owned.mark import MARK, Holds, Mark, digest_of, unmarked
+from indexcache_search.owned.mark import Holds, Mark, digest_of, unmarked
+from sglang_indexcache.files.result_folder import MARK
 
 UNFINISHED = re.compile(r"unfinished-[0-9a-f]{32}")
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.partial")  # left by a killed `write_atomically`
