@@ -184,10 +184,10 @@ SETTINGS: dict[str, list[str]] = {
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Record the arguments of each run as text."""
+    """Record the arguments of each run as text, but for the command line itself."""
     found: list[str] = []
 
-    def note(*arguments: Any, **options: Any) -> None:
+    def note(*arguments: Any, command: str = "", **options: Any) -> None:
         found.append(repr((arguments, options)))
         raise typer.Exit(0)
 

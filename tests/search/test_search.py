@@ -59,7 +59,7 @@ def test_greedy_writes_a_pattern_file_that_fits_the_model(finished: Path) -> Non
     assert file.search.evaluations == count_evaluations(Pattern.full(LAYERS), 2) == 5 + 4 + 3 + 2
     assert file.search.noise_floor == 0.0
     assert file.calibration.scored_tokens == 2 * (32 - 8 - 1)
-    names = ["indexcache-run.json", "metrics.json", "pattern.yaml", "report.html", "work"]
+    names = ["README.md", "indexcache-run.json", "metrics.json", "pattern.yaml", "report.html", "work"]
     assert sorted(path.name for path in finished.iterdir()) == names
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +22,7 @@ from indexcache_search.cli.config import SETTINGS, read_config
 from indexcache_search.cli.groups import group, hint_for
 from indexcache_search.console import errors_in_one_line, messages
 from indexcache_search.errors import SearchError
+from sglang_indexcache.http.redaction import HIDDEN, redacted
 
 GROUPS = {
     "Model": ("model", "pattern", "selection"),
@@ -30,6 +34,8 @@ GROUPS = {
     "Output": ("every", "write", "tensorboard", "output", "work_dir", "restart", "config", "version", "help"),
 }
 """Groups of `--help` with their options; all others stand in a group named after the command."""
+WORDS = "words"  # key in `context.meta` for the command line
+_SECRET = re.compile(r"--([\w-]+[-_])?(key|token|password|secret)")
 
 
 class Command(TyperCommand):
@@ -49,6 +55,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line; an error ends in one line."""
+        ctx.meta[WORDS] = tuple(args)
         with errors_in_one_line(messages(), ctx.command_path):
             try:
                 return super().parse_args(ctx, args)
@@ -110,6 +117,18 @@ def running(
     with errors_in_one_line(console, context.command_path):
         _refuse_unread(context, needs)
         yield console
+
+
+def command_line(context: typer.Context) -> str:
+    """Return the command line without secrets, so that it can be published and copied."""
+    shown = []
+    for before, word in pairwise(("", *context.meta[WORDS])):
+        flag, mark, _ = word.partition("=")
+        if _SECRET.fullmatch(before):
+            shown.append(HIDDEN)
+        else:
+            shown.append(f"{flag}={HIDDEN}" if mark and _SECRET.fullmatch(flag) else redacted(word))
+    return shlex.join([context.command_path, *shown])
 
 
 def option(help: str, *names: str, **more: Any) -> Any:

@@ -12,7 +12,17 @@ import typer
 from indexcache_search import demo
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import MILLION, SEQUENCES, Bounds
-from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
+from indexcache_search.cli.command import (
+    Config,
+    OptionNeed,
+    Version,
+    application,
+    command_line,
+    number,
+    option,
+    running,
+    settings,
+)
 from indexcache_search.cli.config import server_flags
 from indexcache_search.cli.selection_choice import SelectionChoice, selection_of
 from indexcache_search.console import results
@@ -237,7 +247,7 @@ def search(
 ) -> None:
     """Find which layers of a model can share what they attend to, and write a pattern file.
 
-    Writes pattern.yaml, metrics.json and report.html. Without options it searches the demo model.
+    Writes pattern.yaml, metrics.json, report.html and a README.md. Without options it searches the demo model.
     """
     how, chosen, is_demo = strategy or StrategyChoice(), engine or SearchEngineChoice(), model is None
     with running(context, NEEDS) as console:
@@ -289,7 +299,9 @@ def search(
         folder = output or Path(f"indexcache-{_short_name(model)}")
         files = Files(folder=folder, work_dir=work_dir or folder / "work", restart=restart)
         process.let_work_end()
-        show(run(str(model or demo.MODEL), data, runtime, what, files, console), model, files, results())
+        line = command_line(context)
+        found = run(str(model or demo.MODEL), data, runtime, what, files, console, command=line)
+        show(found, model, files, results())
 
 
 def _short_name(model: str | None) -> str:

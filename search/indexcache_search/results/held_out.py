@@ -119,6 +119,8 @@ class SearchResult(ResultSection):
         similarity: similarity of attention outputs, `[layers, layers]`; `None` if it was not measured.
         shift: `[1, layers]`, for dense models, see `page_signals`.
         recall: `[layers, layers]`, for dense models, see `page_signals`.
+        weights_sha256: digest of the model's files, see `Engine`; empty for a model in memory.
+        command: the command line, without secrets; `None` where there was none.
     """
 
     schema_: str = Field(alias="schema")
@@ -133,6 +135,8 @@ class SearchResult(ResultSection):
     similarity: list[list[float]] | None = None
     shift: list[list[float]] | None = None
     recall: list[list[float]] | None = None
+    weights_sha256: str | None = None
+    command: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the contents to write."""

@@ -56,6 +56,7 @@ def collect(
         schema=SCHEMA,
         pattern_file=file,
         engine={"name": engine.name, **engine.settings},
+        weights_sha256=engine.weights_sha256,
         seconds={name: round(value, 1) for name, value in seconds.items()},
         cost=CostResult(
             **{**asdict(found.cost), "seconds": round(found.cost.seconds, 1)},

@@ -35,7 +35,7 @@ from indexcache_search.prices.table import prices_of
 from indexcache_search.results import tables
 from indexcache_search.results.held_out import SearchResult
 from indexcache_search.results.variant import NAMED
-from indexcache_search.search import metrics
+from indexcache_search.search import metrics, model_card
 from indexcache_search.search.comparison import IN_TIME, comparison_lines, evaluated
 from indexcache_search.search.matrices import Matrices
 from indexcache_search.search.pattern_writer import FileWriter
@@ -47,11 +47,11 @@ from indexcache_search.strategies.base import Goal, Step
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.command_line import error_context
 from sglang_indexcache.families import family_of
+from sglang_indexcache.files.result_folder import CARD, FILES, METRICS, PATTERN, REPORT, SEARCH
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.http.redaction import redacted
+from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern.selection import Selection
-
-WRITTEN = ("pattern.yaml", "metrics.json", "report.html")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +111,17 @@ class Files:
 
 
 def run(
-    model: str, data: SearchData, runtime: EngineSettings, settings: Settings, files: Files, console: Console
+    model: str,
+    data: SearchData,
+    runtime: EngineSettings,
+    settings: Settings,
+    files: Files,
+    console: Console,
+    command: str | None = None,
 ) -> SearchResult:
-    """Search `model`, write pattern.yaml, metrics.json and report.html, and return what they show.
+    """Search `model`, write pattern.yaml, metrics.json, report.html and README.md, and return what they show.
+
+    `command` is the command line, for README.md.
 
     Raises:
         IndexCacheError: if a request can't be met.
@@ -121,7 +129,7 @@ def run(
     """
     reads = {"--model": [model], "--calibration": data.calibration, "--evaluation": data.evaluation}
     with ExitStack() as stack:
-        out = stack.enter_context(outputs("indexcache-search", files.folder, files.work_dir, WRITTEN, reads))
+        out = stack.enter_context(outputs(SEARCH, files.folder, files.work_dir, FILES, reads))
         with console.status(Text(f"Loading {redacted(model)}")):
             with error_context("reading the data"):
                 goal, reader, calibration, held_out = _load_data(model, data, settings, runtime)
@@ -138,12 +146,15 @@ def run(
             matrices = Matrices(engine, calibration, journal)
             search = Search(engine, chooses, settings.strategy, goal, matrices.measured)
             result = _search(search, judges, writer, matrices, out, progress)
+        result = result.model_copy(update={"command": command})
         from indexcache_search.search.report import render  # matplotlib takes a second to import
 
+        named = ModelName.parse(model)
         pages = {
-            "pattern.yaml": result.pattern_file.dumps(),
-            "metrics.json": json.dumps(result.as_json(), indent=1) + "\n",
-            "report.html": render(result),
+            PATTERN: result.pattern_file.dumps(),
+            METRICS: json.dumps(result.as_json(), indent=1) + "\n",
+            REPORT: render(result),
+            CARD: model_card.render(result, named.repository if named.folder is None else None),
         }
         out.replace(pages, console)
     return result
@@ -285,8 +296,8 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
         f" {cost.share_of_algorithm_1:.1%} of the layer-tokens of Algorithm 1",
         soft_wrap=True,
     )
-    out.print(f"Wrote {', '.join(str(files.folder / name) for name in WRITTEN)}", soft_wrap=True)
-    path = files.folder / "pattern.yaml"
+    out.print(f"Wrote {', '.join(str(files.folder / name) for name in FILES)}", soft_wrap=True)
+    path = files.folder / PATTERN
     check = command("indexcache-check", path, "--model", model or demo.MODEL)
     out.print(f"Next: {command('indexcache-eval', '--pattern', path) if model is None else check}", soft_wrap=True)
     if model is not None:
