@@ -27,8 +27,7 @@ _REASONS = {  # by class of the client's error, special before general
     "GatedRepoError": "the repository is gated; expected a token that has access (hf auth login, or HF_TOKEN)",
     "RepositoryNotFoundError": "no such repository, or a private one without a token",
     "RevisionNotFoundError": "no such revision there",
-    "LocalEntryNotFoundError": "it is not in the cache, and the hub is not asked (HF_HUB_OFFLINE)",
-    "OfflineModeIsEnabled": "it is not in the cache, and the hub is not asked (HF_HUB_OFFLINE)",
+    "LocalEntryNotFoundError": "it is not in the cache, and the hub was not reached (HF_HUB_OFFLINE, or no network)",
     "EntryNotFoundError": "no such file there",
 }
 

@@ -18,7 +18,7 @@ from tests.conftest import tiny_config
 from tests.core.test_pattern_file import GOOD
 
 GLM, DEEPSEEK = "GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM"
-VLLM = "FFSFSSSFSSFFFSSSFFFSFSSSSSSFFSFFSFFSSFFFFFFSFFFFFSFFSSSSSSFSF"  # docs/features/index_cache.md, for V3.2
+VLLM = "FFSFSSSFSSFFFSSSFFFSFSSSSSSFFSFFSFFSSFFFFFFSFFFFFSFFSSSSSSFSF"  # vLLM docs/features/index_cache.md
 HALF, QUARTER = known_patterns()
 
 

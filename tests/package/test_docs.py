@@ -42,7 +42,7 @@ OF_OTHERS = {
         " dllm-algorithm dp dsa-decode-backend dsa-prefill-backend dsa-topk-backend enable-dp-attention"
         " enable-dp-lm-head enable-flexkv enable-hisparse enable-lmcache enable-metrics enable-mixed-chunk enable-pdmux"
         " enable-prefill-cp enable-return-indexer-topk enable-torch-compile enable-two-batch-overlap"
-        " enable-unified-cache-external-linker enable-unified-memory from-literal hisparse-config host"
+        " enable-unified-cache-external-linker enable-unified-memory exclude from-literal hisparse-config host"
         " max-running-requests max-total-tokens mem-fraction-static nproc-per-node page-size pp-size"
         " revision speculative-algorithm tp use-ray"
         " cp-strategy cuda-graph-backend-prefill disaggregation-mode enable-deterministic-inference"

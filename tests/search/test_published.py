@@ -316,4 +316,4 @@ def test_a_thousand_answers_of_a_hub(folder: Path, tmp_path: Path, monkeypatch: 
                 accepted += 1
                 assert found == (whole if content == text else PatternFile.loads(content.encode()))
             shutil.rmtree(tmp_path / f"cache-{number % 7}-{number}", ignore_errors=True)
-    assert 100 < accepted < 900
+    assert 20 < accepted < 900
