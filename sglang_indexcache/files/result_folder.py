@@ -1,8 +1,8 @@
 """The output folder of a search: what is in it, and whether its files belong together and are unchanged.
 
 A search leaves a mark that lists the sha256 of each file. That the files are those of the mark, and that metrics.json
-is of this pattern.yaml, proves that nothing was changed or mixed up by mistake. It does not prove who wrote them:
-whoever changes a file can write another mark.
+and README.md are of this pattern.yaml, proves that nothing was changed or mixed up by mistake. It does not prove who
+wrote them: whoever changes a file can write another mark.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sglang_indexcache.errors import FileError, IndexCacheError, PatternFileError
-from sglang_indexcache.files.atomic import read_json_object
+from sglang_indexcache.files.atomic import read_json_object, read_regular
 from sglang_indexcache.files.digest import file_digest
 from sglang_indexcache.files.hub import HubFile
 from sglang_indexcache.files.pattern_file import PatternFile
@@ -27,7 +27,7 @@ PATTERN, METRICS, REPORT, CARD = "pattern.yaml", "metrics.json", "report.html", 
 FILES = (PATTERN, METRICS, REPORT, CARD)
 MAX_BYTES = 64 << 20  # of each of them
 
-_Digests = list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]
+_Listed = list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]
 
 
 class _Mark(BaseModel):
@@ -37,7 +37,7 @@ class _Mark(BaseModel):
 
     schema_: Literal["indexcache-run/v1"] = Field(alias="schema")
     command: str
-    files: dict[str, _Digests | None]
+    files: dict[str, _Listed | None]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ResultFolder:
             mark = _read_mark(self.path)
         except FileError as error:
             return [str(error)]
-        return [*_changed(self.path, mark), *_contradictions(self.path)]
+        return list(_changed(self.path, mark)) or list(_contradictions(self.path))
 
     def as_text(self, problems: Sequence[str]) -> str:
         """Return the result for people."""
@@ -116,14 +116,30 @@ def _changed(folder: Path, mark: _Mark) -> Iterator[str]:
 
 
 def _contradictions(folder: Path) -> Iterator[str]:
-    """Yield a line if metrics.json is of another pattern file, or one of the two can't be read."""
+    """Yield a line for each file that says something else than the pattern file, or that can't be read."""
     try:
         file = PatternFile.load(folder / PATTERN)
-        content = read_json_object(folder / METRICS, MAX_BYTES).get("pattern_file")
-        if _read(content, folder / METRICS) != file:
+        metrics = read_json_object(folder / METRICS, MAX_BYTES)
+        if _read(metrics.get("pattern_file"), folder / METRICS) != file:
             yield f"{folder / METRICS}: has another pattern file than {PATTERN}; expected files of one search"
+        card = read_regular(folder / CARD, MAX_BYTES).decode(errors="replace")
+        for name, sha256 in _digests(file, metrics).items():
+            if sha256 not in card:
+                yield f"{folder / CARD}: lacks the sha256 of {name}, {sha256[:16]}...; expected files of one search"
     except IndexCacheError as error:
         yield str(error)
+
+
+def _digests(file: PatternFile, metrics: dict[str, Any]) -> dict[str, str]:
+    """Return the digests of model and data that all of the files are about."""
+    held_out = metrics.get("held_out")
+    found = {
+        "config.json": file.model.config_sha256,
+        "the model's files": metrics.get("weights_sha256"),
+        "the calibration tokens": file.calibration and file.calibration.sha256,
+        "the held-out tokens": held_out.get("sha256") if isinstance(held_out, dict) else None,
+    }
+    return {name: sha256 for name, sha256 in found.items() if isinstance(sha256, str)}
 
 
 def _read(content: Any, path: Path) -> PatternFile:

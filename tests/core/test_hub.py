@@ -134,6 +134,20 @@ def test_a_hub_that_does_not_answer_is_no_reason_to_take_what_is_in_the_cache(
     assert PatternSpec.read(PINNED).text == PINNED
 
 
+def test_a_branch_that_moves_meanwhile_is_asked_for_again(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size was that of another commit, so nobody knows what was read."""
+    resolve = hub.answer
+
+    def moving(path: str) -> tuple[int, dict[str, str], bytes]:
+        found = resolve(path)
+        hub.put("org/name", "pattern.yaml", HALF_AND_THIRD, OTHER_COMMIT)
+        return found
+
+    monkeypatch.setattr(hub, "answer", moving)
+    with pytest.raises(PatternFileError, match=f"it was at commit {COMMIT}, then at {OTHER_COMMIT}; expected one that"):
+        PatternSpec.read(NAME)
+
+
 def answer(**changes: object) -> Callable[[FakeHub], None]:
     return lambda hub: vars(hub).update(changes)
 

@@ -82,7 +82,7 @@ def test_a_search_leaves_a_model_card(searched: Path, model_folder: Path) -> Non
     ):
         assert text in card, text
     assert len(metrics["weights_sha256"]) == 64
-    assert metrics["command"].startswith("indexcache-search --model ") or "--model" in metrics["command"]
+    assert metrics["command"] in card
 
 
 def test_a_model_of_the_hub_is_the_base_model() -> None:
@@ -172,7 +172,7 @@ def test_a_folder_stands_for_its_pattern(folder: Path, model_folder: Path, capsy
 def test_a_file_that_was_changed_is_named(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = (folder / name).read_text()
     (folder / name).write_text(content.replace("4", "5", 1))
-    line = next(line for line in problems(folder, capsys) if "was changed" in line)
+    [line] = problems(folder, capsys)
     assert re.fullmatch(rf"{folder / name}: was changed since .* wrote it: sha256 [0-9a-f]{{16}}..., not .*", line)
     (folder / name).unlink()
     assert f"{folder / name}: No such file or directory" in problems(folder, capsys)
@@ -198,6 +198,25 @@ def test_metrics_of_another_pattern_file_are_refused(folder: Path, capsys: pytes
     reseal(folder, METRICS)
     assert problems(folder, capsys) == [
         f"{folder / METRICS}: pattern_file is no pattern file, expected that of {PATTERN}"
+    ]
+
+
+@pytest.mark.parametrize("name", ["config.json", "the model's files", "the calibration tokens", "the held-out tokens"])
+def test_a_card_of_another_search_is_refused(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, metrics = PatternFile.load(folder / PATTERN), json.loads((folder / METRICS).read_text())
+    assert file.calibration is not None and file.model.config_sha256 is not None
+    sha256 = {
+        "config.json": file.model.config_sha256,
+        "the model's files": metrics["weights_sha256"],
+        "the calibration tokens": file.calibration.sha256,
+        "the held-out tokens": metrics["held_out"]["sha256"],
+    }[name]
+    card = (folder / CARD).read_text()
+    assert card.count(sha256) == 1
+    (folder / CARD).write_text(card.replace(sha256, "0" * 64))
+    reseal(folder, CARD)
+    assert problems(folder, capsys) == [
+        f"{folder / CARD}: lacks the sha256 of {name}, {sha256[:16]}...; expected files of one search"
     ]
 
 
