@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -25,6 +26,7 @@ from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families import describe
+from tests.fake_hub import COMMIT, FakeHub, serving
 from tests.live.reference import load_reference
 from tests.live.server import Server, environment, running
 from tests.live.test_parity import check_parity
@@ -184,12 +186,17 @@ SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 
 
 def test_the_environment_alone_is_enough(tmp_path: Path) -> None:
-    """Other launchers find the plugin by its entry point."""
+    """Other launchers find the plugin by its entry point; a file of the hub is served and named at its commit."""
     model = random_models.build("glm-dense", tmp_path / "glm")
-    pattern = Pattern("FSSSSF")
-    changes = {"SGLANG_INDEXCACHE_PATTERN": write_pattern(pattern, model, tmp_path / "pattern.yaml")}
-    with running(model, tmp_path / "log", "--skip-tokenizer-init", launcher=SERVE, **changes) as server:
-        assert [state["pattern"] for state in states(server)] == [pattern.roles]
+    pattern, hub = Pattern("FSSSSF"), FakeHub()
+    hub.put("org/name", "pattern.yaml", Path(write_pattern(pattern, model, tmp_path / "pattern.yaml")).read_bytes())
+    with ExitStack() as stack:
+        changes = {"HF_ENDPOINT": stack.enter_context(serving(hub)).address, "HF_HOME": str(tmp_path / "hub")}
+        changes |= {"HF_HUB_OFFLINE": "0", "SGLANG_INDEXCACHE_PATTERN": "org/name/pattern.yaml"}
+        flags = ("--skip-tokenizer-init",)
+        server = stack.enter_context(running(model, tmp_path / "log", *flags, launcher=SERVE, **changes))
+        [state] = states(server)
+        assert (state["pattern"], state["source"]) == (pattern.roles, f"org/name@{COMMIT}/pattern.yaml")
         with pytest.raises(SearchError, match="not in calibration mode"):
             CalibrationServer(server.url).switch(Pattern("FFFFFF"))  # serving never exposes it
 

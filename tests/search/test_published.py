@@ -19,12 +19,13 @@ from indexcache_search.cli.command import application, command_line
 from indexcache_search.cli.search import app
 from indexcache_search.owned.mark import Mark
 from indexcache_search.search import model_card
+from indexcache_search.search.comparison import IN_TIME
 from sglang_indexcache import PatternFile
 from sglang_indexcache.check import main
 from sglang_indexcache.files.result_folder import CARD, FILES, MARK, METRICS, PATTERN, ResultFolder
 from tests.fake_hub import COMMIT, FakeHub, serving, use
 from tests.search.test_fuzz import mutated, one_line_or
-from tests.search.test_report import sample_content, sample_metrics
+from tests.search.test_report import row, sample_content, sample_metrics
 from tests.search.test_search import arguments
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -97,6 +98,15 @@ def test_a_model_of_the_hub_is_the_base_model() -> None:
     assert "128K: speed of a prompt of as many tokens, by the times of eight H100.\n" in card and "| 2.00x |" in card
 
 
+def test_a_pattern_found_for_a_time_is_told_apart() -> None:
+    content = sample_content()
+    content["pattern_file"]["search"]["prefill"] = {"share": 0.4, "context": 131072, "prices": "glm-5-tp8"}
+    content["held_out"]["rows"].append(row(f"greedy{IN_TIME}", None, 4, "FFSSFSFS", 0.05))
+    card = model_card.render(sample_metrics(content), None)
+    assert "| in time | 4 of 8 F | `FFSSFSFS` |" in card
+    assert "the file serves the pattern found for prompts of 131072 tokens in 0.4 of the time\n" in card
+
+
 def test_tables_of_a_card_are_whole() -> None:
     lines = model_card.render(sample_metrics(), None).splitlines()
     for number, line in enumerate(lines):
@@ -109,8 +119,8 @@ def test_tables_of_a_card_are_whole() -> None:
 def test_names_cannot_inject_markup(name: str) -> None:
     content = sample_content(name)
     content["held_out"]["sources"] = content["pattern_file"]["calibration"]["sources"] = [name, "demo:kv_end"]
-    for row in content["held_out"]["rows"]:
-        row["by_source"][name] = row["by_source"].pop("text.jsonl")
+    for item in content["held_out"]["rows"]:
+        item["by_source"][name] = item["by_source"].pop("text.jsonl")
     card = model_card.render(sample_metrics(content), None)
     prose = "\n".join(line for line in card.splitlines() if not line.startswith("    "))  # code is shown as it is
     assert "\n# Title" not in card and not any(text in prose for text in ("<script", "a | b", "`code`"))
