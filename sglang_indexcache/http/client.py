@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -75,26 +76,10 @@ def ask(
         StatusError: if the code is not 200.
         ServerError: if the key can't be sent, or the answer has another form.
     """
-    address = Address.of(url)
-    place = f"{address}: {path}"
-    method, content = ("GET", None) if body is None else ("POST", json.dumps(body, allow_nan=False).encode())
-    headers = [("Accept", "application/json"), ("Content-Type", "application/json"), *_authorization(address, key)]
-    budget = Budget(seconds, max_bytes)
-    try:
-        with (
-            connections(address, budget) as pool,
-            pool.stream(method, address.target(path), headers=headers, content=content) as response,
-        ):
-            code, kind, answer = response.status, _content_type(response.headers), response.read()
-    except BudgetError as error:
-        raise NoAnswerError(f"{place} {error}") from None
-    except httpcore.TimeoutException:
-        raise NoAnswerError(f"{place} {budget.late()}") from None
-    except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.ProxyError, OSError) as error:
-        raise NoAnswerError(f"{place} can't be read: {one_line(error, 200) or type(error).__name__}") from None
-    if code != HTTPStatus.OK:
-        detail = one_line(answer[:_DETAIL_BYTES].decode(errors="replace"), 300)
-        raise StatusError(f"{place} answers {code}{_hint(code, address)}", code, detail)
+    address, budget = Address.of(url), Budget(seconds, max_bytes)
+    place, content = f"{address}: {path}", None if body is None else encoded(body)
+    with answering(address, path, content, budget, key) as response:
+        kind, answer = _content_type(response.headers), response.read()
     if kind not in ("", "application/json") and not kind.endswith("+json"):
         raise ServerError(f"{place} answers in another form: found {one_line(kind, 60)}, expected JSON")
     try:
@@ -104,6 +89,41 @@ def ask(
         raise ServerError(f"{place} answers in another form: {_first(error)}") from None
     except (ValueError, RecursionError) as error:
         raise ServerError(f"{place} answers in another form: Invalid JSON: {one_line(error, 100)}") from None
+
+
+def encoded(body: Any) -> bytes:
+    """Return the JSON of a request."""
+    return json.dumps(body, allow_nan=False).encode()
+
+
+@contextmanager
+def answering(
+    address: Address, path: str, content: bytes | None, budget: Budget, key: str | None = None
+) -> Iterator[httpcore.Response]:
+    """Send a request, a POST if it has `content`; yield the answer with code 200, whose bytes have yet to be read.
+
+    Raises:
+        ServerError: as `ask`, also while bytes are read inside the `with` block.
+    """
+    place, method = f"{address}: {path}", "GET" if content is None else "POST"
+    headers = [("Accept", "*/*"), ("Content-Type", "application/json"), *_authorization(address, key)]
+    try:
+        with (
+            connections(address, budget) as pool,
+            pool.stream(method, address.target(path), headers=headers, content=content) as response,
+        ):
+            if response.status != HTTPStatus.OK:
+                detail = one_line(response.read()[:_DETAIL_BYTES].decode(errors="replace"), 300)
+                raise StatusError(
+                    f"{place} answers {response.status}{_hint(response.status, address)}", response.status, detail
+                )
+            yield response
+    except BudgetError as error:
+        raise NoAnswerError(f"{place} {error}") from None
+    except httpcore.TimeoutException:
+        raise NoAnswerError(f"{place} {budget.late()}") from None
+    except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.ProxyError, OSError) as error:
+        raise NoAnswerError(f"{place} can't be read: {one_line(error, 200) or type(error).__name__}") from None
 
 
 def _authorization(address: Address, key: str | None) -> list[tuple[str, str]]:

@@ -29,10 +29,11 @@ class Budget:
     Args:
         seconds: for everything, from the connection to the last byte.
         max_bytes: largest number of bytes that are received.
+        trickles: the answer may come as slowly as `seconds` allow, as a stream of tokens does.
     """
 
-    def __init__(self, seconds: float, max_bytes: int) -> None:
-        self._seconds, self._max_bytes = seconds, max_bytes
+    def __init__(self, seconds: float, max_bytes: int, trickles: bool = False) -> None:
+        self._seconds, self._max_bytes, self._trickles = seconds, max_bytes, trickles
         self._end, self._received = time.monotonic() + seconds, 0
         self._begun: float | None = None
 
@@ -43,7 +44,7 @@ class Budget:
             BudgetError: if that time has passed.
         """
         end = self._end
-        if self._begun is not None:
+        if self._begun is not None and not self._trickles:
             end = min(end, self._begun + BEGUN_SECONDS + self._received / BYTES_A_SECOND)
         left = end - time.monotonic()
         if left <= 0:

@@ -19,10 +19,12 @@ from indexcache_search.engines.answers import same_tokens
 from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
+from indexcache_search.results.variant import NAMED, Variant
 from sglang_indexcache import IndexCacheError, Pattern
 from sglang_indexcache.calibration.protocol import Measured
 from sglang_indexcache.families import describe
 from tests.conftest import LAYERS, made_up, random_tokens, tiny_config
+from tests.search.streaming import tokens_of, write_events
 
 MODEL = describe(tiny_config(), "tiny")
 PATTERNS = [Pattern.full(LAYERS, {layer}) for layer in range(1, LAYERS)]
@@ -73,6 +75,7 @@ class Stub:
         self.range, self.recorded = (0, 0), list[int]()
         self.sampled = 0
         self.asked: list[tuple[str, str | None]] = []
+        self.timed: list[tuple[int | None, str, Any]] = []
         self.fail: Callable[[str], tuple[int, Any] | None] = lambda path: None
         stub = self
 
@@ -82,7 +85,11 @@ class Stub:
                 stub.requests += 1
                 stub.asked.append((self.path, self.headers.get("Authorization")))
                 path = self.path.partition("?")[0]
-                code, answer = stub.fail(path) or (200, stub.answer(path, body))
+                code, answer = stub.fail(path) or (200, None if body.get("stream") else stub.answer(path, body))
+                if path == "/generate" and body.get("stream") and code == 200:
+                    stub.timed.append((body.get("routed_dp_rank"), "".join(stub.patterns), body))
+                    write_events(self, tokens_of(body))
+                    return
                 if code == 0:  # the server is killed in mid-answer
                     self.connection.close()
                     return
@@ -273,6 +280,38 @@ def test_misses_are_what_a_server_counted(stubs: list[Stub]) -> None:
     other._measures = frozenset()
     with pytest.raises(SearchError, match="does not record what is selected"):
         other.misses(pattern, DATA, 0, 4, [8])
+
+
+def lines_of(*patterns: Pattern) -> list[Variant]:
+    return [Variant.baseline(MODEL.native), *(Variant(NAMED, "lazy", None, pattern) for pattern in patterns)]
+
+
+def test_prompts_are_timed_plainly_with_each_pattern_in_turn(stubs: list[Stub]) -> None:
+    rows = engine(*stubs).prompt_speed(lines_of(*PATTERNS[:2]), DATA)
+    assert [row.name for row in rows] == ["baseline", "lazy", "lazy"]
+    assert {(row.context, row.turns, row.output_tokens, row.token_ms) for row in rows} == {(DATA.seq_len, 5, 1, None)}
+    assert {row.source for row in rows} == {"measured"} and all("calibration server" in row.basis for row in rows)
+    ran = [pattern for _, pattern, _ in stubs[0].timed]
+    first = [MODEL.native.roles, *(pattern.roles for pattern in PATTERNS[:2])]
+    assert ran == [*first[::-1], *first] * 3 and not stubs[1].timed
+    for _, _, body in stubs[0].timed:  # nothing is measured on them
+        assert set(body) == {"input_ids", "sampling_params", "stream"} and len(body["input_ids"]) == DATA.seq_len
+
+
+def test_prompts_are_timed_on_one_data_parallel_rank() -> None:
+    stub = Stub(ranks=2)
+    engine(stub).prompt_speed(lines_of(PATTERNS[0]), DATA)
+    assert {rank for rank, _, _ in stub.timed} == {0}
+    assert stub.patterns[1] == "F" * LAYERS  # the other one was never switched
+    stub.http.shutdown()
+    stub.http.server_close()
+
+
+def test_times_of_prompts_move_to_another_server(stubs: list[Stub]) -> None:
+    measuring = engine(*stubs, patience=0.0)
+    stubs[0].fail = lambda path: (0, None) if path == "/generate" else None
+    assert len(measuring.prompt_speed(lines_of(PATTERNS[0]), DATA)) == 2
+    assert len(stubs[1].timed) == 12
 
 
 def test_what_a_result_depends_on(stubs: list[Stub]) -> None:

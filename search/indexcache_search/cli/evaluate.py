@@ -22,6 +22,8 @@ from sglang_indexcache.files.pattern_file import split_retention
 from sglang_indexcache.files.spec import spells_letters, split_name
 from sglang_indexcache.http.address import Address
 
+CONTEXTS = Bounds(64, 1 << 24, "no model was made for more")
+
 EPILOG = f"""
 Examples:
 
@@ -40,8 +42,10 @@ Examples:
 
 \b
   indexcache-eval --model zai-org/GLM-5 --endpoint http://baseline:30000 --endpoint http://shared:30000 \\
-        --evaluation held_out.jsonl --tasks multi_key,multi_value,multi_query:chat=yes --seq-len 32768
-      Is what is served as good as the baseline server, the first one? --model is read for its tokenizer only.
+        --evaluation held_out.jsonl --tasks multi_key,multi_value,multi_query:chat=yes --seq-len 32768 \\
+        --speed 8192,32768,131072 --concurrency 8
+      Is what is served as good as the baseline server, the first one, and how much faster? --model is read for its
+      tokenizer only.
 
 \b
 {exit_codes("a pattern or server is worse than --max-increase allows, or a loss was not finite")}
@@ -65,6 +69,24 @@ class TasksChoice:
                 raise SearchError(f"{name} stands there twice, expected each task once")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SpeedChoice:
+    """Prompts whose speed is compared; see `compare.run.SpeedOptions`. `None` leaves a setting to it."""
+
+    contexts: tuple[Annotated[int, CONTEXTS], ...]
+    output_tokens: Annotated[int, Bounds(2, 65_536)] | None = None
+    turns: Annotated[int, Bounds(5, 1000, "the spread hardly changes")] | None = None
+    prices: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(set(self.contexts)) < len(self.contexts):
+            raise SearchError(f"contexts are {', '.join(map(str, self.contexts))}, expected each once")
+
+    def given(self) -> dict[str, Any]:
+        """Return the settings that are given."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
 def _is_open(text: str) -> bool:
     """Return true if `text` names a file without selecting one of its retentions."""
     name = split_name(text)[1]
@@ -79,12 +101,30 @@ def _reads_sources(given: Any) -> bool:
     return bool(given["evaluation"]) or (given["model"] is None and not given["tasks"])
 
 
+def _times(speed: SpeedChoice) -> bool:
+    return speed.output_tokens is not None or speed.turns is not None
+
+
+MEASURED = OptionNeed("a run without --dry-run", lambda given: not given["dry_run"])
 HERE = OptionNeed("patterns of a model that runs here, without --endpoint", lambda given: not given["endpoint"])
 NEEDS = {
     **dict.fromkeys(("pattern", "selection", "uniform", "restart", "engine", "device", "dtype", "batch_size"), (HERE,)),
     "retain": (HERE, OptionNeed("a --pattern file without @ and a retention", _compares_open_files)),
     "num_sequences": (OptionNeed("--evaluation", _reads_sources),),
-    "max_increase": (OptionNeed("a run without --dry-run", lambda given: not given["dry_run"]),),
+    "max_increase": (MEASURED,),
+    "speed": (
+        MEASURED,
+        OptionNeed(
+            "--endpoint for output_tokens and turns", lambda given: given["endpoint"] or not _times(given["speed"])
+        ),
+        OptionNeed(
+            "patterns, without --endpoint, for prices", lambda given: not (given["endpoint"] and given["speed"].prices)
+        ),
+    ),
+    "concurrency": (
+        OptionNeed("--speed", lambda given: given["speed"] is not None),
+        OptionNeed("--endpoint", lambda given: bool(given["endpoint"])),
+    ),
 }
 
 
@@ -117,6 +157,19 @@ def evaluate(
         float | None,
         number("Exit with 1 if a loss rises by more, and two of its standard errors.", Bounds(-1e6, 1e6)),
     ] = None,
+    speed: Annotated[
+        SpeedChoice | None,
+        settings(
+            SpeedChoice,
+            "Compare the speed of prompts of so many tokens beside the loss: with --endpoint timed on SGLang's servers,"
+            " in turns, without it estimated. Keys: output_tokens (generated behind each; 64), turns (5); of estimates:"
+            " prices (a table: glm-5-tp8, glm-5-dp, deepseek-v3.2-tp8 or a file; the model's).",
+            "TOKENS,...",
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int | None, number("Time this number of requests at once as well.", Bounds(2, 1024, "a thread each"))
+    ] = None,
     endpoint: Annotated[
         list[str] | None,
         option("OpenAI-compatible server to compare; repeatable, the first is the baseline.", metavar="URL"),
@@ -139,7 +192,7 @@ def evaluate(
         options.check_runs_here(device, dtype)
         addresses, row_options = tuple(map(Address.of, endpoint or ())), options.row_options(rows)
         from indexcache_search.compare.result import rises
-        from indexcache_search.compare.run import Candidates, ComparisonData, Runtime, run, show
+        from indexcache_search.compare.run import Candidates, ComparisonData, Runtime, SpeedOptions, run, show
 
         candidates = Candidates(
             patterns=tuple(pattern or (demo.PATTERNS if is_demo and not endpoint else ())),
@@ -166,8 +219,11 @@ def evaluate(
             prefix_cache_gb=chosen.prefix_cache_gb,
             attention=chosen.attention,
         )
+        speeds = None
+        if speed is not None:
+            speeds = SpeedOptions(concurrency=concurrency or 1, **speed.given())
         process.let_work_end()
-        result = run(model or str(demo.MODEL), candidates, data, runtime, output, restart, console)
+        result = run(model or str(demo.MODEL), candidates, data, runtime, output, restart, console, speeds)
         if result is None:
             return
         show(result, output, results())

@@ -17,8 +17,8 @@ from indexcache_search.compare.measure import Compared
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.prices.layers import Prices
-from indexcache_search.results import tables
-from indexcache_search.results.held_out import ComparisonResult, HeldOut, Row, SourceResult
+from indexcache_search.results import speed_table, tables
+from indexcache_search.results.held_out import ComparisonResult, HeldOut, Row, SourceResult, SpeedRow
 from indexcache_search.results.variant import BASELINE, BEST, MEAN, NAMED, PHASE
 from indexcache_search.search import metrics
 from indexcache_search.search.report.figures import changes_figure
@@ -36,6 +36,7 @@ def collect(
     engine: str,
     seq_len: int,
     prices: Prices | None = None,
+    speed: Sequence[SpeedRow] = (),
 ) -> ComparisonResult:
     """Collect all measurements: `held_out` as in metrics.json of a search, with `kl` and changes paired by sequence.
 
@@ -47,12 +48,19 @@ def collect(
         engine: name of the engine, or of the servers.
         seq_len: tokens a sequence.
         prices: times of layers, where patterns have such.
+        speed: rows of speed, where it was requested.
     """
     table = metrics.held_out([line.row for line in lines], held_out.data, first_sparse_position, prices)
     rows = [_with_changes(row, line, lines[0], held_out) for line, row in zip(lines, table.rows, strict=False)]
     table = table.model_copy(update={"rows": [*rows, *table.rows[len(rows) :]]})
     return ComparisonResult(
-        schema=SCHEMA, model=model, engine=engine, seq_len=seq_len, held_out=table, findings=findings(table)
+        schema=SCHEMA,
+        model=model,
+        engine=engine,
+        seq_len=seq_len,
+        held_out=table,
+        findings=findings(table),
+        **({"speed": list(speed)} if speed else {}),
     )
 
 
@@ -151,5 +159,7 @@ def render(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) ->
         rows=rows,
         figure=changes_figure(held_out),
         figures=figures,
-        speed=tables.speed_line(held_out),
+        prices=tables.speed_line(held_out),
+        speed_title=speed_table.title(result.speed) if result.speed else "",
+        speed=speed_table.lines(result.speed, held_out) if result.speed else [],
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -27,11 +27,15 @@ from indexcache_search.hf.loading import check_seq_len, describe_model, load_tok
 from indexcache_search.owned.outputs import Outputs, outputs
 from indexcache_search.prices.layers import Prices
 from indexcache_search.prices.table import prices_of
-from indexcache_search.results.held_out import ComparisonResult
+from indexcache_search.results.held_out import ComparisonResult, SpeedRow
 from indexcache_search.results.names import file_names, suffix, unique_names
 from indexcache_search.results.variant import NAMED, Variant, uniform_lines
 from indexcache_search.search.progress import bar, warn
+from indexcache_search.speed import servers
+from indexcache_search.speed.estimate import estimated, prices_at
+from indexcache_search.speed.turns import Load
 from sglang_indexcache import ModelLayers, Pattern
+from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.files.spec import PatternSpec, split_name
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.pattern import full_layer_count
@@ -73,6 +77,32 @@ class Runtime:
     batch_size: int
     prefix_cache_gb: float
     attention: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedOptions:
+    """Prompts whose speed is compared: measured on servers, estimated for patterns.
+
+    Attributes:
+        contexts: tokens of a prompt.
+        output_tokens: see `Load`, like `turns`.
+        concurrency: requests at once, beside one at a time.
+        prices: name or file of the price table of estimates; the model's by default.
+    """
+
+    contexts: tuple[int, ...]
+    output_tokens: int = 64
+    turns: int = 5
+    concurrency: int = 1
+    prices: str | None = None
+
+    def loads(self) -> list[Load]:
+        """Return what servers are given to do, one after the other."""
+        return [
+            Load(context=context, concurrency=number, output_tokens=self.output_tokens, turns=self.turns)
+            for context in self.contexts
+            for number in dict.fromkeys((1, self.concurrency))
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +197,7 @@ def run(
     output: Path,
     restart: bool,
     console: Console,
+    speed: SpeedOptions | None = None,
 ) -> ComparisonResult | None:
     """Compare on held-out data, and write eval.json and eval.html.
 
@@ -178,18 +209,22 @@ def run(
         output: folder of the results and the journal.
         restart: discard the journal first.
         console: for messages.
+        speed: what to compare beside losses.
 
     Raises:
-        IndexCacheError: if a request can't be fulfilled.
+        IndexCacheError: if a request can't be fulfilled. If servers fail while they are timed, losses and the speed
+            known until then are written first.
         NonFiniteLossError: if a loss is NaN or infinite.
     """
     candidates.check()
     set_quiet()
     reads = {"--model": [model], **candidates.reads(), **data.reads()}
     with outputs(candidates.command, output, output / "work", result.FILES, reads) as out:
-        comparison = _run(model, candidates, data, runtime, out, restart, console)
+        comparison, failure = _run(model, candidates, data, runtime, out, restart, console, speed)
         if comparison is not None:
             out.replace(result.texts(comparison, candidates.figures(comparison)), console)
+    if failure is not None:
+        raise SearchError(f"{failure}; what was measured before is in {output / result.FILES[0]}")
     return comparison
 
 
@@ -201,24 +236,39 @@ def _run(
     out: Outputs,
     restart: bool,
     console: Console,
-) -> ComparisonResult | None:
+    speed: SpeedOptions | None,
+) -> tuple[ComparisonResult | None, IndexCacheError | None]:
     given = candidates.selections[0] if candidates.selections else None
     specs = [(name, PatternSpec.read(text, given, DEFAULT)) for name, text in map(split_name, candidates.patterns)]
     description, config = candidates.describe(model, specs, data.seq_len), read_config(model)
     lines = candidates.lines(specs, description)
     seq_len = data.seq_len or 4 * description.first_sparse_position
     check_seq_len(seq_len, config)
+    speed_prices: list[Prices] = []
+    if speed is not None and candidates.endpoints:
+        servers.check(candidates.endpoints, speed.loads())
+    elif speed is not None:
+        speed_prices = prices_at(description.architecture, speed.contexts, speed.prices)
     data = _with_reply(data, lines, seq_len, console)
     calibrated = candidates.calibrated_on(specs)
     built = built_of(model, description, config.vocab_size, data, seq_len, calibrated, candidates.noun, console)
     if data.only_shown:
-        return None
+        return None, None
     number = built.data.num_sequences
+    speeds: list[SpeedRow] = []
+    failure = None
     with bar(console) as progress:
         if candidates.endpoints:
             task = progress.add_task("servers", total=len(candidates.endpoints) * number)
             compared = measure.servers(candidates.endpoints, built, partial(progress.advance, task))
             engine = ", ".join(map(str, candidates.endpoints))
+            if speed is not None:
+                task = progress.add_task("speed", total=len(speed.loads()))
+                try:
+                    for rows in _timed(candidates.endpoints, compared, speed, built, partial(progress.advance, task)):
+                        speeds += rows
+                except IndexCacheError as error:
+                    failure = error
         else:
             distinct = len({description.native, *(line.pattern for line in lines)})
             task = progress.add_task(f"{candidates.noun}s", total=2 * distinct * number)
@@ -237,7 +287,8 @@ def _run(
                 done = partial(progress.advance, task)
                 compared = candidates.compared(loaded, journal, lines, built, done)
             loaded.check_unchanged()
-    return result.collect(
+            speeds = estimated([line.row.line for line in compared], speed_prices)
+    comparison = result.collect(
         compared,
         built,
         description.first_sparse_position,
@@ -245,7 +296,21 @@ def _run(
         engine=engine,
         seq_len=seq_len,
         prices=None if candidates.endpoints else candidates.prices(description),
+        speed=speeds,
     )
+    return comparison, failure
+
+
+def _timed(
+    addresses: Sequence[Address],
+    compared: Sequence[Compared],
+    speed: SpeedOptions,
+    built: ComparisonSet,
+    done: Callable[[], None],
+) -> Iterator[list[SpeedRow]]:
+    """Time servers with prompts of the held-out data's tokens; see `servers.measure`."""
+    lines = [line.row.line for line in compared]
+    return servers.measure(addresses, lines, speed.loads(), built.data.tokens.ravel(), done)
 
 
 def _with_reply(data: ComparisonData, lines: Sequence[Variant], seq_len: int, console: Console) -> ComparisonData:
@@ -350,12 +415,14 @@ def calibrated_on(specs: Sequence[Spec]) -> list[Sketch]:
 
 def show(comparison: ComparisonResult, output: Path, out: Console) -> None:
     """Print the tables, the findings, and the names of the files."""
-    from indexcache_search.results import tables
+    from indexcache_search.results import speed_table, tables
 
     for table in tables.terminal_tables(comparison.held_out, out.width):
         out.print(table)
     if line := tables.speed_line(comparison.held_out):
         out.print(line, soft_wrap=True)
+    for table in speed_table.terminal_tables(comparison.speed, comparison.held_out, out.width):
+        out.print(table)
     for table in result.task_tables(comparison, out.width):
         out.print(table)
     for line in comparison.findings:

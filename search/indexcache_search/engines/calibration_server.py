@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from indexcache_search.engines.answers import GENERATED, RANKS, Rank, check_divergence, token_logprobs
 from indexcache_search.errors import SearchError
+from indexcache_search.speed.request import Burst, send
 from sglang_indexcache import Pattern
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.protocol import Range
@@ -109,6 +110,13 @@ class CalibrationServer:
             return [token_logprobs(item, prompt[start:]) for item, prompt in zip(answers, sequences, strict=True)]
         except ValueError as error:
             raise SearchError(f"{self.url}: /generate answers {error}") from None
+
+    def time(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> Burst:
+        """Time plain prompts, on which nothing is measured; see `speed.request.send`."""
+        try:
+            return send(self.address, prompts, output_tokens, key=self._key, dp_rank=self.dp_rank)
+        except NoAnswerError as error:
+            raise ServerLostError(str(error)) from None
 
     def missing_baselines(self, data: str, ranges: Sequence[Range]) -> list[int]:
         """Announce a data set for measuring divergences; return the sequences without a baseline.

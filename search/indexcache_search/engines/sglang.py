@@ -21,10 +21,17 @@ from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
+from indexcache_search.results.held_out import SpeedRow
+from indexcache_search.results.variant import Variant
+from indexcache_search.speed.request import Burst
+from indexcache_search.speed.turns import FEWEST_TURNS, Load, Prompts, Timed, measured
 from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.calibration.protocol import KEEP, KL, MISSES, OVERLAP, Measured, Range
 
 LONGEST_PAUSE = 30.0
+SPEED_BASIS = (
+    "plain prompts on a calibration server: without CUDA graphs, and tensor-parallel ranks share one rank's selection"
+)
 _Result = TypeVar("_Result")
 
 
@@ -169,6 +176,31 @@ class SglangEngine:
             return lane.misses(pattern.full_layers, sizes, most=steps * min(self.model.index_topk, data.seq_len))
 
         return self._anywhere(count)
+
+    def prompt_speed(self, lines: Sequence[Variant], data: TokenSet) -> list[SpeedRow]:
+        """Time prompts as long as the sequences of `data`, with each pattern in turn on one server.
+
+        Evaluations are not timed for that: they compute losses, and keep states of the baseline. These prompts ask for
+        one token and nothing else.
+
+        Args:
+            lines: lines with patterns, the baseline first.
+            data: gives the length, and the tokens that prompts are made of.
+
+        Raises:
+            SearchError: if a server refuses, or none came back within `patience`.
+        """
+        load = Load(context=data.seq_len, output_tokens=1, turns=FEWEST_TURNS)
+
+        def timed(lane: CalibrationServer) -> list[SpeedRow]:
+            def run(pattern: Pattern, prompts: Prompts, output_tokens: int) -> Burst:
+                lane.switch(pattern)
+                return lane.time(prompts, output_tokens)
+
+            items = [Timed(line, partial(run, line.pattern)) for line in lines if isinstance(line.pattern, Pattern)]
+            return measured(items, load, data.tokens.ravel(), SPEED_BASIS)
+
+        return self._anywhere(timed)
 
     def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
         """See `Engine.output_similarity`; not measured here."""

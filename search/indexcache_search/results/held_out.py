@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -86,6 +86,58 @@ class HeldOut(ResultSection):
     prices: PricesResult | None = None
 
 
+class Spread(ResultSection):
+    """The median over turns, with the smallest and the largest turn; of an estimate the value alone.
+
+    Of a gain: the ratio of the medians, and an interval from the ratios of the turns (see `speed.turns.interval`).
+    """
+
+    median: float
+    low: float | None = None
+    high: float | None = None
+
+
+class GainResult(ResultSection):
+    """How many times as fast as the baseline: `first_token` and `token` by time, `throughput` by tokens a second."""
+
+    first_token: Spread
+    token: Spread | None = None
+    throughput: Spread | None = None
+
+
+class SpeedRow(ResultSection):
+    """Speed of a pattern or server with prompts of one length.
+
+    Attributes:
+        name: as of the row of `held_out`, like `retention`.
+        context: tokens of a prompt.
+        concurrency: requests at once.
+        output_tokens: tokens generated behind each prompt; `None` of an estimate.
+        turns: rounds in which all were timed; `None` of an estimate.
+        first_token_ms: time to the first token; in a turn with several requests their median.
+        token_ms: time of each later token, likewise.
+        tokens_per_second: generated tokens of all requests, by the time until the last one.
+        first_token_percentiles: of all requests of all turns, `"90"` and `"99"`, where several run at once.
+        gain: over the baseline, paired by turn; the baseline has none.
+        source: how it is known.
+        basis: what an estimate is from, or under which conditions was measured.
+    """
+
+    name: str
+    retention: str | None
+    context: int
+    concurrency: int
+    output_tokens: int | None
+    turns: int | None
+    first_token_ms: Spread
+    token_ms: Spread | None = None
+    tokens_per_second: Spread | None = None
+    first_token_percentiles: dict[str, float] | None = None
+    gain: GainResult | None = None
+    source: Literal["measured", "estimated"]
+    basis: str
+
+
 class StepResult(ResultSection):
     """Committed flip of `layer`; `candidates` are the losses of flips run on all sequences, by layer."""
 
@@ -121,6 +173,7 @@ class SearchResult(ResultSection):
         recall: `[layers, layers]`, for dense models, see `page_signals`.
         weights_sha256: digest of the model's files, see `Engine`; empty for a model in memory.
         command: the command line, without secrets; `None` where there was none.
+        speed: times of prompts on a calibration server; absent where an engine measures none.
     """
 
     schema_: str = Field(alias="schema")
@@ -137,6 +190,7 @@ class SearchResult(ResultSection):
     recall: list[list[float]] | None = None
     weights_sha256: str | None = None
     command: str | None = None
+    speed: list[SpeedRow] = []
 
     def as_json(self) -> dict[str, Any]:
         """Return the contents to write."""
@@ -145,7 +199,12 @@ class SearchResult(ResultSection):
 
 
 class ComparisonResult(ResultSection):
-    """Contents of eval.json; each line of `findings` says where a row is worse than the baseline."""
+    """Contents of eval.json.
+
+    Attributes:
+        findings: lines that say where a row is worse than the baseline.
+        speed: of each row, as far as it was requested and is known; absent where it was not requested.
+    """
 
     schema_: str = Field(alias="schema")
     model: str
@@ -153,6 +212,7 @@ class ComparisonResult(ResultSection):
     seq_len: int
     held_out: HeldOut
     findings: list[str]
+    speed: list[SpeedRow] = []
 
     def as_json(self) -> dict[str, Any]:
         """Return the contents to write."""

@@ -22,6 +22,7 @@ from indexcache_search.results.held_out import (
     Row,
     SearchResult,
     SourceResult,
+    SpeedRow,
     StepResult,
 )
 from indexcache_search.results.names import suffix
@@ -41,6 +42,7 @@ def collect(
     table: HeldOut,
     matrices: Mapping[str, NDArray[np.float64] | None],
     seconds: Mapping[str, float],
+    speed: Sequence[SpeedRow] = (),
 ) -> SearchResult:
     """Collect the result of a finished search.
 
@@ -51,7 +53,11 @@ def collect(
         table: the held-out comparison.
         matrices: `overlap` and `similarity`, `[layers, layers]`; `None` if not measured.
         seconds: wall time of each phase of this run.
+        speed: rows of speed, if the engine measures it.
     """
+    more: dict[str, Any] = {name: None if item is None else item.round(4).tolist() for name, item in matrices.items()}
+    if speed:
+        more["speed"] = list(speed)
     return SearchResult(
         schema=SCHEMA,
         pattern_file=file,
@@ -66,7 +72,7 @@ def collect(
         steps=_steps(found),
         held_out=table,
         look_alikes=[str(item) for item in found.look_alikes],
-        **{name: None if matrix is None else matrix.round(4).tolist() for name, matrix in matrices.items()},
+        **more,
     )
 
 

@@ -32,9 +32,9 @@ from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.owned.outputs import PARTIAL, SERVER_LOG, Outputs, outputs
 from indexcache_search.prices.table import prices_of
-from indexcache_search.results import tables
-from indexcache_search.results.held_out import SearchResult
-from indexcache_search.results.variant import NAMED
+from indexcache_search.results import speed_table, tables
+from indexcache_search.results.held_out import SearchResult, SpeedRow
+from indexcache_search.results.variant import BASELINE, NAMED
 from indexcache_search.search import metrics, model_card
 from indexcache_search.search.comparison import IN_TIME, comparison_lines, evaluated
 from indexcache_search.search.matrices import Matrices
@@ -265,12 +265,18 @@ def _search(
         for row in evaluated(lines, judges):
             rows.append(row)
             progress.compared(row, rows[0])
+    speed: list[SpeedRow] = []
+    if isinstance(engine, SglangEngine):
+        with timed("times of prompts"):
+            progress.wait("times of prompts")
+            timed_lines = [line for line in lines if line.kind == BASELINE or line.name == found.strategy.name]
+            speed = engine.prompt_speed(timed_lines, judges.data)
     with error_context("looking whether the model is still the same"):
         engine.check_unchanged()
     file = writer.file(found, found.plan or found.patterns[next(iter(goal.full_layers))], goal.plan)
     prices = prices_of(engine.model.architecture) if goal.plan is None else goal.plan.prices
     table = metrics.held_out(rows, judges.data, engine.model.first_sparse_position, prices)
-    return metrics.collect(found, file, engine, table, measured, seconds)
+    return metrics.collect(found, file, engine, table, measured, seconds, speed)
 
 
 def show(result: SearchResult, model: str | None, files: Files, out: Console) -> None:
@@ -291,6 +297,8 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
             out.print(f"{row.retention or 'time':>4}  {row.pattern}", soft_wrap=True)
     if line := tables.speed_line(held_out):
         out.print(line, soft_wrap=True)
+    for table in speed_table.terminal_tables(result.speed, held_out, out.width):
+        out.print(table)
     out.print(
         f"Cost: {cost.evaluations} patterns, {cost.sequences} runs of a sequence,"
         f" {cost.share_of_algorithm_1:.1%} of the layer-tokens of Algorithm 1",

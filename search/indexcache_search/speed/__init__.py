@@ -1,0 +1,1 @@
+"""Speed of patterns: timed on SGLang's servers, in turns, or estimated by measured tables."""
