@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("sglang")
@@ -14,12 +16,19 @@ from typer.testing import CliRunner
 
 from indexcache_search import demo
 from indexcache_search.cli.evaluate import app
+from indexcache_search.errors import SearchError
+from indexcache_search.results.variant import NAMED, Variant
+from indexcache_search.speed.request import send
+from indexcache_search.speed.servers import check
+from indexcache_search.speed.turns import Load, Timed, measured
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
+from sglang_indexcache.http.address import Address
 from tests.live.server import running
 
 PLAIN = (sys.executable, "-m", "sglang.launch_server")
 pytestmark = pytest.mark.sglang
+SPEED = ["--speed", "96,480:output_tokens=4", "--concurrency", "2"]
 PATTERN = Pattern("FSSFSSFSFSSSSSSS")
 DATA = [
     "--evaluation",
@@ -41,7 +50,7 @@ def test_two_servers_are_compared_as_transformers_compares_their_patterns(tmp_pa
         running(demo.MODEL, tmp_path / "log-b", "--indexcache-pattern", file, **cores[1]) as shared,
     ):
         urls = ["--endpoint", baseline.url, "--endpoint", f"{shared.url}/v1"]
-        options = [*urls, *DATA, "--output", str(tmp_path / "served")]
+        options = [*urls, *DATA, *SPEED, "--output", str(tmp_path / "served")]
         served = CliRunner().invoke(app, options)
     assert served.exit_code == 0, served.output
     named = ["--pattern", f"shared={PATTERN}", "--no-uniform", "--device", "cpu"]
@@ -58,3 +67,27 @@ def test_two_servers_are_compared_as_transformers_compares_their_patterns(tmp_pa
             assert hits[0] == pytest.approx(hits[1], abs=0.01), source
         assert 0.0 <= one["by_source"]["multi_key-style"]["generated"]["mean"] <= 1.0
     assert on_servers["held_out"]["rows"][1]["increase"]["mean"] > 0.01
+    speed = [(row["name"], row["context"], row["concurrency"], row["turns"]) for row in on_servers["speed"]]
+    names = ["baseline", on_servers["held_out"]["rows"][1]["name"]]
+    assert speed == [(name, context, number, 5) for context in (96, 480) for number in (1, 2) for name in names]
+    for row in on_servers["speed"]:
+        assert 0 < row["first_token_ms"]["low"] <= row["first_token_ms"]["median"] and row["token_ms"]["low"] > 0
+    assert "speed" not in here
+
+
+def test_speed_needs_no_tokenizer_and_nothing_of_a_prefix_cache(tmp_path: Path) -> None:
+    """The server keeps its prefix cache: a prompt that was sent before is refused as a measurement."""
+    with running(demo.MODEL, tmp_path / "log", "--skip-tokenizer-init", launcher=PLAIN) as server:
+        address, prompt = Address.of(server.url), list(range(10, 330))
+        load = Load(context=320, concurrency=2, output_tokens=6, turns=5)
+        check([address], [load])
+        with pytest.raises(SearchError, match="has room for"):
+            check([address], [Load(context=4096, output_tokens=6, turns=5)])
+        lines = [Variant.baseline(None), Variant(NAMED, "again", None, None)]
+        items = [Timed(line, partial(send, address)) for line in lines]
+        rows = measured(items, load, np.arange(10, 400, dtype=np.int32), "")
+        assert [row.name for row in rows] == ["baseline", "again"]
+        [timing] = send(address, [prompt], 6).timings
+        assert 0 < timing.first < timing.last and timing.later == 5
+        with pytest.raises(SearchError, match="of a new prompt from its cache"):
+            send(address, [prompt], 6)

@@ -255,7 +255,9 @@ def test_the_speed_of_servers_stands_beside_their_loss(stubs: list[StreamingStub
 
 
 def test_one_server_may_be_both(stubs: list[StreamingStub], tmp_path: Path) -> None:
-    result = run(*of_servers([stubs[0], stubs[0]], tmp_path), "--speed", "64:output_tokens=2")
+    options = of_servers([stubs[0], stubs[0]], tmp_path)
+    options[3] += "/v1"  # the prefix of OpenAI's protocol
+    result = run(*options, "--speed", "64:output_tokens=2")
     assert result.exit_code == 0, result.output
     prompts = stubs[0].prompts()
     assert len({tuple(prompt[:OPENING]) for prompt in prompts}) == len(prompts) == 12

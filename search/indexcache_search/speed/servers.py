@@ -30,6 +30,11 @@ class _Info(BaseModel):
 _INFO: TypeAdapter[_Info] = TypeAdapter(_Info)
 
 
+def own(address: Address) -> Address:
+    """Return the address of SGLang's own routes, beside those of OpenAI's protocol."""
+    return address.without("/v1")
+
+
 def check(addresses: Sequence[Address], loads: Sequence[Load]) -> None:
     """Check that each server takes the longest prompt, with what is generated behind it.
 
@@ -38,7 +43,7 @@ def check(addresses: Sequence[Address], loads: Sequence[Load]) -> None:
         ServerError: if one does not answer.
     """
     longest = max(loads, key=lambda load: load.context + load.output_tokens)
-    for address in addresses:
+    for address in map(own, addresses):
         try:
             room = ask(address, "/server_info", _INFO).max_req_input_len
         except StatusError as error:
@@ -71,7 +76,7 @@ def measure(
     Raises:
         IndexCacheError: if a server does not answer, or not as requested.
     """
-    items = [Timed(line, partial(send, address)) for line, address in zip(lines, addresses, strict=True)]
+    items = [Timed(line, partial(send, own(address))) for line, address in zip(lines, addresses, strict=True)]
     for load in loads:
         yield measured(items, load, pool, BASIS)
         done()
