@@ -371,7 +371,11 @@ def test_a_search_with_a_server_of_its_own(tmp_path: Path) -> None:
     assert file.as_pattern().retention == 7 / 8 and file.versions["engine"] == "sglang 0.5.23"
     report = (tmp_path / "out" / "report.html").read_text()
     assert "Patterns found" in report and "Overlap of choices" in report
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["overlap"] is not None
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert metrics["overlap"] is not None
+    speed = [(row["name"], row["retention"], row["context"], row["source"]) for row in metrics["speed"]]
+    assert speed == [("baseline", "1", LENGTH, "measured"), ("greedy", "7/8", LENGTH, "measured")]
+    assert all(row["first_token_ms"]["low"] > 0 and row["token_ms"] is None for row in metrics["speed"])
     log = (tmp_path / "out" / "work" / "server.log").read_text()
     assert "indexcache: serving FFFF" in log
 
