@@ -8,8 +8,8 @@ conditions start at once and are ended; those of `--endpoint` stay. Needs SGLang
 
 bench_serving runs one server at a time, half of its prompts before and half after the turns of indexcache-eval, so that
 a drift of the machine hits both alike. It sees no token of a server without a tokenizer, which sends ids without text:
-here each event gets a text as bench_serving reads it. Its prompts are ids of another vocabulary (`--tokenizer`),
-and prefix caches are flushed behind its warm-up, which sends the first prompt. Its code is not changed otherwise.
+here each event gets a text as bench_serving reads it. Its prompts are ids of another vocabulary (`--tokenizer`). Its
+warm-up is off, since it sends the first prompt, which a prefix cache then has; a prompt is sent before instead.
 
 Prints medians and differences, writes JSON, and ends with 1 if one is beyond `--allowed`.
 """
@@ -171,7 +171,9 @@ def add(
     theirs: dict[str, dict[str, list[float]]], servers: dict[str, str], load: Load, options: argparse.Namespace
 ) -> None:
     """Run bench_serving on each server, with half of the prompts."""
+    rng = np.random.default_rng()
     for name, url in servers.items():
+        send(Address.of(url), rng.choice(POOL, (1, load.context)).tolist(), load.output_tokens)
         found = bench_serving(url, load, math.ceil(load.turns / 2), options.tokenizer)
         for kind, values in found.items():
             theirs[name][kind] += values
@@ -192,7 +194,7 @@ def bench_serving(url: str, load: Load, prompts: int, tokenizer: str) -> dict[st
             *("--tokenizer", tokenizer, "--tokenize-prompt", "--dataset-name", "random-ids"),
             *("--random-input-len", str(load.context), "--random-output-len", str(load.output_tokens)),
             *("--random-range-ratio", "1.0", "--num-prompts", str(prompts), "--max-concurrency", "1"),
-            *("--seed", str(secrets.randbelow(1 << 31)), "--flush-cache", "--disable-tqdm"),
+            *("--seed", str(secrets.randbelow(1 << 31)), "--warmup-requests", "0", "--disable-tqdm"),
             *("--output-file", str(output), "--output-details"),
         ]
         with log.open("w") as file, contextlib.redirect_stdout(file), with_text(serving), given(arguments):
