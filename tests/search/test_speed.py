@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from indexcache_search.results.held_out import SpeedRow
 from indexcache_search.results.variant import BASELINE, NAMED, Variant
 from indexcache_search.speed.estimate import estimated, prices_at
 from indexcache_search.speed.request import OPENING, Burst, Timing, send
+from indexcache_search.speed.servers import check
 from indexcache_search.speed.turns import Load, Prompts, Timed, interval, measured
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import IndexCacheError
@@ -141,6 +143,21 @@ def test_tokens_that_come_together_are_counted(stubs: list[StreamingStub]) -> No
 
     stubs[0].events = in_threes
     assert [timing.later for timing in ask(stubs[0]).timings] == [5, 5]
+
+
+def test_tokens_may_come_slowly(stubs: list[StreamingStub], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other answers have to be whole soon after they have begun."""
+    monkeypatch.setattr("sglang_indexcache.http.connection.BEGUN_SECONDS", -1.0)
+
+    def slowly(body: dict[str, Any]) -> Events:
+        for event in tokens_of(body):
+            time.sleep(0.01)
+            yield event
+
+    stubs[0].events = slowly
+    assert [timing.later for timing in ask(stubs[0]).timings] == [7, 7]
+    with pytest.raises(IndexCacheError, match="no whole answer"):
+        check([Address.of(stubs[0].url)], [Load(context=64, output_tokens=2, turns=5)])
 
 
 def changed(number: int, **meta: Any) -> Callable[[dict[str, Any]], Events]:
