@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from indexcache_search.engines.answers import same_tokens
 from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
+from indexcache_search.evaluation.journal import Journal
 from indexcache_search.results.variant import NAMED, Variant
+from indexcache_search.search.prompt_times import PromptTimes
 from sglang_indexcache import IndexCacheError, Pattern
 from sglang_indexcache.calibration.protocol import Measured
 from sglang_indexcache.families import describe
@@ -305,6 +308,17 @@ def test_prompts_are_timed_on_one_data_parallel_rank() -> None:
     assert stub.patterns[1] == "F" * LAYERS  # the other one was never switched
     stub.http.shutdown()
     stub.http.server_close()
+
+
+def test_times_of_prompts_are_kept_in_the_journal(stubs: list[Stub], tmp_path: Path) -> None:
+    measuring, found = engine(stubs[0]), []
+    for lines in (lines_of(PATTERNS[0]), lines_of(PATTERNS[0]), lines_of(PATTERNS[1])):
+        with Journal(tmp_path, {"of": "a search"}, {}) as journal:
+            found.append(PromptTimes(measuring, DATA, journal).measured(lines))
+    assert found[0] == found[1] != found[2] and len(stubs[0].timed) == 24
+    with Journal(tmp_path, {"of": "a search"}, {}) as journal:
+        elsewhere = PromptTimes(cast(Any, SimpleNamespace()), DATA, journal)  # of another engine
+        assert not elsewhere.known and elsewhere.measured(lines_of(PATTERNS[0])) == []
 
 
 def test_times_of_prompts_move_to_another_server(stubs: list[Stub]) -> None:

@@ -61,6 +61,7 @@ class Journal:
             self.facts: Mapping[str, Any] = dict(facts)
             self._evaluations: dict[_Key, Evaluation] = {}
             self._matrices: dict[str, list[list[float]]] = {}
+            self._speeds: dict[str, list[dict[str, Any]]] = {}
             self._read(json.loads(json.dumps(identity)), parse)
         except BaseException:
             self._file.close()
@@ -81,6 +82,8 @@ class Journal:
                 self.facts = record.facts
             elif isinstance(record, _Matrix):
                 self._matrices[record.matrix] = record.values
+            elif isinstance(record, _Speed):
+                self._speeds[record.speed] = record.rows
             else:
                 self._add(*record)
 
@@ -126,6 +129,15 @@ class Journal:
         self._append({"matrix": name, "values": values})
         self._matrices[name] = values
 
+    def speed(self, name: str) -> list[dict[str, Any]] | None:
+        """Return recorded rows of speed, if there are any."""
+        return self._speeds.get(name)
+
+    def add_speed(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Record rows of speed, see `results.held_out.SpeedRow`."""
+        self._append({"speed": name, "rows": rows})
+        self._speeds[name] = rows
+
     def _append(self, record: Mapping[str, Any]) -> None:
         append(self._file, self._sealer, record)
 
@@ -152,6 +164,11 @@ class _Header(_Record):
 class _Matrix(_Record):
     matrix: str
     values: list[list[Finite]]
+
+
+class _Speed(_Record):
+    speed: str
+    rows: list[dict[str, Any]]
 
 
 class _Line(_Record):
@@ -189,7 +206,7 @@ class _Line(_Record):
 
 def _records(
     content: bytes, path: Path, sealer: Sealer, parse: Callable[[str], Plan]
-) -> Iterator[_Header | _Matrix | tuple[_Key, Evaluation]]:
+) -> Iterator[_Header | _Matrix | _Speed | tuple[_Key, Evaluation]]:
     """Parse the records of a journal, line by line.
 
     Raises:
@@ -201,6 +218,8 @@ def _records(
                 yield _Header.model_validate(record)
             elif "matrix" in record:
                 yield _Matrix.model_validate(record)
+            elif "speed" in record:
+                yield _Speed.model_validate(record)
             else:
                 yield _Line.model_validate(record).parse(parse)
         except PatternError as error:  # written by a version with other patterns

@@ -40,6 +40,7 @@ from indexcache_search.search.comparison import IN_TIME, comparison_lines, evalu
 from indexcache_search.search.matrices import Matrices
 from indexcache_search.search.pattern_writer import FileWriter
 from indexcache_search.search.progress import SearchProgress, warn
+from indexcache_search.search.prompt_times import PromptTimes
 from indexcache_search.search.search import Found, Listeners, Search
 from indexcache_search.search.settings import Settings
 from indexcache_search.strategies import measured_strategies
@@ -145,7 +146,8 @@ def run(
             writer = FileWriter(engine, chooses, data.seed, journal.facts["created"])
             matrices = Matrices(engine, calibration, journal)
             search = Search(engine, chooses, settings.strategy, goal, matrices.measured)
-            result = _search(search, judges, writer, matrices, out, progress)
+            times = PromptTimes(engine, held_out, journal)
+            result = _search(search, judges, writer, matrices, times, out, progress)
         result = result.model_copy(update={"command": command})
         from indexcache_search.search.report import render  # matplotlib takes a second to import
 
@@ -226,7 +228,13 @@ def _load_engine(model: str, runtime: EngineSettings, out: Outputs, stack: ExitS
 
 
 def _search(
-    search: Search, judges: Evaluator, writer: FileWriter, matrices: Matrices, out: Outputs, progress: SearchProgress
+    search: Search,
+    judges: Evaluator,
+    writer: FileWriter,
+    matrices: Matrices,
+    times: PromptTimes,
+    out: Outputs,
+    progress: SearchProgress,
 ) -> SearchResult:
     """Run the phases of a search; write down the patterns that are found on the way."""
     engine, goal = search.engine, search.goal
@@ -266,11 +274,11 @@ def _search(
             rows.append(row)
             progress.compared(row, rows[0])
     speed: list[SpeedRow] = []
-    if isinstance(engine, SglangEngine):
+    if times.known:
         with timed("times of prompts"):
             progress.wait("times of prompts")
-            timed_lines = [line for line in lines if line.kind == BASELINE or line.name == found.strategy.name]
-            speed = engine.prompt_speed(timed_lines, judges.data)
+            chosen = [line for line in lines if line.kind == BASELINE or line.name == found.strategy.name]
+            speed = times.measured(chosen)
     with error_context("looking whether the model is still the same"):
         engine.check_unchanged()
     file = writer.file(found, found.plan or found.patterns[next(iter(goal.full_layers))], goal.plan)
