@@ -148,7 +148,13 @@ COMBINATIONS = (
         "prefixes that come back from the host, and its storage, whose keys carry the pattern",
     ),
     Combination("HiSparse", ("--enable-hisparse",), _GPU, _given("enable_hisparse")),
-    Combination("LoRA", ("--enable-lora", "--lora-paths"), "", _given("enable_lora", "lora_paths")),
+    Combination(
+        "LoRA",
+        ("--enable-lora", "--lora-paths"),
+        "",
+        _given("enable_lora", "lora_paths"),
+        "SGLang 0.5.23 needs a GPU for it",
+    ),
     Combination(
         "fp8 KV cache", ("--kv-cache-dtype fp8_e4m3",), _GPU, lambda arguments: "fp8" in _type_of_cache(arguments)
     ),

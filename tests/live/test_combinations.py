@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +19,15 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from indexcache_search import demo
 from scripts.bench.serving.soak import KINDS, Storm
 from scripts.tools import random_models
 from scripts.tools.inprocess import Served
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
+from sglang_indexcache.families.dsa.spellings import to_sglang
 from tests.live.server import LAUNCHER, REQUEST_TIMEOUT, Server, command, ended, running
-from tests.live.test_server import states
+from tests.live.test_server import PLAIN, states
 
 pytestmark = pytest.mark.sglang
 
@@ -130,6 +133,21 @@ def test_it_serves_what_it_serves_alone(
     launcher, changes = how(more)
     with running(folder, tmp_path / "log", *flags, *more, launcher=launcher, **changes) as server:
         check(server, expected, kinds)
+
+
+@pytest.mark.slow
+def test_structured_output_is_that_of_sglangs_own_switch(tmp_path: Path) -> None:
+    """The demo, which has a tokenizer: prompts of about 160 and 30 tokens, of which a layer selects 64."""
+    pattern = Pattern("FSSFSSFSFSSSSSSS")
+    switch = ("--json-model-override-args", json.dumps(to_sglang(pattern)))
+    text, found = "The old man and the sea. " * 20, []
+    for own, launcher in ((("--indexcache-pattern", pattern.letters), LAUNCHER), (switch, PLAIN)):
+        with running(demo.MODEL, tmp_path / "log", *own, launcher=launcher) as server:
+            sampling = {"temperature": 0, "max_new_tokens": 12, "regex": "[A-Z][a-z]{3,8} [0-9]{2}"}
+            answers = server.post("/generate", text=[text, text[:100]], sampling_params=sampling, return_logprob=True)
+        found.append([(item["text"], item["meta_info"]["output_token_logprobs"]) for item in answers])
+    assert found[0] == found[1]
+    assert all(re.fullmatch(r"[A-Z][a-z]{3,8} [0-9]{2}", answer) for answer, _ in found[0])
 
 
 FAULTS = {

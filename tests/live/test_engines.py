@@ -30,6 +30,7 @@ FIRST, SECOND = Pattern("FSSFSS"), Pattern("FSFSFS")
 
 PROGRAM = """
 import json, os, sys, sglang
+from safetensors.torch import load_file
 
 VARIABLE = "SGLANG_INDEXCACHE_PATTERN"
 
@@ -42,6 +43,13 @@ def start(model, pattern, own="{}"):
 def state(engine):
     [found] = engine.get_server_info()["internal_states"]
     return found.get("indexcache")
+
+def update(engine, tensors, name):
+    engine.begin_weight_update()
+    engine.update_weights_from_tensor(tensors)
+    meanwhile = state(engine)["proven"]
+    success, message = engine.end_weight_update()
+    say(name=name, meanwhile=meanwhile, success=success, message=message, state=state(engine))
 
 def say(**what):
     print("SAY " + json.dumps(what), flush=True)
@@ -60,6 +68,10 @@ if __name__ == "__main__":
     two = start(moe, None)  # while the first one runs
     ask(two, "plain")
     ask(one, "first-again")
+    weights = [(name, tensor) for name, tensor in load_file(model + "/model.safetensors").items() if "indexer" in name]
+    update(one, [(name, tensor * float("nan")) for name, tensor in weights if ".layers.3." in name], "broken")
+    update(one, weights, "healed")
+    ask(one, "updated")
 
     two.tokenizer_manager._subprocess_watchdog.stop()
     one.shutdown()  # ends the processes of all engines of this one
@@ -104,6 +116,12 @@ def test_engines_of_one_program(tmp_path: Path) -> None:
         assert ran[name] == set(expected), name
         state = said[name]["state"]
         assert state is None if pattern is None else state["fingerprint"] == pattern.fingerprint and state["proven"]
+    broken, healed, updated = said["broken"], said["healed"], said["updated"]
+    assert not broken["meanwhile"] and not broken["success"] and not broken["state"]["proven"], broken
+    assert "the update has ended, but the pattern is not proven" in broken["message"]
+    assert not healed["meanwhile"] and healed["success"] and healed["state"]["proven"], healed
+    assert healed["state"]["counted"]["to_come"] == ["extend"]
+    assert updated["ids"] == said["first-again"]["ids"] and updated["state"]["counted"] == {"passes": {"extend": 1}}
 
 
 def updated(model: Path, lacking: Path, torn: Path) -> list[dict[str, Any]]:
