@@ -135,9 +135,9 @@ COMBINATIONS = (
     Combination(
         "prefill and decode apart",
         ("--disaggregation-mode",),
-        "",
+        _CPU + ", by Mooncake over TCP",
         lambda arguments: getattr(arguments, "disaggregation_mode", None) in ("prefill", "decode"),
-        "transfers; servers with other patterns refuse each other's handshake (SGLang 0.5.23 on CPUs)",
+        "other transfers; servers with other patterns refuse each other's handshake",
     ),
     Combination("mixed chunks", ("--enable-mixed-chunk",), _BOTH, _given("enable_mixed_chunk")),
     Combination(

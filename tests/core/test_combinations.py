@@ -51,7 +51,7 @@ def test_launch_lines_are_read_without_sglang() -> None:
         ("--attn-cp-size 2 --enable-prefill-cp --cp-strategy interleave", {"context-parallel prefill": RAN}),
         ("--attn-cp-size 2 --enable-prefill-cp --cp-strategy zigzag", {"other context parallelism": NOT_RUN}),
         ("--dcp-size 2", {"other context parallelism": NOT_RUN}),
-        ("--disaggregation-mode prefill", {"prefill and decode apart": NOT_RUN}),
+        ("--disaggregation-mode prefill", {"prefill and decode apart": RAN}),
         ("--kv-cache-dtype fp8_e4m3", {"fp8 KV cache": RAN}),
         ("--kv-cache-dtype fp4_e2m1", {"fp4 KV cache": NOT_RUN}),
         ("--enable-two-batch-overlap", {"--enable-two-batch-overlap": REFUSED}),

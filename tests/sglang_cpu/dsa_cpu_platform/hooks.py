@@ -8,7 +8,7 @@ import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from dsa_cpu_platform.attention import gather_decode, gather_prefill, sparse_attention
-from dsa_cpu_platform.indexer import indexer_forward, read_buffer, select_paged, select_ragged
+from dsa_cpu_platform.indexer import indexer_forward, read_buffer, select_paged, select_ragged, transferred
 
 _BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend."
 _INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer."
@@ -30,6 +30,7 @@ def register_hooks() -> None:
         _INDEXER + "_get_topk_ragged": select_ragged,
         _INDEXER + "_get_topk_paged": select_paged,
         _INDEXER + "_get_index_k_read_buffer": staticmethod(read_buffer),
+        "sglang.srt.mem_cache.index_key_cache.IndexKeyCache.state_buf_infos": transferred,
     }
     for target, replacement in replacements.items():
         HookRegistry.register(target, replacement, HookType.REPLACE)

@@ -156,11 +156,31 @@ def _project(indexer: Any, x: Tensor, q_lora: Tensor, positions: Tensor) -> tupl
     return q.float(), k.float(), weights
 
 
+def transferred(cache: Any) -> tuple[list[int], list[int], list[int]]:
+    """Replaces `IndexKeyCache.state_buf_infos`, for transfers: the address, bytes and bytes a page of each layer."""
+    pool = cache.pool
+    layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+    buffers = [_buffer(pool, layer, pool.index_head_dim) for layer in layers]
+    return (
+        [item.data_ptr() for item in buffers],
+        [item.nbytes for item in buffers],
+        [item[0].nbytes for item in buffers],
+    )
+
+
 def _index_keys(pool: Any, layer_id: int, head_dim: int) -> Tensor:
     """`[pages, page, dim]` in the buffer of a layer."""
+    page = pool.page_size
+    return (
+        _buffer(pool, layer_id, head_dim)[:, : 4 * page * head_dim].view(torch.float32).unflatten(1, (page, head_dim))
+    )
+
+
+def _buffer(pool: Any, layer_id: int, head_dim: int) -> Tensor:
+    """`[pages, bytes]`."""
     buffers: dict[int, Tensor] = pool.__dict__.setdefault(_BUFFERS, {})
     page = pool.page_size
     if layer_id not in buffers:
         buffers[layer_id] = torch.zeros(pool.size // page + 2, page * (4 * head_dim + 4), dtype=torch.uint8)
         buffers[layer_id][:, 4 * page * head_dim :].view(torch.float32).fill_(1.0)
-    return buffers[layer_id][:, : 4 * page * head_dim].view(torch.float32).unflatten(1, (page, head_dim))
+    return buffers[layer_id]

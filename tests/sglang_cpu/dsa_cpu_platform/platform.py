@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from importlib.util import find_spec
 
 import psutil
 import torch
@@ -40,6 +41,10 @@ class DsaCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """The indexer's `weights_proj` is bf16 whatever the model's dtype; float32 runs need float32."""
         _let_data_parallel_attention_run()
         speculative.replace_all()
+        if find_spec("mooncake") is not None:
+            from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+            MooncakeKVSender.supports_host_tensor_indices = False  # they are pinned, and an event is recorded
         torch.cuda.current_stream = lambda device=None: None  # where ranks of context parallelism gather keys
         if type(model).__name__ == "DeepseekV4ForCausalLM":
             deepseek_v4.replace_all(model)
