@@ -91,15 +91,16 @@ class Bench:
             return False
         (found, state, problems), (expected, _, _) = mine, theirs
         same = [one.ids == two.ids for one, two in zip(found, expected, strict=True)]
-        difference = max(
+        differences = [
             abs(a - b)
             for one, two in zip(found, expected, strict=True)
             for a, b in zip(one.logprobs, two.logprobs, strict=True)
-        )
+        ]
         hits = [one.cached for one in found]
         counts = [item.get("counted") for item in state]
         print(
-            f"{cell.name}: {sum(same)} of {len(same)} equal, logprobs differ by {difference:.2g}, cached {hits},"
+            f"{cell.name}: {sum(same)} of {len(same)} equal, logprobs differ by at most {max(differences):.2g},"
+            f" in the mean {sum(differences) / len(differences):.2g}, cached {hits},"
             f" counted {json.dumps(counts)}, {len(problems)} problems{''.join(f'; {item}' for item in problems[:3])}",
             flush=True,
         )
@@ -117,16 +118,18 @@ class Bench:
             module = "sglang.launch_server"
             own += ["--json-model-override-args", json.dumps(switch)] if pattern else []
         log = self.options.logs / f"{cell.name}.{which}.log"
-        with self._running(("-m", module, *own, *self.common, *cell.flags), log) as url:
+        with self._running(("-m", module, *own, *self.common, *cell.flags), log) as (url, pid):
             found = [self._ask(url, prompt, f"{number}") for number, prompt in enumerate(self.prompts[:-1])]
             self._abort(url)
             found.append(self._ask(url, self.prompts[-1], "last"))
             problems: list[str] = []
             if cell.name in self.options.storm:
                 storm = Storm(url, self.options.vocabulary, self.options.longest, self.options.context, close=CLOSE)
-                storm.run(self.options.requests, 64)
+                storm.run(self.options.requests, 64, pid)
                 problems = storm.problems
-                print(f"{cell.name}, {which}: storm {dict(storm.counts)}, {len(problems)} problems", flush=True)
+                memory = [f"{storm.memory[place] / 1e6:.0f}" for place in (len(storm.memory) // 4, -1)]
+                counts, text = dict(storm.counts), f"{len(problems)} problems, {' and '.join(memory)} MB"
+                print(f"{cell.name}, {which}: storm {counts}, {text} at a quarter and at the end", flush=True)
             states = json.loads(_get(url, "/server_info"))["internal_states"]
         return found, [item["indexcache"] for item in states if "indexcache" in item], problems
 
@@ -152,7 +155,7 @@ class Bench:
                 _post(url, "/abort_request", {"rid": "asked-aborted"}, read=False)
 
     @contextmanager
-    def _running(self, arguments: Sequence[str], log: Path) -> Iterator[str]:
+    def _running(self, arguments: Sequence[str], log: Path) -> Iterator[tuple[str, int]]:
         port = free_port()
         line = [sys.executable, *arguments, "--port", str(port)]
         with log.open("w") as output:
@@ -168,7 +171,7 @@ class Bench:
                     break
                 except OSError:
                     time.sleep(0.5)
-            yield url
+            yield url, process.pid
         finally:
             subprocess.run(["pkill", "-9", "-s", str(process.pid)], check=False)
             process.kill()
