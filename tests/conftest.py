@@ -241,7 +241,7 @@ def _settings_of_pytorch() -> dict[str, Any]:
 
 @pytest.fixture
 def no_pictures() -> Iterator[None]:
-    """Figures are made and not drawn, which takes half the time of a tiny search; test_report looks at pictures."""
+    """Figures are made and not drawn: half the time of a tiny search. test_page_in_browser looks at pictures."""
 
     def savefig(figure: Any, file: Any, **options: Any) -> None:
         file.write("<svg></svg>")

@@ -370,7 +370,7 @@ def test_a_search_with_a_server_of_its_own(tmp_path: Path) -> None:
     file = PatternFile.load(tmp_path / "out" / "pattern.yaml")
     assert file.as_pattern().retention == 7 / 8 and file.versions["engine"] == "sglang 0.5.23"
     report = (tmp_path / "out" / "report.html").read_text()
-    assert "Patterns found" in report and "Overlap of choices" in report
+    assert "Loss beside speed" in report and "Overlap of choices" in report
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert metrics["overlap"] is not None
     speed = [(row["name"], row["retention"], row["context"], row["source"]) for row in metrics["speed"]]

@@ -101,7 +101,7 @@ def test_patterns_are_compared_and_found_worse(model_folder: Path, token_file: P
     same = rows["same", "1"]["by_source"][str(token_file)]
     assert same["increase"] == {"mean": 0.0, "stderr": 0.0} == same["accuracy_change"]
     assert "same: no worse on anything, by more than 2 standard errors" in found["findings"]
-    assert (tmp_path / "out" / "eval.html").read_text().count("<svg") == 1
+    assert (tmp_path / "out" / "eval.html").read_text().count("<svg") == 2
     rises = rows["deploy", "1/3"]["increase"]
     lower = rises["mean"] - 2 * rises["stderr"]
     for allowed, code in ((lower - 1e-6, 1), (max(lower, 0.0) + 1e-6, 0)):

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-import jinja2
 import numpy as np
 from rich.table import Table
 
@@ -16,6 +15,8 @@ from indexcache_search.compare.held_out import ComparisonSet
 from indexcache_search.compare.measure import Compared
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.estimates import Estimate
+from indexcache_search.page.frontier import environment, section, spelt
+from indexcache_search.page.points import estimated
 from indexcache_search.prices.layers import Prices
 from indexcache_search.results import speed_table, tables
 from indexcache_search.results.held_out import ComparisonResult, HeldOut, Row, SourceResult, SpeedRow
@@ -149,8 +150,7 @@ def texts(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) -> 
 
 def render(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) -> str:
     """Render a self-contained page."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    template = environment().from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     held_out = result.held_out
     rows = [tables.cells(row, held_out) for row in tables.shown_rows(held_out)]
     return template.render(
@@ -159,6 +159,7 @@ def render(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) ->
         rows=rows,
         figure=changes_figure(held_out),
         figures=figures,
+        frontier=section(estimated(held_out), spelt),
         prices=tables.speed_line(held_out),
         speed_title=speed_table.title(result.speed) if result.speed else "",
         speed=speed_table.lines(result.speed, held_out) if result.speed else [],

@@ -135,6 +135,11 @@ class PriceTable(Section):
         name = BY_ARCHITECTURE.get(architecture)
         return None if name is None else cls.load(name)
 
+    @property
+    def largest_error(self) -> float | None:
+        """How far whole prompts were from what the table has for them, as a share; `None` if none were measured."""
+        return max((abs(check.expected_ms / check.measured_ms - 1) for check in self.checks), default=None)
+
     def at(self, context: int) -> Prices:
         """Return prices for prompts of `context` tokens; between the measured ones a power law holds.
 

@@ -26,9 +26,9 @@ from indexcache_search.lab.dense import describe_dense
 from indexcache_search.lab.key_delta.engine import Costs, KeyEngine, main_stage
 from indexcache_search.lab.key_delta.file import KeyFile
 from indexcache_search.lab.key_delta.plan import BLOCK, LONG, METHODS, SINKS, STAGES, KeyMethod, KeyPlan
+from indexcache_search.page.drawing import blank, svg
 from indexcache_search.results.held_out import ComparisonResult, HeldOut
 from indexcache_search.results.variant import BASELINE, NAMED, Variant
-from indexcache_search.search.report.drawing import blank, svg
 from sglang_indexcache import ModelLayers
 
 BITS = (8, 4)
@@ -150,11 +150,11 @@ def compare(
 def figures(held_out: HeldOut) -> dict[str, Markup]:
     """Draw the divergence over the share of products of queries with keys left out, a curve for each method."""
     rows = [row for row in held_out.rows if row.kind != BASELINE and row.extra]
-    title = next(iter(rows[0].extra or {}))
+    skips = next(iter(rows[0].extra or {}))
     curves: dict[str, list[tuple[float, Estimate]]] = {}
     for row in rows:
         if row.extra and row.kl:
-            curves.setdefault((row.pattern or "").partition("|")[0], []).append((row.extra[title].mean, row.kl))
+            curves.setdefault((row.pattern or "").partition("|")[0], []).append((row.extra[skips].mean, row.kl))
     figure, axes = blank(8, 3.6)
     for method, points in curves.items():
         skipped, divergences = zip(*sorted(points, key=itemgetter(0)), strict=True)
@@ -169,10 +169,11 @@ def figures(held_out: HeldOut) -> dict[str, Markup]:
             label=method if method in METHODS else "patterns",
         )
     axes.set_yscale("log")
-    axes.set_xlabel(f"share of the products of queries with keys that is left out, {title.removeprefix('skips ')}")
+    axes.set_xlabel(f"share of the products of queries with keys that is left out, {skips.removeprefix('skips ')}")
     axes.set_ylabel("KL to the model as it is")
     axes.legend(frameon=False, fontsize=8)
-    return {"What is left out, and what it costs": svg(figure)}
+    title = "What is left out, and what it costs"
+    return {title: svg(figure, title)}
 
 
 def rival_lines(plans: Sequence[KeyPlan], costs: Costs) -> list[Variant]:

@@ -12,9 +12,9 @@ from pydantic import Field
 from rich.table import Table
 
 from indexcache_search.evaluation.estimates import Estimate
+from indexcache_search.page.drawing import GREY, blank, plain, svg
 from indexcache_search.results.held_out import ResultSection
 from indexcache_search.results.tables import fitted, with_error
-from indexcache_search.search.report.drawing import GREY, blank, plain, svg
 
 SCHEMA = "indexcache-offload/v2"
 FILES = ("offload.json", "offload.html")
@@ -205,4 +205,4 @@ def misses_figure(plans: Sequence[PlanTraffic]) -> Markup:
     axes.set_xlabel("buffer, in units of what a query selects")
     axes.set_ylabel("tokens a step, all layers")
     axes.legend(frameon=False, fontsize=8)
-    return svg(figure)
+    return svg(figure, "Items copied in a decoding step over the size of the buffer")

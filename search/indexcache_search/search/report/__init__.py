@@ -4,32 +4,37 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-import jinja2
-
+from indexcache_search.page.frontier import environment, section, spelt
+from indexcache_search.page.points import Point, estimated
 from indexcache_search.results import tables
 from indexcache_search.results.held_out import SearchResult
 from indexcache_search.results.variant import NAMED
 from indexcache_search.search.comparison import IN_TIME
-from indexcache_search.search.report.figures import comparison_figure, heat_map_figure, loss_figure
+from indexcache_search.search.report.figures import heat_map_figure, loss_figure
 from sglang_indexcache import Pattern
 
 
 def render(result: SearchResult) -> str:
-    """Render the page of a search: no script, no file beside it, no network."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    """Render the page of a search: no file beside it, no network."""
+    template = environment().from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     held_out, search = result.held_out, result.pattern_file.search
     assert search is not None
-    chosen = {
-        str(row.retention or "in time"): str(row.pattern)
+    found = {
+        str(row.pattern): row.retention
         for row in held_out.rows
         if row.kind == NAMED and row.name in (search.strategy, f"{search.strategy}{IN_TIME}")
     }
+
+    def served(point: Point) -> str | None:
+        if point.pattern not in found:
+            return spelt(point)
+        kept = found[point.pattern]
+        return f"--indexcache-pattern pattern.yaml{'' if kept is None else f'@{kept}'}"
+
     figures = {
-        "comparison": comparison_figure(held_out),
         "heat_maps": [
-            heat_map_figure(result.overlap, Pattern.parse(letters, result.pattern_file.selection), kept)
-            for kept, letters in chosen.items()
+            heat_map_figure(result.overlap, Pattern.parse(letters, result.pattern_file.selection), kept or "in time")
+            for letters, kept in found.items()
             if result.overlap is not None
         ],
         "loss": loss_figure(result) if result.steps else None,
@@ -40,6 +45,6 @@ def render(result: SearchResult) -> str:
         figures=figures,
         columns=tables.columns(held_out),
         rows=[tables.cells(row, held_out) for row in tables.shown_rows(held_out)],
-        chosen=chosen,
+        frontier=section(estimated(held_out), served),
         speed=tables.speed_line(held_out),
     )

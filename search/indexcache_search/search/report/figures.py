@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from indexcache_search.evaluation.estimates import Estimate
+from indexcache_search.page.drawing import BLUE, GREY, RED, blank, plain, svg
 from indexcache_search.results import tables
 from indexcache_search.results.held_out import HeldOut, SearchResult, SourceResult
-from indexcache_search.results.variant import BASELINE, NAMED, PHASE
-from indexcache_search.search.report.drawing import BLUE, GREY, RED, blank, plain, svg
+from indexcache_search.results.variant import BASELINE
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import full_layer_count
 
@@ -47,43 +47,7 @@ def loss_figure(result: SearchResult) -> Markup:
     axes.set_xlabel("layer that becomes S at each step")
     axes.set_ylabel(f"calibration {search.objective}")
     axes.legend(frameon=False, fontsize=8, loc="upper left")
-    return svg(figure)
-
-
-def comparison_figure(held_out: HeldOut) -> Markup:
-    """Held-out loss increase of each pattern at each retention, with standard errors; uniform's phases as dots."""
-    retentions = tables.retentions(held_out)
-    rows = [row for row in held_out.rows if row.kind == NAMED or (row.kind == PHASE and row.phase == 0)]
-    series = list(dict.fromkeys((row.kind, row.name) for row in rows))
-    figure, axes = blank(8, 3.4)
-    width = 0.8 / len(series)
-    for number, (kind, name) in enumerate(series):
-        by_retention = {row.retention: row for row in rows if (row.kind, row.name) == (kind, name)}
-        at = [index for index, item in enumerate(retentions) if item in by_retention]
-        rises = [by_retention[retentions[index]].increase for index in at]
-        label = "uniform (paper's phase)" if kind == PHASE else plain(name)
-        axes.bar(
-            np.asarray(at) + (number - (len(series) - 1) / 2) * width,
-            [rise.mean for rise in rises],
-            width * 0.92,
-            yerr=[rise.stderr or 0.0 for rise in rises],
-            color=[BLUE, "#d9a13b", GREY][number % 3],
-            label=label,
-            error_kw={"linewidth": 0.9},
-        )
-    phases = [row for row in held_out.rows if row.kind == PHASE and row.retention is not None]
-    dots = [(retentions.index(str(row.retention)), row.increase.mean) for row in phases]
-    if any(row.phase for row in phases):
-        offset = (len(series) - 1) / 2 * width
-        axes.scatter(
-            [x + offset for x, _ in dots], [y for _, y in dots], s=10, color="black", zorder=3, label="each phase"
-        )
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.set_yscale("symlog", linthresh=0.1)  # the searched pattern beside baselines a hundred times worse
-    axes.set_xticks(range(len(retentions)), [f"{item} of the indexers" for item in retentions])
-    axes.set_ylabel("increase of held-out loss")
-    axes.legend(frameon=False, fontsize=8)
-    return svg(figure)
+    return svg(figure, f"Calibration {search.objective} after each step, from {baseline:.4f} to {losses[-1]:.4f}")
 
 
 def heat_map_figure(overlap: Sequence[Sequence[float]], pattern: Pattern, title: str) -> Markup:
@@ -100,7 +64,7 @@ def heat_map_figure(overlap: Sequence[Sequence[float]], pattern: Pattern, title:
     axes.set_ylabel("layer", fontsize=8)
     axes.tick_params(labelsize=8)
     figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03).ax.tick_params(labelsize=8)
-    return svg(figure)
+    return svg(figure, f"Share of selections that two layers have in common, {title}")
 
 
 def changes_figure(held_out: HeldOut) -> Markup:
@@ -137,7 +101,7 @@ def changes_figure(held_out: HeldOut) -> Markup:
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(len(rows)), labels, fontsize=8)
     panels[0].invert_yaxis()
-    return svg(figure)
+    return svg(figure, "Change from the baseline on each source; the table below has the same figures")
 
 
 def _shown(measured: Sequence[SourceResult], has_answers: bool) -> str:
