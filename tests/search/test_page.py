@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,8 +14,9 @@ from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.page.advice import ALLOWANCES, choose, less_likely
 from indexcache_search.page.figures import chart
 from indexcache_search.page.frontier import section, spelt
-from indexcache_search.page.points import Frontier, Point, Speed, estimated, measured
+from indexcache_search.page.points import Frontier, Point, Source, Speed, estimated, timed
 from indexcache_search.prices.table import PriceTable
+from indexcache_search.results.held_out import HeldOut
 from indexcache_search.results.variant import Kind
 from indexcache_search.search.report import render
 from sglang_indexcache import Pattern
@@ -39,9 +40,7 @@ def frontier_of(content: dict[str, Any]) -> Frontier:
 def point(name: str, loss: float, speed: float, stderr: float | None = 0.01, kind: Kind = "named") -> Point:
     increases = {"easy": Estimate(loss / 2, stderr), "hard": Estimate(loss, stderr)}
     speeds = {1024: Speed(speed, speed, speed)}
-    return Point(
-        names=(name,), kind=kind, pattern=name, retention=None, full_layers=4, increases=increases, speeds=speeds
-    )
+    return Point(names=(name,), kind=kind, pattern=name, full_layers=4, increases=increases, speeds=speeds)
 
 
 def frontier(*points: Point) -> Frontier:
@@ -180,10 +179,15 @@ def test_what_a_loss_means_is_said_in_likelihoods() -> None:
 
 
 @dataclass(frozen=True)
-class Time:
+class Ratio:
     median: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Gain:
+    first_token: Ratio
 
 
 @dataclass(frozen=True)
@@ -191,37 +195,56 @@ class ServerTime:
     name: str
     context: int
     concurrency: int
-    first_token_ms: Time
+    first_token_ms: Ratio
+    gain: Gain | None = None
+    source: Source = "measured"
+    basis: str = "two GPUs"
+    retention: str | None = None
 
 
-def test_measured_times_of_servers_become_speeds() -> None:
+def of_servers() -> HeldOut:
     content = sample_content()
     rows = [row("baseline", "1", 8, None, 0.0, "baseline"), row("shared", "1", 8, None, 0.02)]
     for line in rows:
         line |= {"retention": None, "full_layers": None}
     content["held_out"]["rows"] = rows
-    times = [
-        ServerTime("baseline", 8192, 1, Time(100.0, 90.0, 120.0)),
-        ServerTime("shared", 8192, 1, Time(80.0, 75.0, 90.0)),
-        ServerTime("baseline", 32768, 1, Time(400.0, 390.0, 420.0)),
-        ServerTime("shared", 32768, 1, Time(200.0, 195.0, 210.0)),
-        ServerTime("baseline", 32768, 8, Time(4000.0, 3900.0, 4200.0)),
-        ServerTime("shared", 32768, 8, Time(4000.0, 3900.0, 4200.0)),
-    ]
-    held_out = sample_metrics(content).held_out
-    found = measured(held_out, times, "on two GPUs")
+    return sample_metrics(content).held_out
+
+
+TIMES = [
+    ServerTime("baseline", 8192, 1, Ratio(100.0, 90.0, 120.0)),
+    ServerTime("shared", 8192, 1, Ratio(80.0, 75.0, 90.0), Gain(Ratio(1.25, 1.1, 1.4))),
+    ServerTime("baseline", 32768, 1, Ratio(400.0, 390.0, 420.0)),
+    ServerTime("shared", 32768, 1, Ratio(200.0, 195.0, 210.0), Gain(Ratio(2.0, 1.9, 2.2))),
+    ServerTime("baseline", 32768, 8, Ratio(4000.0)),
+    ServerTime("shared", 32768, 8, Ratio(4000.0), Gain(Ratio(1.0))),
+]
+
+
+def test_measured_times_of_servers_become_speeds() -> None:
+    found = timed(of_servers(), TIMES)
     assert found is not None and found.contexts == (8192, 32768) and found.speeds == "measured"
-    shared = found.points[1].speeds
-    assert shared == {
-        8192: Speed(1.25, 100 / 90, 100 / 75, 80.0),
-        32768: Speed(2.0, 400 / 210, 400 / 195, 200.0),
-    }
+    assert found.points[0].speeds[8192] == Speed(1.0, 1.0, 1.0, 100.0)
+    assert found.points[1].speeds == {8192: Speed(1.25, 1.1, 1.4, 80.0), 32768: Speed(2.0, 1.9, 2.2, 200.0)}
     page = section(found, spelt, "servers")
-    assert "Speeds were measured: time to the first token, on two GPUs" in page and "estimate" not in page
-    assert "2.00x, 200 ms" in page and "Serve it" not in page
-    assert measured(held_out, [], "nothing") is None
-    only = measured(held_out, times[:1], "one")
-    assert only is None  # the other server has no time
+    assert "Speeds were measured, by the time to the first token: two GPUs" in page and "estimate" not in page
+    assert "2.00x, 200 ms" in page and "Serve it" not in page and "A letter for each layer" not in page
+
+
+def test_times_that_are_estimates_are_called_so() -> None:
+    made = [
+        replace(time, source="estimated", basis="times of 8 layers", first_token_ms=Ratio(1.0)) for time in TIMES[:2]
+    ]
+    found = timed(of_servers(), made)
+    assert found is not None and found.points[1].speeds == {8192: Speed(1.25, 1.1, 1.4)}
+    page = section(found, spelt, "servers")
+    assert "Speeds are estimates" in page and "times of 8 layers" in page and " ms" not in page
+
+
+def test_servers_without_times_are_no_choice() -> None:
+    assert timed(of_servers(), []) is None
+    assert timed(of_servers(), TIMES[:1]) is None  # the other server has none
+    assert timed(of_servers(), TIMES[1:2]) is None  # the baseline has none
 
 
 def test_drawn_positions_follow_speeds_and_losses() -> None:
@@ -276,5 +299,5 @@ def test_a_served_pattern_is_named_by_the_file_or_by_letters() -> None:
     assert "--indexcache-pattern pattern.yaml@1/2" in page.partition("frontier-data")[0]
     assert "--indexcache-pattern pattern.yaml@1/4" in page.partition("frontier-data")[2]  # with another limit
     assert "--indexcache-pattern FFSSFSFS" in result.render(sample_comparison())
-    dense = Point(names=("a",), kind="named", pattern="DSDS", retention=None, full_layers=2, increases={})
+    dense = Point(names=("a",), kind="named", pattern="DSDS", full_layers=2, increases={}, speeds={})
     assert spelt(dense) is None

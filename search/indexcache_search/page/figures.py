@@ -30,7 +30,7 @@ class Chart:
         svg: the figure; ids begin with `name`, those of points with their number behind it.
         name: of the figure, unique on the page.
         x: by context, then by point: the low end of the speed, the speed, the high end; `None` if it is unknown.
-        limits: height of the line of each allowance.
+        limits: height of the line of each allowance, at most the figure's.
         line: by context, the path through the best points; empty if it is not drawn.
     """
 
@@ -196,6 +196,7 @@ class _Panel:
 
     def chart(self) -> Chart:
         places = [[self.place(point, context) for point in self.frontier.points] for context in self.contexts]
+        top = self.axes.get_ylim()[1]
         lines = [self._line(context) for context in self.contexts] if self.source is None else []
         return Chart(
             svg=svg(self.figure, self._label(), tight=False, keep=f"{self.name}-", salt=self.name),
@@ -204,7 +205,7 @@ class _Panel:
                 [None if place is None else (self.across(place[0]), self.across(place[1]), self.across(place[2]))
                  for place in row] for row in places
             ],
-            limits=[self.up(allowance) for allowance in ALLOWANCES],
+            limits=[self.up(min(allowance, top)) for allowance in ALLOWANCES],
             line=lines,
         )  # fmt: skip
 

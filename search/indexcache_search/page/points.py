@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol
 
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.prices.table import PriceTable, known
 from indexcache_search.results import tables
-from indexcache_search.results.held_out import HeldOut, Row
+from indexcache_search.results.held_out import HeldOut, PricesResult, Row
 from indexcache_search.results.variant import BASELINE, NAMED, PHASE, Kind
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE
@@ -37,7 +37,6 @@ class Point:
         names: its names; several if the same pattern was found in several ways.
         kind: see `Kind`.
         pattern: its letters; `None` for a server.
-        retention: as in `Row`.
         full_layers: number of layers that are not shared; `None` for a server.
         increases: loss above the baseline's in nats a token, by source.
         speeds: by tokens of a prompt; empty if unknown.
@@ -46,10 +45,9 @@ class Point:
     names: tuple[str, ...]
     kind: Kind
     pattern: str | None
-    retention: str | None
     full_layers: int | None
     increases: Mapping[str, Estimate]
-    speeds: Mapping[int, Speed] = field(default_factory=dict)
+    speeds: Mapping[int, Speed]
 
     @property
     def name(self) -> str:
@@ -115,129 +113,146 @@ class Frontier:
 
 
 def estimated(held_out: HeldOut) -> Frontier | None:
-    """Return the patterns of a table with estimated speeds; `None` for fewer than two, and for plans of a study."""
-    if any(row.extra for row in held_out.rows):
-        return None  # what a study saves is in columns of its own
-    points = _points(held_out)
-    frontier = Frontier(points=points, sources=tuple(held_out.sources))
-    if held_out.prices is not None:
-        context, error = held_out.prices.context, None
-        speeds = [_stated(row, context) for row in _rows(held_out)]
-        table = PriceTable.load(held_out.prices.table) if held_out.prices.table in known() else None
-        if table is not None:
-            error = table.largest_error
-            native = next(row.pattern for row in held_out.rows if row.kind == BASELINE)
-            reckoned = [_reckoned(row, str(native), table) for row in _rows(held_out)]
-            if all(
-                _agree(of_row.get(context), row.prefill) for of_row, row in zip(reckoned, _rows(held_out), strict=True)
-            ):
-                speeds = reckoned
-        by_pattern = {row.pattern: speed for row, speed in zip(_rows(held_out), speeds, strict=True)}
-        contexts = sorted({item for of_row in speeds for item in of_row})
-        frontier = replace(
-            frontier,
-            points=tuple(
-                replace(point, speeds=_spread(by_pattern[point.pattern], point.kind, error)) for point in points
-            ),
-            contexts=tuple(contexts),
-            words=held_out.prices.words,
-            largest_error=error,
+    """Return the patterns of a table with the speeds that its prices give; see `_whole`."""
+    groups = _groups(held_out)
+    if held_out.prices is None:
+        return _whole(
+            held_out, Frontier(points=tuple(_point(rows, {}) for rows in groups), sources=tuple(held_out.sources))
         )
-    return frontier if len(frontier.shown(max(frontier.contexts, default=None))) > 1 else None
+    speeds, error = _estimates([rows[0] for rows in groups], held_out.prices)
+    points = [
+        _point(rows, {context: _interval(value, rows[0].kind, error) for context, value in known_speeds.items()})
+        for rows, known_speeds in zip(groups, speeds, strict=True)
+    ]
+    frontier = Frontier(
+        points=tuple(points),
+        sources=tuple(held_out.sources),
+        contexts=tuple(sorted({context for known_speeds in speeds for context in known_speeds})),
+        words=f"the times of single layers of {held_out.prices.words}",
+        largest_error=error,
+    )
+    return _whole(held_out, frontier)
 
 
-class Spread(Protocol):
-    """A time in milliseconds, with an interval."""
-
-    @property
-    def median(self) -> float: ...  # noqa: D102
-
-    @property
-    def low(self) -> float: ...  # noqa: D102
-
-    @property
-    def high(self) -> float: ...  # noqa: D102
-
-
-class Timed(Protocol):
-    """Times of a server at one context and concurrency."""
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
+class Ratio(Protocol):
+    """How many times as fast as the baseline, with an interval if that is known."""
 
     @property
-    def context(self) -> int: ...  # noqa: D102
+    def median(self) -> float:
+        """The value."""
 
     @property
-    def concurrency(self) -> int: ...  # noqa: D102
+    def low(self) -> float | None:
+        """Low end."""
 
     @property
-    def first_token_ms(self) -> Spread: ...  # noqa: D102
+    def high(self) -> float | None:
+        """High end."""
 
 
-def measured(held_out: HeldOut, times: Sequence[Timed], words: str) -> Frontier | None:
-    """Return the servers of a table with measured speeds: the time to the first token at the lowest concurrency.
+class Gain(Protocol):
+    """What is gained over the baseline."""
 
-    The interval of a speed is the baseline's median over the ends of the server's own interval.
+    @property
+    def first_token(self) -> Ratio:
+        """By the time to the first token."""
+
+
+class TimedRow(Protocol):
+    """Speed of a pattern or server at one context and concurrency, such as `SpeedRow` of a comparison."""
+
+    @property
+    def name(self) -> str:
+        """As of the row of the table, like `retention`."""
+
+    @property
+    def retention(self) -> str | None:
+        """Requested share of layers that are not shared."""
+
+    @property
+    def context(self) -> int:
+        """Tokens of a prompt."""
+
+    @property
+    def concurrency(self) -> int:
+        """Requests at once."""
+
+    @property
+    def first_token_ms(self) -> Ratio:
+        """Time to the first token."""
+
+    @property
+    def gain(self) -> Gain | None:
+        """The baseline has none."""
+
+    @property
+    def source(self) -> Source:
+        """How it is known."""
+
+    @property
+    def basis(self) -> str:
+        """What it rests on."""
+
+
+def timed(held_out: HeldOut, times: Sequence[TimedRow]) -> Frontier | None:
+    """Return the patterns or servers of a table with speeds from rows of times; see `_whole`.
+
+    Speed is the gain by the time to the first token, at the lowest concurrency.
 
     Args:
         held_out: the table.
-        times: a row for each name of the table and each context.
-        words: what they were measured on.
+        times: rows of its names, all measured or all estimated.
     """
-    lowest = min((row.concurrency for row in times), default=0)
-    by_name = {(row.name, row.context): row.first_token_ms for row in times if row.concurrency == lowest}
-    points = _points(held_out)
-    first = points[0].names[0]
-
-    def speed(name: str, context: int) -> Speed:
-        base, own = by_name[first, context], by_name[name, context]
-        return Speed(base.median / own.median, base.median / own.high, base.median / own.low, own.median)
-
-    contexts = sorted({context for name, context in by_name if name == first})
-    timed = [
-        replace(
-            point,
-            speeds={item: speed(point.names[0], item) for item in contexts if (point.names[0], item) in by_name},
-        )
-        for point in points
-    ]
+    if not times:
+        return None
+    lowest = min(row.concurrency for row in times)
+    by_row: dict[tuple[str, str | None], dict[int, Speed]] = {}
+    for row in times:
+        if row.concurrency == lowest:
+            by_row.setdefault((row.name, row.retention), {})[row.context] = _speed(row)
+    points = [_point(rows, by_row.get((rows[0].name, rows[0].retention), {})) for rows in _groups(held_out)]
     frontier = Frontier(
-        points=tuple(timed),
+        points=tuple(points),
         sources=tuple(held_out.sources),
-        contexts=tuple(contexts),
-        speeds="measured",
-        words=words,
+        contexts=tuple(sorted(points[0].speeds)),
+        speeds=times[0].source,
+        words=times[0].basis,
     )
-    return frontier if contexts and len(frontier.shown(contexts[-1])) > 1 else None
+    return _whole(held_out, frontier) if frontier.contexts else None
 
 
-def _rows(held_out: HeldOut) -> list[Row]:
-    """Return the rows that are patterns or servers, not summaries of several."""
-    return [row for row in held_out.rows if row.kind in (BASELINE, NAMED, PHASE)]
+def _whole(held_out: HeldOut, frontier: Frontier) -> Frontier | None:
+    """Return `frontier` if there is something to choose: at least one pattern beside the baseline, none of a study."""
+    if any(row.extra for row in held_out.rows):
+        return None  # what a study saves is in columns of its own
+    shown = frontier.shown(max(frontier.contexts, default=None))
+    return frontier if len(shown) > 1 and shown[0].kind == BASELINE else None
 
 
-def _points(held_out: HeldOut) -> tuple[Point, ...]:
-    """Make points, one for rows of the same pattern: the baseline first, what was named before phases of uniform."""
-    found: dict[object, Point] = {}
+def _groups(held_out: HeldOut) -> list[list[Row]]:
+    """Return the rows that are patterns or servers, those of the same pattern together.
+
+    The baseline comes first, and what has a name before phases of uniform.
+    """
+    found: dict[object, list[Row]] = {}
     for kind in (BASELINE, NAMED, PHASE):
-        for row in _rows(held_out):
-            if row.kind != kind:
-                continue
-            merged = row.pattern is not None and not set(row.pattern) & {DENSE, "|"}  # letters say all that it is
-            key: object = row.pattern if merged else (row.kind, row.name, row.retention)
-            if key in found:
-                found[key] = replace(found[key], names=(*found[key].names, _name(row)))
-            else:
-                found[key] = Point(
-                    names=(_name(row),),
-                    kind=row.kind,
-                    pattern=row.pattern,
-                    retention=row.retention,
-                    full_layers=row.full_layers,
-                    increases={name: row.by_source[name].increase for name in held_out.sources},
-                )
-    return tuple(found.values())
+        for row in held_out.rows:
+            if row.kind == kind:
+                letters = row.pattern is not None and not set(row.pattern) & {DENSE, "|"}  # they say all that it is
+                found.setdefault(row.pattern if letters else (row.kind, row.name, row.retention), []).append(row)
+    return list(found.values())
+
+
+def _point(rows: Sequence[Row], speeds: Mapping[int, Speed]) -> Point:
+    first = rows[0]
+    return Point(
+        names=tuple(map(_name, rows)),
+        kind=first.kind,
+        pattern=first.pattern,
+        full_layers=first.full_layers,
+        increases={name: measured.increase for name, measured in first.by_source.items()},
+        speeds=speeds,
+    )
 
 
 def _name(row: Row) -> str:
@@ -246,26 +261,46 @@ def _name(row: Row) -> str:
     return f"uniform {row.retention}" + (f", phase {row.phase}" if row.phase else "")
 
 
-def _stated(row: Row, context: int) -> dict[int, float]:
-    return {} if row.prefill is None else {context: 1 / row.prefill}
+def _estimates(rows: Sequence[Row], prices: PricesResult) -> tuple[list[dict[int, float]], float | None]:
+    """Return the speeds of each row by context, the baseline first, and how far such estimates were from measurements.
+
+    At other contexts than that of the rows they are known where the table is one of the package.
+    """
+    stated = [{} if row.prefill is None else {prices.context: 1 / row.prefill} for row in rows]
+    if prices.table not in known():
+        return stated, None
+    table, native = PriceTable.load(prices.table), Pattern.parse(str(rows[0].pattern))
+    reckoned = [
+        {
+            context: 1 / table.at(context).prompt_share(Pattern.parse(str(row.pattern)), native)
+            for context in table.contexts
+        }
+        if speeds
+        else {}
+        for row, speeds in zip(rows, stated, strict=True)
+    ]
+    pairs = zip(reckoned, stated, strict=True)
+    if any(
+        abs(1 / other.get(context, math.inf) - 1 / value) > 1e-3
+        for other, own in pairs
+        for context, value in own.items()
+    ):
+        return stated, None  # a file had the name of that table
+    return reckoned, table.largest_error
 
 
-def _reckoned(row: Row, native: str, table: PriceTable) -> dict[int, float]:
-    """Return speeds at all contexts of the table; none for a pattern without a price."""
-    if row.prefill is None or row.pattern is None:
-        return {}
-    pattern, own = Pattern.parse(row.pattern), Pattern.parse(native)
-    return {context: 1 / table.at(context).prompt_share(pattern, own) for context in table.contexts}
-
-
-def _agree(speed: float | None, prefill: float | None) -> bool:
-    """Tell whether a speed is what the row says, which was rounded; a file may have the name of another table."""
-    return (speed is None) == (prefill is None) and (speed is None or abs(1 / speed - (prefill or 0.0)) < 1e-3)
-
-
-def _spread(speeds: Mapping[int, float], kind: Kind, error: float | None) -> dict[int, Speed]:
+def _interval(value: float, kind: Kind, error: float | None) -> Speed:
     share = 0.0 if kind == BASELINE or error is None else error
-    return {context: Speed(value, value * (1 - share), value * (1 + share)) for context, value in speeds.items()}
+    return Speed(value, value * (1 - share), value * (1 + share))
+
+
+def _speed(row: TimedRow) -> Speed:
+    time = row.first_token_ms.median if row.source == "measured" else None
+    if row.gain is None:
+        return Speed(1.0, 1.0, 1.0, time)
+    gain = row.gain.first_token
+    low, high = (gain.median if end is None else end for end in (gain.low, gain.high))
+    return Speed(gain.median, low, high, time)
 
 
 def _or_infinite(value: float) -> float:
