@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.page.advice import ALLOWANCES, choose, less_likely
 from indexcache_search.page.figures import chart
 from indexcache_search.page.frontier import section, spelt
-from indexcache_search.page.points import Frontier, Point, Source, Speed, estimated, timed
+from indexcache_search.page.points import Frontier, Point, Speed, estimated, timed
 from indexcache_search.prices.table import PriceTable
-from indexcache_search.results.held_out import HeldOut
+from indexcache_search.results.held_out import GainResult, HeldOut, SpeedRow, Spread
 from indexcache_search.results.variant import Kind
 from indexcache_search.search.report import render
 from sglang_indexcache import Pattern
@@ -178,28 +177,23 @@ def test_what_a_loss_means_is_said_in_likelihoods() -> None:
     assert [less_likely(nats) for nats in ALLOWANCES] == ["1 %", "2 %", "5 %", "10 %", "18 %", "39 %"]
 
 
-@dataclass(frozen=True)
-class Ratio:
-    median: float
-    low: float | None = None
-    high: float | None = None
+def time_of(name: str, context: int, concurrency: int, first: Spread, gain: Spread | None = None) -> SpeedRow:
+    return SpeedRow(
+        name=name,
+        retention=None,
+        context=context,
+        concurrency=concurrency,
+        output_tokens=1,
+        turns=5,
+        first_token_ms=first,
+        gain=None if gain is None else GainResult(first_token=gain),
+        source="measured",
+        basis="two GPUs",
+    )
 
 
-@dataclass(frozen=True)
-class Gain:
-    first_token: Ratio
-
-
-@dataclass(frozen=True)
-class ServerTime:
-    name: str
-    context: int
-    concurrency: int
-    first_token_ms: Ratio
-    gain: Gain | None = None
-    source: Source = "measured"
-    basis: str = "two GPUs"
-    retention: str | None = None
+def spread(median: float, low: float | None = None, high: float | None = None) -> Spread:
+    return Spread(median=median, low=low, high=high)
 
 
 def of_servers() -> HeldOut:
@@ -212,12 +206,12 @@ def of_servers() -> HeldOut:
 
 
 TIMES = [
-    ServerTime("baseline", 8192, 1, Ratio(100.0, 90.0, 120.0)),
-    ServerTime("shared", 8192, 1, Ratio(80.0, 75.0, 90.0), Gain(Ratio(1.25, 1.1, 1.4))),
-    ServerTime("baseline", 32768, 1, Ratio(400.0, 390.0, 420.0)),
-    ServerTime("shared", 32768, 1, Ratio(200.0, 195.0, 210.0), Gain(Ratio(2.0, 1.9, 2.2))),
-    ServerTime("baseline", 32768, 8, Ratio(4000.0)),
-    ServerTime("shared", 32768, 8, Ratio(4000.0), Gain(Ratio(1.0))),
+    time_of("baseline", 8192, 1, spread(100.0, 90.0, 120.0)),
+    time_of("shared", 8192, 1, spread(80.0, 75.0, 90.0), spread(1.25, 1.1, 1.4)),
+    time_of("baseline", 32768, 1, spread(400.0, 390.0, 420.0)),
+    time_of("shared", 32768, 1, spread(200.0, 195.0, 210.0), spread(2.0, 1.9, 2.2)),
+    time_of("baseline", 32768, 8, spread(4000.0)),
+    time_of("shared", 32768, 8, spread(4000.0), spread(1.0)),
 ]
 
 
@@ -231,9 +225,17 @@ def test_measured_times_of_servers_become_speeds() -> None:
     assert "2.00x, 200 ms" in page and "Serve it" not in page and "A letter for each layer" not in page
 
 
+def test_the_page_of_a_comparison_shows_measured_times() -> None:
+    compared = sample_comparison().model_copy(update={"held_out": of_servers(), "speed": TIMES})
+    page = result.render(compared)
+    assert "Speeds were measured, by the time to the first token: two GPUs" in page and "200 ms" in page
+    assert "Speeds are estimates" not in page
+
+
 def test_times_that_are_estimates_are_called_so() -> None:
     made = [
-        replace(time, source="estimated", basis="times of 8 layers", first_token_ms=Ratio(1.0)) for time in TIMES[:2]
+        time.model_copy(update={"source": "estimated", "basis": "times of 8 layers", "first_token_ms": spread(1.0)})
+        for time in TIMES[:2]
     ]
     found = timed(of_servers(), made)
     assert found is not None and found.points[1].speeds == {8192: Speed(1.25, 1.1, 1.4)}

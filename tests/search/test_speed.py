@@ -266,7 +266,7 @@ def test_the_speed_of_servers_stands_beside_their_loss(stubs: list[StreamingStub
     assert [row.gain is None for row in rows] == [True, False] * 4
     assert "Speed beside loss: measured, median of 5 turns" in result.stdout and "tokens/s" in result.stdout
     page = (tmp_path / "eval.html").read_text()
-    assert "<h2>Speed</h2>" in page and page.count(f"<td>{stubs[1].url}</td>") == 5
+    assert "<h2>Speed</h2>" in page and page.count(f">{stubs[1].url}</th>") == 5
     lengths = [len(prompt) for prompt in stubs[0].prompts()]
     assert lengths == [64] * 6 + [64] * 18 + [96] * 6 + [96] * 18
 

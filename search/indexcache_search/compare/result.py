@@ -16,7 +16,7 @@ from indexcache_search.compare.measure import Compared
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.page.frontier import environment, section, spelt
-from indexcache_search.page.points import estimated
+from indexcache_search.page.points import estimated, timed
 from indexcache_search.prices.layers import Prices
 from indexcache_search.results import speed_table, tables
 from indexcache_search.results.held_out import ComparisonResult, HeldOut, Row, SourceResult, SpeedRow
@@ -153,13 +153,15 @@ def render(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) ->
     template = environment().from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     held_out = result.held_out
     rows = [tables.cells(row, held_out) for row in tables.shown_rows(held_out)]
+    measured = [row for row in result.speed if row.source == "measured"]
+    noun = "servers" if held_out.rows[0].pattern is None else "patterns"
     return template.render(
         result=result,
         columns=tables.columns(held_out),
         rows=rows,
         figure=changes_figure(held_out),
         figures=figures,
-        frontier=section(estimated(held_out), spelt),
+        frontier=section(timed(held_out, measured) or estimated(held_out), spelt, noun),
         prices=tables.speed_line(held_out),
         speed_title=speed_table.title(result.speed) if result.speed else "",
         speed=speed_table.lines(result.speed, held_out) if result.speed else [],

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal
 
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.prices.table import PriceTable, known
 from indexcache_search.results import tables
-from indexcache_search.results.held_out import HeldOut, PricesResult, Row
+from indexcache_search.results.held_out import HeldOut, PricesResult, Row, SpeedRow
 from indexcache_search.results.variant import BASELINE, NAMED, PHASE, Kind
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE
@@ -134,67 +134,7 @@ def estimated(held_out: HeldOut) -> Frontier | None:
     return _whole(held_out, frontier)
 
 
-class Ratio(Protocol):
-    """How many times as fast as the baseline, with an interval if that is known."""
-
-    @property
-    def median(self) -> float:
-        """The value."""
-
-    @property
-    def low(self) -> float | None:
-        """Low end."""
-
-    @property
-    def high(self) -> float | None:
-        """High end."""
-
-
-class Gain(Protocol):
-    """What is gained over the baseline."""
-
-    @property
-    def first_token(self) -> Ratio:
-        """By the time to the first token."""
-
-
-class TimedRow(Protocol):
-    """Speed of a pattern or server at one context and concurrency, such as `SpeedRow` of a comparison."""
-
-    @property
-    def name(self) -> str:
-        """As of the row of the table, like `retention`."""
-
-    @property
-    def retention(self) -> str | None:
-        """Requested share of layers that are not shared."""
-
-    @property
-    def context(self) -> int:
-        """Tokens of a prompt."""
-
-    @property
-    def concurrency(self) -> int:
-        """Requests at once."""
-
-    @property
-    def first_token_ms(self) -> Ratio:
-        """Time to the first token."""
-
-    @property
-    def gain(self) -> Gain | None:
-        """The baseline has none."""
-
-    @property
-    def source(self) -> Source:
-        """How it is known."""
-
-    @property
-    def basis(self) -> str:
-        """What it rests on."""
-
-
-def timed(held_out: HeldOut, times: Sequence[TimedRow]) -> Frontier | None:
+def timed(held_out: HeldOut, times: Sequence[SpeedRow]) -> Frontier | None:
     """Return the patterns or servers of a table with speeds from rows of times; see `_whole`.
 
     Speed is the gain by the time to the first token, at the lowest concurrency.
@@ -294,7 +234,7 @@ def _interval(value: float, kind: Kind, error: float | None) -> Speed:
     return Speed(value, value * (1 - share), value * (1 + share))
 
 
-def _speed(row: TimedRow) -> Speed:
+def _speed(row: SpeedRow) -> Speed:
     time = row.first_token_ms.median if row.source == "measured" else None
     if row.gain is None:
         return Speed(1.0, 1.0, 1.0, time)
