@@ -32,9 +32,9 @@ def work():
     if mode in ("works", "swallows", "stuck"):
         process.let_work_end()
         try:
-            write("at it")
             while True:
                 try:
+                    write("at it")
                     time.sleep(30)
                 except KeyboardInterrupt:
                     if mode == "works":
@@ -55,7 +55,7 @@ def work():
     write("written")
     return int(mode) if mode.isdigit() else None
 
-process.PATIENCE = 1
+process.PATIENCE = 1 if mode == "stuck" else 15  # a machine may be slow to close files
 process.run("tool", work, resumes=True)
 """
 CATCHES_TERM = 1 << (signal.SIGTERM - 1)
