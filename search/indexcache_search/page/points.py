@@ -128,7 +128,7 @@ def estimated(held_out: HeldOut) -> Frontier | None:
         points=tuple(points),
         sources=tuple(held_out.sources),
         contexts=tuple(sorted({context for known_speeds in speeds for context in known_speeds})),
-        words=f"the times of single layers of {held_out.prices.words}",
+        words=f"sums of the times of single layers of {held_out.prices.words}",
         largest_error=error,
     )
     return _whole(held_out, frontier)
