@@ -140,6 +140,7 @@ class Bench:
             "sampling_params": {"temperature": 0, "max_new_tokens": steps, "ignore_eos": True},
             "return_logprob": True,
             **({"logprob_start_len": 0} if self.options.inputs else {}),
+            **self.options.request,
         }
         answer = _post(url, "/generate", body)
         meta = answer["meta_info"]
@@ -198,6 +199,7 @@ def main() -> int:
     parser.add_argument("--lengths", type=lambda text: [*map(int, text.split(","))], default=[9000, 40, 3000])
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--inputs", action="store_true", help="compare logprobs of prompts, too; no prefix is reused")
+    parser.add_argument("--request", type=json.loads, default={}, help="more members of every request, JSON")
     parser.add_argument("--at-once", type=int, default=3, help="cells")
     parser.add_argument("--start", type=float, default=240, help="seconds that a server may take to start")
     parser.add_argument("--storm", nargs="*", default=[], metavar="NAME")
