@@ -12,6 +12,7 @@ on: every pass runs as many indexers as there are F layers. The server must have
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import re
@@ -213,8 +214,11 @@ def _resident(pid: int | None) -> int:
     """Return the bytes in memory of a process and its children."""
     if pid is None:
         return 0
-    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    return sum(process.memory_info().rss for process in processes)
+    total = 0
+    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += process.memory_info().rss
+    return total
 
 
 def main() -> int:
