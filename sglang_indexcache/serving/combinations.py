@@ -145,7 +145,7 @@ COMBINATIONS = (
         ("--enable-hierarchical-cache",),
         _GPU,
         _given("enable_hierarchical_cache"),
-        "prefixes that come back from the host, and its storage, whose keys carry the pattern",
+        "its storage, whose keys carry the pattern",
     ),
     Combination("HiSparse", ("--enable-hisparse",), _GPU, _given("enable_hisparse")),
     Combination(
@@ -153,13 +153,19 @@ COMBINATIONS = (
         ("--enable-lora", "--lora-paths"),
         "",
         _given("enable_lora", "lora_paths"),
-        "SGLang 0.5.23 needs a GPU for it",
+        "SGLang 0.5.17 fails to import it for DSA; 0.5.23 needs a GPU for it",
     ),
     Combination(
         "fp8 KV cache", ("--kv-cache-dtype fp8_e4m3",), _GPU, lambda arguments: "fp8" in _type_of_cache(arguments)
     ),
     Combination("fp4 KV cache", ("--kv-cache-dtype fp4_e2m1",), "", lambda a: "fp4" in _type_of_cache(a)),
-    Combination("torch.compile", ("--enable-torch-compile",), "", _given("enable_torch_compile")),
+    Combination(
+        "torch.compile",
+        ("--enable-torch-compile",),
+        "",
+        _given("enable_torch_compile"),
+        "SGLang 0.5.17's indexer can't be compiled",
+    ),
     Combination(
         "graphs of prompts",
         ("--cuda-graph-backend-prefill", "--enable-piecewise-cuda-graph"),
