@@ -107,6 +107,19 @@ def test_a_pattern_found_for_a_time_is_told_apart() -> None:
     assert "the file serves the pattern found for prompts of 131072 tokens in 0.4 of the time\n" in card
 
 
+@pytest.mark.parametrize(("increase", "taken"), [(0.05, "1/4"), (2.0, "1/2")])
+def test_the_commands_of_a_card_take_what_the_page_says_to_take(increase: float, taken: str) -> None:
+    content = sample_content()
+    baseline, first, *others = content["held_out"]["rows"]
+    last = next(item for item in others if item["name"] == "greedy")
+    assert (first["retention"], last["retention"]) == ("1/2", "1/4")
+    for source in last["by_source"].values():
+        source["increase"]["mean"] = increase
+    content["held_out"]["rows"] = [baseline, first, last]
+    card = model_card.render(sample_metrics(content), None)
+    assert f"launch_server --indexcache-pattern FOLDER/pattern.yaml@{taken} " in card
+
+
 def test_tables_of_a_card_are_whole() -> None:
     lines = model_card.render(sample_metrics(), None).splitlines()
     for number, line in enumerate(lines):

@@ -10,8 +10,10 @@ from typing import Any
 import jinja2
 import yaml
 
+from indexcache_search.page.advice import ALLOWANCE, choose
+from indexcache_search.page.points import estimated
 from indexcache_search.results import tables
-from indexcache_search.results.held_out import SearchResult
+from indexcache_search.results.held_out import HeldOut, Row, SearchResult
 from indexcache_search.results.variant import NAMED
 from indexcache_search.search.comparison import IN_TIME
 from sglang_indexcache.errors import one_line
@@ -51,12 +53,24 @@ def render(result: SearchResult, base_model: str | None) -> str:
         search=search,
         calibration=file.calibration,
         full_role=file.as_pattern().full_role,
-        at=next(iter(retentions), ""),
+        at=_suffix(held_out, found),
         retentions=_Markdown(" or ".join(f"`{retention}`" for retention in retentions)),
         found=found,
         table=_table([tables.columns(held_out), *(tables.cells(row, held_out) for row in tables.shown_rows(held_out))]),
         speed=tables.speed_line(held_out),
     )
+
+
+def _suffix(held_out: HeldOut, found: Sequence[Row]) -> str:
+    """Return what is behind the file's name for the pattern that the page says to take, else for the first found."""
+    retentions = {row.pattern: row.retention for row in found}
+    frontier = estimated(held_out)
+    point = None if frontier is None else choose(frontier, max(frontier.contexts, default=None), ALLOWANCE).point
+    if point is not None and point.pattern in retentions:
+        retention = retentions[point.pattern]
+    else:
+        retention = next(filter(None, retentions.values()), None)
+    return f"@{retention}" if retention else ""
 
 
 class _Markdown(str):
