@@ -14,7 +14,7 @@ from sglang_indexcache.known.warnings import provenance, warnings_about
 from sglang_indexcache.model.checkpoint import Checkpoint
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern.reuse import NO_MEMORY
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern.selection import JOINT, Selection
 from sglang_indexcache.sglang.overrides import FLAG, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 
@@ -161,7 +161,8 @@ def _selection(selection: Selection) -> str:
     pages = f"{selection.pages} pages of {selection.page_tokens} tokens"
     steps = "" if selection.steps == NO_MEMORY else f", steps {selection.steps}"
     buffer = "" if selection.buffer_pages is None else f", {selection.buffer_pages} pages on the device"
-    return f"{pages} ({selection.recent_pages} recent{sinks}), by {selection.score}{steps}{buffer}"
+    heads = "" if selection.heads == JOINT else ", for each key head"
+    return f"{pages} ({selection.recent_pages} recent{sinks}), by {selection.score}{heads}{steps}{buffer}"
 
 
 def remarks(notes: Iterable[str], warnings: Iterable[str]) -> list[str]:

@@ -15,6 +15,10 @@ Score = Literal["token_max", "compressed_keys"]
 SCORES: tuple[Score, ...] = get_args(Score)
 TOKEN_MAX: Literal["token_max"] = "token_max"  # noqa: S105 (a rule, no secret)
 COMPRESSED_KEYS: Literal["compressed_keys"] = "compressed_keys"
+Heads = Literal["joint", "key"]
+HEADS: tuple[Heads, ...] = get_args(Heads)
+JOINT: Literal["joint"] = "joint"
+BY_KEY_HEAD: Literal["key"] = "key"
 CHUNK, STRIDE = 32, 16  # tokens of a compressed key, and from one to the next
 
 
@@ -22,8 +26,7 @@ CHUNK, STRIDE = 32, 16  # tokens of a compressed key, and from one to the next
 class Selection:
     """The pages that a layer selects, for itself and for the layers that reuse them, and their score.
 
-    Pages are counted from position 0 of a request. A request with no more than `pages` attends to all of its own. All
-    heads share one selection.
+    Pages are counted from position 0 of a request. A request with no more than `pages` attends to all of its own.
 
     Attributes:
         page_tokens: tokens of a page, a power of two.
@@ -34,6 +37,8 @@ class Selection:
             share that a head of the selecting layer gives each. `compressed_keys` (InfLLM-V2 and NOSA, arXiv
             2510.13602): the query's shares of means of 32 keys, 16 tokens apart, summed over the heads of a key head;
             of those that touch the page the largest, summed over key heads.
+        heads: which heads share a selection. `joint`: all of a layer. `key`: those of a key head, by their own scores
+            alone (InfLLM-V2 and NOSA); with one key head the two are the same.
         steps: policy by which a selection depends on the steps before it.
         buffer_pages: pages of a layer and request that stay on the device while the cache is in host memory; the least
             recently used one goes. `None`: all of the cache is on the device.
@@ -51,6 +56,7 @@ class Selection:
     recent_pages: Annotated[int, Field(strict=True, ge=1, description="the newest pages, always among them")]
     sink_pages: Annotated[int, Field(strict=True, ge=0, description="the first pages, likewise")]
     score: Annotated[Score, Field(description="what pages are chosen by")]
+    heads: Annotated[Heads, Field(description="which heads share a choice: all, or those of a key head")] = JOINT
     steps: Annotated[ReusePolicy, Field(description="what a choice remembers")] = NO_MEMORY
     buffer_pages: Annotated[
         int | None, Field(strict=True, ge=2, le=MOST_PAGES, description="pages that stay on the device")
@@ -75,6 +81,8 @@ class Selection:
             )
         if self.score not in SCORES:
             raise PatternError(f"score is {self.score!r}, expected {' or '.join(SCORES)}")
+        if self.heads not in HEADS:
+            raise PatternError(f"heads is {self.heads!r}, expected {' or '.join(HEADS)}")
         if self.score == COMPRESSED_KEYS and self.page_tokens % STRIDE:
             raise PatternError(f"page_tokens is {self.page_tokens}, expected a multiple of {STRIDE} for {self.score}")
         self._check_steps()
@@ -110,8 +118,10 @@ class Selection:
     def __str__(self) -> str:
         """Return the selection in one word, as in `Pattern.key`."""
         words: list[object] = [self.page_tokens, self.pages, self.recent_pages, self.sink_pages, self.score]
-        if self.steps != NO_MEMORY or self.buffer_pages is not None:
+        if self.steps != NO_MEMORY or self.buffer_pages is not None or self.heads != JOINT:
             words += [self.steps, "" if self.buffer_pages is None else self.buffer_pages]
+        if self.heads != JOINT:
+            words.append(self.heads)
         return "|".join(map(str, words))
 
     @classmethod
@@ -122,8 +132,8 @@ class Selection:
             PatternError: if `text` has another form.
         """
         words = text.split("|")
-        if len(words) not in (5, 7) or not all(map(_is_number, [*words[:4], *filter(None, words[6:])])):
-            raise PatternError(f"selection is {text[:60]!r}, expected four numbers, a score, steps and a buffer")
+        if len(words) not in (5, 7, 8) or not all(map(_is_number, [*words[:4], *filter(None, words[6:7])])):
+            raise PatternError(f"selection is {text[:60]!r}, expected four numbers, a score, steps, a buffer and heads")
         tokens, pages, recent, sinks = map(int, words[:4])
         selection = cls(
             page_tokens=tokens,
@@ -133,6 +143,7 @@ class Selection:
             score=words[4],  # type: ignore[arg-type]
             steps=ReusePolicy.parse(words[5]) if len(words) > 5 else NO_MEMORY,
             buffer_pages=int(words[6]) if words[6:] and words[6] else None,
+            heads=words[7] if len(words) > 7 else JOINT,  # type: ignore[arg-type]
         )
         if str(selection) != text:
             raise PatternError(f"selection is {text[:60]!r}, expected {selection}")

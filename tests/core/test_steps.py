@@ -30,8 +30,8 @@ KEYS = Selection(page_tokens=32, pages=4, recent_pages=2, sink_pages=0, score="c
 POLICIES = ("none", "ema:0.9", "bounded:1", "bounded:2", "refresh:5", "nosa:1")
 
 
-def tokens(rows: int = 2) -> Tensor:
-    return torch.randint(3, 96, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+def tokens(rows: int = 2, seed: int = 1) -> Tensor:
+    return torch.randint(3, 96, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
 def prompt_rows(rows: int = 2) -> Tensor:
@@ -139,6 +139,64 @@ def test_what_policies_promise() -> None:
     assert min(moved.values()) > 1000
 
 
+def test_theorem_2_holds_for_each_key_head() -> None:
+    """Of k pages at least k - `query_pages` stay from one step to the next, in every key head of a model, and tightly.
+
+    With one choice for all heads the same holds; a key head chooses other pages than the others.
+    """
+    selection = replace(KEYS, pages=5, steps=ReusePolicy.parse("nosa:1"), heads="key")
+    model, seen, new = dense_model(), dict[int, Tensor](), 0
+    with apply_page_roles(model, Pattern("FFFFFF", selection), prompt_rows(), seen.__setitem__):
+        logits(model, input_ids=tokens())
+    differ = 0
+    for kept in seen.values():
+        assert kept.shape == (2 * 2, LENGTH, -(-LENGTH // 32))
+        differ += int((kept[::2] != kept[1::2]).any(-1).sum())
+        for row in kept:
+            for at in range(160, LENGTH - 1):  # five pages, from there on
+                before, after = row[at, : at // 32 + 1], row[at + 1, : at // 32 + 1]
+                assert int(row[at + 1, : (at + 1) // 32 + 1].sum()) == 5
+                if (at + 1) // 32 == at // 32:  # the paper leaves the page of the new token out
+                    assert int((before & after).sum()) >= 5 - 1
+                    new += int((after & ~before).sum())
+    assert new > 20 and differ > 100
+
+
+@pytest.mark.parametrize("steps", POLICIES)
+@pytest.mark.parametrize("score", ["token_max", "compressed_keys"])
+def test_with_one_key_head_joint_and_key_are_the_same(steps: str, score: str) -> None:
+    model, found = dense_model(num_key_value_heads=1), []
+    for heads in ("joint", "key"):
+        selection = replace(KEYS, score=score, heads=heads, steps=ReusePolicy.parse(steps))  # type: ignore[arg-type]
+        seen: dict[int, Tensor] = {}
+        with apply_page_roles(model, Pattern("DSFSFF", selection), prompt_rows(), seen.__setitem__):
+            found.append((logits(model, input_ids=tokens()), *seen.values()))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("score", ["token_max", "compressed_keys"])
+def test_a_key_head_chooses_as_if_it_were_alone(score: str) -> None:
+    """What one key head selects does not change with what the other sees."""
+    selection = replace(KEYS, score=score, heads="key")  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(5)
+    query, key = torch.randn(2, 4, 30, 8, generator=generator), torch.randn(2, 2, LENGTH, 8, generator=generator)
+    weights = (query @ key.repeat_interleave(2, 1).mT).softmax(-1)
+
+    def scores(query: Tensor, key: Tensor, weights: Tensor, selection: Selection) -> Tensor:
+        if score == "token_max":
+            return token_max_scores(weights, selection, key.shape[1])
+        return compressed_scores(query, key, 0.5, selection)
+
+    both = scores(query, key, weights, selection)
+    assert both.shape == (4, 30, -(-LENGTH // 32))
+    for head in range(2):
+        own = slice(2 * head, 2 * head + 2)
+        alone = scores(query[:, own], key[:, [head]], weights[:, own], replace(selection, heads="joint"))
+        torch.testing.assert_close(both[head::2], alone)
+        norms = value_norm(key, selection)[head::2]
+        torch.testing.assert_close(norms, key[:, head].norm(dim=-1))
+
+
 @pytest.mark.parametrize("page_tokens", [16, 32, 64])
 def test_scores_of_compressed_keys_are_the_definition(page_tokens: int) -> None:
     generator = torch.Generator().manual_seed(2)
@@ -171,7 +229,7 @@ def test_scores_of_compressed_keys_are_the_definition(page_tokens: int) -> None:
 def test_importance_is_of_whole_pages() -> None:
     value = torch.randn(1, 2, 150, 8, generator=torch.Generator().manual_seed(4))
     norm = value.transpose(1, 2).flatten(2).norm(dim=-1)[0]
-    found = importance(value_norm(value), replace(KEYS, page_tokens=64))[0]
+    found = importance(value_norm(value, KEYS), replace(KEYS, page_tokens=64))[0]
     expected = [max(float(norm[page * 64 + at : page * 64 + at + 32].mean()) for at in (0, 16, 32)) for page in (0, 1)]
     torch.testing.assert_close(found, torch.tensor([*expected, 0.0]))
 
@@ -179,9 +237,12 @@ def test_importance_is_of_whole_pages() -> None:
 @pytest.mark.parametrize(
     "kind", [kind if kind in ("llama", "qwen3") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
-@pytest.mark.parametrize("score", ["token_max", "compressed_keys"])
-def test_all_pages_are_attention_to_everything(kind: str, score: str) -> None:
-    model, all_pages = dense_model(kind), replace(KEYS, pages=LENGTH, score=score)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("score", "heads"), [("token_max", "joint"), ("compressed_keys", "joint"), ("compressed_keys", "key")]
+)
+def test_all_pages_are_attention_to_everything(kind: str, score: str, heads: str) -> None:
+    model = dense_model(kind)
+    all_pages = replace(KEYS, pages=LENGTH, score=score, heads=heads)  # type: ignore[arg-type]
     untouched = logits(model, input_ids=tokens())
     for roles in ("FFFFFF", "FSSDFS"):
         with apply_page_roles(model, Pattern(roles, all_pages)):
@@ -195,12 +256,14 @@ def test_all_pages_are_attention_to_everything(kind: str, score: str) -> None:
 
 @pytest.mark.parametrize("steps", POLICIES)
 @pytest.mark.parametrize("score", ["token_max", "compressed_keys"])
+@pytest.mark.parametrize("heads", ["joint", "key"])
 @pytest.mark.parametrize("step", [LENGTH - PROMPT, pytest.param(1, marks=pytest.mark.slow), 7])
-def test_one_pass_is_decoding_step_by_step(steps: str, score: str, step: int) -> None:
+def test_one_pass_is_decoding_step_by_step(steps: str, score: str, step: int, heads: str) -> None:
     """Behind a prompt that was read densely; in blocks, too."""
-    wanted = 5 if steps == "bounded:2" else 4
-    selection = replace(KEYS, pages=wanted, score=score, steps=ReusePolicy.parse(steps))  # type: ignore[arg-type]
-    model, ids, pattern = dense_model(), tokens(), Pattern("DSFSFF", selection)
+    wanted, policy = 5 if steps == "bounded:2" else 4, ReusePolicy.parse(steps)
+    selection = replace(KEYS, pages=wanted, score=score, heads=heads, steps=policy)  # type: ignore[arg-type]
+    seed = 1 if heads == "joint" else 2  # with 1 two scores of one key head differ by less than rounding
+    model, ids, pattern = dense_model(), tokens(seed=seed), Pattern("DSFSFF", selection)
     whole: dict[int, Tensor] = {}
     with apply_page_roles(model, pattern, prompt=prompt_rows(), observe=whole.__setitem__):
         expected = logits(model, input_ids=ids)
@@ -238,6 +301,35 @@ def test_plans_say_all_of_it_in_one_word() -> None:
     assert len(prints) == 3
     for policy in POLICIES:
         assert str(ReusePolicy.parse(policy)) == policy
+
+
+def test_heads_are_part_of_a_plan_and_of_its_fingerprint() -> None:
+    """`joint` is said by nothing, so that older plans keep their words."""
+    plans = {str(replace(plan, heads=heads)): plan for plan in (PLAN, KEYS) for heads in ("joint", "key")}
+    assert list(plans) == [
+        "64|32|8|1|compressed_keys|ema:0.9|",
+        "64|32|8|1|compressed_keys|ema:0.9||key",
+        "32|4|2|0|compressed_keys",
+        "32|4|2|0|compressed_keys|none||key",
+    ]
+    for text in plans:
+        assert str(Selection.parse(text)) == text
+        assert Selection.parse(text).heads == ("key" if text.endswith("key") else "joint")
+    assert len({Pattern("DFS", Selection.parse(text)).fingerprint for text in plans}) == 4
+    for text in (
+        "32|4|2|0|compressed_keys|none||joint",
+        "32|4|2|0|compressed_keys||key",
+        "32|4|2|0|compressed_keys|none||k",
+    ):
+        with pytest.raises(PatternError, match=r"selection is|heads is|steps are"):
+            Selection.parse(text)
+    with pytest.raises(PatternError, match="heads is 'query', expected joint or key"):
+        replace(PLAN, heads="query")  # type: ignore[arg-type]
+    by_head = pattern_file(Pattern("DSSDSS", replace(KEYS, heads="key")), tiny_dense_config())
+    assert "score: compressed_keys, heads: key}" in by_head.dumps() and PatternFile.loads(by_head.dumps()) == by_head
+    wrong = by_head.dumps().replace("heads: key", "heads: query")
+    with pytest.raises(PatternFileError, match=r"selection\.heads: "):
+        PatternFile.loads(wrong)
 
 
 WRONG = ("", "ema", "ema:", "ema:1", "ema:0.90", "ema:nan", "ema:x", "none:1", "bounded:0", "bounded:1.0", "refresh:1")
@@ -297,11 +389,15 @@ def test_servers_take_none_of_it_yet() -> None:
     for selection in (PLAN, replace(plain, steps=ReusePolicy.parse("refresh:4")), replace(plain, buffer_pages=64)):
         with pytest.raises(SpellingError, match="is not served yet; expected score token_max without steps"):
             served.to_overrides({}, Pattern("DSS", selection))
+    with pytest.raises(
+        SpellingError, match="is not served yet: heads is key, expected joint; SGLang has one page table"
+    ):
+        served.to_overrides({}, Pattern("DSS", replace(plain, heads="key")))
 
 
 def test_scores_by_tokens_do_not_see_what_lies_behind() -> None:
     """In one pass pages behind a query have score 0; an average must not see them either."""
     weights = torch.ones(1, 1, LENGTH, LENGTH).tril() / torch.arange(1, LENGTH + 1)[:, None]
     chooser = PageSelector(replace(FEW, steps=ReusePolicy.parse("ema:0.5")))
-    kept = chooser.choose(token_max_scores(weights, FEW), 0)
+    kept = chooser.choose(token_max_scores(weights, FEW, 1), 0)
     assert int(kept[0, -1].sum()) == FEW.pages

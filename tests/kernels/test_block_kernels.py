@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -25,15 +26,26 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def case(
-    heads: int, groups: int, dim: int, v_dim: int, queries: int, block_tokens: int, dtype: torch.dtype
+    heads: int,
+    groups: int,
+    dim: int,
+    v_dim: int,
+    queries: int,
+    block_tokens: int,
+    dtype: torch.dtype,
+    by_head: bool = False,
 ) -> dict[str, Any]:
-    """Two requests; some queries see less, one has a single block, one none; blocks are in no order."""
+    """Two requests; some queries see less, one has a single block, one none; blocks are in no order.
+
+    All heads share the blocks, or each key head has its own.
+    """
     number = -(-ROOM // block_tokens)
     generator = torch.Generator().manual_seed(1)
-    chosen = torch.stack([torch.randperm(number, generator=generator)[:3] for _ in range(2 * queries)])
-    blocks = chosen.view(2, queries, 3).int()
+    rows = (2, queries, groups) if by_head else (2, queries)
+    chosen = torch.stack([torch.randperm(number, generator=generator)[:3] for _ in range(math.prod(rows))])
+    blocks = chosen.view(*rows, 3).int()
     lengths = torch.randint(block_tokens * (number - 1) + 1, ROOM + 1, (2, queries), generator=generator).int()
-    blocks[0, 0, 1:], blocks[1, queries - 1] = -1, -1
+    blocks[0, 0, ..., 1:], blocks[1, queries - 1] = -1, -1
     q, k, v = normal(2, queries, heads, dim), normal(2, groups, ROOM, dim, seed=2), normal(2, groups, ROOM, v_dim)
     given = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype), "blocks": blocks.to(DEVICE)}
     return {**given, "lengths": lengths.to(DEVICE), "scale": dim**-0.5, "block_tokens": block_tokens}
@@ -50,20 +62,21 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(
-    ("dtype", "biased"),
+    ("dtype", "biased", "by_head"),
     [
-        (torch.float32, False),
-        (torch.float32, True),
-        pytest.param(torch.bfloat16, False, marks=LARGE),
-        pytest.param(torch.bfloat16, True, marks=LARGE),
+        (torch.float32, False, False),
+        (torch.float32, True, False),
+        (torch.float32, True, True),
+        pytest.param(torch.bfloat16, False, False, marks=LARGE),
+        pytest.param(torch.bfloat16, True, True, marks=LARGE),
     ],
     ids=str,
 )
 @pytest.mark.parametrize(("heads", "groups", "dim", "v_dim", "block_tokens"), SHAPES)
 def test_attention_and_gradients_are_the_definitions(
-    heads: int, groups: int, dim: int, v_dim: int, block_tokens: int, dtype: torch.dtype, biased: bool
+    heads: int, groups: int, dim: int, v_dim: int, block_tokens: int, dtype: torch.dtype, biased: bool, by_head: bool
 ) -> None:
-    given = case(heads, groups, dim, v_dim, 3, block_tokens, dtype)
+    given = case(heads, groups, dim, v_dim, 3, block_tokens, dtype, by_head)
     bias = normal(2, groups, ROOM, seed=5) if biased else None
     results: list[list[Tensor]] = []
     for backend in ("naive", "triton"):
@@ -107,6 +120,22 @@ def test_all_blocks_are_attention_to_everything_with_gradients(length: int) -> N
             torch.testing.assert_close(mine.grad, theirs.grad, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("backend", ["naive", "triton", "auto"])
+def test_a_key_head_with_blocks_of_its_own_is_a_request_of_its_own(backend: Any) -> None:
+    """Bit for bit; on a CPU `auto` is the compiled kernel. One key head is `joint`."""
+    given = case(9, 3, 32, 64, 1, 16, torch.float32, by_head=True)
+    given = {**given, **{name: given[name][:, 0] for name in ("q", "blocks", "lengths")}}
+    found = block_attention(**given, backend=backend)
+    for kv_head in range(3):
+        own = {name: given[name][:, [kv_head]] for name in "kv"}
+        query = given["q"][:, 3 * kv_head : 3 * kv_head + 3]
+        joint = {**given, **own, "q": query, "blocks": given["blocks"][:, kv_head]}
+        expected = block_attention(**joint, backend=backend)
+        assert torch.equal(found[:, 3 * kv_head : 3 * kv_head + 3], expected)
+        assert torch.equal(block_attention(**{**joint, "blocks": joint["blocks"][:, None]}, backend=backend), expected)
+    assert not torch.allclose(found, block_attention(**{**given, "blocks": given["blocks"][:, 0]}, backend=backend))
+
+
 def test_a_cache_that_is_a_part_of_a_longer_one() -> None:
     given = case(4, 2, 32, 32, 1, 16, torch.float32)
     longer = {name: torch.nn.functional.pad(given[name], (0, 0, 9, 30), value=torch.nan) for name in "kv"}
@@ -123,7 +152,11 @@ def test_a_cache_that_is_a_part_of_a_longer_one() -> None:
         ({"bias": torch.zeros(2, 2, 9)}, r"bias is \[2, 2, 9\] of torch.float32, expected \[2, 2, 300\]"),
         ({"bias": torch.zeros(2, 2, ROOM).double()}, "bias is .* of torch.float64"),
         ({"lengths": torch.zeros(2, dtype=torch.int32)}, r"lengths is \[2\] of torch.int32, expected \[2, 3\]"),
-        ({"blocks": torch.zeros(2, 3, dtype=torch.int32)}, r"blocks is \[2, 3\] of torch.int32, expected \[2, 3, N\]"),
+        (
+            {"blocks": torch.zeros(2, 3, dtype=torch.int32)},
+            r"blocks is \[2, 3\] of torch.int32, expected \[2, 3, N\] or \[2, 3, 2, N\]",
+        ),
+        ({"blocks": torch.zeros(2, 3, 3, 1, dtype=torch.int32)}, r"blocks is \[2, 3, 3, 1\] of torch.int32"),
         ({"backend": "cpu"}, "backend cpu takes one query a request, found 3"),
         ({"backend": "cuda"}, "backend is cuda, expected auto, naive or triton"),
     ],
@@ -194,6 +227,27 @@ def test_scores_are_those_of_the_search(
         assert not found[row, len(expected) :].any()
 
 
+@pytest.mark.parametrize("backend", ["naive", "triton"])
+def test_scores_of_key_heads_are_those_of_the_search(backend: str) -> None:
+    """Each key head as if it were alone, and their sum is the joint one; into a given tensor that is no whole, too."""
+    lengths, room = torch.tensor([20, 90, 200], dtype=torch.int32, device=DEVICE), 201
+    q, k = normal(3, 6, 24), normal(3, 2, room, 24, seed=1)
+    given: dict[str, Any] = {"lengths": lengths, "scale": 0.3, "block_tokens": 32, "backend": backend}
+    found = block_scores(q, compress_keys(k), **given, heads="key")
+    assert found.shape == (3, 2, 7)
+    selection = Selection(page_tokens=32, pages=4, recent_pages=1, sink_pages=0, score="compressed_keys", heads="key")
+    for row, length in enumerate(lengths.tolist()):
+        expected = compressed_scores(q[[row], :, None], k[[row], :, :length], 0.3, selection)[:, 0]
+        torch.testing.assert_close(found[row, :, : expected.shape[1]], expected, atol=1e-5, rtol=1e-5)
+    for kv_head in range(2):
+        alone = block_scores(q[:, 3 * kv_head : 3 * kv_head + 3], compress_keys(k[:, [kv_head]]), **given)
+        torch.testing.assert_close(found[:, kv_head], alone, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(found.sum(1), block_scores(q, compress_keys(k), **given), atol=1e-6, rtol=1e-6)
+    part = torch.full((3, 2, 9), torch.nan, device=DEVICE)
+    block_scores(q, compress_keys(k), **given, heads="key", out=part[..., :7])
+    assert torch.equal(part[..., :7], found) and bool(part[..., 7:].isnan().all())
+
+
 def test_scores_of_a_cache_that_is_too_short_to_have_any() -> None:
     compressed = compress_keys(normal(2, 2, 20, 16))
     lengths = torch.tensor([3, 20], dtype=torch.int32, device=DEVICE)
@@ -215,6 +269,8 @@ def test_scores_say_what_does_not_fit() -> None:
         ({"lengths": lengths.long()}, "lengths is .* of torch.int64"),
         ({"out": torch.zeros(2, 9, device=DEVICE)}, r"out is \[2, 9\] of torch.float32, expected \[2, 3\]"),
         ({"backend": "cuda"}, "backend is cuda"),
+        ({"heads": "group"}, "heads is 'group', expected joint or key"),
+        ({"heads": "key", "out": torch.zeros(2, 3)}, r"out is \[2, 3\] of torch.float32, expected \[2, 2, 3\]"),
     ):
         with pytest.raises(KernelInputError, match=message):
             block_scores(**{**fits, **changes})  # type: ignore[arg-type]

@@ -87,6 +87,24 @@ def test_what_the_kernel_loads_is_what_the_simulator_counts(backend: Any) -> Non
 
 
 @pytest.mark.parametrize("backend", ["naive", "triton"])
+def test_key_heads_are_rows_of_their_own(backend: Any) -> None:
+    """Two requests of three key heads, of which each wants other blocks: six buffers, six simulators."""
+    rng, size = np.random.default_rng(5), 9
+    buffer, simulated = BlockBuffer.empty(2 * 3, size, DEVICE), [LruBuffer(size) for _ in range(6)]
+    misses = np.zeros(6, int)
+    for _ in range(12):
+        wanted = np.stack([np.sort(rng.choice(14, 6, replace=False)) for _ in range(6)]).astype(np.int32)
+        new_block = np.repeat(rng.choice(14, 2), 3).astype(np.int32)  # the token of a request is that of all its heads
+        requested = torch.from_numpy(wanted).to(DEVICE)
+        slots, needs_copy = swap_blocks(requested, torch.from_numpy(new_block).to(DEVICE), buffer, backend=backend)
+        brought = [len(own.use(wanted[row], int(new_block[row]))) for row, own in enumerate(simulated)]
+        assert needs_copy.sum(1).tolist() == brought
+        assert torch.equal(buffer.blocks.gather(1, slots.long()), requested)
+        misses += brought
+    assert len(set(misses.tolist())) > 1 and min(misses) > 0
+
+
+@pytest.mark.parametrize("backend", ["naive", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_blocks_are_where_the_swap_says(backend: Any, dtype: torch.dtype) -> None:
     """What is attended to is what is in host memory, whatever came and went before."""

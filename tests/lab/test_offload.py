@@ -48,12 +48,12 @@ def test_what_is_selected_is_what_decoding_selects(config: dict[str, Any]) -> No
     """Each step alone, on the tokens before it: the same tokens, by the layers that choose."""
     engine, data, pattern = tiny_engine(config), random_tokens(2, 30), Pattern("FSFFSS")
     selected = engine.selections(pattern, data, 1, STEPS)
-    assert sorted(selected) == [0, 2, 3] and {rows.shape for rows in selected.values()} == {(STEPS, TOPK)}
+    assert sorted(selected) == [0, 2, 3] and {rows.shape for rows in selected.values()} == {(1, STEPS, TOPK)}
     for step in range(STEPS):
         shorter = type(data)(data.tokens[:, : 19 + step], data.scored[:, : 19 + step], data.source_of, data.sources)
         alone = engine.selections(pattern, shorter, 1, 1)
         for layer, rows in selected.items():
-            assert set(rows[step].tolist()) == set(alone[layer][0].tolist())
+            assert set(rows[0, step].tolist()) == set(alone[layer][0, 0].tolist())
 
 
 def test_a_buffer_of_exactly_the_selection_misses_what_changes(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_buffer_of_exactly_the_selection_misses_what_changes(tmp_path: Path) -
         for row in range(2):
             for number, selected in enumerate(engine.selections(pattern, data, row, STEPS).values()):
                 held, expected = set(range(TOPK)), 0
-                for step, wanted in enumerate(selected):
+                for step, wanted in enumerate(selected[0]):
                     newest = 40 - STEPS + step
                     own = set(wanted.tolist()) - {newest}
                     expected += len(own - held)
@@ -101,9 +101,11 @@ def test_what_was_counted_is_not_counted_again(tmp_path: Path, monkeypatch: pyte
 def test_bytes_are_those_of_sglangs_layout() -> None:
     """GLM-5 and DeepSeek-V3.2: 656 bytes a token in fp8, 1,152 in bfloat16, and 132 for an index key."""
     config = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)
-    assert CacheBytes.of_dsa(config, "fp8_e4m3") == CacheBytes(kv=656, index=132, item=1, piece=656, beside=64)
+    assert CacheBytes.of_dsa(config, "fp8_e4m3") == CacheBytes(
+        kv=656, index=132, item=1, miss=656, piece=656, beside=64
+    )
     size = CacheBytes.of_dsa(config, "bfloat16")
-    assert size == CacheBytes(kv=1152, index=132, item=1, piece=1152, beside=64)
+    assert size == CacheBytes(kv=1152, index=132, item=1, miss=1152, piece=1152, beside=64)
     pattern = Pattern("FSSF")
     assert size.on_host(pattern, 1000) == 4 * 1000 * 1152
     assert size.on_device(pattern, 100, 1000) == 4 * (100 + PAGE) * 1152 + 2 * 1000 * 132
@@ -250,14 +252,14 @@ def test_pages_that_decoding_chooses_are_numbered() -> None:
     given, pattern = replace(data, prompt=prompt), Pattern("DFSDSF", selection)
     found = engine.selections(pattern, given, 1, STEPS)
     assert {layer: rows.shape for layer, rows in found.items() if layer in selecting_layers(pattern)} == dict.fromkeys(
-        (1, 3, 5), (STEPS, 3)
+        (1, 3, 5), (1, STEPS, 3)
     )
     seen: dict[int, Any] = {}
     tokens = torch.from_numpy(data.tokens[[1]].astype(np.int64))
     with apply_page_roles(engine.torch_model, pattern, torch.from_numpy(prompt[[1]].copy()), observe=seen.__setitem__):
         engine.torch_model(tokens)
     for layer in selecting_layers(pattern):
-        for step, row in enumerate(found[layer]):
+        for step, row in enumerate(found[layer][0]):
             at = 40 - STEPS + step
             expected = seen[layer][0, at, : at // 4 + 1].nonzero()[:, 0].tolist()
             assert row.tolist() == expected and len(expected) == 3
@@ -279,12 +281,16 @@ def test_bytes_of_dense_models() -> None:
     """SmolLM2: 3 key heads of 64 dimensions."""
     config = SimpleNamespace(num_attention_heads=9, num_key_value_heads=3, hidden_size=576)
     size = CacheBytes.of_dense(config, "bfloat16", replace(PAGES, page_tokens=64, score="compressed_keys"))
-    assert size == CacheBytes(kv=768, index=24, item=64, piece=64 * 128, beside=0)
+    assert size == CacheBytes(kv=768, index=24, item=64, miss=64 * 768, piece=64 * 128, beside=0)
+    by_head = CacheBytes.of_dense(config, "bfloat16", replace(PAGES, page_tokens=64, heads="key"))
+    assert by_head.miss == 64 * 256 == 2 * by_head.piece
     pattern = Pattern("DDFSS", PAGES)
     assert size.on_host(pattern, 1000) == 3 * 1000 * 768
     assert size.on_device(pattern, 128, 1000) == (2 * 1000 + 3 * 128) * 768 + 1000 * 24
     assert size.on_device(pattern, 1024, 1000) == 5 * 1000 * 768 + 1000 * 24
-    assert CacheBytes.of_dense(config, "fp8_e4m3", PAGES) == CacheBytes(kv=384, index=0, item=4, piece=4 * 64, beside=0)
+    assert CacheBytes.of_dense(config, "fp8_e4m3", PAGES) == CacheBytes(
+        kv=384, index=0, item=4, miss=4 * 384, piece=4 * 64, beside=0
+    )
 
 
 def test_plans_of_a_dense_model(

@@ -8,77 +8,146 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers import DynamicCache
 
+from indexcache_kernels import BlockBuffer, swap_blocks
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.pages import apply_page_roles
+from indexcache_search.lab.eviction.heads import BiasUse, EvictionHeads, attach
 from indexcache_search.lab.offload import decoder as offloaded
-from indexcache_search.lab.offload.decoder import OffloadedDecoder
+from indexcache_search.lab.offload.decoder import OffloadedDecoder, Prefill
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.lru_buffer import LruBuffer
-from sglang_indexcache.pattern.reuse import ReusePolicy
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern.reuse import NO_MEMORY, ReusePolicy
+from sglang_indexcache.pattern.selection import Heads, Selection
 from tests.search.test_pages import dense_model
 
 PLAN = Selection(page_tokens=16, pages=5, recent_pages=2, sink_pages=1, score="compressed_keys", buffer_pages=7)
+LARGE_PAGES = replace(PLAN, page_tokens=32, pages=4, sink_pages=0, buffer_pages=5)
 LENGTHS, STEPS = (97, 128, 150), 40
+LONGER = (150, 160, 190)  # than four pages of 32
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def decoder_of(pattern: Pattern, requests: int) -> tuple[Any, OffloadedDecoder]:
+def decoder_of(pattern: Pattern, requests: int, prefill: Prefill = "dense") -> tuple[Any, OffloadedDecoder]:
     """A model, and its decoder; on a CUDA device with graphs."""
     model = dense_model().to(DEVICE)
-    return model, OffloadedDecoder(model, pattern, requests, 224, graph=DEVICE == "cuda")
+    assert pattern.selection is not None
+    if pattern.selection.steps.importance:
+        attach(model, heads_for(model))
+    return model, OffloadedDecoder(model, pattern, requests, 256, prefill=prefill, graph=DEVICE == "cuda")
 
 
-def sequences() -> list[Tensor]:
+def heads_for(model: Any, use: BiasUse = "always") -> EvictionHeads:
+    """Heads that say something."""
+    heads = EvictionHeads.like(model.config, use, 0)
+    with torch.no_grad():
+        heads.scale.copy_(torch.randn(heads.scale.shape, generator=torch.Generator().manual_seed(0)))
+    return heads
+
+
+def sequences(lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 96, (length + STEPS,), generator=generator).to(DEVICE) for length in LENGTHS]
+    return [torch.randint(3, 96, (length + STEPS,), generator=generator).to(DEVICE) for length in lengths]
 
 
 @torch.inference_mode()
-def expected(model: Any, pattern: Pattern, ids: Tensor, prompt: int, seen: dict[int, Tensor]) -> Tensor:
-    """Logits of the reference engine in one pass, behind a prompt that is read densely."""
-    read = (torch.arange(len(ids), device=DEVICE) < prompt)[None]
-    with apply_page_roles(model, pattern, prompt=read, observe=seen.__setitem__):
-        found: Tensor = model(ids[None]).logits[0]
-    return found
+def expected(
+    model: Any, pattern: Pattern, ids: Tensor, prompt: int, seen: dict[int, Tensor], prefill: Prefill = "dense"
+) -> Tensor:
+    """Logits of the reference engine, behind a prompt that is read densely or by pages that its tokens select.
+
+    A prompt remembers nothing, so that a sparse one is a pass of its own.
+    """
+    if prefill == "dense":
+        read = (torch.arange(len(ids), device=DEVICE) < prompt)[None]
+        with apply_page_roles(model, pattern, prompt=read, observe=seen.__setitem__):
+            found: Tensor = model(ids[None]).logits[0]
+        return found
+    assert pattern.selection is not None
+    nosa = pattern.selection.steps.policy == "nosa"
+    forgetful = pattern if nosa else replace(pattern, selection=replace(pattern.selection, steps=NO_MEMORY))
+    cache, behind = DynamicCache(config=model.config), dict[int, Tensor]()
+    with apply_page_roles(model, forgetful):
+        begins = model(ids[None, :prompt], past_key_values=cache).logits[0]
+    with apply_page_roles(model, pattern, observe=behind.__setitem__):
+        ends = model(ids[None, prompt:], past_key_values=cache).logits[0]
+    seen.update({layer: F.pad(kept, (0, 0, prompt, 0)) for layer, kept in behind.items()})
+    return torch.cat([begins, ends])
 
 
-@pytest.mark.parametrize(("steps", "buffer"), [("none", 5), ("ema:0.7", 7), ("none", 30)])
+CASES = [
+    *(("none", 5, "joint"), ("ema:0.7", 7, "joint"), ("none", 30, "joint"), ("none", 6, "key"), ("ema:0.7", 7, "key")),
+    *(("bounded:1", 6, "joint"), ("bounded:1", 6, "key"), ("refresh:6", 7, "joint"), ("refresh:6", 7, "key")),
+    *(("nosa:1", 5, "joint"), ("nosa:1", 4, "key"), ("nosa:1:heads", 5, "joint"), ("nosa:1:heads", 5, "key")),
+]
+
+
+@pytest.mark.parametrize(
+    ("steps", "buffer", "heads", "prefill"),
+    [
+        *((*case, "dense") for case in CASES),
+        *((*case, "sparse") for case in CASES if case[0] in ("bounded:1", "nosa:1:heads") and case[2] == "key"),
+    ],
+)
 @pytest.mark.parametrize("roles", ["FFFFFF", "FSSDSF", "DFSSDD"])
-def test_it_decodes_what_the_reference_computes(roles: str, steps: str, buffer: int) -> None:
-    """Requests of three lengths, over the ends of several blocks; it brings what the simulator counts, exactly."""
-    selection = replace(PLAN, steps=ReusePolicy.parse(steps), buffer_pages=buffer)
-    pattern = Pattern(roles, selection)
-    model, decoder = decoder_of(pattern, len(LENGTHS))
-    ids = sequences()
-    prompts = [item[:length] for item, length in zip(ids, LENGTHS, strict=True)]
+def test_it_decodes_what_the_reference_computes(
+    roles: str, steps: str, buffer: int, heads: Heads, prefill: Prefill
+) -> None:
+    """Requests of three lengths, over the ends of several blocks; it brings what simulator and kernel count."""
+    plan, lengths = (LARGE_PAGES, LONGER) if steps.startswith("nosa") else (PLAN, LENGTHS)
+    selection = replace(plan, steps=ReusePolicy.parse(steps), buffer_pages=buffer, heads=heads)
+    pattern, size = Pattern(roles, selection), selection.page_tokens
+    model, decoder = decoder_of(pattern, len(lengths), prefill)
+    ids = sequences(lengths)
+    prompts = [item[:length] for item, length in zip(ids, lengths, strict=True)]
     found = [torch.stack([decoder.read(request, prompt) for request, prompt in enumerate(prompts)])]
     for step in range(STEPS - 1):
         found.append(
             decoder.step(torch.stack([item[len(prompt) + step] for item, prompt in zip(ids, prompts, strict=True)]))
         )
-    counted = dict.fromkeys(decoder.misses, 0)
+    simulated, by_kernel = (dict.fromkeys(decoder.misses, 0) for _ in range(2))
     for request, (item, prompt) in enumerate(zip(ids, prompts, strict=True)):
         seen: dict[int, Tensor] = {}
-        truth = expected(model, pattern, item, len(prompt), seen)
+        truth = expected(model, pattern, item, len(prompt), seen, prefill)
         mine = torch.stack([logits[request] for logits in found])
         torch.testing.assert_close(mine, truth[len(prompt) - 1 : -1], rtol=1e-3, atol=1e-3)
-        for layer in counted:
-            chosen = {at: seen[layer][0, at, : at // 16].nonzero()[:, 0] for at in range(len(prompt), len(item) - 1)}
-            counted[layer] += brought(chosen, buffer)
-    assert decoder.misses == counted
-    assert (sum(counted.values()) > 0) == (buffer < 30)
+        for layer in decoder.misses:
+            assert len(seen[layer]) == (2 if heads == "key" else 1)  # key heads
+            for row in seen[layer]:
+                chosen = {at: row[at, : at // size].nonzero()[:, 0].int() for at in range(len(prompt), len(item) - 1)}
+                simulated[layer] += brought(chosen, buffer, size)
+                by_kernel[layer] += brought_by_kernel(chosen, buffer, size)
+    assert decoder.misses == simulated == by_kernel
+    assert (sum(simulated.values()) > 0) == (buffer < 30)
 
 
-def brought(chosen: dict[int, Tensor], size: int) -> int:
+def filled_before(at: int, size: int) -> int:
+    """The block that the token before `at` filled, which begins on the device; -1 for none."""
+    return at // size - 1 if at % size == 0 else -1
+
+
+def brought(chosen: dict[int, Tensor], slots: int, size: int) -> int:
     """By position the blocks beside the one that is written; what the token before filled begins on the device."""
-    first = min(chosen) - 1  # the prompt's last token, whose block is the one that is written
-    buffer, misses = LruBuffer(size, range(max(0, first // 16 - size), first // 16)), 0
+    full = (min(chosen) - 1) // size  # the block of the prompt's last token is the one that is written
+    buffer, misses = LruBuffer(slots, range(max(0, full - slots), full)), 0
     for at, blocks in chosen.items():
-        misses += len(buffer.use(blocks.int().cpu().numpy(), at // 16 - 1 if at % 16 == 0 else -1))
+        misses += len(buffer.use(blocks.cpu().numpy(), filled_before(at, size)))
+    return misses
+
+
+def brought_by_kernel(chosen: dict[int, Tensor], slots: int, size: int) -> int:
+    """The same by `swap_blocks`."""
+    full, buffer, misses = (min(chosen) - 1) // size, BlockBuffer.empty(1, slots, DEVICE), 0
+    held = torch.arange(max(0, full - slots), full, dtype=torch.int32, device=DEVICE)
+    if len(held):
+        swap_blocks(held[None], torch.tensor([-1], dtype=torch.int32, device=DEVICE), buffer)
+    for at, blocks in chosen.items():
+        new_block = torch.tensor([filled_before(at, size)], dtype=torch.int32, device=DEVICE)
+        misses += int(swap_blocks(blocks[None], new_block, buffer)[1].sum())
     return misses
 
 
@@ -121,7 +190,10 @@ def test_a_request_may_be_read_anew() -> None:
     [
         ({"buffer_pages": None}, "can't be offloaded, expected compressed_keys and buffer_pages"),
         ({"score": "token_max"}, "can't be offloaded"),
-        ({"steps": ReusePolicy.parse("bounded:1")}, "steps are bounded:1, expected one of none, ema"),
+        (
+            {"page_tokens": 32, "pages": 4, "sink_pages": 0, "steps": ReusePolicy.parse("nosa:1:heads")},
+            "the plan asks for trained heads, and the model has none here",
+        ),
     ],
 )
 def test_plans_that_are_not_decoded(changes: dict[str, Any], message: str) -> None:
@@ -133,6 +205,8 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = dense_model(), sequences()[0].cpu()
     with pytest.raises(SearchError, match="the model is on device cpu, expected a CUDA device for a graph"):
         OffloadedDecoder(model, Pattern("FFFFFF", PLAN), 1, 224, graph=True)
+    with pytest.raises(SearchError, match="prefill is 'full', expected dense or sparse"):
+        OffloadedDecoder(model, Pattern("FFFFFF", PLAN), 1, 224, prefill="full")  # type: ignore[arg-type]
     with pytest.raises(PatternError, match="pattern has 3 letters, model has 6 layers"):
         OffloadedDecoder(model, Pattern("FFF", PLAN), 1, 224)
     decoder = OffloadedDecoder(model, Pattern("FFFFFF", PLAN), 2, 112)

@@ -160,7 +160,7 @@ def test_misses_are_what_they_are_on_transformers(
             found = engine.misses(pattern, data, row, steps, sizes)
             assert sorted(found) == list(pattern.full_layers)
             for layer, counts in found.items():
-                rows = [(chosen, LENGTH - steps + 1 + at) for at, chosen in enumerate(selected[layer])]
+                rows = [(chosen, LENGTH - steps + 1 + at) for at, chosen in enumerate(selected[layer][0])]
                 wanted = [sum(hisparse_misses(rows, size, LENGTH - steps)) for size in sizes]
                 assert counts == pytest.approx(wanted, rel=0.01, abs=3) and counts[-1] == 0 < counts[1] < counts[0]
     options = ["--model", str(demo.MODEL), "--evaluation", "demo:text", "--seq-len", str(LENGTH), "--num-sequences",

@@ -108,7 +108,7 @@ class ByRank:
         weights = products.softmax(-1)
         if self._pattern[layer] != "S":
             self._kept = [
-                PageSelector(selection).choose(token_max_scores(own, selection), 0, read)
+                PageSelector(selection).choose(token_max_scores(own, selection, 1), 0, read)
                 for own in weights.chunk(self._ranks, 1)
             ]
         return (weights @ v).transpose(1, 2), None

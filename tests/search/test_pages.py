@@ -38,10 +38,9 @@ def dense_model(kind: str = "llama", **changes: Any) -> Any:
         intermediate_size=96,
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=256,
         initializer_range=0.3,
-        **{**KINDS[kind], **changes},
+        **{"num_key_value_heads": 2, **KINDS[kind], **changes},
     )
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
@@ -136,7 +135,7 @@ def test_what_is_chosen_is_the_kernels_choice() -> None:
     generator = torch.Generator().manual_seed(3)
     products = torch.randn(2, 4, LENGTH, LENGTH, generator=generator) * 3
     weights = products.masked_fill(~torch.ones(LENGTH, LENGTH).tril().bool(), -torch.inf).softmax(-1)
-    kept = PageSelector(selection).choose(token_max_scores(weights, selection), 0)
+    kept = PageSelector(selection).choose(token_max_scores(weights, selection, 1), 0)
     for row in range(2):
         for at in range(LENGTH):
             shares = weights[row, :, at].amax(0)

@@ -27,7 +27,9 @@ def block_attention(
     bias: Tensor | None = None,
     backend: BlockBackend = "auto",
 ) -> Tensor:
-    """Attend from each query to the tokens of its blocks, with a softmax; all heads of a query have the same blocks.
+    """Attend from each query to the tokens of its blocks, with a softmax.
+
+    All heads of a query have the same blocks, or those of each key head have their own.
 
     Gradients of `k`, `v` and `bias` are sums in no fixed order on a CUDA device.
 
@@ -35,8 +37,9 @@ def block_attention(
         q: `[B, H, D]`, the newest token of each request, or `[B, T, H, D]`: float32 or bfloat16.
         k: `[B, G, L, D]`, in the dtype of `q`; head h uses key head h // (H / G). May be a part of a longer buffer.
         v: `[B, G, L, V]`, likewise.
-        blocks: `[B, N]` or `[B, T, N]`, int32: block u has the tokens u x block_tokens and on, of those that
-            the query sees; -1 for none. A block that stands there twice counts twice.
+        blocks: `[B, N]` or `[B, T, N]`, int32, or `[B, G, N]` or `[B, T, G, N]` for the heads of each key head: block u
+            has the tokens u x block_tokens and on, of those that the query sees; -1 for none. A block that stands there
+            twice counts twice.
         scale: what products of `q` and `k` are multiplied by.
         block_tokens: tokens of a block.
         lengths: `[B]` or `[B, T]`, int32: tokens that a query sees, the first ones of the cache.
@@ -89,8 +92,9 @@ def _check(
     if k.stride(3) != 1 or v.stride(3) != 1:
         raise KernelInputError("k and v have dimensions that do not lie side by side")
     axes = tuple(q.shape[:-2])
-    if blocks.ndim != len(axes) + 1 or tuple(blocks.shape[:-1]) != axes or blocks.dtype != torch.int32:
-        expected = f"[{', '.join(map(str, axes))}, N] of torch.int32"
+    if tuple(blocks.shape[:-1]) not in (axes, (*axes, k.shape[1])) or blocks.dtype != torch.int32:
+        joint = ", ".join(map(str, axes))
+        expected = f"[{joint}, N] or [{joint}, {k.shape[1]}, N] of torch.int32"
         raise KernelInputError(f"blocks is {list(blocks.shape)} of {blocks.dtype}, expected {expected}")
     if block_tokens < 1:
         raise KernelInputError(f"block_tokens is {block_tokens}, expected at least 1")

@@ -191,7 +191,8 @@ template <typename T>
 void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& blocks,
          const at::Tensor& lengths, double scale, int64_t block_tokens, at::Tensor& result) {
   const int64_t batch = q.size(0), heads = q.size(1), dim = q.size(2), kv_heads = k.size(1), v_dim = v.size(3);
-  const int64_t group = heads / kv_heads, most = blocks.size(1);
+  const int64_t group = heads / kv_heads, most = blocks.size(-1);
+  const bool by_head = blocks.dim() == 3;  // each key head has blocks of its own
   const int64_t pairs = batch * kv_heads;
   const int64_t threads = at::get_num_threads();
   const int64_t part_blocks = (kPartTokens + block_tokens - 1) / block_tokens;
@@ -212,7 +213,7 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at
       const int64_t from = std::min(part * each, most), count = std::min(each, most - from);
       attend<T>(queries.data() + (row * heads + kv_head * group) * dim, k_data + row * k.stride(0) + kv_head * k.stride(1),
                 v_data + row * v.stride(0) + kv_head * v.stride(1), k.stride(2), v.stride(2),
-                block_data + row * most + from, count, block_tokens, length_data[row], group, dim, v_dim, scores.data(),
+                block_data + (by_head ? pair : row) * most + from, count, block_tokens, length_data[row], group, dim, v_dim, scores.data(),
                 outs.data() + task * group * v_dim, highest.data() + task * group, total.data() + task * group);
     }
   });
@@ -242,10 +243,11 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at
 at::Tensor block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& blocks,
                            const at::Tensor& lengths, double scale, int64_t block_tokens) {
   const int32_t *block_data = blocks.const_data_ptr<int32_t>(), *length_data = lengths.const_data_ptr<int32_t>();
+  const int64_t each = q.size(0) ? blocks.numel() / q.size(0) : 0;  // of a request
   for (int64_t row = 0; row < q.size(0); row++) {
     TORCH_CHECK_VALUE(length_data[row] >= 0 && length_data[row] <= k.size(2), kOutside);
-    for (int64_t n = 0; n < blocks.size(1); n++) {
-      TORCH_CHECK_VALUE(block_data[row * blocks.size(1) + n] * block_tokens < length_data[row], kOutside);
+    for (int64_t n = 0; n < each; n++) {
+      TORCH_CHECK_VALUE(block_data[row * each + n] * block_tokens < length_data[row], kOutside);
     }
   }
   at::Tensor result = at::empty({q.size(0), q.size(1), v.size(3)}, q.options());

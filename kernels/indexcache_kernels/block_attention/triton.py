@@ -14,7 +14,7 @@ from indexcache_kernels.heads import head_sizes, load_heads, load_rows, products
 
 @triton.jit
 def _tokens(blocks_ptr, row, slot, length, N: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Return the tokens in these slots of a query's blocks, `[BLOCK_K]`, and which of them exist."""
+    """Return the tokens in these slots of a row of blocks, `[BLOCK_K]`, and which of them exist."""
     number = slot // BLOCK_TOKENS
     block = tl.load(blocks_ptr + row * N + number, mask=number < N, other=-1).to(tl.int64)
     token = block * BLOCK_TOKENS + slot % BLOCK_TOKENS
@@ -26,13 +26,14 @@ def _forward_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, blocks_ptr, lengths_ptr, out_ptr, lse_ptr, scale,
     k_batch_stride, k_head_stride, k_row_stride, v_batch_stride, v_head_stride, v_row_stride,
     bias_batch_stride, bias_head_stride, num_heads, queries,
-    GROUP: tl.constexpr, N: tl.constexpr, BLOCK_TOKENS: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr,
-    TAIL: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr, BIASED: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, N: tl.constexpr, BLOCK_TOKENS: tl.constexpr, DIM: tl.constexpr,
+    MAIN: tl.constexpr, TAIL: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr, BIASED: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend from one query, with up to BLOCK_H heads that share their keys."""
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(2)
     request, length = row // queries, tl.load(lengths_ptr + row)
+    blocks_row = row * BLOCK_ROWS + (kv_head if BLOCK_ROWS > 1 else 0)
     group_head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
     head = row * num_heads + kv_head * GROUP + group_head
     head_mask, value_dim = group_head < GROUP, tl.arange(0, V_PADDED)
@@ -43,7 +44,7 @@ def _forward_kernel(
     total = tl.zeros((BLOCK_H,), tl.float32)  # [BLOCK_H]
     mean = tl.zeros((BLOCK_H, V_PADDED), tl.float32)  # [BLOCK_H, V_PADDED]
     for first in range(0, N * BLOCK_TOKENS, BLOCK_K):
-        token, live = _tokens(blocks_ptr, row, first + tl.arange(0, BLOCK_K), length, N, BLOCK_TOKENS)
+        token, live = _tokens(blocks_ptr, blocks_row, first + tl.arange(0, BLOCK_K), length, N, BLOCK_TOKENS)
         k_main, k_tail = load_heads(keys + token * k_row_stride, live, DIM, MAIN, TAIL, UPCAST)
         value = load_rows(values + token * v_row_stride, live, V_DIM, V_PADDED, UPCAST)  # [BLOCK_K, V_PADDED]
         score = products(q_main, q_tail, k_main, k_tail, scale, PRECISION)  # [BLOCK_H, BLOCK_K]
@@ -71,13 +72,14 @@ def _backward_kernel(
     d_q_ptr, d_k_ptr, d_v_ptr, d_bias_ptr, scale,
     k_batch_stride, k_head_stride, k_row_stride, v_batch_stride, v_head_stride, v_row_stride,
     bias_batch_stride, bias_head_stride, num_heads, num_kv_heads, queries, room,
-    GROUP: tl.constexpr, N: tl.constexpr, BLOCK_TOKENS: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr,
-    TAIL: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr, BIASED: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, N: tl.constexpr, BLOCK_TOKENS: tl.constexpr, DIM: tl.constexpr,
+    MAIN: tl.constexpr, TAIL: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr, BIASED: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients from one query and up to BLOCK_H heads; add those of the cache and its bias in memory."""
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(2)
     request, length = row // queries, tl.load(lengths_ptr + row)
+    blocks_row = row * BLOCK_ROWS + (kv_head if BLOCK_ROWS > 1 else 0)
     group_head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
     head = row * num_heads + kv_head * GROUP + group_head
     main, tail, value_dim = tl.arange(0, MAIN), MAIN + tl.arange(0, TAIL), tl.arange(0, V_PADDED)
@@ -92,7 +94,7 @@ def _backward_kernel(
     dq_main = tl.zeros((BLOCK_H, MAIN), tl.float32)  # [BLOCK_H, MAIN]
     dq_tail = tl.zeros((BLOCK_H, TAIL), tl.float32)  # [BLOCK_H, TAIL]
     for first in range(0, N * BLOCK_TOKENS, BLOCK_K):
-        token, live = _tokens(blocks_ptr, row, first + tl.arange(0, BLOCK_K), length, N, BLOCK_TOKENS)
+        token, live = _tokens(blocks_ptr, blocks_row, first + tl.arange(0, BLOCK_K), length, N, BLOCK_TOKENS)
         k_main, k_tail = load_heads(keys + token * k_row_stride, live, DIM, MAIN, TAIL, UPCAST)
         value = load_rows(values + token * v_row_stride, live, V_DIM, V_PADDED, UPCAST)  # [BLOCK_K, V_PADDED]
         score = products(q_main, q_tail, k_main, k_tail, scale, PRECISION)  # [BLOCK_H, BLOCK_K]
@@ -137,7 +139,8 @@ def _sizes(
         **head_sizes(q.flatten(0, 1), k.shape[1], block_h),
         "num_heads": q.shape[2],
         "queries": q.shape[1],
-        "N": blocks.shape[2],
+        "BLOCK_ROWS": blocks.shape[2] if blocks.ndim == 4 else 1,  # of a query: one, or one for each key head
+        "N": blocks.shape[-1],
         "BLOCK_TOKENS": block_tokens,
         "V_DIM": v.shape[3],
         "V_PADDED": max(16, triton.next_power_of_2(v.shape[3])),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -21,14 +23,14 @@ def block_scores(
     *,
     scale: float,
     block_tokens: int,
+    heads: Literal["joint", "key"] = "joint",
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Score blocks by the attention shares of compressed keys.
 
-    Shares are summed over the heads of a key head; a block gets the largest share that touches it, summed over G.
-    A compressed key that a request does not see to its end has no share. Shapes are static, and
-    results repeat bit for bit.
+    Shares are summed over the heads of a key head; a block gets the largest share that touches it. A compressed key
+    that a request does not see to its end has no share. Shapes are static, and results repeat bit for bit.
 
     Args:
         q: `[B, H, D]`, the newest token of each request: float32, bfloat16 or float16.
@@ -37,7 +39,9 @@ def block_scores(
         lengths: `[B]`, int32: tokens in the cache, the newest one included.
         scale: what products are multiplied by.
         block_tokens: tokens of a block, 16 times a power of two.
-        out: `[B, N]`, float32, to write into; N is the number of blocks that C compressed keys can be of.
+        heads: `joint`: scores are summed over key heads; `key`: each key head has its own.
+        out: `[B, N]`, or with `key` `[B, G, N]`, float32, to write into; N is the number of blocks that C compressed
+            keys can be of.
         backend: `naive` is PyTorch, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes it on CUDA.
 
     Returns:
@@ -57,11 +61,14 @@ def block_scores(
     inside = block_tokens // STRIDE
     if block_tokens < STRIDE or block_tokens % STRIDE or inside & (inside - 1):
         raise KernelInputError(f"block_tokens is {block_tokens}, expected {STRIDE} times a power of two")
+    if heads not in ("joint", "key"):
+        raise KernelInputError(f"heads is {heads!r}, expected joint or key")
     expect("lengths", lengths, (len(q),), torch.int32)
-    blocks = -(-(compressed.shape[2] * STRIDE + CHUNK - 1) // block_tokens)
+    rows = (len(q),) if heads == "joint" else (len(q), compressed.shape[1])
+    shape = (*rows, -(-(compressed.shape[2] * STRIDE + CHUNK - 1) // block_tokens))
     if out is None:
-        out = torch.zeros((len(q), blocks), dtype=torch.float32, device=q.device)
-    expect("out", out, (len(q), blocks), torch.float32)
+        out = torch.zeros(shape, dtype=torch.float32, device=q.device)
+    expect("out", out, shape, torch.float32)
     expect_one_device(q, compressed, lengths, out)
     if runs_triton(backend, q):
         from indexcache_kernels.block_scores.triton import block_scores as by_triton

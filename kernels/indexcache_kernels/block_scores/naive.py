@@ -31,7 +31,7 @@ def compress_keys(k: Tensor) -> Tensor:
 def block_scores(
     q: Tensor, compressed: Tensor, lengths: Tensor, *, scale: float, block_tokens: int, out: Tensor
 ) -> None:
-    """Write into `out`, `[B, N]`, one request after the other; see `indexcache_kernels.block_scores`."""
+    """Write into `out`, `[B, N]` or `[B, G, N]`, one request after the other; see `indexcache_kernels.block_scores`."""
     for row, length in enumerate(lengths.tolist()):
         chunks = max(0, (length - CHUNK) // STRIDE + 1)
         keys = compressed[row, :, :chunks].float()  # [G, C, D]
@@ -40,4 +40,5 @@ def block_scores(
         for block in range(-(-length // block_tokens)):
             first, end = block * block_tokens // STRIDE - 1, (block + 1) * block_tokens // STRIDE
             touching = shares[:, max(0, first) : end]
-            out[row, block] = touching.amax(1).sum() if touching.shape[1] else 0.0
+            largest = touching.amax(1) if touching.shape[1] else touching.new_zeros(len(keys))  # [G]
+            out[row, ..., block] = largest if out.ndim == 3 else largest.sum()

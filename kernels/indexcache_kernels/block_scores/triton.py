@@ -109,7 +109,9 @@ def block_scores(
     parts = min(16, triton.next_power_of_2(max(1, _PROGRAMS // (batch * groups))))
     shape = (batch, q.shape[1], parts)
     highest, total = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    by_group = torch.empty((batch, groups, out.shape[1]), dtype=torch.float32, device=q.device)
+    joint, blocks = out.ndim == 2, out.shape[-1]
+    own = joint or not out.is_contiguous()
+    by_group = torch.empty((batch, groups, blocks), dtype=torch.float32, device=q.device) if own else out
     inside = block_tokens // STRIDE
     tile = max(16, triton.next_power_of_2(max(1, _TILE // inside)))  # blocks of a program
     strides = compressed.stride()
@@ -120,7 +122,10 @@ def block_scores(
         **head_sizes(q, groups, 1 << 16),
     }  # fmt: skip
     _parts_kernel[(batch, groups, parts)](**given, TILE=_TILE)
-    _scores_kernel[(batch, groups, triton.cdiv(out.shape[1], tile))](
-        **given, out_ptr=by_group, num_kv_heads=groups, blocks=out.shape[1], INSIDE=inside, TILE_N=tile
+    _scores_kernel[(batch, groups, triton.cdiv(blocks, tile))](
+        **given, out_ptr=by_group, num_kv_heads=groups, blocks=blocks, INSIDE=inside, TILE_N=tile
     )
-    torch.sum(by_group, 1, out=out)
+    if joint:
+        torch.sum(by_group, 1, out=out)
+    elif own:
+        out.copy_(by_group)

@@ -50,7 +50,8 @@ def swap_blocks(
     static, so that a CUDA graph can capture the call.
 
     Args:
-        requested: `[B, K]`, int32: different blocks, -1 for none.
+        requested: `[B, K]`, int32: different blocks, -1 for none. Where each key head chooses for itself, a row is one
+            of a request, and B counts them all.
         new_block: `[B]`, int32: the block that the newest token goes to, which is written on the device; -1 for none.
             It gets a slot as others do, but is not copied.
         buffer: `[B, N]`, N at least K.

@@ -75,7 +75,8 @@ def selection_option(more: str) -> Any:
     words = (
         f"Dense models: what layers attend to{more}. Keys: pages (64), page_tokens (16; with compressed_keys 64),"
         " recent_pages (the newest; one in 8, or 4), sink_pages (the first; 0, or 1), score (token_max or"
-        f" compressed_keys), steps, what a choice remembers ({STEPS_GRAMMAR})."
+        " compressed_keys), heads (joint, or key: each key head chooses for itself), steps, what a choice remembers"
+        f" ({STEPS_GRAMMAR})."
     )
     return settings(SelectionChoice, words)
 

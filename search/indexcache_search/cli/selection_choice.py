@@ -9,7 +9,7 @@ from typing import Annotated
 from indexcache_search.cli.bounded import TOKENS, Bounds
 from indexcache_search.errors import SearchError
 from sglang_indexcache.pattern.reuse import NO_MEMORY, ReusePolicy
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, DEFAULT, Score, Selection
+from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, DEFAULT, JOINT, Heads, Score, Selection
 
 MOST = 64  # selections of one comparison at most; each is evaluated
 NOSAS = Selection(page_tokens=64, pages=64, recent_pages=16, sink_pages=1, score=COMPRESSED_KEYS)
@@ -27,12 +27,14 @@ class PagesChoice:
         page_tokens: tokens of a page.
         recent_pages: the newest pages, always selected; by default a share of `pages`.
         sink_pages: the first pages, always selected.
+        heads: which heads share a selection.
     """
 
     pages: tuple[Annotated[int, _PAGES], ...] = ()
     page_tokens: Annotated[int, _PAGES] | None = None
     recent_pages: Annotated[int, _PAGES] | None = None
     sink_pages: Annotated[int, _PAGES] | None = None
+    heads: Heads = JOINT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,13 @@ class SelectionChoice(PagesChoice):
         sizes = {name: getattr(self, name) for name in ("page_tokens", "recent_pages", "sink_pages")}
         given = {name: size for name, size in sizes.items() if size is not None}
         found = [
-            replace(default, pages=pages, steps=steps, **{"recent_pages": max(1, pages // share), **given})
+            replace(
+                default,
+                pages=pages,
+                steps=steps,
+                heads=self.heads,
+                **{"recent_pages": max(1, pages // share), **given},
+            )
             for pages, steps in itertools.product(self.pages or (default.pages,), self.steps)
         ]
         return tuple(dict.fromkeys(found))

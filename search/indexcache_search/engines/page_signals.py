@@ -73,8 +73,8 @@ class _Pass:
         self._below: Tensor | None = None
         self._blocks: list[Tensor] = []  # of the layer that runs
         self._input = torch.empty(0)
-        self._mass: list[Tensor] = []  # by layer `[queries, pages]`: mean over heads
-        self._kept: list[Tensor] = []  # by layer `[queries, pages]`, bool
+        self._mass: list[Tensor] = []  # by layer `[rows * queries, pages]`: mean over the heads of a row
+        self._kept: list[Tensor] = []  # by layer `[rows * queries, pages]`, bool; for rows see `hf.page_selector`
 
     def before(self, module: Any, args: Any, kwargs: Any) -> None:
         """Keep a decoder layer's input, to which its attention output is added."""
@@ -92,8 +92,8 @@ class _Pass:
         self._blocks.append(weights[0, :, inside].float())  # [heads, queries, keys]
 
     def pages(self, layer: int, kept: Tensor) -> None:
-        """Take the pages a layer selected, `[1, queries, pages]`, after all of its attention."""
-        self._kept.append(kept[0, self._sampled])
+        """Take the pages a layer selected, `[rows, queries, pages]`, after all of its attention."""
+        self._kept.append(kept[:, self._sampled].flatten(0, 1))
         longest = max(block.shape[2] for block in self._blocks)
         sampled = torch.cat([F.pad(block, (0, longest - block.shape[2])) for block in self._blocks], 1)
         self._blocks.clear()
@@ -101,7 +101,8 @@ class _Pass:
         if self._below is not None:
             self.shift[layer] = 1.0 - F.cosine_similarity(flat, self._below, dim=-1).double().mean().item()
         self._below = flat
-        padded = F.pad(sampled.mean(0), (0, -sampled.shape[2] % self._page_tokens))
+        by_row = sampled.view(len(kept), -1, *sampled.shape[1:]).mean(1).flatten(0, 1)
+        padded = F.pad(by_row, (0, -sampled.shape[2] % self._page_tokens))
         self._mass.append(padded.view(len(padded), -1, self._page_tokens).sum(2))
 
     def overlap(self) -> NDArray[np.float64]:

@@ -226,21 +226,22 @@ class TransformersEngine:
             return page_signals(self.torch_model, self.model, ends, rows)
 
     def selections(self, pattern: Pattern, data: TokenSet, row: int, steps: int) -> dict[int, NDArray[np.int32]]:
-        """Return the selections of the last `steps` queries, `[steps, k]`, by selecting layer; -1 for none.
+        """Return the selections of the last `steps` queries, `[rows, steps, k]`, by selecting layer; -1 for none.
 
-        They are tokens ordered by score in a DSA model, and ascending pages in a dense one. Every query selects from
-        earlier tokens only, so decoding these tokens would select the same.
+        They are tokens ordered by score in a DSA model, and ascending pages in a dense one. There is one row, or one
+        for each key head that chooses for itself. Every query selects from earlier tokens only, so decoding these
+        tokens would select the same.
         """
         found: dict[int, NDArray[np.int32]] = {}
 
         def keep(letter: int, chosen: Tensor) -> None:
             if pattern[letter] == SHARED:
                 return
-            last = chosen[0, -steps:]
+            last = chosen[:, -steps:]
             if pattern.selection is not None:
                 position = torch.arange(data.seq_len - steps, data.seq_len, device=last.device)
-                last = ascending_pages(last, position, pattern.selection)
-                last = last[:, (last >= 0).any(0)]
+                last = torch.stack([ascending_pages(row, position, pattern.selection) for row in last])
+                last = last[:, :, (last >= 0).any(0).any(0)]
             found[letter] = last.int().cpu().numpy()
 
         with (

@@ -24,13 +24,14 @@ from indexcache_search.hf.page_selector import (
     ascending_pages,
     compressed_scores,
     importance,
+    rows_a_sequence,
     token_max_scores,
     value_norm,
 )
 from indexcache_search.hf.patch_attention import Attend, AttentionCall, attending
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, Selection
+from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, JOINT, Selection
 
 ROWS = 256  # queries per block
 
@@ -46,10 +47,14 @@ class Importance(Protocol):
         """Return `[batch, key_heads, keys]` for a layer's values `[batch, key_heads, keys, dim]`."""
         ...
 
+    def bias(self, layer: int, value: Tensor) -> Tensor | None:
+        """Return what `attend` adds to the scaled products without gradients, in the same shape; `None` for nothing."""
+        ...
+
     def attend(self, layer: int, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         """Attend to the selected pages of a layer, `[batch, queries, heads, dim]`, using the importance.
 
-        `attend` is transformers' eager attention; `mask`, `[batch, 1, queries, keys]`, is additive.
+        `attend` is transformers' eager attention; `mask`, `[batch, 1 or heads, queries, keys]`, is additive.
         """
         ...
 
@@ -63,7 +68,7 @@ class _PageState:
     prompt: Tensor | None
     observe: Callable[[int, Tensor], None] | None
     watch: Watcher | None
-    kept: Tensor | None  # the latest selection, `[batch, queries, pages]`
+    kept: Tensor | None  # the latest selection, `[rows, queries, pages]`; for rows see `hf.page_selector`
     in_blocks: bool
     importance: Importance | None
     choosers: dict[int, PageSelector] = field(default_factory=dict)  # by layer, with their memory of earlier passes
@@ -75,13 +80,25 @@ class _PageState:
         """
         if layer not in self.choosers or self.choosers[layer].next != offset + first:
             self.choosers[layer] = PageSelector(self.selection)
-        prompt = None if self.prompt is None else self.prompt[:, first : first + scores.shape[1]]
-        settled = None
+        prompt, settled = None, None
+        if self.prompt is not None:
+            rows = rows_a_sequence(self.selection, value.shape[1])
+            prompt = self.prompt[:, first : first + scores.shape[1]].repeat_interleave(rows, 0)
         if self.selection.steps.policy == "nosa":
-            tokens = value_norm(value) if self.importance is None else self.importance(layer, value).sum(1)
-            settled = importance(tokens, self.selection)
+            settled = importance(token_importance(self.importance, layer, value, self.selection), self.selection)
         found = self.choosers[layer].choose(scores, offset + first, prompt, settled)
         return F.pad(found, (0, -(-value.shape[2] // self.selection.page_tokens) - found.shape[2]))
+
+
+def token_importance(trained: Importance | None, layer: int, value: Tensor, selection: Selection) -> Tensor:
+    """Return `[rows, keys]`: what no query changes about a layer's values, `[batch, key_heads, keys, dim]`.
+
+    With trained heads their output, summed over key heads that choose together; else the norm of values.
+    """
+    if trained is None:
+        return value_norm(value, selection)
+    found = trained(layer, value)
+    return found.sum(1) if selection.heads == JOINT else found.flatten(0, 1)
 
 
 _in_blocks: list[None] = []
@@ -120,8 +137,8 @@ def apply_page_roles(
         model: a model of the family `dense_gqa`.
         pattern: roles with a selection.
         prompt: `[batch, queries]`, bool: prompt queries, which attend to everything.
-        observe: called with each layer and its selected or reused pages `[batch, queries, pages]`; makes all `D` layers
-            select.
+        observe: called with each layer and its selected or reused pages `[rows, queries, pages]`, a row for each
+            sequence, or with `heads: key` for each of its key heads; makes all `D` layers select.
         carried: pages for an `S` layer before any layer selects, in a forward that skips the lower layers.
         watch: called with the attention of each layer that is not shared, block by block.
 
@@ -133,20 +150,30 @@ def apply_page_roles(
     """
     pattern.check_fits(model.config.num_hidden_layers)
     check_layers(model)
-    trained: Importance | None = None
     assert pattern.selection is not None
-    if pattern.selection.steps.importance:
-        trained = getattr(model, "importance", None)
-        if trained is None:
-            raise SearchError(
-                "the plan asks for trained heads, and the model has none here; expected a model that was trained so, in"
-                " indexcache-offload"
-            )
-        if _in_blocks:
-            raise SearchError("trained heads are not known to attention in blocks, expected --engine attention=naive")
+    trained = trained_importance(model, pattern.selection)
+    if trained is not None and _in_blocks:
+        raise SearchError("trained heads are not known to attention in blocks, expected --engine attention=naive")
     state = _PageState(pattern, pattern.selection, prompt, observe, watch, carried, bool(_in_blocks), trained)
     with attending(model, "indexcache_pages", partial(_attention, state), eager_mask):
         yield
+
+
+def trained_importance(model: Any, selection: Selection) -> Importance | None:
+    """Return the trained heads of `model` if the selection asks for them.
+
+    Raises:
+        SearchError: if the model has none.
+    """
+    if not selection.steps.importance:
+        return None
+    found: Importance | None = getattr(model, "importance", None)
+    if found is None:
+        raise SearchError(
+            "the plan asks for trained heads, and the model has none here; expected a model that was trained so, in"
+            " indexcache-offload"
+        )
+    return found
 
 
 def check_layers(model: Any) -> None:
@@ -186,7 +213,7 @@ def _attention(state: _PageState, call: AttentionCall) -> Tensor:
         if chooses:
             with torch.no_grad():
                 if by_attention:
-                    scores = token_max_scores(weights, selection)
+                    scores = token_max_scores(weights, selection, key.shape[1])
                 else:
                     scores = compressed_scores(asked, seen, scaling, selection)
                 chosen.append(state.choose(layer, scores, first, keys - queries, value))
@@ -200,7 +227,10 @@ def _attention(state: _PageState, call: AttentionCall) -> Tensor:
     if state.in_blocks:
         return _over_pages(state, query, key, value, scaling, torch.cat(outputs, 1) if outputs else None)
     allowed = state.kept.repeat_interleave(selection.page_tokens, dim=2)[:, :, :keys]
-    masked = mask.masked_fill(~allowed[:, None], torch.finfo(mask.dtype).min)
+    by_row = allowed.view(len(query), -1, queries, keys)  # [batch, 1 or key heads, queries, keys]
+    if by_row.shape[1] > 1:
+        by_row = by_row.repeat_interleave(query.shape[1] // by_row.shape[1], 1)
+    masked = mask.masked_fill(~by_row, torch.finfo(mask.dtype).min)
     if state.importance is None:
         return attend(query, key, value, masked)[0]
     return state.importance.attend(layer, attend, query, key, value, masked)
@@ -213,13 +243,16 @@ def _over_pages(
     assert state.kept is not None
     output = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3]) if dense is None else dense
     offset = key.shape[2] - query.shape[2]
-    for number, kept in enumerate(state.kept):
-        rows = torch.arange(len(kept), device=kept.device)
+    for number, by_row in enumerate(state.kept.view(len(query), -1, *state.kept.shape[1:])):
+        queries = torch.arange(by_row.shape[1], device=by_row.device)
         if state.prompt is not None:
-            rows = rows[~state.prompt[number]]
-        indices = _indices(kept[rows], rows + offset, state.selection)
+            queries = queries[~state.prompt[number]]
         q, k, v = (item[number].transpose(0, 1) for item in (query, key, value))
-        output[number, rows] = sparse_attention(q[rows], k, v, indices, scaling)[0]
+        heads = q.shape[1] // len(by_row)
+        for row, (keys, values) in enumerate(zip(k.chunk(len(by_row), 1), v.chunk(len(by_row), 1), strict=True)):
+            own = slice(row * heads, (row + 1) * heads)
+            indices = _indices(by_row[row, queries], queries + offset, state.selection)
+            output[number, queries, own] = sparse_attention(q[queries, own], keys, values, indices, scaling)[0]
     return output
 
 

@@ -58,6 +58,7 @@ def suffix(selection: Selection | None, among: Iterable[Selection | None]) -> st
         "pages": f"{selection.pages} pages",
         "page_tokens": f"of {selection.page_tokens} tokens",
         "score": selection.score,
+        "heads": f"heads {selection.heads}",
         "steps": str(selection.steps),
         "recent_pages": f"{selection.recent_pages} recent",
         "sink_pages": f"{selection.sink_pages} sinks",

@@ -18,7 +18,7 @@ from sglang_indexcache.families.dense_gqa.backends import BACKENDS, make_backend
 from sglang_indexcache.families.dense_gqa.keys import WINDOW_KEYS
 from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern
 from sglang_indexcache.pattern.reuse import NO_MEMORY
-from sglang_indexcache.pattern.selection import TOKEN_MAX, Selection
+from sglang_indexcache.pattern.selection import JOINT, TOKEN_MAX, Selection
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import LOAD_BACKENDS, LOAD_GRAPHS, Feature, Need
 
@@ -87,6 +87,11 @@ class DenseGqaSglang(SglangAdapter):
         if FULL in pattern.roles:
             raise SpellingError(f"letter {pattern.roles.index(FULL)} is F, which is not served yet; expected D or S")
         chosen = pattern.selection
+        if chosen is not None and chosen.heads != JOINT:
+            raise SpellingError(
+                f"selection {chosen} is not served yet: heads is {chosen.heads}, expected {JOINT}; SGLang has one page"
+                " table for all heads"
+            )
         if chosen is not None and (chosen.score != TOKEN_MAX or chosen.steps != NO_MEMORY or chosen.buffer_pages):
             raise SpellingError(
                 f"selection {chosen} is not served yet; expected score {TOKEN_MAX} without steps and buffer_pages"

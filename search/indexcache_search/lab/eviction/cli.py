@@ -44,7 +44,7 @@ def eviction(
         settings(
             PagesChoice,
             "What layers attend to. Keys: pages (64), page_tokens (64), recent_pages (the newest; one in 4), sink_pages"
-            " (the first; 1).",
+            " (the first; 1), heads (joint, or key: each key head chooses for itself, as in the paper).",
         ),
     ] = None,
     evaluation: options.HeldOutOrSame = None,

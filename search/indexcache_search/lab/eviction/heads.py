@@ -60,6 +60,10 @@ class EvictionHeads(nn.Module):
             bias = F.softplus(vectors @ self.weight[layer].float().mT) * self.scale[layer].float()
         return bias.transpose(1, 2)
 
+    def bias(self, layer: int, value: Tensor) -> Tensor | None:
+        """Return the bias that is served, by `use`; see `hf.pages.Importance`."""
+        return self(layer, value) if self.use == "always" else None
+
     def attend(self, layer: int, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         """Attend in a layer with its bias, according to `use`; see `hf.pages.Importance`."""
         training = torch.is_grad_enabled() and self.scale.requires_grad

@@ -13,7 +13,7 @@ from indexcache_search.lab.dense import key_heads
 from indexcache_search.lab.offload.server import KvDtype, Server
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, STRIDE, Selection
+from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, JOINT, STRIDE, Selection
 
 PAGE = 64  # slots that HiSparse keeps beside a buffer, for the newest token
 QUANTISED = 128  # values that share a scale of 4 bytes
@@ -27,6 +27,7 @@ class CacheBytes:
         kv: bytes of keys and values, which are offloaded.
         index: bytes that a selecting layer keeps of every token, on the device.
         item: tokens that are copied together.
+        miss: bytes of a missing item: of all key heads, or of one where each chooses for itself.
         piece: contiguous bytes of an item.
         beside: tokens of room beside a buffer.
     """
@@ -34,6 +35,7 @@ class CacheBytes:
     kv: int
     index: int
     item: int
+    miss: int
     piece: int
     beside: int
 
@@ -55,7 +57,7 @@ class CacheBytes:
         if not rank or not rope or not width:
             raise SearchError("config.json has no kv_lora_rank, qk_rope_head_dim or index_head_dim")
         kv = 2 * (rank + rope) if kv_dtype == "bfloat16" else rank + rank // QUANTISED * 4 + 2 * rope
-        return cls(kv=kv, index=width + math.ceil(width / QUANTISED) * 4, item=1, piece=kv, beside=PAGE)
+        return cls(kv=kv, index=width + math.ceil(width / QUANTISED) * 4, item=1, miss=kv, piece=kv, beside=PAGE)
 
     @classmethod
     def of_dense(cls, config: Any, kv_dtype: KvDtype, selection: Selection) -> CacheBytes:
@@ -64,8 +66,10 @@ class CacheBytes:
         width = heads * dim
         index = 2 * width // STRIDE if selection.score == COMPRESSED_KEYS else 0
         kv = 2 * width * (2 if kv_dtype == "bfloat16" else 1)
-        piece = selection.page_tokens * kv // (2 * heads)  # of a head's keys, or values
-        return cls(kv=kv, index=index, item=selection.page_tokens, piece=piece, beside=0)
+        page = selection.page_tokens * kv
+        miss = page if selection.heads == JOINT else page // heads
+        piece = page // (2 * heads)  # of a head's keys, or values
+        return cls(kv=kv, index=index, item=selection.page_tokens, miss=miss, piece=piece, beside=0)
 
     def on_device(self, pattern: Pattern, size: int, context: int) -> int:
         """Return a request's bytes on the device: `D` layers hold all tokens, others `size`, at most the context."""
@@ -95,7 +99,7 @@ def stall_ms(pattern: Pattern, misses: Mapping[int, float], item_bytes: int, ser
     Args:
         pattern: its source layers select.
         misses: items of a step and request, by selecting layer.
-        item_bytes: bytes of an item.
+        item_bytes: bytes of a missing item.
         server: has bandwidth and time of a step; the result is `None` if one is unknown.
     """
     if server.bandwidth is None or server.step_ms is None:

@@ -40,7 +40,8 @@ def count_misses(
 
     Returns:
         `[sequences, sizes, layers]`: tokens, or for dense models pages, of the selecting layers, in order. A layer that
-        shares a selection misses the same.
+        shares a selection misses the same. With `heads: key` each key head has a buffer and pages of its own, whose
+        misses are added up.
     """
     layers, counted = selecting_layers(pattern), []
     if not layers:
@@ -54,7 +55,10 @@ def count_misses(
             else:
                 selected = engine.selections(pattern, data, row, steps)
                 found = {
-                    layer: [_misses(selected[layer], size, data.seq_len, pattern.selection) for size in sizes]
+                    layer: [
+                        sum(_misses(own, size, data.seq_len, pattern.selection) for own in selected[layer])
+                        for size in sizes
+                    ]
                     for layer in layers
                 }
             known = [[float(found[layer][number]) for layer in layers] for number in range(len(sizes))]
@@ -65,7 +69,7 @@ def count_misses(
 
 
 def _misses(selected: NDArray[np.int32], size: int, tokens: int, selection: Selection | None) -> int:
-    """Count misses of one layer's selections, `[steps, k]`; `tokens` is the cache's final length."""
+    """Count misses of one layer's selections, `[steps, k]`, or of its key head's; `tokens` is the final length."""
     first = tokens - len(selected)
     if selection is not None:
         return page_misses(selected, size, [at // selection.page_tokens for at in range(first, tokens)])

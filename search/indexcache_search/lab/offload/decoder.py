@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -16,16 +17,19 @@ from transformers.cache_utils import DynamicLayer
 from indexcache_kernels import BlockBuffer, block_attention, block_scores, compress_keys, copy_blocks, swap_blocks
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.cache_argument import cache_argument
-from indexcache_search.hf.pages import check_layers
+from indexcache_search.hf.page_selector import importance, rows_a_sequence
+from indexcache_search.hf.pages import ROWS, apply_page_roles, check_layers, token_importance, trained_importance
 from indexcache_search.hf.patch_attention import AttentionCall, attending
+from indexcache_search.hf.step_memory import StepMemory
 from indexcache_search.lab.dense import key_heads
 from indexcache_search.lab.offload.advice import selecting_layers
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE
-from sglang_indexcache.pattern.selection import CHUNK, COMPRESSED_KEYS, STRIDE
+from sglang_indexcache.pattern.reuse import NO_MEMORY
+from sglang_indexcache.pattern.selection import CHUNK, COMPRESSED_KEYS, JOINT, STRIDE
 
 READ_AT_ONCE = 4096  # tokens of a prompt
-POLICIES = ("none", "ema")
+Prefill = Literal["dense", "sparse"]
 
 
 @dataclass
@@ -36,30 +40,37 @@ class _Layer:
         device: of a `D` layer all tokens; of others the buffer's slots, and behind them the block being written.
         host: of layers other than `D`, every full block, `[2, B, G, blocks, block tokens, D]`; pinned if there is
             a CUDA device.
+        bias: of layers other than `D`, what trained heads add to the scaled products of each token,
+            `[B, G, blocks, block tokens]`, float32; `None` without such heads. All of it stays on the device.
         ready: recorded after the copies that run beside the computation.
     """
 
     device: Tensor
     host: Tensor | None
+    bias: Tensor | None = None
     ready: torch.cuda.Event | None = None
 
 
 @dataclass
 class _Chooser:
-    """State of a selecting layer.
+    """State of a selecting layer, for rows that select apart: requests, or with `heads: key` their key heads.
 
     Attributes:
         number: index among the selecting layers.
         compressed: `[B, G, C + 1, D]`, means of 32 keys, 16 tokens apart; the last one is a dummy that is never read.
         last: `[B, G, 32, D]`, the last keys, at their position modulo 32.
-        average: `[B, blocks]`, of the policy `ema`; NaN before the first step of a request.
-        buffer: blocks on the device, of this layer and those that share its selection.
+        memory: of earlier steps, `[rows, blocks]`.
+        tokens: `[rows, block tokens]`, float32: importance of the tokens of the block being written.
+        importance: `[rows, blocks + 1]`, float32: that of whole blocks; the last one is a dummy.
+        buffer: blocks on the device, by row, of this layer and those that share its selection.
     """
 
     number: int
     compressed: Tensor
     last: Tensor
-    average: Tensor
+    memory: StepMemory
+    tokens: Tensor
+    importance: Tensor
     buffer: BlockBuffer
 
 
@@ -68,29 +79,33 @@ class _Choice:
     """Blocks that a layer and those that share with it read.
 
     Attributes:
-        slots: `[B, K]`, int32, of the buffer.
+        slots: `[rows, K]`, int32, of the buffer.
+        held: `[rows, slots]`, int32: the block in each slot; -1 for none.
         copies: selected blocks, their slots, and whether they are missing, `[2 B G, K]` each.
         filled: slot of the block that the previous token filled, `[2 B G, 1]`, int32; -1 for none.
     """
 
     slots: Tensor
+    held: Tensor
     copies: tuple[Tensor, Tensor, Tensor]
     filled: Tensor
 
 
 class OffloadedDecoder:
-    """Decoder of a batch of requests with a plan; prompts are read densely, and each request has its own length.
+    """Decoder of a batch of requests with a plan; each request has its own length.
 
     `D` layers keep all of their cache on the device. Other layers keep a buffer of blocks for each request there, and
     replace the least recently used. Blocks that `F` layers miss are copied before they attend. Blocks for the `S`
-    layers behind them are copied meanwhile, on a stream of their own.
+    layers behind them are copied meanwhile, on a stream of their own. With `heads: key` each key head has a buffer of
+    blocks of its own.
 
     Args:
-        model: one of the family `dense_gqa`, in evaluation mode.
-        pattern: roles with a selection by compressed keys, whose steps are `none` or `ema`, and with a number of pages
-            on the device.
+        model: one of the family `dense_gqa`, in evaluation mode; has trained heads if the selection asks for them.
+        pattern: roles with a selection by compressed keys, and with a number of pages on the device.
         requests: number of requests.
         room: maximum tokens of a request.
+        prefill: how prompts are read. `dense`: each token attends to everything. `sparse`: to pages that it selects, by
+            the plan's policy if that is `none` or `nosa` (NOSA^S), else by its own scores alone.
         graph: run steps after the first one as a CUDA graph.
 
     Attributes:
@@ -98,21 +113,33 @@ class OffloadedDecoder:
 
     Raises:
         PatternError: if the pattern does not fit the model.
-        SearchError: if the plan is not supported, host memory does not suffice, or there is no device for a graph.
+        SearchError: if the plan is not supported, the model lacks trained heads, host memory does not suffice, or there
+            is no device for a graph.
     """
 
-    def __init__(self, model: Any, pattern: Pattern, requests: int, room: int, *, graph: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        pattern: Pattern,
+        requests: int,
+        room: int,
+        *,
+        prefill: Prefill = "dense",
+        graph: bool = False,
+    ) -> None:
         selection, config = pattern.selection, model.config
         pattern.check_fits(config.num_hidden_layers)
         check_layers(model)
         if selection is None or selection.score != COMPRESSED_KEYS or selection.buffer_pages is None:
             raise SearchError(f"plan {pattern.key} can't be offloaded, expected {COMPRESSED_KEYS} and buffer_pages")
-        if selection.steps.policy not in POLICIES:
-            raise SearchError(f"steps are {selection.steps}, expected one of {', '.join(POLICIES)}")
+        if prefill not in ("dense", "sparse"):
+            raise SearchError(f"prefill is {prefill!r}, expected dense or sparse")
         if graph and model.device.type != "cuda":
             raise SearchError(f"the model is on device {model.device}, expected a CUDA device for a graph")
         self._model, self._pattern, self._selection = model, pattern, selection
         self._groups, self._dim = key_heads(config)
+        self._own_rows = rows_a_sequence(selection, self._groups)  # of a request
+        self._trained, self._prefill = trained_importance(model, selection), prefill
         self._requests, self._blocks, self._size = requests, -(-room // selection.page_tokens), selection.page_tokens
         self._check_memory()
         self._slots = selection.buffer_pages
@@ -127,12 +154,15 @@ class OffloadedDecoder:
         self._graph, self._warm = graph, False
         self._captured: torch.cuda.CUDAGraph | None = None
         self._logits = torch.empty(0)
-        self._filled = torch.empty(0)  # blocks that the previous tokens filled, `[B, 1]`, int32; -1 for none
+        self._filled = torch.empty(0)  # blocks that the previous tokens filled, `[rows, 1]`, int32; -1 for none
         self._choice: _Choice | None = None  # of the nearest selecting layer
 
     @property
     def misses(self) -> dict[int, int]:
-        """Blocks copied to the device, by selecting layer, summed over requests and steps."""
+        """Blocks copied to the device, by selecting layer, summed over requests and steps.
+
+        With `heads: key` blocks of one key head, summed over key heads, too.
+        """
         return dict(zip(self._choosers, self._missed.tolist(), strict=True))
 
     def _check_memory(self) -> None:
@@ -159,7 +189,18 @@ class OffloadedDecoder:
     def _layer(self, role: str) -> _Layer:
         blocks = self._blocks if role == DENSE else self._slots + 1
         device = self._new(2, self._requests, self._groups, blocks * self._size, self._dim)
-        return _Layer(device, None if role == DENSE else self._in_host_memory())
+        if role == DENSE:
+            return _Layer(device, None)
+        shape = (self._requests, self._groups, self._blocks, self._size)
+        bias = torch.zeros(shape, device=self._model.device) if self._biased else None
+        return _Layer(device, self._in_host_memory(), bias)
+
+    @property
+    def _biased(self) -> bool:
+        """Whether trained heads add to the scaled products."""
+        if self._trained is None:
+            return False
+        return self._trained.bias(0, self._new(1, self._groups, 1, self._dim)) is not None
 
     def _in_host_memory(self) -> Tensor:
         """Allocate `_Layer.host`."""
@@ -167,13 +208,15 @@ class OffloadedDecoder:
 
     def _chooser(self, number: int) -> _Chooser:
         chunks = max(0, (self._blocks * self._size - CHUNK) // STRIDE + 1)
-        device = self._model.device
+        device, rows = self._model.device, self._requests * self._own_rows
         return _Chooser(
             number,
             self._new(self._requests, self._groups, chunks + 1, self._dim),
             self._new(self._requests, self._groups, CHUNK, self._dim),
-            torch.full((self._requests, self._blocks), torch.nan, device=device),
-            BlockBuffer.empty(self._requests, self._slots, device),
+            StepMemory(rows, self._blocks, device),
+            torch.zeros(rows, self._size, device=device),
+            torch.zeros(rows, self._blocks + 1, device=device),
+            BlockBuffer.empty(rows, self._slots, device),
         )
 
     @torch.inference_mode()
@@ -186,19 +229,36 @@ class OffloadedDecoder:
         length, least, room = len(tokens), self._selection.tokens, self._blocks * self._size
         if not least < length < room:
             raise SearchError(f"a prompt has {length} tokens, expected more than {least} and fewer than {room}")
-        past = DynamicCache(config=self._model.config)
-        for part in torch.split(tokens[None], READ_AT_ONCE, 1):
-            logits: Tensor = self._model(
-                part, **cache_argument(self._model, past), use_cache=True, logits_to_keep=1
-            ).logits
+        past, reading = DynamicCache(config=self._model.config), self._reading()
+        with reading or nullcontext():
+            for part in torch.split(tokens[None], ROWS if reading else READ_AT_ONCE, 1):
+                logits: Tensor = self._model(
+                    part, **cache_argument(self._model, past), use_cache=True, logits_to_keep=1
+                ).logits
         self.lengths[request] = length
         self._positions[request] = length
         for number, layer in enumerate(self._layers):
             item = torch.cat([past.layers[number].keys, past.layers[number].values])  # [2, G, length, D]
             self._put(request, layer, item)
+            values = past.layers[number].values
+            if layer.bias is not None and self._trained is not None:
+                bias = self._trained.bias(number, values)
+                assert bias is not None
+                layer.bias[request].flatten(1)[:, :length] = bias[0]
             if number in self._choosers:
-                self._begin(request, self._choosers[number], item[0])
+                self._begin(request, number, item[0], values)
         return logits[0, -1]
+
+    def _reading(self) -> AbstractContextManager[None] | None:
+        """Return the roles by which a prompt is read in parts of `ROWS` tokens; `None` if the model reads it alone."""
+        if self._prefill == "dense" and not self._biased:
+            return None
+        selection = self._selection
+        if selection.steps.policy != "nosa":
+            selection = replace(selection, steps=NO_MEMORY)
+        everything = torch.ones(1, ROWS, dtype=torch.bool, device=self._model.device)
+        pattern = replace(self._pattern, selection=selection)
+        return apply_page_roles(self._model, pattern, everything if self._prefill == "dense" else None)
 
     def _put(self, request: int, layer: _Layer, item: Tensor) -> None:
         """Store a prompt's keys and values; the buffer begins with the last full blocks."""
@@ -213,17 +273,24 @@ class OffloadedDecoder:
         own[:, :, : (full - first) * size] = item[:, :, first * size : full * size]
         own[:, :, self._slots * size : self._slots * size + length - full * size] = item[:, :, full * size :]
 
-    def _begin(self, request: int, chooser: _Chooser, keys: Tensor) -> None:
-        length, full = keys.shape[1], (keys.shape[1] - 1) // self._size
+    def _begin(self, request: int, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Begin a request of a selecting layer with a prompt's keys `[G, L, D]` and values `[1, G, L, D]`."""
+        chooser, length, full = self._choosers[layer], keys.shape[1], (keys.shape[1] - 1) // self._size
+        rows = slice(request * self._own_rows, (request + 1) * self._own_rows)
         compressed = compress_keys(keys[None])[0]
         chooser.compressed[request, :, : compressed.shape[1]] = compressed
         last = torch.arange(length - CHUNK, length, device=keys.device)
         chooser.last[request, :, last % CHUNK] = keys[:, last]
-        chooser.average[request] = torch.nan
+        chooser.memory.steps[rows] = 0
+        if self._selection.steps.policy == "nosa":
+            tokens = token_importance(self._trained, layer, values, self._selection)
+            found = importance(tokens, self._selection)
+            chooser.importance[rows, : found.shape[1]] = found
+            chooser.tokens[rows, : length - full * self._size] = tokens[:, full * self._size :]
         held = torch.arange(max(0, full - self._slots), full, dtype=torch.int32, device=keys.device)
         slot = torch.arange(self._slots, dtype=torch.int32, device=keys.device)
-        chooser.buffer.blocks[request] = F.pad(held, (0, self._slots - len(held)), value=-1)
-        chooser.buffer.order[request] = torch.cat([slot[len(held) :], slot[: len(held)]])  # empty ones go first
+        chooser.buffer.blocks[rows] = F.pad(held, (0, self._slots - len(held)), value=-1)
+        chooser.buffer.order[rows] = torch.cat([slot[len(held) :], slot[: len(held)]])  # empty ones go first
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
@@ -251,7 +318,8 @@ class OffloadedDecoder:
     def _forward(self) -> None:
         """Run a step on tensors at fixed addresses; nothing waits for the device, so that a CUDA graph can hold it."""
         block = self._positions // self._size - 1
-        self._filled = torch.where(self._positions % self._size == 0, block, -1).int()[:, None]
+        filled = torch.where(self._positions % self._size == 0, block, -1).int()[:, None]
+        self._filled = filled.repeat_interleave(self._own_rows, 0)
         with attending(self._model, "indexcache_offloaded", self._attend, lambda *_, **__: None):
             logits: Tensor = self._model(
                 self._tokens[:, None],
@@ -268,7 +336,8 @@ class OffloadedDecoder:
         layer, chooser, size = self._layers[call.layer], self._choosers.get(call.layer), self._size
         positions, new = self._positions, torch.stack([key, value]).transpose(0, 1)
         if chooser is not None:
-            self._remember(chooser, key)
+            self._remember(call.layer, key, value)
+        bias = None
         if layer.host is None:
             layer.device[:, self._rows, :, positions] = new
             block = torch.arange(self._blocks, dtype=torch.int32, device=query.device)
@@ -285,51 +354,83 @@ class OffloadedDecoder:
             layer.device[:, self._rows, :, written] = new
             tail = torch.full_like(self._choice.slots[:, :1], self._slots)
             blocks, lengths = torch.cat([self._choice.slots, tail], 1), written + 1
+            if self._selection.heads != JOINT:
+                blocks = blocks.view(self._requests, self._groups, -1)
+            bias = self._bias(call.layer, layer, value, self._choice)
         keys, values = layer.device
-        out = block_attention(query, keys, values, blocks, scale=call.scaling, block_tokens=size, lengths=lengths.int())
+        out = block_attention(
+            query,
+            keys,
+            values,
+            blocks,
+            scale=call.scaling,
+            block_tokens=size,
+            lengths=lengths.int(),
+            bias=bias,
+        )
         if chooser is not None:
             if layer.host is None:
                 self._choice = self._choose(call.layer, query, call.scaling)
             self._copy_for_shared(call.layer)
         return out[:, None]
 
-    def _remember(self, chooser: _Chooser, key: Tensor) -> None:
-        """Store the new keys, `[B, G, D]`, and the compressed keys that they complete."""
+    def _bias(self, number: int, layer: _Layer, value: Tensor, choice: _Choice) -> Tensor | None:
+        """Store the bias of the new values, `[B, G, D]`, and return that of the slots' tokens, `[B, G, tokens]`."""
+        if layer.bias is None or self._trained is None:
+            return None
+        new = self._trained.bias(number, value[:, :, None])
+        assert new is not None
+        newest = self._positions // self._size
+        layer.bias[self._rows, :, newest, self._positions % self._size] = new[:, :, 0]
+        held = choice.held.clamp_min(0).view(self._requests, self._own_rows, -1).expand(-1, self._groups, -1)
+        held = torch.cat([held, newest[:, None, None].expand(-1, self._groups, 1)], 2)  # [B, G, slots + 1]
+        return layer.bias.gather(2, held[..., None].long().expand(-1, -1, -1, self._size)).flatten(2)
+
+    def _remember(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store what selections need of new keys and values, `[B, G, D]`: compressed keys, importance of blocks."""
+        chooser = self._choosers[layer]
         chooser.last[self._rows, :, self._positions % CHUNK] = key
         begins, dummy = self._positions + 1 - CHUNK, chooser.compressed.shape[2] - 1
         number = torch.where((begins >= 0) & (begins % STRIDE == 0), begins // STRIDE, dummy)
         chooser.compressed[self._rows, :, number] = chooser.last.float().mean(2).to(key.dtype)
+        if self._selection.steps.policy != "nosa":
+            return
+        position = self._positions.repeat_interleave(self._own_rows)
+        row = torch.arange(len(position), device=position.device)
+        tokens = token_importance(self._trained, layer, value[:, :, None], self._selection)[:, 0]
+        chooser.tokens[row, position % self._size] = tokens
+        full = (position + 1) % self._size == 0
+        block = torch.where(full, position // self._size, self._blocks)
+        chooser.importance[row, block] = importance(chooser.tokens, self._selection)[:, 0]
 
     def _choose(self, number: int, query: Tensor, scale: float) -> _Choice:
         """Select blocks beside the one being written, and assign them slots in the buffer."""
-        chooser, rows = self._choosers[number], self._by_group
+        chooser, expand = self._choosers[number], self._by_group
         requested = self._requested(number, query, scale)
         slots, needs_copy = swap_blocks(requested, self._filled[:, 0], chooser.buffer)
         self._missed[chooser.number] += needs_copy.sum()
         filled = torch.where(requested == self._filled, slots, -1).amax(1, keepdim=True)
-        return _Choice(slots, (rows(requested), rows(slots), rows(needs_copy)), rows(filled))
+        copies = (expand(requested), expand(slots), expand(needs_copy))
+        return _Choice(slots, chooser.buffer.blocks, copies, expand(filled))
 
     def _by_group(self, item: Tensor) -> Tensor:
-        """Repeat `[B, ...]` for keys and values of every key head, `[2 B G, ...]`."""
-        return item.repeat_interleave(self._groups, 0).repeat(2, 1)
+        """Repeat `[rows, ...]` for keys and values of every key head, `[2 B G, ...]`."""
+        return item.repeat_interleave(self._groups // self._own_rows, 0).repeat(2, 1)
 
     def _requested(self, number: int, query: Tensor, scale: float) -> Tensor:
-        """Select blocks by score, `[B, K]`, int32, ascending."""
+        """Select blocks by the plan's policy, `[rows, K]`, int32, ascending."""
         selection, chooser, size = self._selection, self._choosers[number], self._size
         lengths = (self._positions + 1).int()
-        scores = block_scores(query, chooser.compressed, lengths, scale=scale, block_tokens=size)[:, : self._blocks]
-        if selection.steps.policy == "ema":
-            assert selection.steps.beta is not None
-            averaged = selection.steps.beta * chooser.average + (1 - selection.steps.beta) * scores
-            chooser.average.copy_(torch.where(averaged.isnan(), scores, averaged))
-            scores = chooser.average.clone()
+        scores = block_scores(
+            query, chooser.compressed, lengths, scale=scale, block_tokens=size, heads=selection.heads
+        )[..., : self._blocks].reshape(-1, self._blocks)
         block = torch.arange(self._blocks, device=query.device)
-        newest = (self._positions // size)[:, None]
-        fixed = (block < selection.sink_pages) | (block > newest - selection.recent_pages)
-        scores.masked_fill_(fixed, torch.inf).masked_fill_(block >= newest, -torch.inf)
-        # A compressed key in two blocks gives both one score. The lower one goes first, as in the reference.
-        ranked = scores.sort(dim=1, descending=True, stable=True).indices
-        return ranked[:, : selection.pages - 1].sort(1).values.int()
+        newest = (self._positions // size).repeat_interleave(self._own_rows)[:, None]
+        open_ = (block >= selection.sink_pages) & (block <= newest - selection.recent_pages)
+        always = (block <= newest) & ~open_
+        kept = chooser.memory.choose(selection, scores, always, open_, chooser.importance[:, : self._blocks])
+        chosen = torch.where(kept & (block < newest), block, self._blocks)
+        return chosen.sort(1).values[:, : selection.pages - 1].int()
 
     def _copy_missing(self, layer: _Layer) -> None:
         """Copy the selected blocks that a layer misses."""

@@ -194,8 +194,11 @@ def misses_figure(plans: Sequence[PlanTraffic]) -> Markup:
     figure, axes = blank(8, 3.6)
     for number, plan in enumerate(plan for plan in plans if plan.buffers):
         times = [buffer.times for buffer in plan.buffers]
-        exposed = [plan.item * buffer.exposed.mean for buffer in plan.buffers]
-        everything = [plan.item * (buffer.exposed.mean + buffer.hidden.mean) for buffer in plan.buffers]
+        everything = [buffer.bytes_a_step / plan.kv_bytes for buffer in plan.buffers]
+        exposed = [
+            tokens * buffer.exposed.mean / max(buffer.exposed.mean + buffer.hidden.mean, 1e-9)
+            for tokens, buffer in zip(everything, plan.buffers, strict=True)
+        ]
         colour = f"C{number}"
         axes.plot(times, everything, color=colour, marker="o", markersize=4, linewidth=1.2, label=plain(plan.name))
         axes.plot(times, exposed, color=colour, marker="o", markersize=3, linewidth=1.0, linestyle="--")

@@ -261,8 +261,7 @@ class _Counter:
         followers = np.array([pattern.source_layers.count(layer) - 1 for layer in layers], np.int64)
         exposed, hidden = self._a_step(pattern, misses @ own), self._a_step(pattern, misses @ followers)
         by_layer = {layer: self._a_step(pattern, misses[:, at]).mean for at, layer in enumerate(layers)}
-        item_bytes = size_of.item * size_of.kv
-        stall = stall_ms(pattern, by_layer, item_bytes, server)
+        stall = stall_ms(pattern, by_layer, size_of.miss, server)
         held = size_of.on_device(pattern, size * size_of.item, self.context)
         in_sglang = DENSE not in pattern.roles and pattern.selection is None
         return Buffer(
@@ -271,7 +270,7 @@ class _Counter:
             exposed=exposed,
             hidden=hidden,
             by_layer=by_layer,
-            bytes_a_step=(exposed.mean + hidden.mean) * item_bytes,
+            bytes_a_step=(exposed.mean + hidden.mean) * size_of.miss,
             device_bytes=held,
             stall_ms=stall,
             step_ms=None if stall is None or server.step_ms is None else server.step_ms + stall,
