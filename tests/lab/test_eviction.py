@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -19,7 +20,7 @@ from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.pages import apply_page_roles, attention_in_blocks
 from indexcache_search.lab.cli import app
-from indexcache_search.lab.eviction.heads import FILE, EvictionHeads, attach, attach_saved
+from indexcache_search.lab.eviction.heads import FILE, BiasUse, EvictionHeads, attach, attach_saved
 from indexcache_search.lab.eviction.task import EvictionTask
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.errors import PatternError
@@ -104,6 +105,37 @@ def test_the_bias_is_equation_8() -> None:
         assert torch.equal(heads.attend(1, attend, query, key, value, mask), attend(query, key, value, mask)[0])
 
 
+@pytest.mark.parametrize("use", ["always", "training"])
+@pytest.mark.parametrize("detach", [False, True])
+def test_values_get_a_gradient_through_the_bias(use: BiasUse, detach: bool) -> None:
+    """That of equation 8, also written for a value's two places: what is added up, and what the bias is made of."""
+    generator = torch.Generator().manual_seed(3)
+    heads = EvictionHeads(1, 2, 4, use, detach=detach)
+    with torch.no_grad():
+        heads.scale.copy_(torch.tensor([[0.9, -0.6]]))
+    query, key, value = (torch.randn(1, groups, 7, 4, generator=generator) for groups in (4, 2, 2))
+    direction = torch.randn(1, 7, 4, 4, generator=generator)
+    mask = torch.zeros(1, 1, 7, 7)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor]:
+        products = query @ key.repeat_interleave(2, 1).mT * 0.5 + mask
+        return ((products.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2),)
+
+    mine = value.clone().requires_grad_()
+    (heads.attend(0, attend, query, key, mine, mask) * direction).sum().backward()
+    added, judged = (value.double().requires_grad_() for _ in range(2))
+    vectors = judged[0].transpose(0, 1).flatten(1)
+    bias = heads.scale[0].double()[:, None] * F.softplus(heads.weight[0].double() @ vectors.T)
+    weights = (
+        query.double() @ key.double().repeat_interleave(2, 1).mT * 0.5 + bias.repeat_interleave(2, 0)[:, None]
+    ).exp()
+    out = weights / weights.sum(-1, keepdim=True) @ added.repeat_interleave(2, 1)
+    (out.transpose(1, 2) * direction).sum().backward()
+    assert added.grad is not None and judged.grad is not None and judged.grad.abs().max() > 0.05
+    expected = added.grad if detach else added.grad + judged.grad
+    torch.testing.assert_close(mine.grad, expected.float(), rtol=1e-4, atol=1e-5)
+
+
 def test_heads_choose_what_no_query_changes() -> None:
     """Of four pages two are open: one by the query, the other by the heads, who say the same to all queries."""
     model, seen = dense_model(), {}
@@ -177,8 +209,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-OPTIONS = ["--seq-len", 160, "--num-sequences", 8, "--num-eval-sequences", 2, "--steps", 4,
-           "--batch-size", 2, "--selection", "page_tokens=32,pages=3,recent_pages=2,sink_pages=0",
+PAGES = "page_tokens=32,pages=3,recent_pages=2,sink_pages=0"
+OPTIONS = ["--seq-len", 160, "--num-sequences", 8, "--num-eval-sequences", 2, "--steps", 4, "--batch-size", 2,
            "--every", "checkpoint=2,evaluate=2,show=1", "--ramp-steps", 1, "--device", "cpu"]  # fmt: skip
 HEADS = "query_pages=1"
 
@@ -194,6 +226,7 @@ def train(model: Path, data: Path, output: Path, *more: Any) -> tuple[int, str]:
         output,
         *OPTIONS,
         *(() if "--heads" in more else ("--heads", HEADS)),
+        *(() if "--selection" in more else ("--selection", PAGES)),
         *more,
     ]
     done = CliRunner().invoke(app, [str(word) for word in words])
@@ -243,6 +276,8 @@ def test_heads_alone(trained: Path, dense_folder: Path) -> None:
     [
         pytest.param([], marks=pytest.mark.slow),
         pytest.param(["--body", "lr=1e-3"], marks=pytest.mark.slow),
+        ["--selection", f"{PAGES},heads=key"],
+        pytest.param(["--heads", f"{HEADS},detach=yes", "--body", "lr=1e-3"], marks=pytest.mark.slow),
         ["--engine", "gradient_checkpointing=no", "--heads", f"{HEADS},bias=training", "--body", "lr=1e-3"],
     ],
 )
@@ -275,6 +310,26 @@ def test_a_killed_run_goes_on_exactly(
     metrics = json.loads((killed / "metrics.json").read_text())
     code, text = train(dense_folder, texts, killed, *more)
     assert code == 0 and json.loads((killed / "metrics.json").read_text())["rows"] == metrics["rows"]
+
+
+def test_variants_are_other_runs(dense_folder: Path, texts: Path, tmp_path: Path, trained: Path) -> None:
+    """Key heads that choose for themselves, and values without a gradient; both are said where they are looked for."""
+    found = {}
+    for name, more in (
+        ("key", ["--heads", f"{HEADS},lr=0.1", "--selection", f"{PAGES},heads=key"]),
+        ("detach", ["--heads", f"{HEADS},lr=0.1,detach=yes"]),
+    ):
+        code, text = train(dense_folder, texts, tmp_path / name, *more)
+        assert code == 0, text
+        found[name] = load_file(tmp_path / name / "model" / FILE)
+        assert json.loads((tmp_path / name / "metrics.json").read_text())["settings"]["detach"] == (name == "detach")
+    mine = load_file(trained / "model" / FILE)
+    for other in found.values():
+        assert not torch.equal(other["weight"], mine["weight"])
+    plan = PatternFile.load(tmp_path / "key" / "pattern.yaml").as_pattern()
+    assert str(plan.selection) == "32|3|2|0|compressed_keys|nosa:1:heads||key"
+    code, text = train(dense_folder, texts, tmp_path / "key")
+    assert code == 2 and "belongs to a run with" in " ".join(text.split())
 
 
 def test_gradient_checkpointing_changes_nothing(dense_folder: Path, texts: Path, tmp_path: Path, trained: Path) -> None:
@@ -312,6 +367,8 @@ def test_losses_that_are_no_numbers_end_it(
         (["--loss", "own"], "No such option: --loss"),
         (["--warmup-steps", 3], "No such option: --warmup-steps"),
         (["--lr", 0.2], "No such option: --lr; expected --heads lr=VALUE"),
+        (["--selection", f"{PAGES},heads=all"], "heads: found 'all', expected one of joint, key"),
+        (["--detach"], "No such option: --detach; expected --heads detach=VALUE"),
         (
             ["--selection", "page_tokens=16,pages=3,recent_pages=2,sink_pages=0"],
             "nosa with page_tokens 16 and recent_pages 2, expected at least 32 and 2",

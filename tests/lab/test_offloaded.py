@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from indexcache_kernels import BlockBuffer, swap_blocks
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.pages import apply_page_roles
-from indexcache_search.lab.eviction.heads import BiasUse, EvictionHeads, attach
+from indexcache_search.lab.eviction.heads import attach
 from indexcache_search.lab.offload import decoder as offloaded
 from indexcache_search.lab.offload.decoder import OffloadedDecoder, Prefill
 from sglang_indexcache import Pattern
@@ -23,6 +23,7 @@ from sglang_indexcache.errors import PatternError
 from sglang_indexcache.lru_buffer import LruBuffer
 from sglang_indexcache.pattern.reuse import NO_MEMORY, ReusePolicy
 from sglang_indexcache.pattern.selection import Heads, Selection
+from tests.lab.test_eviction import heads_for
 from tests.search.test_pages import dense_model
 
 PLAN = Selection(page_tokens=16, pages=5, recent_pages=2, sink_pages=1, score="compressed_keys", buffer_pages=7)
@@ -39,14 +40,6 @@ def decoder_of(pattern: Pattern, requests: int, prefill: Prefill = "dense") -> t
     if pattern.selection.steps.importance:
         attach(model, heads_for(model))
     return model, OffloadedDecoder(model, pattern, requests, 256, prefill=prefill, graph=DEVICE == "cuda")
-
-
-def heads_for(model: Any, use: BiasUse = "always") -> EvictionHeads:
-    """Heads that say something."""
-    heads = EvictionHeads.like(model.config, use, 0)
-    with torch.no_grad():
-        heads.scale.copy_(torch.randn(heads.scale.shape, generator=torch.Generator().manual_seed(0)))
-    return heads
 
 
 def sequences(lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:

@@ -25,6 +25,7 @@ class HeadsChoice:
 
     lr: Annotated[float, RATE] = 1e-2
     bias: Literal["always", "training"] = "always"
+    detach: bool = False
     query_pages: Annotated[int, TOKENS] = 8
 
 
@@ -62,7 +63,8 @@ def eviction(
         settings(
             HeadsChoice,
             "Keys: lr (peak learning rate; 1e-2), bias (always: added wherever pages are chosen; training: for the"
-            " heads' gradients alone), query_pages (that a query chooses; the heads choose the others; 8).",
+            " heads' gradients alone), detach (values get no gradient through the bias, unlike in the official code;"
+            " no), query_pages (that a query chooses; the heads choose the others; 8).",
         ),
     ] = None,
     body: Annotated[
@@ -118,6 +120,7 @@ def eviction(
         learning = EvictionSettings(
             pattern=replace(spec.pattern(description), selection=chosen),
             use=head.bias,
+            detach=head.detach,
             body=body is not None,
             steps=steps,
             heads_lr=head.lr,

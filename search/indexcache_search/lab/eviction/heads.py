@@ -28,8 +28,8 @@ class EvictionHeads(nn.Module):
 
         b[g, t] = scale[g] softplus(weight[g] . v[t]),  v[t] the values of all key heads one after the other
 
-    It is added to the scaled products before the softmax (equation 8), which gives it a gradient. The scale begins at
-    0, so that nothing changes at first.
+    It is added to the scaled products before the softmax (equation 8), which gives it a gradient, and the values a
+    further one, as in the official code. The scale begins at 0, so that nothing changes at first.
 
     Args:
         layers: layers of the model.
@@ -37,26 +37,29 @@ class EvictionHeads(nn.Module):
         dim: dimensions of a value.
         use: `always` adds it wherever pages are selected (the paper's ED-DMA); `training` uses its gradient only, and
             attends without it (S-DMA), like kernels without a bias.
+        detach: give values no gradient through the bias.
     """
 
-    def __init__(self, layers: int, groups: int, dim: int, use: BiasUse) -> None:
+    def __init__(self, layers: int, groups: int, dim: int, use: BiasUse, *, detach: bool = False) -> None:
         super().__init__()
-        self.use = use
+        self.use, self.detach = use, detach
         width = groups * dim
         self.weight = nn.Parameter(torch.randn(layers, groups, width) * width**-0.5)
         self.scale = nn.Parameter(torch.zeros(layers, groups))
 
     @classmethod
-    def like(cls, config: Any, use: BiasUse, seed: int) -> Self:
+    def like(cls, config: Any, use: BiasUse, seed: int, *, detach: bool = False) -> Self:
         """Make heads for a model of this configuration; `seed` decides the weights."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return cls(config.num_hidden_layers, *key_heads(config), use)
+            return cls(config.num_hidden_layers, *key_heads(config), use, detach=detach)
 
     def forward(self, layer: int, value: Tensor) -> Tensor:
-        """Compute `[batch, key_heads, keys]` float32 of `[batch, key_heads, keys, dim]`; values get no gradient."""
+        """Compute `[batch, key_heads, keys]` float32 of `[batch, key_heads, keys, dim]`."""
         with torch.autocast(value.device.type, enabled=False):
-            vectors = value.detach().float().transpose(1, 2).flatten(2)  # [batch, keys, key_heads * dim]
+            vectors = (
+                (value.detach() if self.detach else value).float().transpose(1, 2).flatten(2)
+            )  # [batch, keys, key_heads * dim]
             bias = F.softplus(vectors @ self.weight[layer].float().mT) * self.scale[layer].float()
         return bias.transpose(1, 2)
 

@@ -90,7 +90,7 @@ def _prepared(loaded: Any, settings: EvictionSettings, runtime: TrainingRuntime,
         loaded = loaded.float()
     if processes.device.type == "cpu":
         loaded.set_attn_implementation("eager")
-    attach(loaded, EvictionHeads.like(loaded.config, settings.use, settings.seed))
+    attach(loaded, EvictionHeads.like(loaded.config, settings.use, settings.seed, detach=settings.detach))
     if runtime.gradient_checkpointing:
         checkpoint_gradients(loaded)
     return loaded

@@ -37,6 +37,7 @@ class EvictionSettings(TrainingSettings):
 
     Attributes:
         use: when the heads' bias is added, see `EvictionHeads`.
+        detach: give values no gradient through the bias.
         body: train the model, too, by the language modelling loss. Otherwise only the heads learn, from the divergence
             to the model with attention to everything.
         steps: number of steps.
@@ -44,6 +45,7 @@ class EvictionSettings(TrainingSettings):
     """
 
     use: BiasUse
+    detach: bool
     body: bool
     steps: int
     heads_lr: float
