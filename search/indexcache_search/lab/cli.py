@@ -8,6 +8,7 @@ from indexcache_search.cli.command import Version
 from indexcache_search.lab.edge import cli as edge
 from indexcache_search.lab.eviction import cli as eviction
 from indexcache_search.lab.key_delta import cli as key_delta
+from indexcache_search.lab.released import cli as released
 
 app = typer.Typer(name="indexcache-lab", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -19,4 +20,5 @@ def lab(version: Version = False) -> None:
 
 app.add_typer(key_delta.app, name="key-delta")
 app.add_typer(eviction.app)
+app.add_typer(released.app)
 app.add_typer(edge.app)

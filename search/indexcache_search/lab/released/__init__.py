@@ -1,0 +1,1 @@
+"""Released checkpoints of NOSA and InfLLM-V2 as plain Llama models, with their selection as a plan."""
