@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from indexcache_kernels import BlockBuffer, swap_blocks
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.identity import today
@@ -263,6 +264,37 @@ def test_pages_that_decoding_chooses_are_numbered() -> None:
             at = 40 - STEPS + step
             expected = seen[layer][0, at, : at // 4 + 1].nonzero()[:, 0].tolist()
             assert row.tolist() == expected and len(expected) == 3
+
+
+def test_key_heads_miss_pages_of_their_own(tmp_path: Path) -> None:
+    """Each has a buffer; what the simulator counts is what the swap kernel copies behind the first step."""
+    engine, data = tiny_engine(tiny_dense_config()), random_tokens(2, 40)
+    selection = replace(PAGES, pages=3, recent_pages=1, heads="key")
+    given = replace(data, prompt=np.broadcast_to(np.arange(40) < 40 - STEPS, (2, 40)))
+    pattern, newest = Pattern("DFSDSF", selection), [at // 4 for at in range(40 - STEPS, 40)]
+    with Journal(tmp_path, {"a": 1}, today()) as journal:
+        misses = count_misses(engine, given, journal, pattern, sizes=(3, 5), steps=STEPS)
+    for row in range(2):
+        selected = engine.selections(pattern, given, row, STEPS)
+        for number, layer in enumerate(selecting_layers(pattern)):
+            rows = selected[layer]
+            assert rows.shape == (2, STEPS, 3) and (rows[0] != rows[1]).any()
+            for size, found in zip((3, 5), misses[row, :, number], strict=True):
+                assert found == sum(page_misses(own, size, newest) for own in rows) > 0
+                assert found == sum(copied(own, size, newest) for own in rows)
+
+
+def copied(steps: Any, size: int, newest: list[int]) -> int:
+    """Blocks that `swap_blocks` marks behind the first step, in a buffer that begins with the prompt's last pages."""
+    buffer, before, count = BlockBuffer.empty(1, size), newest[0], 0
+    first = torch.arange(max(0, before + 1 - size), before + 1, dtype=torch.int32)[None]
+    none = torch.tensor([-1], dtype=torch.int32)
+    swap_blocks(first, none, buffer)
+    for number, (chosen, page) in enumerate(zip(steps, newest, strict=True)):
+        new_block = torch.tensor([page], dtype=torch.int32) if page != before else none
+        needs_copy = swap_blocks(torch.from_numpy(chosen)[None], new_block, buffer)[1]
+        count, before = count + (int(needs_copy.sum()) if number else 0), page
+    return count
 
 
 def test_pages_are_counted_by_hand() -> None:

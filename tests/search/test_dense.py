@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from itertools import pairwise
@@ -28,7 +29,7 @@ from sglang_indexcache.errors import ModelConfigError, PatternError, SpellingErr
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.dense_gqa import DENSE_GQA
 from sglang_indexcache.model.checkpoint import Checkpoint
-from sglang_indexcache.pattern.selection import DEFAULT
+from sglang_indexcache.pattern.selection import DEFAULT, Heads, Selection
 from sglang_indexcache.serving.preflight import refused_flags
 from tests.conftest import (
     LAYERS,
@@ -111,6 +112,12 @@ def test_check_shows_the_selection(dense_folder: Path, tmp_path: Path, capsys: p
     text = capsys.readouterr().out
     assert "2 of 6 layers D, fingerprint " in text
     assert "selection 4 pages of 4 tokens (1 recent), by token_max\n" in text
+    pattern_file(Pattern("DSSDSS", replace(PAGES, heads="key")), tiny_dense_config(), dense_folder.name).save(path)
+    assert check([str(path), "--model", str(dense_folder)]) == 1
+    text = capsys.readouterr().out
+    assert "by token_max, for each key head\n" in text
+    assert "problem: selection 4|4|1|0|token_max|none||key is not served yet: heads is key, expected joint" in text
+    pattern_file(Pattern("DSSDSS", PAGES), tiny_dense_config(), dense_folder.name).save(path)
     assert "     4      4  S              3\n" in text
     assert check([str(path), "--model", str(dense_folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["selection"]["pages"] == 4
@@ -179,11 +186,11 @@ def test_templates_that_rewrite_are_refused(tmp_path: Path) -> None:
 # -- the engine
 
 
-def engine(**options: Any) -> TransformersEngine:
+def engine(selection: Selection = PAGES, **options: Any) -> TransformersEngine:
     config = tiny_dense_config()
     model = tiny_model(config)
     model.set_attn_implementation("eager")
-    return TransformersEngine(model, DENSE_GQA.checkpoint.selecting(describe(config, "tiny"), PAGES), **options)
+    return TransformersEngine(model, DENSE_GQA.checkpoint.selecting(describe(config, "tiny"), selection), **options)
 
 
 PATTERNS = [Pattern(roles, PAGES) for roles in ("DDDDDD", "DSSDSS", "DSSSSS", "DDSSSS", "DSDSDF", "DSSDSD", "DFSSSS")]
@@ -252,9 +259,11 @@ def test_overlap_is_that_of_pages() -> None:
     assert (found >= 1 / PAGES.pages).all() and found.min() < 1.0  # the recent page is everybody's
 
 
-def test_signals_are_those_of_the_definitions() -> None:
-    """Of one sequence, against attention weights that transformers itself gives out."""
-    data, reference = random_tokens(1, 40, first_sparse_position=16), engine()
+@pytest.mark.parametrize("heads", ["joint", "key"])
+def test_signals_are_those_of_the_definitions(heads: Heads) -> None:
+    """Of one sequence, against attention weights that transformers itself gives out; of the worst key head."""
+    data = random_tokens(1, 40, first_sparse_position=16)
+    reference = engine(replace(PAGES, heads=heads))
     rows = list(range(16, 40, 23))
     signals = reference.page_signals(data, 2)
     tokens = torch.from_numpy(data.tokens.astype(np.int64))
@@ -275,9 +284,12 @@ def test_signals_are_those_of_the_definitions() -> None:
         shares = []
         for source in range(layer + 1):
             held = []
-            for row in rows:
-                mass = weights[layer][:, row].mean(0).view(-1, PAGES.page_tokens).sum(1)
-                own, other = (kept[item][0, row] for item in (layer, source))
+            choosers = len(kept[layer])
+            assert choosers == (1 if heads == "joint" else 2)
+            for row, chooser in itertools.product(rows, range(choosers)):
+                by_head = weights[layer].chunk(choosers)[chooser]
+                mass = by_head[:, row].mean(0).view(-1, PAGES.page_tokens).sum(1)
+                own, other = (kept[item][chooser, row] for item in (layer, source))
                 held.append((mass[other].sum() / mass[own].sum()).item())
             shares.append(min(held))
         assert np.allclose(recall[layer, : layer + 1] / recall[layer, layer], shares, atol=1e-4)
