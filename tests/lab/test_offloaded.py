@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from indexcache_kernels import BlockBuffer, swap_blocks
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.pages import apply_page_roles
-from indexcache_search.lab.eviction.heads import attach
+from indexcache_search.lab.eviction.heads import BiasUse, attach
 from indexcache_search.lab.offload import decoder as offloaded
 from indexcache_search.lab.offload.decoder import OffloadedDecoder, Prefill
 from sglang_indexcache import Pattern
@@ -88,9 +88,10 @@ CASES = [
 )
 @pytest.mark.parametrize("roles", ["FFFFFF", "FSSDSF", "DFSSDD"])
 def test_it_decodes_what_the_reference_computes(
-    roles: str, steps: str, buffer: int, heads: Heads, prefill: Prefill
+    roles: str, steps: str, buffer: int, heads: Heads, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests of three lengths, over the ends of several blocks; it brings what simulator and kernel count."""
+    monkeypatch.setattr(offloaded, "ROWS", 64)  # prompts are read in parts
     plan, lengths = (LARGE_PAGES, LONGER) if steps.startswith("nosa") else (PLAN, LENGTHS)
     selection = replace(plan, steps=ReusePolicy.parse(steps), buffer_pages=buffer, heads=heads)
     pattern, size = Pattern(roles, selection), selection.page_tokens
@@ -142,6 +143,23 @@ def brought_by_kernel(chosen: dict[int, Tensor], slots: int, size: int) -> int:
         new_block = torch.tensor([filled_before(at, size)], dtype=torch.int32, device=DEVICE)
         misses += int(swap_blocks(blocks[None], new_block, buffer)[1].sum())
     return misses
+
+
+def test_heads_of_training_alone_choose_but_add_nothing() -> None:
+    """S-DMA: the reference's logits again, which are not those with the bias; no bias is kept on the device."""
+    selection = replace(LARGE_PAGES, steps=ReusePolicy.parse("nosa:1:heads"), heads="key")
+    pattern, ids = Pattern("DFSFFF", selection), sequences(LONGER)[0]
+    found = {}
+    for use in get_args(BiasUse):
+        model = dense_model().to(DEVICE)
+        attach(model, heads_for(model, use))
+        decoder = OffloadedDecoder(model, pattern, 1, 256, graph=DEVICE == "cuda")
+        rows = [decoder.read(0, ids[:150]), *(decoder.step(token[None])[0] for token in ids[150:189])]
+        found[use] = torch.stack(rows)
+        truth = expected(model, pattern, ids, 150, {})
+        torch.testing.assert_close(found[use], truth[149:189], rtol=1e-3, atol=1e-3)
+        assert {layer.bias is None for layer in decoder._layers[1:]} == {use == "training"}
+    assert not torch.allclose(found["always"], found["training"], atol=0.1)
 
 
 def generate(decoder: OffloadedDecoder, prompts: list[Tensor], steps: int) -> list[Tensor]:
