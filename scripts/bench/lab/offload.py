@@ -101,8 +101,8 @@ class Replaying(OffloadedDecoder):
         self._trace.copy_(made)  # a graph reads it where it is
         self._at.zero_()
         for number, chooser in enumerate(choosers):
-            chooser.compressed.normal_()
-            chooser.last.normal_()
+            chooser.selector.compressed.normal_()
+            chooser.selector.last.normal_()
             empty = BlockBuffer.empty(self._requests, self._slots, self._model.device)
             chooser.buffer.blocks.copy_(empty.blocks)
             chooser.buffer.order.copy_(empty.order)

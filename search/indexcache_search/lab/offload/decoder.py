@@ -14,19 +14,19 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from indexcache_kernels import BlockBuffer, block_attention, block_scores, compress_keys, copy_blocks, swap_blocks
+from indexcache_kernels import BlockBuffer, block_attention, copy_blocks, swap_blocks
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.cache_argument import cache_argument
-from indexcache_search.hf.page_selector import importance, rows_a_sequence
-from indexcache_search.hf.pages import ROWS, apply_page_roles, check_layers, token_importance, trained_importance
+from indexcache_search.hf.page_selector import rows_a_sequence
+from indexcache_search.hf.pages import ROWS, apply_page_roles, check_layers, trained_importance
 from indexcache_search.hf.patch_attention import AttentionCall, attending
-from indexcache_search.hf.step_memory import StepMemory
 from indexcache_search.lab.dense import key_heads
 from indexcache_search.lab.offload.advice import selecting_layers
+from indexcache_search.lab.offload.step_selector import StepSelector
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE
 from sglang_indexcache.pattern.reuse import NO_MEMORY
-from sglang_indexcache.pattern.selection import CHUNK, COMPRESSED_KEYS, JOINT, STRIDE
+from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, JOINT
 
 READ_AT_ONCE = 4096  # tokens of a prompt
 Prefill = Literal["dense", "sparse"]
@@ -53,24 +53,16 @@ class _Layer:
 
 @dataclass
 class _Chooser:
-    """State of a selecting layer, for rows that select apart: requests, or with `heads: key` their key heads.
+    """A selecting layer.
 
     Attributes:
         number: index among the selecting layers.
-        compressed: `[B, G, C + 1, D]`, means of 32 keys, 16 tokens apart; the last one is a dummy that is never read.
-        last: `[B, G, 32, D]`, the last keys, at their position modulo 32.
-        memory: of earlier steps, `[rows, blocks]`.
-        tokens: `[rows, block tokens]`, float32: importance of the tokens of the block being written.
-        importance: `[rows, blocks + 1]`, float32: that of whole blocks; the last one is a dummy.
-        buffer: blocks on the device, by row, of this layer and those that share its selection.
+        selector: selects the blocks of a step.
+        buffer: blocks on the device, by row of the selector, of this layer and those that share its selection.
     """
 
     number: int
-    compressed: Tensor
-    last: Tensor
-    memory: StepMemory
-    tokens: Tensor
-    importance: Tensor
+    selector: StepSelector
     buffer: BlockBuffer
 
 
@@ -144,7 +136,7 @@ class OffloadedDecoder:
         self._check_memory()
         self._slots = selection.buffer_pages
         self._layers = [self._layer(role) for role in pattern.roles]
-        self._choosers = {layer: self._chooser(number) for number, layer in enumerate(selecting_layers(pattern))}
+        self._choosers = {layer: self._chooser(number, layer) for number, layer in enumerate(selecting_layers(pattern))}
         on_gpu = model.device.type == "cuda"
         self._copies = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
         self.lengths = [0] * requests
@@ -206,17 +198,11 @@ class OffloadedDecoder:
         """Allocate `_Layer.host`."""
         return torch.empty(self._host_shape, dtype=self._model.dtype, pin_memory=self._model.device.type == "cuda")
 
-    def _chooser(self, number: int) -> _Chooser:
-        chunks = max(0, (self._blocks * self._size - CHUNK) // STRIDE + 1)
-        device, rows = self._model.device, self._requests * self._own_rows
+    def _chooser(self, number: int, layer: int) -> _Chooser:
+        keys = self._new(self._requests, self._groups, self._dim)
+        selector = StepSelector(layer, self._selection, self._trained, keys, self._blocks)
         return _Chooser(
-            number,
-            self._new(self._requests, self._groups, chunks + 1, self._dim),
-            self._new(self._requests, self._groups, CHUNK, self._dim),
-            StepMemory(rows, self._blocks, device),
-            torch.zeros(rows, self._size, device=device),
-            torch.zeros(rows, self._blocks + 1, device=device),
-            BlockBuffer.empty(rows, self._slots, device),
+            number, selector, BlockBuffer.empty(self._requests * self._own_rows, self._slots, self._model.device)
         )
 
     @torch.inference_mode()
@@ -238,15 +224,15 @@ class OffloadedDecoder:
         self.lengths[request] = length
         self._positions[request] = length
         for number, layer in enumerate(self._layers):
-            item = torch.cat([past.layers[number].keys, past.layers[number].values])  # [2, G, length, D]
-            self._put(request, layer, item)
-            values = past.layers[number].values
+            keys, values = past.layers[number].keys, past.layers[number].values  # [1, G, length, D]
+            self._put(request, layer, torch.cat([keys, values]))
             if layer.bias is not None and self._trained is not None:
                 bias = self._trained.bias(number, values)
                 assert bias is not None
                 layer.bias[request].flatten(1)[:, :length] = bias[0]
             if number in self._choosers:
-                self._begin(request, number, item[0], values)
+                self._choosers[number].selector.begin(request, keys[0], values[0])
+                self._begin(request, self._choosers[number].buffer, length)
         return logits[0, -1]
 
     def _reading(self) -> AbstractContextManager[None] | None:
@@ -261,7 +247,7 @@ class OffloadedDecoder:
         return apply_page_roles(self._model, pattern, everything if self._prefill == "dense" else None)
 
     def _put(self, request: int, layer: _Layer, item: Tensor) -> None:
-        """Store a prompt's keys and values; the buffer begins with the last full blocks."""
+        """Store a prompt's keys and values, `[2, G, L, D]`; the buffer begins with the last full blocks."""
         size, length, own = self._size, item.shape[2], layer.device[:, request]
         full = (length - 1) // size  # the last block is being written, even if it is full
         if layer.host is None:
@@ -273,24 +259,14 @@ class OffloadedDecoder:
         own[:, :, : (full - first) * size] = item[:, :, first * size : full * size]
         own[:, :, self._slots * size : self._slots * size + length - full * size] = item[:, :, full * size :]
 
-    def _begin(self, request: int, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Begin a request of a selecting layer with a prompt's keys `[G, L, D]` and values `[1, G, L, D]`."""
-        chooser, length, full = self._choosers[layer], keys.shape[1], (keys.shape[1] - 1) // self._size
-        rows = slice(request * self._own_rows, (request + 1) * self._own_rows)
-        compressed = compress_keys(keys[None])[0]
-        chooser.compressed[request, :, : compressed.shape[1]] = compressed
-        last = torch.arange(length - CHUNK, length, device=keys.device)
-        chooser.last[request, :, last % CHUNK] = keys[:, last]
-        chooser.memory.steps[rows] = 0
-        if self._selection.steps.policy == "nosa":
-            tokens = token_importance(self._trained, layer, values, self._selection)
-            found = importance(tokens, self._selection)
-            chooser.importance[rows, : found.shape[1]] = found
-            chooser.tokens[rows, : length - full * self._size] = tokens[:, full * self._size :]
-        held = torch.arange(max(0, full - self._slots), full, dtype=torch.int32, device=keys.device)
-        slot = torch.arange(self._slots, dtype=torch.int32, device=keys.device)
-        chooser.buffer.blocks[rows] = F.pad(held, (0, self._slots - len(held)), value=-1)
-        chooser.buffer.order[rows] = torch.cat([slot[len(held) :], slot[: len(held)]])  # empty ones go first
+    def _begin(self, request: int, buffer: BlockBuffer, length: int) -> None:
+        """Say which blocks `_put` stored on the device."""
+        rows, full = slice(request * self._own_rows, (request + 1) * self._own_rows), (length - 1) // self._size
+        device = buffer.blocks.device
+        held = torch.arange(max(0, full - self._slots), full, dtype=torch.int32, device=device)
+        slot = torch.arange(self._slots, dtype=torch.int32, device=device)
+        buffer.blocks[rows] = F.pad(held, (0, self._slots - len(held)), value=-1)
+        buffer.order[rows] = torch.cat([slot[len(held) :], slot[: len(held)]])  # empty ones go first
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
@@ -336,7 +312,7 @@ class OffloadedDecoder:
         layer, chooser, size = self._layers[call.layer], self._choosers.get(call.layer), self._size
         positions, new = self._positions, torch.stack([key, value]).transpose(0, 1)
         if chooser is not None:
-            self._remember(call.layer, key, value)
+            chooser.selector.remember(positions, key, value)
         bias = None
         if layer.host is None:
             layer.device[:, self._rows, :, positions] = new
@@ -386,23 +362,6 @@ class OffloadedDecoder:
         held = torch.cat([held, newest[:, None, None].expand(-1, self._groups, 1)], 2)  # [B, G, slots + 1]
         return layer.bias.gather(2, held[..., None].long().expand(-1, -1, -1, self._size)).flatten(2)
 
-    def _remember(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store what selections need of new keys and values, `[B, G, D]`: compressed keys, importance of blocks."""
-        chooser = self._choosers[layer]
-        chooser.last[self._rows, :, self._positions % CHUNK] = key
-        begins, dummy = self._positions + 1 - CHUNK, chooser.compressed.shape[2] - 1
-        number = torch.where((begins >= 0) & (begins % STRIDE == 0), begins // STRIDE, dummy)
-        chooser.compressed[self._rows, :, number] = chooser.last.float().mean(2).to(key.dtype)
-        if self._selection.steps.policy != "nosa":
-            return
-        position = self._positions.repeat_interleave(self._own_rows)
-        row = torch.arange(len(position), device=position.device)
-        tokens = token_importance(self._trained, layer, value[:, :, None], self._selection)[:, 0]
-        chooser.tokens[row, position % self._size] = tokens
-        full = (position + 1) % self._size == 0
-        block = torch.where(full, position // self._size, self._blocks)
-        chooser.importance[row, block] = importance(chooser.tokens, self._selection)[:, 0]
-
     def _choose(self, number: int, query: Tensor, scale: float) -> _Choice:
         """Select blocks beside the one being written, and assign them slots in the buffer."""
         chooser, expand = self._choosers[number], self._by_group
@@ -418,19 +377,8 @@ class OffloadedDecoder:
         return item.repeat_interleave(self._groups // self._own_rows, 0).repeat(2, 1)
 
     def _requested(self, number: int, query: Tensor, scale: float) -> Tensor:
-        """Select blocks by the plan's policy, `[rows, K]`, int32, ascending."""
-        selection, chooser, size = self._selection, self._choosers[number], self._size
-        lengths = (self._positions + 1).int()
-        scores = block_scores(
-            query, chooser.compressed, lengths, scale=scale, block_tokens=size, heads=selection.heads
-        )[..., : self._blocks].reshape(-1, self._blocks)
-        block = torch.arange(self._blocks, device=query.device)
-        newest = (self._positions // size).repeat_interleave(self._own_rows)[:, None]
-        open_ = (block >= selection.sink_pages) & (block <= newest - selection.recent_pages)
-        always = (block <= newest) & ~open_
-        kept = chooser.memory.choose(selection, scores, always, open_, chooser.importance[:, : self._blocks])
-        chosen = torch.where(kept & (block < newest), block, self._blocks)
-        return chosen.sort(1).values[:, : selection.pages - 1].int()
+        """Select blocks in a layer, `[rows, K]`, int32, ascending."""
+        return self._choosers[number].selector.requested(self._positions, query, scale)
 
     def _copy_missing(self, layer: _Layer) -> None:
         """Copy the selected blocks that a layer misses."""
