@@ -359,6 +359,23 @@ def test_plans_of_a_dense_model(
     assert json.loads((tmp_path / "out" / "offload.json").read_text()) == result
 
 
+@pytest.mark.usefixtures("no_pictures")
+def test_pages_of_key_heads_are_a_part_of_a_page(dense_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    """Two key heads: a missing page of one is half the bytes, and the plan that is written says so."""
+    found = {}
+    for heads in ("joint", "key"):
+        options = ["--model", dense_folder, "--evaluation", token_file, "--seq-len", 32, "--num-sequences", 3,
+                   "--decode-steps", 8, "--pattern", "FFFFFF", "--buffers", "1,3", "--device", "cpu",
+                   "--max-transfer", 1, "--selection", f"{FEW},heads={heads}", "--output", tmp_path / heads]  # fmt: skip
+        done = offload(*options)
+        assert done.exit_code == 0, done.output
+        [_, plan] = json.loads((tmp_path / heads / "offload.json").read_text())["plans"]
+        found[heads] = plan["buffers"][0]["bytes_a_step"] / plan["buffers"][0]["exposed"]["mean"]
+        selection = PatternFile.load(tmp_path / heads / "pattern.yaml").as_pattern().selection
+        assert selection is not None and selection.heads == heads
+    assert found["joint"] == pytest.approx(2 * found["key"])
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_the_best_plan_within_limits(dense_folder: Path, token_file: Path, tmp_path: Path) -> None:
