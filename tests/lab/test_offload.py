@@ -366,7 +366,8 @@ def test_pages_of_key_heads_are_a_part_of_a_page(dense_folder: Path, token_file:
     for heads in ("joint", "key"):
         options = ["--model", dense_folder, "--evaluation", token_file, "--seq-len", 32, "--num-sequences", 3,
                    "--decode-steps", 8, "--pattern", "FFFFFF", "--buffers", "1,3", "--device", "cpu",
-                   "--max-transfer", 1, "--selection", f"{FEW},heads={heads}", "--output", tmp_path / heads]  # fmt: skip
+                   "--max-transfer", 1, "--selection", f"{FEW},heads={heads}",
+                   "--output", tmp_path / heads]  # fmt: skip
         done = offload(*options)
         assert done.exit_code == 0, done.output
         [_, plan] = json.loads((tmp_path / heads / "offload.json").read_text())["plans"]
