@@ -94,7 +94,7 @@ def test_attention_and_gradients_are_the_definitions(
 
 @pytest.mark.parametrize("length", [20, pytest.param(70, marks=LARGE)])
 def test_all_blocks_are_attention_to_everything_with_gradients(length: int) -> None:
-    """PyTorch's own, causal, and NOSA's equation 8: shares times exp(bias)."""
+    """PyTorch's own, causal, and NOSA's equation 8: shares times exp(bias); also with blocks of each key head."""
     heads, groups, dim = 4, 2, 16
     q, k = normal(1, length, heads, dim), normal(1, groups, length, dim, seed=1)
     v = normal(1, groups, length, 16, seed=2)
@@ -102,10 +102,15 @@ def test_all_blocks_are_attention_to_everything_with_gradients(length: int) -> N
     blocks = torch.arange(number, dtype=torch.int32, device=DEVICE).expand(1, length, number)
     lengths = torch.arange(1, length + 1, dtype=torch.int32, device=DEVICE)[None]
     blocks = torch.where(blocks * 16 < lengths[..., None], blocks, -1)
-    given: dict[str, Any] = {"blocks": blocks, "lengths": lengths, "scale": dim**-0.5, "block_tokens": 16}
-    for bias in (None, normal(1, groups, length, seed=4)):
+    given: dict[str, Any] = {"lengths": lengths, "scale": dim**-0.5, "block_tokens": 16}
+    by_head = blocks[:, :, None].expand(-1, -1, groups, -1)
+    for bias, chosen in (
+        (None, blocks),
+        (normal(1, groups, length, seed=4), blocks),
+        (normal(1, groups, length, seed=4), by_head),
+    ):
         leaves = [item.clone().requires_grad_() for item in (q, k, v)]
-        out = block_attention(*leaves, **given, bias=bias, backend="triton")
+        out = block_attention(*leaves, **given, blocks=chosen, bias=bias, backend="triton")
         others = [item.clone().requires_grad_() for item in (q, k, v)]
         products = others[0].transpose(1, 2) @ others[1].repeat_interleave(2, 1).mT * dim**-0.5
         seen = torch.ones(length, length, dtype=torch.bool, device=DEVICE).tril()
