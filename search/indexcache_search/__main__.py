@@ -27,6 +27,11 @@ def offload() -> None:
     _run("indexcache-offload", "indexcache_search.lab.offload.cli")
 
 
+def watch() -> None:
+    """Run indexcache-watch."""
+    _run("indexcache-watch", "indexcache_search.cli.watch")
+
+
 def lab() -> None:
     """Run indexcache-lab."""
     _run("indexcache-lab", "indexcache_search.lab.cli")

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from sglang_indexcache.errors import one_line
 from sglang_indexcache.http.address import Address
-from sglang_indexcache.http.client import ask
+from sglang_indexcache.http.client import ServerError, ask
 from sglang_indexcache.pattern import Pattern
 
 
@@ -53,3 +53,22 @@ def differences(server: str | Address, pattern: Pattern) -> list[str]:
         elif not served.proven:
             lines.append(one_line(f"{where} is not proven to serve it since {served.since}: {served.reason}", 400))
     return lines
+
+
+def fingerprint(server: str | Address) -> str | None:
+    """Return the fingerprint of the pattern that all ranks at `server` are proven to serve; `None` without a pattern.
+
+    Raises:
+        ServerError: if the server does not answer, ranks differ, or one is not proven any more.
+    """
+    address = Address.of(server)
+    states = [state.indexcache for state in ask(address, "/server_info", _FORM).internal_states]
+    found = {None if state is None else state.fingerprint for state in states}
+    if len(found) > 1:
+        raise ServerError(f"{address}: its data-parallel ranks serve different patterns, expected one")
+    for state in states:
+        if state is not None and not state.proven:
+            raise ServerError(
+                f"{address}: is not proven to serve its pattern since {state.since}: {one_line(state.reason, 200)}"
+            )
+    return found.pop()

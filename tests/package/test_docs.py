@@ -30,7 +30,7 @@ HOW_TO = [
     path for path in (*DOCS.glob("*.md"), DOCS / "deploy" / "README.md") if path.stem not in ("index", "explanation")
 ]
 EVIDENCE = [*DOCS.glob("evidence/*.md"), *DOCS.glob("lab/[!R]*.md")]
-COMMANDS = ("indexcache-search", "indexcache-eval", "indexcache-distill", "indexcache-offload")
+COMMANDS = ("indexcache-search", "indexcache-eval", "indexcache-distill", "indexcache-offload", "indexcache-watch")
 OF_THE_LAUNCHER = {
     f"--indexcache-{name}"
     for name in ("pattern", "calibrate", "allow-config-mismatch", "shard-indexers", "no-grouping")
@@ -49,6 +49,7 @@ OF_OTHERS = {
         " enable-hierarchical-cache"
         " enable-lora enable-piecewise-cuda-graph ep-size kv-cache-dtype lora-paths moe-a2a-backend nnodes"
         " speculative-eagle-topk tp-size dp-size"
+        " log-requests log-requests-format log-requests-level log-requests-target"
     ).split()
 }
 LINK = re.compile(r"\]\(([^)\s]+)\)")

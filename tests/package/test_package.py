@@ -77,6 +77,7 @@ for item in pkgutil.walk_packages(sglang_indexcache.__path__, "sglang_indexcache
         ("evaluate", "indexcache-eval: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
         ("distill", "indexcache-distill: rich is not installed; expected: pip install 'sglang-indexcache[distill]'"),
         ("lab", "indexcache-lab: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
+        ("watch", "indexcache-watch: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
         ("offload", "indexcache-offload: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
     ],
 )

@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 import sglang_indexcache
 from indexcache_search.cli import distill, evaluate, search
+from indexcache_search.cli import watch as watch_cli
 from indexcache_search.cli.bounded import Bounds
 from indexcache_search.cli.command import application
 from indexcache_search.lab import cli as lab_cli
@@ -35,7 +36,7 @@ COMMANDS = {
     "lab key-delta eval": key_delta_cli.evaluate,
     "lab eviction": eviction_cli.eviction,
 }
-EVERY = {**COMMANDS, "lab edge": edge_cli.edge}
+EVERY = {**COMMANDS, "lab edge": edge_cli.edge, "watch": watch_cli.watch}
 Function = Callable[..., None]
 
 
@@ -312,6 +313,9 @@ MISTAKES = {
     "indexcache_search.lab.eviction.cli": ["--body lr=-1", "--model x", "--heads bias=x --model x --training x"],
     "indexcache_search.lab.key_delta.cli": ["search --near window=2 --model x --calibration x"],
     "indexcache_search.lab.edge.cli": ["--model x --contexts x"],
+    "indexcache_search.cli.watch": [
+        *("--served x", "--served x --reference http://y --requests z", "--buckets 9,8", "--sample 2", "--nope"),
+    ],
 }
 ASK = """
 import sys

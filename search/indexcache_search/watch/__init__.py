@@ -1,0 +1,1 @@
+"""A watch over production: finished requests scored again on the served and on a reference server."""

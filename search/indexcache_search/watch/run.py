@@ -1,0 +1,236 @@
+"""A whole watch: from a log of requests to a breach, or to none."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from indexcache_search.console import results
+from indexcache_search.errors import SearchError
+from indexcache_search.owned.folder import OwnFolder
+from indexcache_search.owned.overlap import check_apart
+from indexcache_search.watch.drift import Bucket, DriftTest
+from indexcache_search.watch.metrics import Metrics
+from indexcache_search.watch.record import FILE, Record, Scored
+from indexcache_search.watch.requests import Request, RequestLog
+from indexcache_search.watch.scores import RefusedError, loss
+from sglang_indexcache.http.address import Address
+from sglang_indexcache.http.servers import fingerprint
+
+COMMAND = "indexcache-watch"
+POLL_SECONDS = 5.0  # between looks at a log that is followed
+RECHECK = 100  # requests after which servers are asked for their pattern again
+NONE = "none"  # in the place of the fingerprint of a server without a pattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """What is watched, and how.
+
+    Attributes:
+        served: the server that is watched.
+        reference: a server of the same model without a pattern.
+        requests: file or folder of finished requests.
+        allowed: mean difference that is allowed, nats a token.
+        alpha: see `DriftTest`.
+        edges: see `DriftTest`.
+        rate: most requests a second on each server.
+        sample: share of the requests that are scored, chosen by their content.
+        num_requests: ends after so many scored requests, earlier runs' included; `None` for all.
+        follow: wait for further requests instead of ending.
+        port: of the metrics; `None` for none.
+        hold: seconds for which metrics stay after a breach.
+    """
+
+    served: Address
+    reference: Address
+    requests: Path
+    allowed: float
+    alpha: float
+    edges: Sequence[int]
+    rate: float
+    sample: float
+    num_requests: int | None
+    follow: bool
+    port: int | None
+    hold: float
+
+
+class Watch:
+    """One watch over its record.
+
+    Args:
+        options: what is watched.
+        record: losses of this run and of earlier ones.
+        pattern: fingerprint of the served pattern, or `NONE`.
+
+    Attributes:
+        skipped: requests that can't be scored, by reason.
+    """
+
+    def __init__(self, options: WatchOptions, record: Record, pattern: str) -> None:
+        self.test = DriftTest(options.edges, options.allowed, options.alpha)
+        self.skipped: Counter[str] = Counter()
+        self._options, self._record, self._pattern = options, record, pattern
+        self._seen, self._next = {scored.request for scored in record.scored}, 0.0
+        self._log = RequestLog(options.requests)
+        for scored in record.scored:
+            self._add(scored)
+        servers = {"served": str(options.served), "reference": str(options.reference), "fingerprint": pattern}
+        self._metrics = Metrics(self.test, options.allowed, **servers)
+        if options.port is not None:
+            self._metrics.serve(options.port)
+
+    def run(self) -> Bucket | None:
+        """Score requests until a bucket is breached, and return it; `None` if they end before.
+
+        Raises:
+            IndexCacheError: if a server does not answer, or the log can't be read.
+            NonFiniteLossError: if a loss is NaN or infinite.
+        """
+        if not self._ended():
+            for request in self._requests():
+                self._score(request)
+                if self._ended():
+                    break
+        return self.test.breached
+
+    def _requests(self) -> Iterator[Request]:
+        """Yield the requests of the sample, each once."""
+        while True:
+            for request in self._log.new(last=not self._options.follow):
+                digest = request.digest
+                if digest not in self._seen and int(digest, 16) < self._options.sample * 16 ** len(digest):
+                    self._seen.add(digest)
+                    yield request
+            for reason, count in self._log.skipped.items():
+                self._skip(reason, count - self.skipped[reason])
+            if not self._options.follow:
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _ended(self) -> bool:
+        most = self._options.num_requests
+        return self.test.breached is not None or (most is not None and len(self._record.scored) >= most)
+
+    def _score(self, request: Request) -> None:
+        options = self._options
+        time.sleep(max(self._next - time.monotonic(), 0.0))
+        self._next = time.monotonic() + 1 / options.rate
+        try:
+            served, reference = loss(options.served, request), loss(options.reference, request)
+        except RefusedError as error:
+            self._skip(f"a server refuses it: {error}", 1)
+            return
+        if (len(self._record.scored) + 1) % RECHECK == 0 and served_pattern(options) != self._pattern:
+            raise SearchError(f"{options.served}: serves another pattern than when this watch began")
+        scored = Scored(
+            request=request.digest,
+            length=len(request.tokens),
+            tokens=int(request.counts.sum()),
+            served=served,
+            reference=reference,
+        )
+        self._record.add(scored)
+        self._add(scored)
+        self._metrics.update(scored=True)
+
+    def _add(self, scored: Scored) -> None:
+        self.test.add(scored.length, scored.change, scored.tokens)
+
+    def _skip(self, reason: str, count: int) -> None:
+        self.skipped[reason] += count
+        if count:
+            self._metrics.skip(reason.partition(":")[0], count)
+
+
+def served_pattern(options: WatchOptions) -> str:
+    """Return the fingerprint of the served pattern, or `NONE`.
+
+    Raises:
+        SearchError: if the reference serves the same pattern.
+        ServerError: if a server does not answer, or is not proven to serve its pattern.
+    """
+    served, reference = fingerprint(options.served), fingerprint(options.reference)
+    if reference is not None and reference == served:
+        raise SearchError(
+            f"--reference: {options.reference} serves the same pattern, fingerprint {reference[:16]}; expected a server"
+            " without one"
+        )
+    return served or NONE
+
+
+def run(options: WatchOptions, output: Path, restart: bool, console: Console) -> bool:
+    """Watch, keep all losses in `output`, and print how it ended; return true if too much is lost.
+
+    Args:
+        options: what is watched.
+        output: folder of the record; the same watch goes on from it.
+        restart: discard the record first.
+        console: for messages.
+
+    Raises:
+        SearchError: if both servers are one, or no request could be scored.
+        IndexCacheError: as `Watch.run`.
+        NonFiniteLossError: as `Watch.run`.
+    """
+    if options.served == options.reference:
+        raise SearchError("--served and --reference are the same server, expected two")
+    check_apart({"--output": output}, [output / FILE], {"--requests": [str(options.requests)]})
+    pattern = served_pattern(options)
+    if pattern == NONE:
+        console.print(f"{options.served} names no pattern: is it started with --indexcache-pattern?", soft_wrap=True)
+    identity = {
+        "served": str(options.served),
+        "reference": str(options.reference),
+        "fingerprint": pattern,
+        "allowed": options.allowed,
+        "alpha": options.alpha,
+        "buckets": list(options.edges),
+    }
+    with (
+        OwnFolder(output, COMMAND, [FILE], "--output").held() as folder,
+        Record(folder.growing(FILE), identity, restart) as record,
+    ):
+        watch = Watch(options, record, pattern)
+        breached = watch.run()
+        for reason, count in watch.skipped.most_common(3):
+            console.print(f"not scored: {count} requests: {reason}", soft_wrap=True)
+        if not record.scored:
+            raise SearchError(f"--requests: {options.requests}: no request could be scored")
+        results().print(table(watch.test))
+        if breached is None:
+            return False
+        console.print(f"{COMMAND}: {breach(breached, options)}", style="red", soft_wrap=True)
+        if options.port is not None:
+            time.sleep(options.hold)
+        return True
+
+
+def breach(bucket: Bucket, options: WatchOptions) -> str:
+    """Say in one line what is lost."""
+    error = "" if bucket.stderr is None else f" ±{bucket.stderr:.3f}"
+    return (
+        f"{options.served}: requests of {bucket.name} tokens: loss changes by {bucket.mean:+.3f}{error} nats a token"
+        f" after {bucket.requests} requests, --allowed is {options.allowed:g}"
+    )
+
+
+def table(test: DriftTest) -> Table:
+    """Make the table of a test: a row for each bucket with requests."""
+    found = Table(title="Loss above the reference's, nats a token")
+    for name in ("tokens", "requests", "scored tokens", "loss change", "evidence"):
+        found.add_column(name, justify="right")
+    for bucket in test.buckets:
+        if bucket.requests:
+            error = "" if bucket.stderr is None else f" ±{bucket.stderr:.3f}"
+            change = f"{bucket.mean:+.3f}{error}"
+            row = (bucket.name, str(bucket.requests), str(bucket.tokens), change, f"{test.evidence(bucket):.2g}")
+            found.add_row(*row)
+    return found
