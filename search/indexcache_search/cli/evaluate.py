@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 
 from indexcache_search import demo
 from indexcache_search.cli import options
-from indexcache_search.cli.bounded import SEQUENCES, Bounds
+from indexcache_search.cli.bounded import SEED, SEQUENCES, Bounds
 from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
 from indexcache_search.cli.selection_choice import selections_of
 from indexcache_search.compare.tasks import TASKS
@@ -48,7 +49,12 @@ Examples:
       tokenizer only.
 
 \b
-{exit_codes("a pattern or server is worse than --max-increase allows, or a loss was not finite")}
+  indexcache-eval --model zai-org/GLM-5 --endpoint http://baseline:30000 --endpoint http://shared:30000 \\
+        --harness gsm8k,ifeval:sampling=paper,chat=yes
+      Real tasks, by lm-eval (pip install 'sglang-indexcache[harness]'), paired by document.
+
+\b
+{exit_codes("a pattern or server is worse than --max-increase or --harness max_fall allows, or a loss was not finite")}
 """
 
 
@@ -67,6 +73,28 @@ class TasksChoice:
                 raise SearchError(f"there is no {name}, expected {', '.join(TASKS)}")
             if self.names.count(name) > 1:
                 raise SearchError(f"{name} stands there twice, expected each task once")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessChoice:
+    """Tasks of lm-eval; see `harness.lm_eval.Harness`."""
+
+    tasks: tuple[str, ...]
+    include: Path | None = None
+    sampling: Literal["greedy", "paper"] = "greedy"
+    limit: Annotated[int, Bounds(1, 10_000_000)] | None = None
+    fewshot: Annotated[int, Bounds(0, 1000)] | None = None
+    chat: bool = False
+    lengths: tuple[Annotated[int, CONTEXTS], ...] = ()
+    output_tokens: Annotated[int, CONTEXTS] | None = None
+    concurrency: Annotated[int, Bounds(1, 1024, "a connection each")] = 1
+    seed: Annotated[int, SEED] = 1234
+    max_fall: Annotated[float, Bounds(0, 1e6)] | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.tasks:
+            if not name or self.tasks.count(name) > 1:
+                raise SearchError(f"tasks are {', '.join(self.tasks)}, expected names, each once")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,13 +135,20 @@ def _times(speed: SpeedChoice) -> bool:
 
 MEASURED = OptionNeed("a run without --dry-run", lambda given: not given["dry_run"])
 HERE = OptionNeed("patterns of a model that runs here, without --endpoint", lambda given: not given["endpoint"])
+WITHOUT_HARNESS = OptionNeed("a run without --harness", lambda given: given["harness"] is None)
 NEEDS = {
+    **dict.fromkeys(("evaluation", "rows", "dry_run", "tasks", "reply", "seq_len"), (WITHOUT_HARNESS,)),
     **dict.fromkeys(("pattern", "selection", "uniform", "restart", "engine", "device", "dtype", "batch_size"), (HERE,)),
     "retain": (HERE, OptionNeed("a --pattern file without @ and a retention", _compares_open_files)),
-    "num_sequences": (OptionNeed("--evaluation", _reads_sources),),
-    "max_increase": (MEASURED,),
+    "harness": (OptionNeed("--endpoint", lambda given: bool(given["endpoint"])),),
+    "num_sequences": (
+        WITHOUT_HARNESS,
+        OptionNeed("--evaluation", _reads_sources),
+    ),
+    "max_increase": (MEASURED, WITHOUT_HARNESS),
     "speed": (
         MEASURED,
+        WITHOUT_HARNESS,
         OptionNeed(
             "--endpoint for output_tokens and turns", lambda given: given["endpoint"] or not _times(given["speed"])
         ),
@@ -170,6 +205,18 @@ def evaluate(
     concurrency: Annotated[
         int | None, number("Time this number of requests at once as well.", Bounds(2, 1024, "a thread each"))
     ] = None,
+    harness: Annotated[
+        HarnessChoice | None,
+        settings(
+            HarnessChoice,
+            "Instead of --evaluation and --tasks: tasks of lm-eval, which asks the servers of --endpoint. Keys: include"
+            " (a folder with tasks of your own), sampling (greedy, or paper: temperature 1.0, top-p 0.95, top-k 40),"
+            " limit (documents of a task), fewshot, chat (yes: through the chat template), lengths (of RULER's tasks,"
+            " 4096/32768), output_tokens (of a reply), concurrency (requests at once; 1), seed, max_fall (exit with 1"
+            " if a score falls by more, its whole interval).",
+            "TASK,...",
+        ),
+    ] = None,
     endpoint: Annotated[
         list[str] | None,
         option("OpenAI-compatible server to compare; repeatable, the first is the baseline.", metavar="URL"),
@@ -191,6 +238,9 @@ def evaluate(
     with running(context, NEEDS) as console:
         options.check_runs_here(device, dtype)
         addresses, row_options = tuple(map(Address.of, endpoint or ())), options.row_options(rows)
+        if harness is not None:
+            _run_harness(model or str(demo.MODEL), addresses, harness, output, console)
+            return
         from indexcache_search.compare.result import rises
         from indexcache_search.compare.run import Candidates, ComparisonData, Runtime, SpeedOptions, run, show
 
@@ -229,6 +279,20 @@ def evaluate(
         show(result, output, results())
         if max_increase is not None and rises(result.held_out.rows) > max_increase:
             raise typer.Exit(1)
+
+
+def _run_harness(
+    model: str, addresses: tuple[Address, ...], choice: HarnessChoice, output: Path, console: Console
+) -> None:
+    from indexcache_search.harness.lm_eval import Harness
+    from indexcache_search.harness.run import FILE, falls, run, table
+
+    process.let_work_end()
+    result = run(model, addresses, Harness(**vars(choice)), output, console)
+    results().print(table(result))
+    results().print(f"Wrote {output / FILE}", soft_wrap=True)
+    if choice.max_fall is not None and falls(result) > choice.max_fall:
+        raise typer.Exit(1)
 
 
 app = application({"indexcache-eval": evaluate}, EPILOG)

@@ -21,8 +21,8 @@ from sglang_indexcache.files.result_folder import MARK
 Holds = Literal["files", "model", "work", "events"]
 """`files`: the files it names. `model`: the same, written as a whole. `work`, `events`: files of a training run."""
 _RESULTS = re.compile(
-    r"(pattern|pattern\.partial)\.yaml|(metrics|eval|offload|thresholds-[0-9.e+-]{1,30})\.json|(report|eval|offload)\.html"
-    r"|curves\.svg|README\.md|(log|journal|watch)\.jsonl|server\.log"
+    r"(pattern|pattern\.partial)\.yaml|(metrics|eval|harness|offload|thresholds-[0-9.e+-]{1,30})\.json|(report|eval|offload)\.html"
+    r"|curves\.svg|README\.md|(log|journal|watch)\.jsonl|(server|lm-eval)\.log"
 )
 _MAX_BYTES = 16 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")

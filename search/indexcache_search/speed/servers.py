@@ -44,17 +44,27 @@ def check(addresses: Sequence[Address], loads: Sequence[Load]) -> None:
     """
     longest = max(loads, key=lambda load: load.context + load.output_tokens)
     for address in map(own, addresses):
-        try:
-            room = ask(address, "/server_info", _INFO).max_req_input_len
-        except StatusError as error:
-            if error.code != 404:
-                raise
-            raise SearchError(f"--speed: {address} has no /server_info, expected an SGLang server") from None
-        if longest.context + longest.output_tokens > room:
+        space = room(address, "--speed")
+        if longest.context + longest.output_tokens > space:
             raise SearchError(
-                f"--speed: {address} has room for {room} tokens, expected {longest.context} of a prompt and"
+                f"--speed: {address} has room for {space} tokens, expected {longest.context} of a prompt and"
                 f" {longest.output_tokens} generated"
             )
+
+
+def room(address: Address, option: str) -> int:
+    """Return the tokens of the longest prompt that a server takes, with its reply.
+
+    Raises:
+        SearchError: naming `option`, if it is no SGLang server.
+        ServerError: if it does not answer.
+    """
+    try:
+        return ask(address, "/server_info", _INFO).max_req_input_len
+    except StatusError as error:
+        if error.code != 404:
+            raise
+        raise SearchError(f"{option}: {address} has no /server_info, expected an SGLang server") from None
 
 
 def measure(

@@ -1,0 +1,1 @@
+"""Real tasks: lm-eval runs them against servers, and their answers are compared document by document."""

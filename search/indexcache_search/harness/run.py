@@ -1,0 +1,166 @@
+"""A whole comparison by lm-eval: from names of tasks and servers to harness.json."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+from rich.table import Table
+
+from indexcache_search.compare.endpoints import Endpoint
+from indexcache_search.errors import SearchError
+from indexcache_search.harness import lm_eval
+from indexcache_search.harness.lm_eval import Harness
+from indexcache_search.harness.paired import CONFIDENCE, Change, change
+from indexcache_search.harness.samples import Samples, lower_is_better, paired, read_samples
+from indexcache_search.hf.loading import set_quiet
+from indexcache_search.owned.folder import OwnFolder
+from indexcache_search.owned.overlap import check_apart
+from indexcache_search.speed.servers import own, room
+from sglang_indexcache.http.address import Address
+
+FILE, LOG = "harness.json", "lm-eval.log"
+SCHEMA = "indexcache-eval/harness/v1"
+
+
+class Row(BaseModel):
+    """A task's metric on one server, beside the baseline.
+
+    Attributes:
+        server: its address.
+        task: of lm-eval.
+        metric: of the task.
+        filter: of answers before they are scored; `none` where there is none.
+        higher_is_better: what lm-eval says of the metric.
+        change: scores of both servers.
+        scores: of each document, the baseline's and the server's.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    server: str
+    task: str
+    metric: str
+    filter: str
+    higher_is_better: bool
+    change: Change
+    scores: list[tuple[float, float]]
+
+
+class HarnessResult(BaseModel):
+    """Contents of harness.json.
+
+    Attributes:
+        servers: addresses, the baseline first.
+        harness: version of lm-eval, and what it was given to do.
+        rows: see `Row`.
+    """
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    schema_: str = Field(default=SCHEMA, alias="schema")
+    servers: list[str]
+    harness: dict[str, Any]
+    rows: list[Row]
+
+
+def run(model: str, addresses: Sequence[Address], harness: Harness, output: Path, console: Console) -> HarnessResult:
+    """Let lm-eval ask each server, and write harness.json.
+
+    Args:
+        model: folder or hub id, read for its tokenizer.
+        addresses: servers; the first is the baseline.
+        harness: what lm-eval is given to do.
+        output: folder of the result and of lm-eval's log.
+        console: for messages.
+
+    Raises:
+        SearchError: if lm-eval is not installed, or fails.
+        DataError: if the servers answered other documents than the baseline.
+        IndexCacheError: if a server does not answer.
+    """
+    lm_eval.check_installed()
+    _check(addresses)
+    set_quiet()
+    reads = {"--model": [model], "--harness include": [str(harness.include)] if harness.include else []}
+    check_apart({"--output": output}, [output / FILE, output / LOG], reads)
+    space = min(room(own(address), "--harness") for address in addresses)
+    with (
+        OwnFolder(output, "indexcache-eval", [FILE, LOG], "--output").held() as folder,
+        tempfile.TemporaryDirectory(prefix="indexcache-harness-") as scratch,
+    ):
+        log = folder.growing(LOG)
+        answers, lower = list[Samples](), set[tuple[str, str]]()
+        for number, address in enumerate(addresses):
+            console.print(f"lm-eval asks {address}; its output: {log}", soft_wrap=True)
+            place = Path(scratch) / str(number)
+            place.mkdir()
+            lm_eval.run(lm_eval.configuration(harness, model, Endpoint(address), space, place), place, log)
+            answers.append(read_samples(place))
+            lower |= lower_is_better(place)
+        result = HarnessResult(
+            servers=list(map(str, addresses)),
+            harness={"lm_eval": lm_eval.version(), **_described(harness)},
+            rows=list(_rows(addresses, answers, lower)),
+        )
+        folder.clear()
+        folder.write(FILE, json.dumps(result.model_dump(mode="json", by_alias=True), indent=1) + "\n")
+    return result
+
+
+def _check(addresses: Sequence[Address]) -> None:
+    if len(addresses) < 2:
+        raise SearchError(f"--endpoint: found {len(addresses)}, expected a baseline server and one to compare it with")
+    if len(set(addresses[1:])) < len(addresses) - 1:
+        raise SearchError("--endpoint: a server that is compared stands there twice, expected each once")
+    for address in addresses:
+        if address.authorization is not None or address.target("") != address.label:
+            raise SearchError(
+                f"--harness: {address} has a user or a query, which lm-eval can't send; expected SGLANG_API_KEY"
+            )
+
+
+def _described(harness: Harness) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(harness).items()}
+
+
+def _rows(addresses: Sequence[Address], answers: Sequence[Samples], lower: set[tuple[str, str]]) -> Iterator[Row]:
+    for address, other in zip(addresses[1:], answers[1:], strict=True):
+        for score, before, after in paired(answers[0], other, str(address)):
+            yield Row(
+                server=str(address),
+                task=score.task,
+                metric=score.metric,
+                filter=score.filter,
+                higher_is_better=(score.task, score.metric) not in lower,
+                change=change(before, after),
+                scores=list(zip(before, after, strict=True)),
+            )
+
+
+def falls(result: HarnessResult) -> float:
+    """Return by how much some score gets worse at least: the end of its interval that is next to 0; 0 if none does."""
+    worse = [-row.change.high if row.higher_is_better else row.change.low for row in result.rows]
+    return max([0.0, *worse])
+
+
+def table(result: HarnessResult) -> Table:
+    """Make the table of a result: a row for each server, task and metric."""
+    found = Table(title=f"lm-eval, paired by document; intervals of {CONFIDENCE:.0%} by bootstrap")
+    for number, name in enumerate(
+        ("server", "task", "documents", "baseline", "score", "change", "interval", "McNemar")
+    ):
+        found.add_column(name, justify="left" if number < 2 else "right", overflow="fold")
+    for row in result.rows:
+        given = row.change
+        task = f"{row.task} {row.metric}" + ("" if row.filter == "none" else f" ({row.filter})")
+        mcnemar = "" if given.p_value is None else f"-{given.fell} +{given.rose}, p {given.p_value:.2g}"
+        cells = (f"{given.baseline:.3f}", f"{given.score:.3f}", f"{given.change:+.3f}")
+        interval = f"{given.low:+.3f} to {given.high:+.3f}"
+        found.add_row(row.server, task, str(given.documents), *cells, interval, mcnemar)
+    return found
