@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, TypeAdapter
 
@@ -13,12 +13,13 @@ from sglang_indexcache.pattern import Pattern
 
 
 class _Served(BaseModel):
-    """The pattern that a scheduler has proven, and whether the proof still holds."""
+    """The pattern that a scheduler has proven, and whether the proof still holds; of dense models, a selection."""
 
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     proven: bool = True
     since: str = "its weights were updated"
     reason: str = "no reason is given"
+    selection: dict[str, Any] | None = None
 
 
 class _ServerState(BaseModel):
@@ -56,10 +57,11 @@ def differences(server: str | Address, pattern: Pattern) -> list[str]:
 
 
 def fingerprint(server: str | Address) -> str | None:
-    """Return the fingerprint of the pattern that all ranks at `server` are proven to serve; `None` without a pattern.
+    """Return the fingerprint of the pattern by which all ranks at `server` read prompts; `None` without a pattern.
 
     Raises:
-        ServerError: if the server does not answer, ranks differ, or one is not proven any more.
+        ServerError: if the server does not answer, ranks differ, one is not proven any more, or the model is dense,
+            whose prompts are read without the pattern.
     """
     address = Address.of(server)
     states = [state.indexcache for state in ask(address, "/server_info", _FORM).internal_states]
@@ -71,4 +73,6 @@ def fingerprint(server: str | Address) -> str | None:
             raise ServerError(
                 f"{address}: is not proven to serve its pattern since {state.since}: {one_line(state.reason, 200)}"
             )
+        if state is not None and state.selection is not None:
+            raise ServerError(f"{address}: serves a dense model, which reads prompts without its pattern")
     return found.pop()

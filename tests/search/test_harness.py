@@ -234,6 +234,15 @@ def test_servers_are_compared_on_tasks(
     assert log.count("asks") == 2 and "secret-of-mine" not in log and "None" not in log
 
 
+def test_a_key_of_another_server_is_not_sent(
+    urls: list[str], seen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-openai")
+    monkeypatch.delenv("SGLANG_API_KEY", raising=False)
+    assert run(urls, tmp_path, "a").exit_code == 0
+    assert (tmp_path / "out" / "lm-eval.log").read_text().count("with None") == 2
+
+
 @pytest.mark.parametrize(("most", "code"), [(0.1, 1), (0.6, 0)])
 def test_a_fall_beyond_what_is_allowed_ends_with_1(
     urls: list[str], seen: Path, tmp_path: Path, most: float, code: int

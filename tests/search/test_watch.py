@@ -194,11 +194,12 @@ class Stub:
         stub = self
         self.asked: list[dict[str, Any]] = []
         self.fingerprint, self.proven, self.loss = fingerprint, True, loss
+        self.selection: dict[str, int] | None = None
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                state = None if stub.fingerprint is None else {"fingerprint": stub.fingerprint, "proven": stub.proven}
-                self.reply(200, {"internal_states": [{"indexcache": state}]})
+                state = {"fingerprint": stub.fingerprint, "proven": stub.proven, "selection": stub.selection}
+                self.reply(200, {"internal_states": [{"indexcache": state if stub.fingerprint else None}]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -414,13 +415,14 @@ def test_a_damaged_record_is_refused_and_a_cut_off_line_is_not(
     [
         (lambda pair, log: pair[1].__setattr__("fingerprint", "a" * 64), "serves the same pattern, fingerprint aaaa"),
         (lambda pair, log: pair[0].__setattr__("proven", False), "is not proven to serve its pattern since"),
+        (lambda pair, log: pair[0].__setattr__("selection", {"pages": 4}), "reads prompts without its pattern"),
         (lambda pair, log: log.write_text("Finish: obj=...\n"), "host_0.log: line 1: not JSON"),
         (lambda pair, log: log.write_text('{"text": "hi"}\n'), "line 1: holds text, expected token ids"),
         (lambda pair, log: log.write_text(""), "no request could be scored"),
         (lambda pair, log: log.unlink(), "no such file or folder"),
         (lambda pair, log: pair[1].http.server_close() or pair[1].http.shutdown(), "can't be read"),
     ],
-    ids=["same pattern", "not proven", "text log", "text rows", "empty", "missing", "no server"],
+    ids=["same pattern", "not proven", "dense", "text log", "text rows", "empty", "missing", "no server"],
 )
 def test_mistakes_get_one_line(
     pair: tuple[Stub, Stub], log: Path, change: Callable[[Any, Path], object], message: str

@@ -29,7 +29,7 @@ SAMPLING: Mapping[Sampling, Mapping[str, Any]] = {
 }
 """Arguments of generation; `paper` is IndexCache's (arXiv 2603.12201, Appendix D)."""
 REQUEST_SECONDS = 3600
-_OURS = "OPENAI_API_KEY"  # where lm-eval looks for the key of a server
+_KEY = "OPENAI_API_KEY"  # where lm-eval looks for the key of a server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,14 +127,14 @@ def run(config: Mapping[str, Any], folder: Path, log: Path) -> None:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
     start = log.stat().st_size if log.exists() else 0
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    environment = {name: value for name, value in os.environ.items() if name != _KEY}  # that is for another server
     if KEY_VARIABLE in os.environ:
-        environment[_OURS] = os.environ[KEY_VARIABLE]
+        environment[_KEY] = os.environ[KEY_VARIABLE]
     process = subprocess.Popen(
         [sys.executable, "-m", "lm_eval", "run", "--config", str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=environment,
+        env={**environment, "TOKENIZERS_PARALLELISM": "false"},
         preexec_fn=die_with_parent,
     )
     assert process.stdout is not None

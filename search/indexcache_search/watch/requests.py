@@ -110,7 +110,7 @@ class RequestLog:
             ]
             if not files:
                 raise DataError(f"--requests: {self.path}: no file in this folder ends with {_ENDINGS}")
-            return sorted(files, key=lambda path: (path.stat().st_mtime_ns, path))
+            return sorted(files, key=_age)
         except OSError as error:
             raise DataError(f"--requests: {self.path}: {reason(error)}") from None
 
@@ -141,6 +141,13 @@ class RequestLog:
                         yield f"{file}: line {number}", record
         except OSError as error:
             raise DataError(f"{file}: can't be read: {one_line(reason(error), 200)}") from None
+
+
+def _age(path: Path) -> tuple[int, Path]:
+    try:
+        return path.stat().st_mtime_ns, path
+    except FileNotFoundError:  # renamed meanwhile
+        return 0, path
 
 
 def _line(line: bytes) -> Record:
