@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
+import subprocess
+import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -132,6 +135,8 @@ def test_what_is_no_request_of_a_client_is_left_out(tmp_path: Path) -> None:
         )
         + "\n"
         + finished([1, "...", 2], [3])
+        + finished([1, 2], [3]).replace('"meta_info": {}', '"meta_info": {"prompt_tokens": 9}')
+        + finished([1, 2], [3]).replace('"meta_info": {}', '"meta_info": {"prompt_tokens": 2, "completion_tokens": 7}')
     )
     log = RequestLog(tmp_path)
     assert list(log.new()) == []
@@ -139,6 +144,8 @@ def test_what_is_no_request_of_a_client_is_left_out(tmp_path: Path) -> None:
         "none of its tokens count": 1,
         "its log has the prompt as text, or not at all": 1,
         "its log is cut, expected --log-requests-level 3": 1,
+        "its log has not all of its input_ids": 1,
+        "its log has not all of its output_ids": 1,
     }
 
 
@@ -365,6 +372,20 @@ def test_a_log_is_followed(pair: tuple[Stub, Stub], log: Path, monkeypatch: pyte
     monkeypatch.setattr(run_module.time, "sleep", sleep)
     result = watch(pair, log, "--follow")
     assert result.exit_code == 1 and len(pair[0].asked) > 40, result.output
+
+
+def test_sigterm_ends_a_watch_that_follows_and_it_goes_on(pair: tuple[Stub, Stub], log: Path, tmp_path: Path) -> None:
+    words = ["--served", pair[0].url, "--reference", pair[1].url, "--requests", str(log), "--rate", "1000", "--follow"]
+    code = "from indexcache_search.__main__ import watch; watch()"
+    command = [sys.executable, "-c", code, *words, "--output", str(tmp_path / "out")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while len(pair[1].asked) < 40 and process.poll() is None:
+            time.sleep(0.05)
+        process.terminate()
+        _, stderr = process.communicate(timeout=60)
+    line = "indexcache-watch: ended by SIGTERM; the same command goes on from here\n"
+    assert (process.returncode, stderr) == (143, line)
+    assert watch(pair, log).exit_code == 0 and len(pair[0].asked) <= 41  # the last one may not have been recorded
 
 
 def test_a_request_that_a_server_refuses_is_left_out(pair: tuple[Stub, Stub], log: Path) -> None:

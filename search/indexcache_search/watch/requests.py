@@ -181,6 +181,11 @@ def read(place: str, record: Record) -> Request | str | None:
         record = {"input_ids": prompt, "output_ids": out["output_ids"]}
         if any(isinstance(ids, list) and "..." in ids for ids in record.values()):
             return "its log is cut, expected --log-requests-level 3"
+        counted = _object(out.get("meta_info", {}), "out.meta_info")
+        for name, count in (("input_ids", "prompt_tokens"), ("output_ids", "completion_tokens")):
+            ids = record[name]  # not all with images, or with --incremental-streaming-output
+            if isinstance(ids, list) and counted.get(count, len(ids)) != len(ids):
+                return f"its log has not all of its {name}"
     if record.get("output_ids") is not None:
         parts = [_ids(record.get(name), name) for name in ("input_ids", "output_ids")]
         tokens = np.concatenate(parts)
