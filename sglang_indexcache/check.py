@@ -22,8 +22,8 @@ from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.files.result_folder import ResultFolder
 from sglang_indexcache.files.spec import GRAMMAR, PatternSpec, spells_letters
 from sglang_indexcache.fit import as_text, check, remarks
+from sglang_indexcache.http import served_table, servers
 from sglang_indexcache.http.address import Address
-from sglang_indexcache.http.servers import differences
 from sglang_indexcache.known import patterns as known
 from sglang_indexcache.known.warnings import provenance, warnings_about
 from sglang_indexcache.pattern import Pattern
@@ -40,7 +40,8 @@ Check a pattern file, without starting a server.
 With --model: read the model's config.json and the names of its weights, and ask the installed SGLang's own code which
 layers would run their indexer. With --server-args: say what of a launch line was run together with a pattern, and what
 is refused. With --server: compare with what running servers report, so that prefill and decode servers,
-replicas and nodes are known to serve one pattern. With --environment: what the plugin can do with the installed SGLang.
+replicas and nodes are known to serve one pattern, and show all that each says of it. With --environment: what the
+plugin can do with the installed SGLang.
 
 The folder of a search, or org/name of a repository on the hub that has its files, stands for its pattern.yaml; first
 its files must belong together and be unchanged. --known lists the patterns that others published.
@@ -183,14 +184,23 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         lines = [verdict.line for verdict in found if verdict.state != combinations.REFUSED]
         text.append("\n".join([combinations.proven_first(arguments), *lines, *(f"problem: {why}" for why in refused)]))
     if options.server:
-        servers = [Address.of(url) for url in options.server]
-        problems = [line for server in servers for line in differences(server, pattern)]
-        result |= {"servers": [server.label for server in servers], "fingerprint": pattern.fingerprint}
-        result["problems"] += problems
-        text.append(
-            "\n".join(f"problem: {line}" for line in problems)
-            or f"{len(servers)} server(s) serve fingerprint {pattern.fingerprint[:16]}"
-        )
+        _check_servers([Address.of(url) for url in options.server], pattern, result, text)
+
+
+def _check_servers(addresses: Sequence[Address], pattern: Pattern, result: dict[str, Any], text: list[str]) -> None:
+    found = [rank for address in addresses for rank in servers.ranks(address)]
+    problems = [line for rank in found if (line := rank.problem(pattern)) is not None]
+    result |= {
+        "servers": [address.label for address in addresses],
+        "fingerprint": pattern.fingerprint,
+        "ranks": [rank.model_dump() for rank in found],
+        "differs": served_table.differing(found),
+    }
+    result["problems"] += problems
+    verdict = [f"problem: {line}" for line in problems] or [
+        f"{len(addresses)} server(s) serve fingerprint {pattern.fingerprint[:16]}"
+    ]
+    text.append("\n".join([served_table.as_text(found), "", *verdict]))
 
 
 if __name__ == "__main__":

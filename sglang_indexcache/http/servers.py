@@ -1,4 +1,4 @@
-"""The patterns that running servers report on `/server_info`."""
+"""What running servers say about their patterns on `/server_info`."""
 
 from __future__ import annotations
 
@@ -11,49 +11,105 @@ from sglang_indexcache.http.address import Address
 from sglang_indexcache.http.client import ServerError, ask
 from sglang_indexcache.pattern import Pattern
 
+_Count = Annotated[int, Field(ge=0)]
 
-class _Served(BaseModel):
-    """The pattern that a scheduler has proven, and whether the proof still holds; of dense models, a selection."""
+
+class Counted(BaseModel):
+    """The first passes in which indexers were counted, by kind, and the kinds that are still to come."""
+
+    passes: dict[str, _Count] = {}
+    to_come: list[str] = []
+
+
+class Served(BaseModel):
+    """The pattern that a scheduler has proven, and what else it says of it; `None` is not said."""
 
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    pattern: str | None = None
+    source: str | None = None
+    version: str | None = None
     proven: bool = True
     since: str = "its weights were updated"
     reason: str = "no reason is given"
     selection: dict[str, Any] | None = None
+    proven_ranks: _Count | None = None
+    full_layers: _Count | None = None
+    shared_layers: _Count | None = None
+    sharded_layers: _Count = 0
+    sharded_ranks: _Count = 0
+    grouped_layers: _Count = 0
+    counted: Counted | None = None
+    saved_kv_bytes_per_token: _Count | None = None
+    saved_weight_bytes: _Count | None = None
+    indexer_runs: _Count | None = None
+    indexer_skips: _Count | None = None
+    decode_passes: _Count | None = None
 
 
 class _ServerState(BaseModel):
     """The state of one data-parallel rank; without the plugin it names no pattern."""
 
-    indexcache: _Served | None = None
+    indexcache: Served | None = None
 
 
 class _ServerInfo(BaseModel):
     internal_states: Annotated[list[_ServerState], Field(min_length=1)]
+    version: str | None = None
+
+
+class ServedRank(BaseModel):
+    """What one data-parallel rank of a server says.
+
+    Attributes:
+        server: its URL, without secrets.
+        dp_rank: number of the rank; `None` where there is only one.
+        sglang: version of SGLang, if the server says it.
+        served: the pattern; `None` where none is served.
+    """
+
+    server: str
+    dp_rank: int | None
+    sglang: str | None
+    served: Served | None
+
+    @property
+    def name(self) -> str:
+        """Return the URL, with the rank where there are several."""
+        return self.server if self.dp_rank is None else f"{self.server} DP rank {self.dp_rank}"
+
+    def problem(self, pattern: Pattern) -> str | None:
+        """Return a line if this rank is not proven to serve `pattern`."""
+        served, expected = self.served, pattern.fingerprint[:16]
+        if served is None:
+            return f"{self.name} serves without a pattern file, expected fingerprint {expected}"
+        if served.fingerprint != pattern.fingerprint:
+            return f"{self.name} serves fingerprint {served.fingerprint[:16]}, the pattern file has {expected}"
+        if not served.proven:
+            return one_line(f"{self.name} is not proven to serve it since {served.since}: {served.reason}", 400)
+        return None
 
 
 _FORM = TypeAdapter(_ServerInfo)
 
 
-def differences(server: str | Address, pattern: Pattern) -> list[str]:
-    """Return one line for each data-parallel rank at `server` that is not proven to serve `pattern`.
+def ranks(server: str | Address) -> list[ServedRank]:
+    """Ask a server what each of its data-parallel ranks serves.
 
     Raises:
         ServerError: if the server does not answer, or lists no rank; the key is that of `SGLANG_API_KEY`.
     """
-    lines, address = [], Address.of(server)
-    states = ask(address, "/server_info", _FORM).internal_states
-    for rank, state in enumerate(states):
-        where, served = f"{address} DP rank {rank}" if len(states) > 1 else str(address), state.indexcache
-        if served is None:
-            lines.append(f"{where} serves without a pattern file, expected fingerprint {pattern.fingerprint[:16]}")
-        elif served.fingerprint != pattern.fingerprint:
-            lines.append(
-                f"{where} serves fingerprint {served.fingerprint[:16]}, the pattern file has {pattern.fingerprint[:16]}"
-            )
-        elif not served.proven:
-            lines.append(one_line(f"{where} is not proven to serve it since {served.since}: {served.reason}", 400))
-    return lines
+    address = Address.of(server)
+    info = ask(address, "/server_info", _FORM)
+    several = len(info.internal_states) > 1
+    return [
+        ServedRank(
+            server=address.label,
+            dp_rank=number if several else None,
+            sglang=info.version,
+            served=state.indexcache,
+        )
+        for number, state in enumerate(info.internal_states)
+    ]
 
 
 def fingerprint(server: str | Address) -> str | None:
@@ -64,7 +120,7 @@ def fingerprint(server: str | Address) -> str | None:
             whose prompts are read without the pattern.
     """
     address = Address.of(server)
-    states = [state.indexcache for state in ask(address, "/server_info", _FORM).internal_states]
+    states = [rank.served for rank in ranks(address)]
     found = {None if state is None else state.fingerprint for state in states}
     if len(found) > 1:
         raise ServerError(f"{address}: its data-parallel ranks serve different patterns, expected one")

@@ -9,11 +9,15 @@ from typing import Any
 from sglang_indexcache.pattern import SHARED, Pattern
 from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.serving.proof import current_roles
+from sglang_indexcache.serving.proven import Passes
 from sglang_indexcache.sglang.hooks import refusing
 
 
 def report(plan: EnginePlan, scheduler: Any) -> None:
-    """Make the metrics if this scheduler reports any, and count its forward passes (after `Scheduler.__init__`)."""
+    """Make the metrics if this scheduler reports any, and count its forward passes (after `Scheduler.__init__`).
+
+    `/server_info` says how many there were, too: without metrics nothing is counted.
+    """
     context = scheduler.metrics_collector_context
     if not context.current_scheduler_metrics_enabled:
         return
@@ -21,7 +25,14 @@ def report(plan: EnginePlan, scheduler: Any) -> None:
     roles = list(current_roles(plan.family.sglang, runner.model).values())
     labels, shared = dict(context.collector.labels), roles.count(SHARED)
     proven = plan.proven
-    count, proven.tell = _make_metrics(proven.proof.pattern, plan.source, labels, len(roles) - shared, shared)
+    add, proven.tell = _make_metrics(proven.proof.pattern, plan.source, labels, len(roles) - shared, shared)
+    proven.passes = passes = Passes()
+
+    def count(decodes: bool) -> None:
+        passes.total += 1
+        passes.decode += decodes
+        add(decodes)
+
     runner.forward = counted(runner.forward, count)
 
 

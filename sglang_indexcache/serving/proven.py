@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from sglang_indexcache import __version__
 from sglang_indexcache.errors import ProofError, one_line
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.counted import Counter
@@ -30,6 +31,14 @@ class Proof:
     shared_rows: Mapping[int, int] = field(default_factory=dict)
 
 
+@dataclass
+class Passes:
+    """Forward passes of a process since it started, without idle ones."""
+
+    total: int = 0
+    decode: int = 0
+
+
 class ProofHolder:
     """The proof of one engine in this process, once there is one, and whether it still holds."""
 
@@ -39,6 +48,7 @@ class ProofHolder:
         self.graphs_captured = False
         self.grouped_layers: list[int] = []  # whose queries of blocks are attended from together
         self.counters: list[Counter] = []  # of the target model, and of a draft model
+        self.passes: Passes | None = None  # where SGLang reports metrics
         self.tell: Callable[[bool], None] = lambda holds: None  # a listener, such as a metric
 
     def set(self, proof: Proof) -> None:
@@ -75,6 +85,15 @@ class ProofHolder:
         missing = sorted({kind for counter in self.counters for kind in counter.missing})
         return {"passes": dict(sorted(passes.items())), **({"to_come": missing} if missing else {})}
 
+    def _since_start(self, pattern: Pattern) -> dict[str, int]:
+        """Return how often indexers ran, and how often that was saved, by all layers of `pattern`."""
+        if self.passes is None:
+            return {}
+        if pattern.dense:
+            return {"decode_passes": self.passes.decode}
+        full, shared = len(pattern.full_layers), len(pattern.shared_layers)
+        return {"indexer_runs": full * self.passes.total, "indexer_skips": shared * self.passes.total}
+
     def status(self, source: str) -> dict[str, Any]:
         """Return plain types, for `/server_info`; `source` is the requested file.
 
@@ -94,8 +113,10 @@ class ProofHolder:
             **({"sharded_layers": len(shared), "sharded_ranks": min(shared.values())} if shared else {}),
             **({"grouped_layers": len(self.grouped_layers)} if self.grouped_layers else {}),
             "source": source,
+            "version": __version__,
             "proven_ranks": self.proof.ranks,
             "proven": self._lost is None,
             **lost,
             **({"counted": self._counted()} if self.counters else {}),
+            **self._since_start(pattern),
         }

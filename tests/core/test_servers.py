@@ -65,10 +65,83 @@ def states(*patterns: str | None) -> dict[str, Any]:
     }
 
 
+def problems_in(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("problem: ")]
+
+
+SAYS = {
+    "fingerprint": PATTERN.fingerprint,
+    "source": "p.yaml",
+    "version": "0.2.0",
+    "proven": True,
+    "proven_ranks": 8,
+    "full_layers": 2,
+    "shared_layers": 4,
+    "saved_kv_bytes_per_token": 528,
+    "saved_weight_bytes": 1_250_000_000,
+    "counted": {"passes": {"extend": 3}, "to_come": ["decode"]},
+    "indexer_runs": 20,
+    "indexer_skips": 40,
+    "of_a_newer_version": [1],
+}
+
+
+def test_everything_a_server_says_is_a_row_of_a_table(
+    server: str, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sharded = {**SAYS, "sharded_layers": 2, "sharded_ranks": 8, "grouped_layers": 1}
+    Handler.answers[:] = [{"version": "0.5.23", "internal_states": [{"indexcache": SAYS}, {"indexcache": sharded}]}]
+    assert main([file, "--server", server]) == 0
+    head, first, second, *differs = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    cells = [" ".join(line.split()) for line in (head, first, second)]
+    assert cells == [
+        "server proven ranks F layers SGLang plugin sharded grouped layers saved KV saved weights runs skips"
+        " counted in",
+        f"{server} DP rank 0 yes 8 2 of 6 0.5.23 0.2.0 no 0 528 B/token 1.25 GB 20 40 3 extend, decode to come",
+        f"{server} DP rank 1 yes 8 2 of 6 0.5.23 0.2.0 2 layers, 8 ranks 1 528 B/token 1.25 GB 20 40"
+        " 3 extend, decode to come",
+    ]
+    assert differs == [
+        f"differs: sharded: no: {server} DP rank 0; 2 layers, 8 ranks: {server} DP rank 1",
+        f"differs: grouped layers: 0: {server} DP rank 0; 1: {server} DP rank 1",
+    ]
+
+
+def test_what_servers_say_as_json(server: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Handler.answers[:] = [{"version": "0.5.23", "internal_states": [{"indexcache": SAYS}]}]
+    assert main([file, "--server", server, "--server", server, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["differs"] == {} and len(found["ranks"]) == 2
+    assert found["ranks"][0] == found["ranks"][1]
+    said = found["ranks"][0]
+    assert (said["server"], said["dp_rank"], said["sglang"]) == (server, None, "0.5.23")
+    assert {name: said["served"][name] for name in SAYS if name in said["served"]} == {
+        name: value for name, value in SAYS.items() if name != "of_a_newer_version"
+    }
+
+
+def test_a_server_that_says_little_has_a_row_and_what_differs_from_it_is_named(
+    server: str, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Handler.answers[:] = [{"internal_states": [{"indexcache": SAYS}, {}]}]
+    assert main([file, "--server", server]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split() == [server, *"DP rank 1 no pattern - - - - - - - - - - -".split()]
+    assert f"differs: plugin: 0.2.0: {server} DP rank 0; no pattern: {server} DP rank 1" in lines
+
+
+def test_passes_of_a_dense_model_are_decode_passes(server: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Handler.answers[:] = [
+        {"internal_states": [{"indexcache": {"fingerprint": PATTERN.fingerprint, "decode_passes": 7}}]}
+    ]
+    assert main([file, "--server", server]) == 0
+    assert "7 decode passes" in capsys.readouterr().out
+
+
 def test_servers_that_serve_the_file(server: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     Handler.answers[:] = [states("FSSFSS", "FSSFSS")]
     assert main([file, "--server", server, "--server", server + "/"]) == 0
-    assert capsys.readouterr().out == f"2 server(s) serve fingerprint {PATTERN.fingerprint[:16]}\n"
+    assert capsys.readouterr().out.endswith(f"\n\n2 server(s) serve fingerprint {PATTERN.fingerprint[:16]}\n")
     assert main([file, "--server", server, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["problems"] == []
 
@@ -76,7 +149,7 @@ def test_servers_that_serve_the_file(server: str, file: str, capsys: pytest.Capt
 def test_every_rank_that_differs_is_a_problem(server: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     Handler.answers[:] = [states("FSSFSS", "FFFFFF", None)]
     assert main([file, "--server", server]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    lines = problems_in(capsys.readouterr().out)
     assert len(lines) == 2
     assert f"DP rank 1 serves fingerprint {Pattern('FFFFFF').fingerprint[:16]}" in lines[0]
     assert "DP rank 2 serves without a pattern file" in lines[1]
@@ -90,7 +163,7 @@ def test_a_server_that_is_not_proven_any_more_is_a_problem(
     answer["internal_states"][1]["indexcache"] |= {"proven": False, "since": "2026-11-26", "reason": "up\ndate\x1b[2J"}
     Handler.answers[:] = [answer]
     assert main([file, "--server", server]) == 1
-    [line] = capsys.readouterr().out.splitlines()
+    [line] = problems_in(capsys.readouterr().out)
     assert line == f"problem: {server} DP rank 1 is not proven to serve it since 2026-11-26: up date\\u001b[2J"
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from scripts.tools.pattern_files import pattern_file
-from sglang_indexcache import Pattern, launch_server, plugin, serving
+from sglang_indexcache import Pattern, __version__, launch_server, plugin, serving
 from sglang_indexcache.errors import ProofError
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.launch_server import Arguments, LaunchError, check_plugin_is_found, split_arguments
@@ -390,6 +390,7 @@ def test_the_status_is_added_to_the_internal_state(monkeypatch: pytest.MonkeyPat
         "full_layers": 2,
         "shared_layers": 4,
         "source": "deploy.yaml@1/3",
+        "version": __version__,
         "proven_ranks": 2,
         "proven": True,
         "saved_kv_bytes_per_token": 4 * 132,

@@ -119,6 +119,13 @@ def test_the_readmes_server(tmp_path: Path, record: Path, capsys: pytest.Capture
             grown[name] = new - old
         passes = 1 + 3  # one prefill gives the first token, three decode steps the rest
         assert list(grown.values()) == [4 * passes, 12 * passes]
+        [state] = states(server)
+        totals = [metric(after, f"sglang:indexcache_indexer_{name}_total").values() for name in ("runs", "skips")]
+        assert [[state["indexer_runs"]], [state["indexer_skips"]]] == [list(values) for values in totals]
+        capsys.readouterr()
+        assert check_main([file, "--server", server.url]) == 0
+        _, row, *_ = capsys.readouterr().out.splitlines()
+        assert row.split()[1:6] == ["yes", "1", "4", "of", "16"] and str(state["indexer_skips"]) in row
         runs = [run for run in recorder.read(record) if "counted" in run.requests]
         assert len(runs) == 4 * passes, "the counter says what the indexers did"
 

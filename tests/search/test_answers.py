@@ -21,9 +21,8 @@ from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
 from sglang_indexcache import IndexCacheError, Pattern
 from sglang_indexcache.families import describe
-from sglang_indexcache.http import client
+from sglang_indexcache.http import client, served_table, servers
 from sglang_indexcache.http.client import NoAnswerError, ServerError, StatusError, ask
-from sglang_indexcache.http.servers import differences
 from tests.conftest import tiny_config
 
 ANY: TypeAdapter[Any] = TypeAdapter(Any)
@@ -133,8 +132,11 @@ KINDS: dict[str, tuple[Any, Callable[[], Any], Callable[[Any], bool]]] = {
                 {},
             ]
         },
-        lambda: differences("http://host:1", Pattern("FS")),
-        lambda found: len(found) > 0 and all("\n" not in line for line in found),
+        lambda: servers.ranks("http://host:1"),
+        lambda found: (
+            all("\n" not in str(rank.problem(Pattern("FS"))) for rank in found)
+            and len(served_table.as_text(found).splitlines()) == 1 + len(found) + len(served_table.differing(found))
+        ),
     ),
 }
 

@@ -35,12 +35,11 @@ from indexcache_search.engines.calibration_server import CalibrationServer, Serv
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.evaluation.records import Sealer, append
 from indexcache_search.hf.loading import read_config
-from sglang_indexcache import IndexCacheError, Pattern, PatternFile
+from sglang_indexcache import IndexCacheError, PatternFile
 from sglang_indexcache.families import describe
 from sglang_indexcache.files import atomic
 from sglang_indexcache.files.naming import naming
-from sglang_indexcache.http import client, connection
-from sglang_indexcache.http.servers import differences
+from sglang_indexcache.http import client, connection, servers
 from sglang_indexcache.model.checkpoint import Checkpoint
 from sglang_indexcache.process import exit_line
 from tests.conftest import VOCAB, random_tokens, tiny_config
@@ -207,7 +206,7 @@ def test_two_hundred_answers_of_servers(monkeypatch: pytest.MonkeyPatch) -> None
                 b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 9000,
             ]
             current[0] = rng.choice([head + body] * 6 + cut)
-            one_line_or(lambda: differences(url, Pattern("FS")))
+            one_line_or(lambda: servers.ranks(url))
             one_line_or(lambda: Endpoint(url).logprobs([1, 2, 3]))
             lost = (IndexCacheError, ServerLostError, ServerBusyError)
             one_line_or(lambda: CalibrationServer(url).status(), lost)
