@@ -29,11 +29,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NoReturn
 
 from sglang_indexcache import __version__, process
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.files.spec import PatternSpec
+from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.serving import combinations
 from sglang_indexcache.sglang.launch_line import LaunchLine
 from sglang_indexcache.sglang.refusal import (
@@ -137,8 +139,11 @@ def tell(spec: PatternSpec, split: Arguments) -> None:
 
     Raises:
         LaunchError: if one of them can't be combined with it.
+        ModelConfigError: if the model is a path of nothing.
     """
     pattern, family, line = spec.known(), combinations.family_in(spec), LaunchLine.parse(split.rest)
+    if str(line.model_path).startswith(("/", "./", "../")) and not Path(line.model_path).exists():
+        ModelName.parse(line.model_path)  # says what is wrong
     found = list(combinations.verdicts(pattern, family, line, split.shard))
     for verdict in found:
         if verdict.state == combinations.REFUSED:

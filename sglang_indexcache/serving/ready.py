@@ -8,9 +8,11 @@ server arguments.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -21,10 +23,11 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.serving.ranks import data_parallel_rank
 from sglang_indexcache.sglang.hooks import refusing
-from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE
+from sglang_indexcache.sglang.refusal import LEFT_VARIABLE, PATTERN_VARIABLE, refuse
 from sglang_indexcache.sglang.requested import KEY, asked_of
 
 _PROOFS = "proofs"  # key of the folder, beside what the server arguments carry
+_REFUSED = "refused"  # file in it
 _LIMIT = 1 << 20
 
 
@@ -48,12 +51,10 @@ def launch(plan: EnginePlan, server_args: Any, start: Callable[[], Any]) -> Any:
         ProofError: if one of them has not proven the pattern.
     """
     folder = _new_folder(server_args)
-    try:
+    with _last_word(folder):
         result = start()
         launched = next((item for item in result if hasattr(item, "scheduler_infos")), None)
         _check_node(plan, server_args, launched, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return result
 
 
@@ -65,11 +66,9 @@ def launch_processes(plan: EnginePlan, server_args: Any, start: Callable[[], Any
     wait = launched.wait_for_ready
 
     def wait_and_check() -> None:
-        try:
+        with _last_word(folder):
             wait()
             refusing(_check_node)(plan, server_args, launched, folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     launched.wait_for_ready = wait_and_check
     return started
@@ -78,7 +77,26 @@ def launch_processes(plan: EnginePlan, server_args: Any, start: Callable[[], Any
 def _new_folder(server_args: Any) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="indexcache-proofs-"))
     asked_of(server_args)[_PROOFS] = str(folder)
+    os.environ[LEFT_VARIABLE] = str(folder / _REFUSED)
     return folder
+
+
+@contextmanager
+def _last_word(folder: Path) -> Iterator[None]:
+    """End with the line of a process that was refused, after what SGLang prints of that: logs are read from their end.
+
+    The folder is removed when the block ends.
+    """
+    try:
+        yield
+    except Exception:
+        refused = folder / _REFUSED
+        if refused.exists():
+            refuse(refused.read_text().partition("\n")[0])
+        raise
+    finally:
+        os.environ.pop(LEFT_VARIABLE, None)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_node(plan: EnginePlan, server_args: Any, launched: Any, folder: Path) -> None:

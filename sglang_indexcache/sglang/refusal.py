@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from typing import NoReturn
 
 PATTERN_VARIABLE = "SGLANG_INDEXCACHE_PATTERN"
@@ -19,6 +20,7 @@ GROUPING_VARIABLE = "SGLANG_INDEXCACHE_NO_GROUPING"
 GROUPING_FLAG = "--indexcache-no-grouping"
 CALIBRATE_VARIABLE = "SGLANG_INDEXCACHE_CALIBRATE"
 ADMIN_KEY_VARIABLE = "SGLANG_INDEXCACHE_ADMIN_API_KEY"  # for calibration; a flag would show in the process list
+LEFT_VARIABLE = "SGLANG_INDEXCACHE_REFUSALS"  # set by a process that launches others: a file for their refusals
 EXIT_CODE = 2
 
 
@@ -33,6 +35,9 @@ def refuse(reason: str, cause: BaseException | None = None, at_once: bool = Fals
         traceback.print_exception(cause, file=sys.stderr)
     sys.stderr.write(f"indexcache: {reason}\n")
     sys.stderr.flush()
+    if os.environ.get(LEFT_VARIABLE):
+        with suppress(OSError), open(os.environ[LEFT_VARIABLE], "a") as left:
+            left.write(f"{reason}\n")
     if threading.current_thread() is threading.main_thread() and not at_once:
         raise SystemExit(EXIT_CODE)
     os._exit(EXIT_CODE)

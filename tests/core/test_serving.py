@@ -20,7 +20,7 @@ from torch import nn
 
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, __version__, launch_server, plugin, serving
-from sglang_indexcache.errors import ProofError
+from sglang_indexcache.errors import ModelConfigError, ProofError
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.launch_server import Arguments, LaunchError, check_plugin_is_found, split_arguments
 from sglang_indexcache.serving import engines, identity, proof, ranks, ready
@@ -174,6 +174,17 @@ def test_the_users_words_reach_sglang_as_they_are(monkeypatch: pytest.MonkeyPatc
     words = ("--json-model-override", '{"rope_theta": 7}', "--config=c.yaml", "--json-model-override-args={}")
     assert launch_server.prepare(["--indexcache-pattern", "FSSFSS", *words]) == words
     assert os.environ[refusal.PATTERN_VARIABLE] == "FSSFSS"
+
+
+def test_a_model_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """SGLang would end with a traceback. What is no path of a folder is SGLang's to find, or not."""
+    monkeypatch.setattr(launch_server, "check_plugin_is_found", lambda: None)
+    for name in (refusal.PATTERN_VARIABLE, refusal.ALLOW_MISMATCH_VARIABLE):
+        monkeypatch.setenv(name, "")
+    with pytest.raises(ModelConfigError, match="none: no such folder, and not a hub id like owner/name"):
+        launch_server.prepare(["--indexcache-pattern=FS", f"--model={tmp_path}/none"])
+    for model in (str(tmp_path), "owner/name", "s3://bucket/model", "7"):
+        assert launch_server.prepare(["--indexcache-pattern=FS", "--model-path", model]) == ("--model-path", model)
 
 
 def test_the_launcher_needs_sglang_and_a_pattern() -> None:
@@ -371,6 +382,28 @@ def test_the_server_waits_for_every_proof() -> None:
     wrong = {**own, "pattern": "FFFFFF", "fingerprint": Pattern("FFFFFF").fingerprint}
     with pytest.raises(ProofError, match="a scheduler runs FFFFFF, the pattern is FSSFSS"):
         ready.check(PATTERN, [own, wrong], [], 1)
+
+
+def test_the_line_of_a_refused_scheduler_is_the_last_that_a_launch_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SGLang prints at length that a process ended; whoever reads the end of a log reads why."""
+    server_args = SimpleNamespace(_indexcache={"engine": "a"})
+
+    def start(refused: bool) -> Any:
+        if refused:
+            with pytest.raises(SystemExit):  # in a process of its own
+                refusal.refuse("letter 1 would run as F")
+            capsys.readouterr()
+        raise RuntimeError("Initialization failed")
+
+    with pytest.raises(SystemExit, match="2"):
+        ready.launch(plan(PROVEN), server_args, lambda: start(True))
+    assert capsys.readouterr().err == "indexcache: letter 1 would run as F\n"
+    for _ in range(2):  # what one launch left is not the next one's
+        with pytest.raises(RuntimeError, match="Initialization failed"):
+            ready.launch(plan(PROVEN), server_args, lambda: start(False))
+    assert refusal.LEFT_VARIABLE not in os.environ and not Path(server_args._indexcache["proofs"]).exists()
 
 
 # -- status and identity

@@ -182,13 +182,13 @@ def test_two_nodes_with_different_files(model: Path, file: str, tmp_path: Path) 
         f"indexcache: rank 1 serves a pattern with fingerprint {Pattern('FSFFSS').fingerprint[:16]}, rank 0 one with "
         f"{PATTERN.fingerprint[:16]}; expected the same file on every node"
     )
-    assert [lines for _, lines in results] == [[line], [line]]
+    assert [set(lines) for _, lines in results] == [{line}, {line}]
     assert all(code != 0 for code, _ in results)
 
 
 def test_a_node_that_was_started_without_the_pattern(model: Path, file: str) -> None:
     [(code, lines), (other, _)] = two_nodes(model, {"SGLANG_INDEXCACHE_PATTERN": file}, {})
-    assert code != 0 and other != 0 and len(lines) == 1
+    assert code != 0 and other != 0 and len(set(lines)) == 1
     assert lines[0].startswith("indexcache: not every rank serves a pattern after 20 s")
     assert lines[0].endswith("expected SGLANG_INDEXCACHE_PATTERN on every node")
 

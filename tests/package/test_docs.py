@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import yaml
 
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.strategies import STRATEGIES
 from scripts.tools import pictures, site
 from sglang_indexcache import __version__
-from sglang_indexcache.launch_server import split_arguments
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
 from sglang_indexcache.pattern.reuse import POLICIES
 
@@ -142,19 +140,6 @@ def test_the_kernels_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(sys, "argv", [str(path)])
     runpy.run_path(str(path), run_name="__main__")
     assert float(capsys.readouterr().out.split()[-1]) < 1e-3
-
-
-def test_the_manifests_start_the_launcher_with_a_pattern_of_their_own() -> None:
-    kustomization = yaml.safe_load((DOCS / "deploy" / "kustomization.yaml").read_text())
-    [generated] = kustomization["configMapGenerator"]
-    parts = {part["kind"]: part for part in yaml.safe_load_all((DOCS / "deploy" / "server.yaml").read_text())}
-    [container] = parts["Deployment"]["spec"]["template"]["spec"]["containers"]
-    pattern = split_arguments(container["args"]).pattern
-    mounts = {item["name"]: item["mountPath"] for item in container["volumeMounts"]}
-    volumes = {item["name"]: item for item in parts["Deployment"]["spec"]["template"]["spec"]["volumes"]}
-    assert pattern == f"{mounts['pattern']}/{generated['files'][0]}@1/4" and mounts.keys() == volumes.keys()
-    assert volumes["pattern"]["configMap"]["name"] == generated["name"]
-    assert parts["Service"]["spec"]["ports"][0]["targetPort"] == container["ports"][0]["name"]
 
 
 def test_the_version_has_notes_and_is_cited() -> None:
