@@ -110,6 +110,19 @@ def tiny_config(model_type: str = "glm_moe_dsa", layers: int = LAYERS, **changes
     }
 
 
+MLA = {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3", "glm4_moe_lite": "Glm4MoeLite"}
+
+
+def tiny_mla_config(model_type: str, **changes: Any) -> dict[str, Any]:
+    """config.json of a random dense model with MLA; of DeepSeek-V2, whose router DSA lacks, without experts."""
+    config = {key: value for key, value in tiny_config().items() if not key.startswith("index_")}
+    dense = LAYERS if model_type == "deepseek_v2" else 2
+    kinds = {"mlp_layer_types": ["dense"] * dense + ["sparse"] * (LAYERS - dense)}
+    own = kinds if model_type == "glm4_moe_lite" else {"first_k_dense_replace": dense}
+    name = {"architectures": [f"{MLA[model_type]}ForCausalLM"], "model_type": model_type}
+    return {**config, **own, **name, **changes}
+
+
 V4_LAYERS = (2, 4, 6, 7)  # that have an indexer
 
 

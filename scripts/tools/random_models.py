@@ -66,6 +66,14 @@ _DSA_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
+_MLA_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # dense
+    "deepseek-v3": ("deepseek_v3", {}, _ONLY_SGLANG_READS),
+    "glm-4.7-flash": (
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * (LAYERS - 2)},
+        {**_ONLY_SGLANG_READS, "first_k_dense_replace": 2, "rope_interleave": True},
+    ),
+}
 _V4: dict[str, Any] = {  # the widths that SGLang's layouts ask for; everything else is small
     "vocab_size": VOCAB,
     "hidden_size": 128,
@@ -148,6 +156,7 @@ _DENSE: dict[str, Any] = {
 }
 
 KINDS = (*_DSA_KINDS, "deepseek-v4")
+MLA_KINDS = tuple(_MLA_KINDS)
 DENSE_KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
@@ -159,6 +168,10 @@ def build(kind: str, folder: Path, **changes: Any) -> Path:
         model_type, content, extra = kind, {**_DENSE, **more, **changes}, {}
     elif kind == "deepseek-v4":
         model_type, content, extra = "deepseek_v4", {**_V4, **changes}, {**_ONLY_SGLANG_READS_OF_V4, **changes}
+    elif kind in _MLA_KINDS:
+        model_type, own, extra = _MLA_KINDS[kind]
+        shared = {key: value for key, value in _SHARED.items() if not key.startswith("index_")}
+        content = {**shared, **own, **changes}
     else:
         model_type, own, only = _DSA_KINDS[kind]
         content, extra = {**_SHARED, **own, **changes}, {**_ONLY_SGLANG_READS, **only}

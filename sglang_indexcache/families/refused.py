@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 _REASONS = {
-    "its latent attention (MLA) has no pages of keys": "DeepseekV2ForCausalLM DeepseekV3ForCausalLM",
+    "its latent attention (MLA) is dense; indexcache-distill trains indexers for it": """
+        DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM
+    """,
     "some of its layers see a sliding window": """
         Gemma2ForCausalLM Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma4ForCausalLM
         Gemma4ForConditionalGeneration Cohere2ForCausalLM

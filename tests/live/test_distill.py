@@ -1,4 +1,8 @@
-"""What indexcache-distill writes is served as it stands, and computes what transformers computes."""
+"""What indexcache-distill writes is served as it stands, and computes what transformers computes.
+
+Dense models are compared with transformers' dense ones: SGLang's own latent attention without indexers needs a CPU with
+AMX, and gives other logprobs on its native backend.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("sglang")
 
@@ -14,11 +19,14 @@ from typer.testing import CliRunner
 
 from dsa_cpu_platform import recorder
 from indexcache_search.cli.distill import app
+from indexcache_search.distill.conversion import convert
+from indexcache_search.distill.dense_mla import DenseStart
+from indexcache_search.distill.settings import IndexerSize
 from scripts.tools import random_models
 from scripts.tools.inprocess import generate
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
-from tests.live.reference import load_reference
+from tests.live.reference import TOLERANCE, load_reference
 from tests.live.server import running
 from tests.live.test_parity import check_parity, numbered, prompts
 from tests.live.test_server import CHUNK, check_modes, random_prompts, states
@@ -47,14 +55,17 @@ def distill(kind: str, folder: Path) -> Path:
         "sparse": "steps=3,lr=1e-3,indexer_lr=1e-3",
         "dtype": "float32",
     }
+    if kind in random_models.MLA_KINDS:
+        options |= {"index-heads": 32, "index-dim": 128, "index-topk": random_models.TOPK}
     result = CliRunner().invoke(app, [part for name, value in options.items() for part in (f"--{name}", str(value))])
     assert result.exit_code == 0, result.output
     return folder / "out"
 
 
-def test_a_distilled_checkpoint_in_a_server(tmp_path: Path) -> None:
-    """Its S layers have no indexer weights, and its config.json has the pattern."""
-    out, record = distill("glm-moe", tmp_path), tmp_path / "record"
+@pytest.mark.parametrize("kind", ["glm-moe", "glm-4.7-flash"])
+def test_a_distilled_checkpoint_in_a_server(kind: str, tmp_path: Path) -> None:
+    """Its S layers have no indexer weights, and its config.json has the pattern. The second one was dense."""
+    out, record = distill(kind, tmp_path), tmp_path / "record"
     record.mkdir()
     model, file = out / "model", str(out / "pattern.yaml")
     flags = ("--indexcache-pattern", file, "--chunked-prefill-size", str(CHUNK), "--skip-tokenizer-init")
@@ -64,8 +75,27 @@ def test_a_distilled_checkpoint_in_a_server(tmp_path: Path) -> None:
         check_modes(server, load_reference(model), PATTERN, record, random_prompts())
 
 
-def test_a_distilled_checkpoint_that_keeps_all_indexers(tmp_path: Path) -> None:
-    out, record = distill("deepseek-v3.2", tmp_path), tmp_path / "record"
+@pytest.mark.parametrize("kind", random_models.MLA_KINDS)
+def test_a_dense_model_with_indexers_that_select_everything(kind: str, tmp_path: Path) -> None:
+    """Each file of its weights is the dense model's, and SGLang computes what the dense model does in transformers."""
+    dense, folder = random_models.build(kind, tmp_path / "dense"), tmp_path / "model"
+    start = DenseStart.read(str(dense), IndexerSize(topk=256))
+    assert start is not None
+    for made in (folder, tmp_path / "record"):
+        made.mkdir()
+    convert(dense, start, 0, folder)
+    reference = load_reference(dense)
+    for served in generate(folder, None, prompts(dense), 4, tmp_path / "record"):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([list(served.ids[:-1])]), use_cache=False).logits[0]
+        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(served.ids[1:])[:, None])[:, 0]
+        assert len(served.ids) <= start.size.topk
+        assert (logprobs - torch.tensor(served.logprobs)).abs().max().item() <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["deepseek-v3.2", "deepseek-v3"])
+def test_a_distilled_checkpoint_that_keeps_all_indexers(kind: str, tmp_path: Path) -> None:
+    out, record = distill(kind, tmp_path), tmp_path / "record"
     record.mkdir()
     model = out / "model"
     answers = numbered(generate(model, str(out / "pattern.yaml"), prompts(model), 4, record))

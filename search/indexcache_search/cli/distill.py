@@ -12,14 +12,24 @@ import typer
 
 from indexcache_search import demo
 from indexcache_search.cli import options
-from indexcache_search.cli.bounded import BATCH, MILLION, RATE, STEPS, STEPS_OR_NONE, TRAINING_SEQUENCES
+from indexcache_search.cli.bounded import (
+    BATCH,
+    MILLION,
+    RATE,
+    STEPS,
+    STEPS_OR_NONE,
+    TOKENS,
+    TRAINING_SEQUENCES,
+    WIDTH,
+)
 from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
 from indexcache_search.console import results, serving
-from indexcache_search.distill.settings import DistillSettings, Loss, Schedule
+from indexcache_search.distill.settings import DistillSettings, IndexerSize, Loss, Schedule, dense_architecture
 from indexcache_search.errors import SearchError
 from sglang_indexcache import process
 from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.files.spec import GRAMMAR, PatternSpec
+from sglang_indexcache.model import checkpoint
 
 DEMO: dict[str, Any] = {"warmup_steps": 20, "sparse_steps": 40, "indexer_lr": 1e-3, "lr": 2e-4, "batch_size": 4}
 """Settings of the demo. Defaults of a full run are DeepSeek-V3.2's and the paper's."""
@@ -123,7 +133,17 @@ Every = Annotated[
     EveryChoice | None,
     settings(EveryChoice, "Steps between evaluations (evaluate; 100), checkpoints (100) and lines shown (show; 10)."),
 ]
-NEEDS = {"write": (OptionNeed("a run without --dry-run", lambda given: not given["dry_run"]),)}
+
+
+def _dense(given: Any) -> bool:
+    """Return whether the model is a dense one with MLA, by its config.json."""
+    return bool(given["model"] and dense_architecture(checkpoint.read_config(given["model"])[0]))
+
+
+NEEDS = {
+    "write": (OptionNeed("a run without --dry-run", lambda given: not given["dry_run"]),),
+    **dict.fromkeys(("index_heads", "index_dim", "index_topk"), (OptionNeed("a dense model with MLA", _dense),)),
+}
 
 
 def distill(
@@ -132,6 +152,11 @@ def distill(
     pattern: Annotated[
         str, option(f"What the model is trained for: {GRAMMAR}.", "--pattern", metavar="PATTERN")
     ] = "uniform@1/4",
+    index_heads: Annotated[
+        int | None, number("Heads of the indexers that a dense model gets. Default: 32.", WIDTH)
+    ] = None,
+    index_dim: Annotated[int | None, number("Their dimensions. Default: 128, all that SGLang serves.", WIDTH)] = None,
+    index_topk: Annotated[int | None, number("Tokens that they select. Default: 2048.", TOKENS)] = None,
     training: options.Training = None,
     evaluation: options.HeldOutOrSame = None,
     rows: options.Rows = None,
@@ -213,6 +238,7 @@ def distill(
         if not training:
             raise SearchError("--training is missing, expected a file, folder or hub id with text")
         name, spec, row_options = model or str(demo.MODEL), PatternSpec.read(pattern), options.row_options(rows)
+        from indexcache_search.distill.dense_mla import DenseStart
         from indexcache_search.distill.result import terminal_table
         from indexcache_search.distill.run import run
         from indexcache_search.distill.settings import TrainingRuntime
@@ -220,7 +246,10 @@ def distill(
         from indexcache_search.training.sets import TrainingData, show_data
         from indexcache_search.training.settings import Folders, Intervals
 
-        description = describe_model(name)
+        sizes = {"heads": index_heads, "dim": index_dim, "topk": index_topk}
+        wanted = {key: value for key, value in sizes.items() if value is not None}
+        start = DenseStart.read(name, IndexerSize(**wanted))
+        description = describe_model(name) if start is None else start.description
         chosen = spec.pattern(description)
         chosen.check_plain("is not trained for yet")
         data = TrainingData(
@@ -264,7 +293,7 @@ def distill(
         )
         folder = output or Path(f"indexcache-distilled-{'demo' if is_demo else Path(name).name}")
         process.let_work_end()
-        result, written = run(name, data, what, runtime, Folders(folder, restart), console)
+        result, written = run(name, data, what, runtime, Folders(folder, restart), console, start)
         if not result:
             return  # only the first process prints
         out = results()

@@ -54,6 +54,21 @@ def export(
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
+def with_sources(model: Any, weights: Mapping[str, Tensor], pattern: Pattern) -> dict[str, Tensor]:
+    """Return `weights` in which S layers have their sources' indexers, where `weights` has indexers of S layers.
+
+    For models that were dense: the indexers of S layers never trained, and transformers runs every indexer of
+    DeepSeek-V3.2. There an S layer then selects by its source's weights.
+    """
+    reader = family_of_modules(model).checkpoint
+    filled = dict(weights)
+    for name in weights:
+        for layer in reader.indexer_layers([name]) & set(pattern.shared_layers):
+            source = pattern.source_layers[layer]
+            filled[name] = weights[name.replace(f".layers.{layer}.", f".layers.{source}.")].clone()
+    return filled
+
+
 def check_source(source: str) -> None:
     """Refuse a local model whose files can't be copied because a link leads out of its folder.
 

@@ -40,7 +40,7 @@ class Output:
     """Result of one forward pass.
 
     Attributes:
-        token_losses: `[batch, length - 1]`, float32, of the tokens after the first; None in the warm-up.
+        token_losses: `[batch, length - 1]`, float32, of the tokens after the first; None if they are not measured.
         divergences: `[F layers]`, float32: loss of each retained indexer, summed over all queries.
     """
 
@@ -100,6 +100,7 @@ class Distillation:
         pattern.check_fits(len(attentions), [layer for layer, item in enumerate(attentions) if item.indexer is None])
         self.model: Any = model
         self.pattern, self.stage, self.loss, self.kernels = pattern, stage, loss, kernels
+        self.measures_dense = False  # in the warm-up, the losses of tokens: those of the dense model
         self._served = {source: pattern.source_layers.count(source) for source in pattern.full_layers}
         self._labels: Tensor | None = None
         self._indices: dict[int, Tensor] = {}
@@ -148,7 +149,11 @@ class Distillation:
             divergences = torch.stack([torch.stack(items).sum() for items in self._found.values()])
         finally:
             self._found = None  # layers that run again for their gradients report nothing
-        return Output(losses.view_as(self._labels) if self.stage == "sparse" else None, divergences)
+        return Output(losses.view_as(self._labels) if self._measures_tokens else None, divergences)
+
+    @property
+    def _measures_tokens(self) -> bool:
+        return self.stage == "sparse" or self.measures_dense
 
     def _forget(self) -> None:
         for kept in (self._indices, self._vectors, self._log_q):
@@ -157,7 +162,7 @@ class Distillation:
     def _losses_of_tokens(self, head: nn.Linear, hidden: Tensor) -> Tensor:
         """Replace the output head: return losses instead of logits, computed by blocks of rows, `[all tokens]`."""
         assert self._labels is not None
-        if self.stage == "warmup":
+        if not self._measures_tokens:
             return hidden.new_zeros(self._labels.numel())
 
         def losses(rows: Tensor, labels: Tensor) -> Tensor:

@@ -31,13 +31,14 @@ def collect(
     rows = []
     for record in evaluations:
         pattern = model.native if record["stage"] == "original" else settings.pattern
+        roles = "D" * len(pattern) if record.get("dense") else pattern.roles
         evaluation = losses_of(record["losses"], record["tokens"])
         loss = estimates.loss(evaluation, held_out)
         rise = estimates.increase(evaluation, original, held_out)
         row = {
             "step": record["step"],
             "stage": record["stage"],
-            "pattern": pattern.roles,
+            "pattern": roles,
             "loss": loss.mean,
             "loss_stderr": loss.stderr,
             "increase": rise.mean,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from indexcache_search.distill import memory
+from indexcache_search.distill.conversion import convert
 from indexcache_search.distill.curves import draw
-from indexcache_search.distill.export import check_source, export
+from indexcache_search.distill.dense_mla import DenseStart
+from indexcache_search.distill.export import check_source, export, with_sources
 from indexcache_search.distill.session import session
 from indexcache_search.distill.settings import DistillSettings, Stage, TrainingRuntime
 from indexcache_search.distill.task import StageTask
@@ -42,18 +44,26 @@ def run(
     runtime: TrainingRuntime,
     folders: Folders,
     console: Console,
+    start: DenseStart | None = None,
 ) -> tuple[Mapping[str, Any], list[Path]]:
     """Train `model` for a pattern, write the results, and return the metrics and the files written.
 
-    All processes of a launch call this; only the first writes and prints.
+    All processes of a launch call this; only the first writes and prints. With `start` the model is a dense one, and
+    gets indexers first.
 
     Raises:
         IndexCacheError: if a request can't be fulfilled.
         NonFiniteLossError: if a loss is NaN or infinite; the last good checkpoint stays.
     """
     set_quiet()
-    description, config = describe_model(model), read_config(model)
-    _check_model(model, description, config, data, settings, runtime)
+    if start is None:
+        description, config = describe_model(model), read_config(model)
+        locked = Checkpoint.read(model).locked
+    else:
+        start = start.made_for(settings.pattern)
+        description, config = start.description, start.pretrained_config
+        locked = description.locked
+    _check_model(model, description, config, data, settings, runtime, locked)
     check_source(model)
     with ExitStack() as stack:
         processes = stack.enter_context(joined(runtime.device, runtime.dtype))
@@ -76,14 +86,23 @@ def run(
         keep_shared = runtime.keep_shared
         if keep_shared is None:  # transformers runs all indexers of DeepSeek-V3.2
             keep_shared = "DeepseekV32" in description.architecture
-        also = {"attention": attention, "processes": processes.count}
+        also: dict[str, Any] = {"attention": attention, "processes": processes.count}
+        if start is not None:
+            also["indexers"] = start.as_dict()
         run = stack.enter_context(
             session(
                 model, description, data, settings, settings.steps, runtime, folders, console, processes, also, STAGES
             )
         )
-        done = run.done
+        done, base, origin = run.done, model, run.files.folder
         finished = done >= settings.steps and run.folders.is_whole(folders.model, processes)
+        if start is not None and not finished:
+            if not run.folders.is_whole(folders.converted, processes) and processes.first:
+                with run.folders.exported(folders.converted) as unfinished:
+                    convert(run.files.folder, start, settings.seed, unfinished)
+                    run.check_unchanged()
+            processes.wait()
+            base, origin = str(folders.converted), folders.converted
         for stage in [] if finished else stages:
             first, last = settings.range(stage)
             result = folders.model if stage == stages[-1] else folders.warmed_up
@@ -92,8 +111,8 @@ def run(
             if done > last:
                 raise JournalError(f"{result}: is not whole, and was left behind; --restart trains anew")
             run.progress.begin(stage)
-            source = str(folders.warmed_up) if first else model
-            loaded, dtypes = _load(source, description, processes, None if first else run.files)
+            source = str(folders.warmed_up) if first else base
+            loaded, dtypes = _load(source, description, processes, run.files if source == model else None)
             if runtime.gradient_checkpointing and stage == "sparse":
                 checkpoint_gradients(loaded)  # in the warm-up the frozen body keeps no activations anyway
             task = StageTask(
@@ -105,7 +124,9 @@ def run(
                 run.held_out,
                 "auto" if attention == "kernels" else None,
             )
-            if not done:
+            if not done and start is not None:
+                run.loop.report({"step": 0, "stage": "original", "dense": True, **task.evaluate(dense=True)})
+            elif not done:
                 for name, pattern in (("original", description.native), ("training-free", settings.pattern)):
                     run.loop.report({"step": 0, "stage": name, **task.evaluate(pattern)})
             run.loop.train(task, done)
@@ -116,9 +137,10 @@ def run(
             weights: dict[str, Any] = get_model_state_dict(task.model, options=options)  # of all processes
             if processes.first:
                 weights = {name: value.to(dtypes[name]) for name, value in weights.items()}
-                origin = folders.warmed_up if first else run.files.folder
+                if start is not None and stage == stages[-1]:
+                    weights = with_sources(task.model, weights, pattern)
                 with run.folders.exported(result) as unfinished:
-                    export(task.model, weights, origin, pattern, unfinished, keep)
+                    export(task.model, weights, folders.warmed_up if first else origin, pattern, unfinished, keep)
             processes.wait()
             done = max(done, last)
             del loaded, task, weights
@@ -136,12 +158,13 @@ def _check_model(
     data: TrainingData,
     settings: DistillSettings,
     runtime: TrainingRuntime,
+    locked: Collection[int],
 ) -> None:
     """Refuse a model that can't be trained as requested, before anything large is loaded."""
     if not isinstance(family_of(description.architecture).checkpoint, DsaCheckpoint):
         raise SearchError(f"{model}: distillation does not train {description.architecture}, expected a DSA model")
     check_seq_len(data.seq_len, config)
-    settings.pattern.check_fits(description.num_layers, Checkpoint.read(model).locked)
+    settings.pattern.check_fits(description.num_layers, locked)
     if getattr(config, "quantization_config", None) is not None:
         raise SearchError(f"{model}: its weights are quantised, expected a bfloat16 or float32 checkpoint")
     if config.attention_dropout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -14,8 +15,22 @@ Stage = Literal["warmup", "sparse"]
 Loss = Literal["multi", "own"]
 Schedule = Literal["cosine", "wsd", "constant"]
 
+DEEPSEEK, GLM = "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"
+DENSE_MLA: Mapping[str, str] = {
+    "DeepseekV2ForCausalLM": DEEPSEEK,
+    "DeepseekV3ForCausalLM": DEEPSEEK,
+    "Glm4MoeLiteForCausalLM": GLM,
+}
+"""Architectures of dense models with latent attention (MLA), and the DSA architecture that each becomes."""
+
 COSINE_FLOOR = 0.1  # of the peak, at the end
 WSD_DECAY = 0.2  # of a stage's steps
+
+
+def dense_architecture(config: Mapping[str, Any]) -> str | None:
+    """Return the first of `DENSE_MLA` among the architectures of a config.json."""
+    given = config.get("architectures")
+    return next((item for item in map(str, given if isinstance(given, list) else ()) if item in DENSE_MLA), None)
 
 
 def rate(schedule: Schedule, ramp_steps: int, done: int, total: int) -> float:
@@ -108,6 +123,21 @@ class DistillSettings(TrainingSettings):
         """Return the factor of the peak learning rates at a step, counted from 0; each stage has its own curve."""
         first, end = self.range("warmup" if step < self.warmup_steps else "sparse")
         return rate(self.schedule, self.ramp_steps, step - first, end - first)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerSize:
+    """Sizes of the indexers that a dense model gets, by default those of GLM-5.
+
+    Attributes:
+        heads: index heads.
+        dim: dimensions of an index query and key; at least those of the model's rotary embeddings.
+        topk: tokens that each query selects.
+    """
+
+    heads: int = 32
+    dim: int = 128  # all that SGLang serves
+    topk: int = 2048
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,11 +110,12 @@ class StageTask(Task):
         return (output.token_losses * weights).double().sum(1), output.divergences
 
     @torch.no_grad()
-    def evaluate(self, pattern: Pattern | None = None) -> dict[str, Any]:
+    def evaluate(self, pattern: Pattern | None = None, dense: bool = False) -> dict[str, Any]:
         """Measure held-out losses of the model as it will be served, which is sparse.
 
         Args:
             pattern: another one than the model trains for.
+            dense: instead measure those of the model without a selection.
 
         Returns:
             `losses`: sum over each sequence's scored tokens; `tokens`: their number; `held_out_loss`: mean over tokens,
@@ -127,7 +128,8 @@ class StageTask(Task):
         size = self._settings.micro_batch_size
         losses = torch.zeros(data.num_sequences + 1, dtype=torch.float64)  # the divergences come last
         self.model.eval()
-        with replaced((distillation, "stage", "sparse")), distillation.attached():
+        how = ("stage", "warmup" if dense else "sparse"), ("measures_dense", dense)
+        with replaced(*((distillation, *change) for change in how)), distillation.attached():
             for turn in range(-(-data.num_sequences // (size * processes))):
                 first = (turn * processes + self._processes.index) * size
                 rows = np.arange(first, min(first + size, data.num_sequences))

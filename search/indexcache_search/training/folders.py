@@ -27,7 +27,7 @@ RESULTS = ("metrics.json", "curves.svg", "pattern.yaml")
 LOG = "log.jsonl"
 _MAX_BYTES = 1 << 20
 _WORK = re.compile(
-    r"run\.json|data/(training|held-out)/((tokens|scored|source_of|prompt)\.npy|set\.json)|warmed-up/.+"
+    r"run\.json|data/(training|held-out)/((tokens|scored|source_of|prompt)\.npy|set\.json)|(converted|warmed-up)/.+"
     r"|checkpoints/(partial|step-\d{6,})/(process-\d+\.(safetensors|json)|checkpoint\.json)"
 )
 _EVENTS = re.compile(r"events\.out\.tfevents\.[^/]+")
@@ -137,7 +137,7 @@ def check_folders(folders: Folders, reads: Mapping[str, Iterable[str]]) -> None:
     _results(folders).check()
     tree.check_subfolder(folders.work, folders.command, "work")
     tree.check_subfolder(folders.events, folders.command, "events")
-    for folder in (folders.model, folders.warmed_up):
+    for folder in (folders.model, folders.converted, folders.warmed_up):
         if folders.restart or not tree.is_whole(folder, folders.command):
             tree.check_ours(folder, folders.command)
     if folders.restart:

@@ -35,6 +35,11 @@ class Folders:
         return self.output / "work"
 
     @property
+    def converted(self) -> Path:
+        """Folder of the DSA checkpoint that a dense model becomes, before any training."""
+        return self.work / "converted"
+
+    @property
     def warmed_up(self) -> Path:
         """Folder of the model after the warm-up."""
         return self.work / "warmed-up"
