@@ -23,6 +23,7 @@ from indexcache_kernels.block_scores import block_scores, compress_keys
 from indexcache_kernels.block_swap import BlockBuffer, copy_blocks, swap_blocks
 from indexcache_kernels.errors import KernelInputError
 from indexcache_kernels.indexer_kl import indexer_kl
+from indexcache_kernels.indexer_loss import LayerAttention, gather_keys, indexer_loss, packed_ranges, padded_ranges
 from indexcache_kernels.indexer_topk import causal_ranges, indexer_topk
 from indexcache_kernels.page_selection import PageBudget, page_scores, select_pages
 from indexcache_kernels.sparse_attention import sparse_attention
@@ -30,14 +31,19 @@ from indexcache_kernels.sparse_attention import sparse_attention
 __all__ = [
     "BlockBuffer",
     "KernelInputError",
+    "LayerAttention",
     "PageBudget",
     "block_attention",
     "block_scores",
     "causal_ranges",
     "compress_keys",
     "copy_blocks",
+    "gather_keys",
     "indexer_kl",
+    "indexer_loss",
     "indexer_topk",
+    "packed_ranges",
+    "padded_ranges",
     "page_scores",
     "select_pages",
     "sparse_attention",

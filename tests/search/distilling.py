@@ -38,6 +38,8 @@ def arguments(model: Path, data: Path, output: Path, **changes: Any) -> list[str
     for name, value in named.items():
         option, _, key = SETTINGS.get(name, name).partition(" ")
         words.setdefault(option, []).extend([] if value is True else [f"{key}={value}" if key else str(value)])
+    if changes.get("search_first"):
+        del words["pattern"]
     return [part for option, values in words.items() for part in (f"--{option}", ",".join(values)) if part]
 
 

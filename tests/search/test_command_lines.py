@@ -119,7 +119,7 @@ def test_what_is_wrong_is_said(function: Function, arguments: list[str], line: s
 # -- options that nothing reads
 
 RUNS = (
-    *("search.run.run", "compare.run.run", "harness.run.run", "distill.run.run"),
+    *("search.run.run", "compare.run.run", "harness.run.run", "distill.run.run", "distill.search_first.run"),
     *("lab.offload.run.run", "lab.key_delta.run.run", "lab.eviction.run.run"),
 )
 ELSEWHERE = {"max_increase", "dry_run", "config", "version"}  # read when a run is over, or in the place of one
@@ -152,6 +152,7 @@ VALUES: dict[str, Any] = {
     "endpoint": [URL],
     "pattern": ["FFSFFS"],
     "retain": "1/3",
+    "search_first": "1/3",
     "skip": "0.3",
     "objective": "nll",
     "device": "cpu",

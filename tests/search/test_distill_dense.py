@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from indexcache_search.cli.distill import app
 from indexcache_search.distill import conversion, memory, run
 from indexcache_search.distill.dense_mla import DenseStart
 from indexcache_search.distill.settings import DistillSettings, IndexerSize
@@ -316,4 +318,103 @@ def test_a_killed_run_goes_on_to_the_same_losses(
     assert code == 0, text
     assert records(tmp_path / "out") == records(trained_glm)
     ours, theirs = tensors(tmp_path / "out" / "model"), tensors(trained_glm / "model")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+# -- a search first
+
+SIZES = {**SIZE, "seq_len": 24, "batch_size": 2, "num_sequences": 4}
+
+
+@pytest.fixture(scope="session")
+def searched(glm_folder: Path, training: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole run from a dense model, with a search."""
+    output = tmp_path_factory.mktemp("searched") / "out"
+    code, text = distill(glm_folder, training, output, **SIZES, search_first="1/3")
+    assert code == 0, text
+    return output
+
+
+def test_a_search_first(searched: Path) -> None:
+    """Indexers in all layers train, then the pattern is found on them, then it is trained for."""
+    found = PatternFile.load(str(searched / "search" / "pattern.yaml"))
+    first = json.loads((searched / "all-layers" / "metrics.json").read_text())
+    assert [row["pattern"] for row in first["rows"]] == ["D" * LAYERS, *["F" * LAYERS] * 3]
+    assert Checkpoint.read(str(searched / "all-layers" / "model")).indexer_layers == set(range(LAYERS))
+    assert len(found.as_pattern().full_layers) == 2 and found.search is not None
+    file = PatternFile.load(str(searched / "trained" / "pattern.yaml"))
+    assert file.pattern == found.pattern
+    assert Checkpoint.read(str(searched / "trained" / "model")).indexer_layers == set(found.as_pattern().full_layers)
+    last = json.loads((searched / "trained" / "metrics.json").read_text())
+    assert [row["pattern"] for row in last["rows"]] == ["F" * LAYERS, *[found.pattern] * 4]
+    logprobs(searched / "trained" / "model")
+
+
+def test_a_search_first_of_a_model_with_indexers(model_folder: Path, training: Path, tmp_path: Path) -> None:
+    few = {"seq_len": 24, "batch_size": 2, "num_sequences": 4, "warmup_steps": 1, "steps": 1}
+    code, text = distill(model_folder, training, tmp_path / "out", **few, search_first="1/3")
+    assert code == 0, text
+    assert not (tmp_path / "out" / "all-layers").exists()
+    found = PatternFile.load(str(tmp_path / "out" / "search" / "pattern.yaml"))
+    assert PatternFile.load(str(tmp_path / "out" / "trained" / "pattern.yaml")).pattern == found.pattern
+
+
+@pytest.mark.parametrize("phase", ["all-layers/metrics.json", "search/pattern.yaml", "trained/metrics.json"])
+def test_a_search_first_that_was_cut_off(
+    searched: Path, glm_folder: Path, training: Path, tmp_path: Path, phase: str
+) -> None:
+    """As killed before a phase's results were written: the rest is the same."""
+    output = shutil.copytree(searched, tmp_path / "out")
+    (output / phase).unlink()
+    if phase.startswith("all-layers"):
+        shutil.rmtree(output / "all-layers" / "model")
+        shutil.rmtree(output / "search")
+    if not phase.startswith("search"):
+        shutil.rmtree(output / "trained" / "model")
+    code, text = distill(glm_folder, training, output, **SIZES, search_first="1/3")
+    assert code == 0, text
+    for folder in (Path("trained"), Path("all-layers")):
+        assert records(output / folder) == records(searched / folder)
+        ours, theirs = (tensors(place / folder / "model") for place in (output, searched))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    name = "search/pattern.yaml"
+    assert PatternFile.load(str(output / name)).pattern == PatternFile.load(str(searched / name)).pattern
+
+
+def test_what_a_search_first_refuses(
+    glm_folder: Path, model_folder: Path, training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is written."""
+    code, text = distill(glm_folder, training, tmp_path / "out", **SIZES, search_first="2")
+    assert code == 2 and "retention is 2, expected more than 0 and at most 1" in " ".join(text.split())
+    words = [*arguments(glm_folder, training, tmp_path / "out", **SIZES), "--search-first", "1/3"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and "--pattern needs a run without --search-first" in result.output
+    with monkeypatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        code, text = distill(glm_folder, training, tmp_path / "out", **SIZES, search_first="1/3")
+        assert code == 2 and "--search-first searches in one process, found 2" in " ".join(text.split())
+    monkeypatch.setattr(memory, "available", lambda *_: 100_000)
+    for model, sizes in ((glm_folder, SIZES), (model_folder, {})):
+        code, text = distill(model, training, tmp_path / "out", **sizes, search_first="1/3")
+        assert code == 2 and "GB are needed in each process" in text, text
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "lines"), [("all-layers/log.jsonl", 4), ("search/work/journal.jsonl", 6), ("trained/log.jsonl", 5)]
+)
+def test_a_killed_search_first_goes_on_to_the_same(
+    searched: Path, glm_folder: Path, training: Path, tmp_path: Path, file: str, lines: int
+) -> None:
+    words = arguments(glm_folder, training, tmp_path / "out", **SIZES, search_first="1/3")
+    process = forked("indexcache_search.distill", words)
+    killed_at(process, tmp_path / "out" / file, lines)
+    assert process.exitcode == -signal.SIGKILL
+    code, text = distill(glm_folder, training, tmp_path / "out", **SIZES, search_first="1/3")
+    assert code == 0, text
+    output, whole = tmp_path / "out" / "trained", searched / "trained"
+    assert records(output) == records(whole)
+    ours, theirs = tensors(output / "model"), tensors(whole / "model")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from indexcache_search.distill.model import Distillation, divergence, set_trainable
+from indexcache_search.distill.losses import divergence, multi_layer
+from indexcache_search.distill.model import Distillation, set_trainable
 from indexcache_search.distill.settings import Loss, Stage
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
@@ -21,11 +22,6 @@ from tests.conftest import LAYERS, VOCAB, tiny_config, tiny_model
 
 STAGES: tuple[Stage, ...] = ("warmup", "sparse")
 PATTERNS = st.text("FS", min_size=LAYERS - 1, max_size=LAYERS - 1).map(lambda rest: Pattern("F" + rest))
-
-
-def multi_layer(targets: Sequence[Tensor], log_q: Tensor) -> Tensor:
-    """Eq. 1: the mean divergence of the served layers' attention from one indexer."""
-    return torch.stack([divergence(p, log_q) for p in targets]).mean(0)
 
 
 def averaged(targets: Sequence[Tensor], log_q: Tensor) -> Tensor:

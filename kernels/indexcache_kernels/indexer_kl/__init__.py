@@ -13,7 +13,7 @@ from indexcache_kernels.indexer_kl import naive
 def indexer_kl(
     q: Tensor,
     k: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
     scale: float,
     index_q: Tensor,
     index_k: Tensor,
@@ -28,13 +28,14 @@ def indexer_kl(
     Over all keys of a query (warm-up), or over those selected for it (sparse stage): IndexCache, Sections 2.1, 3.2.
 
     Args:
-        q: `[T, H, D]`, of the attention: float32, bfloat16 or float16; no gradient.
+        q: `[T, H, D]`, of the attention: float32, bfloat16 or float16, on `naive` also float64; no gradient.
         k: `[L, G, D]`, in the dtype of `q`; heads h of `q` use key head h // (H / G).
         lse: `[T, H]`, float32: logarithm of the attention's denominator over the same keys, see `sparse_attention`.
+            `naive` computes its own, and takes None.
         scale: what products of `q` and `k` are multiplied by.
         index_q: `[T, I, C]`, in the dtype of `q`.
         index_k: `[L, C]`, in the dtype of `q`.
-        index_weights: `[T, I]`, float32.
+        index_weights: `[T, I]`, float32, or float64 like `q`.
         starts: `[T]`, int32, the first key that a query sees; see `causal_ranges`. Not looked at with `indices`.
         ends: `[T]`, int32, one past the last.
         indices: `[T, K]`, int32: what was selected, -1 for none; None for all keys that a query sees.
@@ -52,10 +53,11 @@ def indexer_kl(
     if q.ndim != 3 or k.ndim != 3 or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
         raise KernelInputError(f"q is {list(q.shape)} and k {list(k.shape)}, expected [T, H, D] and [L, G, D]")
     heads, dim = index_q.shape[1:] if index_q.ndim == 3 else (0, 0)
-    expect("lse", lse, (queries, q.shape[1]), torch.float32)
+    if lse is not None:
+        expect("lse", lse, (queries, q.shape[1]), torch.float32)
     expect("index_q", index_q, (queries, heads, dim), q.dtype)
     expect("index_k", index_k, (keys, dim), q.dtype)
-    expect("index_weights", index_weights, (queries, heads), torch.float32)
+    expect("index_weights", index_weights, (queries, heads), torch.promote_types(q.dtype, torch.float32))
     if indices is not None:
         expect("indices", indices, (queries, indices.shape[-1]), torch.int32)
     elif starts is None or ends is None:
@@ -67,6 +69,8 @@ def indexer_kl(
         visible = visible_keys(keys, starts, ends, indices)
         losses = naive.indexer_kl(q, k, scale, index_q, index_k, index_weights, visible)
         return losses.sum(), losses.detach()
+    if lse is None:
+        raise KernelInputError("lse is None, expected it where the kernel runs")
     from indexcache_kernels.indexer_kl.triton import IndexerKL
 
     detached = [item.detach().contiguous() for item in (q, k, lse)]

@@ -25,7 +25,7 @@ from indexcache_search.errors import SearchError
 from sglang_indexcache.http.redaction import HIDDEN, redacted
 
 GROUPS = {
-    "Model": ("model", "pattern", "selection", "index_heads", "index_dim", "index_topk"),
+    "Model": ("model", "pattern", "search_first", "selection", "index_heads", "index_dim", "index_topk"),
     "Data": (
         *("calibration", "training", "evaluation", "rows", "dry_run", "seq_len", "num_sequences"),
         *("num_eval_sequences", "tasks", "reply", "decode_steps", "seed"),

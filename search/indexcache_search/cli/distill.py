@@ -28,8 +28,10 @@ from indexcache_search.distill.settings import DistillSettings, IndexerSize, Los
 from indexcache_search.errors import SearchError
 from sglang_indexcache import process
 from sglang_indexcache.command_line import exit_codes
+from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.files.spec import GRAMMAR, PatternSpec
 from sglang_indexcache.model import checkpoint
+from sglang_indexcache.pattern import parse_retention
 
 DEMO: dict[str, Any] = {"warmup_steps": 20, "sparse_steps": 40, "indexer_lr": 1e-3, "lr": 2e-4, "batch_size": 4}
 """Settings of the demo. Defaults of a full run are DeepSeek-V3.2's and the paper's."""
@@ -48,6 +50,10 @@ Examples:
 \b
   torchrun --nproc-per-node 8 -m indexcache_search.distill --model ./my-dsa-model --pattern deploy/glm5.yaml@1/4 ...
       Eight GPUs: weights, gradients and optimizer are sharded with FSDP2.
+
+\b
+  indexcache-distill --model ./my-dense-model --index-topk 2048 --search-first 1/4 --training sft.jsonl --seq-len 32768
+      From a dense model: indexers in all layers, a search, and training with the pattern that it found.
 
 \b
   python -m sglang_indexcache.launch_server --model-path OUTPUT/model --indexcache-pattern OUTPUT/pattern.yaml
@@ -140,7 +146,18 @@ def _dense(given: Any) -> bool:
     return bool(given["model"] and dense_architecture(checkpoint.read_config(given["model"])[0]))
 
 
+def _share(value: str | None) -> str | None:
+    """Refuse what is no share of layers."""
+    try:
+        parse_retention(value or "1")
+    except IndexCacheError as error:
+        raise typer.BadParameter(str(error)) from None
+    return value
+
+
 NEEDS = {
+    "pattern": (OptionNeed("a run without --search-first", lambda given: given["search_first"] is None),),
+    "search_first": (OptionNeed("a run without --dry-run", lambda given: not given["dry_run"]),),
     "write": (OptionNeed("a run without --dry-run", lambda given: not given["dry_run"]),),
     **dict.fromkeys(("index_heads", "index_dim", "index_topk"), (OptionNeed("a dense model with MLA", _dense),)),
 }
@@ -152,6 +169,15 @@ def distill(
     pattern: Annotated[
         str, option(f"What the model is trained for: {GRAMMAR}.", "--pattern", metavar="PATTERN")
     ] = "uniform@1/4",
+    search_first: Annotated[
+        str | None,
+        option(
+            "Search the pattern in which this share of the layers stays F, then train for it. A dense model first"
+            " trains with indexers in all.",
+            metavar="SHARE",
+            callback=_share,
+        ),
+    ] = None,
     index_heads: Annotated[
         int | None, number("Heads of the indexers that a dense model gets. Default: 32.", WIDTH)
     ] = None,
@@ -293,7 +319,14 @@ def distill(
         )
         folder = output or Path(f"indexcache-distilled-{'demo' if is_demo else Path(name).name}")
         process.let_work_end()
-        result, written = run(name, data, what, runtime, Folders(folder, restart), console, start)
+        if search_first is None:
+            result, written = run(name, data, what, runtime, Folders(folder, restart), console, start)
+        else:
+            from indexcache_search.distill import search_first as both
+
+            share, places = parse_retention(search_first), Folders(folder, restart)
+            result, written = both.run(name, data, what, share, runtime, places, console, start)
+            folder = folder / both.TRAINED
         if not result:
             return  # only the first process prints
         out = results()

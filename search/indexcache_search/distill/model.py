@@ -7,7 +7,7 @@ single backward pass through the sum of both losses gives every parameter its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from indexcache_kernels.indexer_topk.naive import indexer_scores
 from indexcache_kernels.patching import replaced
 from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors, keep_latent, key_ranges, select
 from indexcache_search.distill.kernel_attention import Vectors, attend_and_compare, computed_in
+from indexcache_search.distill.losses import divergence
 from indexcache_search.distill.settings import Loss, Stage
 from indexcache_search.hf.device import LOGIT_ROWS
 from indexcache_search.hf.indexers import check_call
@@ -46,16 +47,6 @@ class Output:
 
     token_losses: Tensor | None
     divergences: Tensor
-
-
-def divergence(p: Tensor, log_q: Tensor) -> Tensor:
-    """Compute KL(p || q) of each query, `[..., queries]`, in nats (paper, Section 3.2).
-
-    Args:
-        p: the mean of the attention heads' distributions, `[..., queries, keys]`; keys with p = 0 add nothing.
-        log_q: the logarithm of the indexer's distribution over the same keys, -inf for keys that a query does not see.
-    """
-    return (torch.xlogy(p, p) - p * log_q.masked_fill(p == 0, 0.0)).sum(-1)
 
 
 def set_trainable(model: nn.Module, pattern: Pattern, stage: Stage) -> None:
@@ -115,26 +106,33 @@ class Distillation:
         Backward passes belong in the block, since gradient checkpointing runs layers again. Reading or writing weights
         by name does not, since the indexers are replaced there.
         """
-        config, head = self.model.config, self.model.lm_head
-        attentions = dsa_attentions(self.model)
-        gates = [layer.mlp.gate for layer in self.model.model.layers if hasattr(layer.mlp, "gate")]
-        rope, without_autocast = INDEXER_ROPES[config.model_type], torch.autocast(self.model.device.type, enabled=False)
+        head, rope = self.model.lm_head, INDEXER_ROPES[self.model.config.model_type]
         changes: list[tuple[Any, str, Any]] = [(head, "forward", partial(self._losses_of_tokens, head))]
-        # Routers compute in float32, which autocast would undo.
-        changes += [(gate, "forward", without_autocast(gate.forward)) for gate in gates]
-        for layer, attention in enumerate(attentions):
-            changes.append((attention, "distillation", self))
-            if self.kernels is not None:
-                changes.append((attention, "expand_kv", keep_latent))
+        for layer, attention in enumerate(dsa_attentions(self.model)):
             if attention.indexer is None:
                 continue
             if self.pattern[layer] == "F":
                 changes.append((attention.indexer, "forward", partial(index_vectors, attention.indexer, rope)))
             changes.append((attention, "indexer", self._select(layer, attention.indexer)))
+        with self._attending(NAME, changes):
+            yield
+
+    @contextmanager
+    def _attending(self, name: str, changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+        """Attend by `attend` inside the `with` block, with the masks of attention implementation `name`."""
+        config = self.model.config
+        without_autocast = torch.autocast(self.model.device.type, enabled=False)
+        gates = [layer.mlp.gate for layer in self.model.model.layers if hasattr(layer.mlp, "gate")]
+        # Routers compute in float32, which autocast would undo.
+        more = [(gate, "forward", without_autocast(gate.forward)) for gate in gates]
+        for attention in dsa_attentions(self.model):
+            more.append((attention, "distillation", self))
+            if self.kernels is not None:
+                more.append((attention, "expand_kv", keep_latent))
         before = config._attn_implementation
-        config._attn_implementation = NAME
+        config._attn_implementation = name
         try:
-            with replaced(*changes):
+            with replaced(*more, *changes):
                 yield
         finally:
             config._attn_implementation = before
@@ -176,8 +174,16 @@ class Distillation:
         blocks_of_losses = [checkpoint(losses, rows, labels, use_reentrant=False) for rows, labels in blocks]
         return torch.cat(blocks_of_losses)
 
-    def _select(self, layer: int, indexer: nn.Module) -> Callable[..., Tensor]:
-        """Make the function that replaces a layer's indexer."""
+    def _all_keys(self, keys: Tensor, dim: int) -> Tensor:
+        """Return the keys that this process's queries see, along `dim`: here they are all its own."""
+        return keys
+
+    def _ranges_of(self, ranges: Tensor) -> Tensor:
+        """Return first keys and ends of the queries, `[batch, 1, queries, 2]`: here the mask itself."""
+        return ranges
+
+    def _select(self, layer: int, indexer: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Callable[..., Tensor]:
+        """Make the function that replaces a layer's indexer; `indexer` computes its vectors."""
 
         def full(
             hidden_states: Tensor,
@@ -188,6 +194,7 @@ class Distillation:
             **__: Any,
         ) -> Tensor:
             q, k, weights = indexer(hidden_states.detach(), q_resid.detach(), position_embeddings)
+            k, ranges = self._all_keys(k, 1), self._ranges_of(ranges[:, None])[:, 0]
             if self.kernels is not None:
                 q, k = computed_in(q), computed_in(k)
             indices: Tensor = q.new_empty(0, dtype=torch.int32)  # none are selected in the warm-up
@@ -216,6 +223,7 @@ class Distillation:
     def attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, ranges: Tensor, scale: float) -> Tensor:
         """Attend in a layer, `[batch, queries, heads, dim]`, and add the divergence of its source's indexer."""
         layer = attention.layer_idx
+        key, value, ranges = self._all_keys(key, 2), self._all_keys(value, 2), self._ranges_of(ranges)
         source = self.pattern.source_layers[layer]
         indices = self._indices[source] if self.stage == "sparse" else None
         compare = self.loss == "multi" or layer == source
@@ -240,11 +248,12 @@ class Distillation:
         return divergence(p, self._log_q[self.pattern.source_layers[layer]])
 
 
-def _attend(
+def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
+    """Attend as an attention function of transformers; see `Distillation.attend`."""
     return module.distillation.attend(module, query, key, value, attention_mask, scaling), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, key_ranges)

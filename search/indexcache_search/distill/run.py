@@ -70,19 +70,8 @@ def run(
         settings.check(processes.count)
         attention = resolve_attention(runtime.attention, processes.device)
         stages = [stage for stage in STAGES if len(range(*settings.range(stage)))]
-        for stage in stages if runtime.check_memory else ():
-            need = memory.estimate(
-                config,
-                settings.pattern,
-                stage,
-                seq_len=data.seq_len,
-                micro_batch_size=settings.micro_batch_size,
-                processes=processes.count,
-                bfloat16=processes.bfloat16,
-                gradient_checkpointing=runtime.gradient_checkpointing,
-                kernels=attention == "kernels",
-            )
-            memory.check(need, memory.available(processes.device), processes.device)
+        if runtime.check_memory:
+            check_memory(config, settings, data, runtime, processes)
         keep_shared = runtime.keep_shared
         if keep_shared is None:  # transformers runs all indexers of DeepSeek-V3.2
             keep_shared = "DeepseekV32" in description.architecture
@@ -149,6 +138,35 @@ def run(
         run.check_unchanged()
         curves = {} if run.log is None else {"curves.svg": draw(run.log.records, settings.warmup_steps)}
         return run.write(description, settings, "distilled", curves), run.folders.results.written
+
+
+def check_memory(
+    config: PreTrainedConfig,
+    settings: DistillSettings,
+    data: TrainingData,
+    runtime: TrainingRuntime,
+    processes: Processes,
+) -> None:
+    """Refuse a run of which a stage would not fit into memory, before anything large is loaded.
+
+    Raises:
+        SearchError: with the figures.
+    """
+    for stage in STAGES:
+        if not len(range(*settings.range(stage))):
+            continue
+        need = memory.estimate(
+            config,
+            settings.pattern,
+            stage,
+            seq_len=data.seq_len,
+            micro_batch_size=settings.micro_batch_size,
+            processes=processes.count,
+            bfloat16=processes.bfloat16,
+            gradient_checkpointing=runtime.gradient_checkpointing,
+            kernels=resolve_attention(runtime.attention, processes.device) == "kernels",
+        )
+        memory.check(need, memory.available(processes.device), processes.device)
 
 
 def _check_model(
