@@ -162,7 +162,8 @@ VALUES: dict[str, Any] = {
 }
 SETTINGS: dict[str, list[str]] = {
     "selection": [
-        *("pages=32", "page_tokens=32", "recent_pages=3", "sink_pages=2", "score=compressed_keys", "steps=ema:0.5")
+        *("pages=32", "page_tokens=32", "recent_pages=3", "sink_pages=2", "score=compressed_keys", "steps=ema:0.5"),
+        "heads=key",
     ],
     "rows": ["turns=each", "skip_bad=3", "chat_template=template"],
     "engine": [
@@ -186,7 +187,7 @@ SETTINGS: dict[str, list[str]] = {
     "every": ["evaluate=3", "checkpoint=3", "show=3"],
     "write": ["shared_indexers=keep", "tensorboard=yes"],
     "server": [*("bandwidth=3", "step_ms=3", "batch=3", "memory_gb=3", "context=333", "kv_dtype=bfloat16")],
-    "heads": ["lr=0.5", "bias=training", "query_pages=5"],
+    "heads": ["lr=0.5", "bias=training", "query_pages=5", "detach=yes"],
     "body": ["lr=0.5", "weight_decay=0.5"],
     "near": ["window=0.5", "max_window=3", "recent=3"],
 }
