@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from indexcache_search.cli.watch import app
 from indexcache_search.engines.own_server import free_port
+from indexcache_search.errors import DataError
 from indexcache_search.watch import run as run_module
 from indexcache_search.watch.drift import DriftTest
 from indexcache_search.watch.requests import RequestLog
@@ -176,6 +177,25 @@ def test_a_log_is_read_on_from_its_end_and_a_line_when_it_is_whole(tmp_path: Pat
     path.rename(tmp_path / "a.log.2026-11-28_07")
     log.path = tmp_path / "a.log.2026-11-28_07"
     assert list(log.new()) == []
+
+
+def test_a_log_that_was_cut_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_text(finished([1], [2]) + finished([3], [4]))
+    log = RequestLog(tmp_path)
+    assert len(list(log.new())) == 2
+    path.write_text(finished([5], [6]))
+    assert [request.tokens.tolist() for request in log.new()] == [[5, 6]]
+
+
+def test_as_many_bad_rows_are_left_out_as_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_text('{"torn' + finished([1], [2]) + finished([3], [4]) + "{}\n")
+    log = RequestLog(path, skip_bad=2)
+    assert [request.place for request in log.new()] == [f"{path}: line 2"]
+    assert log.skipped == {"it can't be understood": 2}
+    with pytest.raises(DataError, match=r"line 3: has no input_ids, .*; --skip-bad N leaves out up to N such rows"):
+        list(RequestLog(path, skip_bad=1).new())
 
 
 def test_a_thousand_mutated_logs(tmp_path: Path) -> None:
@@ -418,6 +438,16 @@ def test_a_pattern_that_is_exchanged_meanwhile_ends_the_watch(
     assert len(pair[0].asked) == 10
 
 
+def test_a_breach_is_not_blamed_on_a_pattern_that_is_served_no_more(pair: tuple[Stub, Stub], log: Path) -> None:
+    def exchange(token: int) -> float:
+        pair[0].fingerprint = "b" * 64
+        return 9.0
+
+    pair[0].loss = exchange
+    result = watch(pair, log)
+    assert result.exit_code == 2 and "serves another pattern than when this watch began" in result.stderr
+
+
 def test_a_damaged_record_is_refused_and_a_cut_off_line_is_not(
     pair: tuple[Stub, Stub], log: Path, tmp_path: Path
 ) -> None:
@@ -438,7 +468,10 @@ def test_a_damaged_record_is_refused_and_a_cut_off_line_is_not(
         (lambda pair, log: pair[0].__setattr__("proven", False), "is not proven to serve its pattern since"),
         (lambda pair, log: pair[0].__setattr__("selection", {"pages": 4}), "reads prompts without its pattern"),
         (lambda pair, log: log.write_text("Finish: obj=...\n"), "host_0.log: line 1: not JSON"),
-        (lambda pair, log: log.write_text('{"text": "hi"}\n'), "line 1: holds text, expected token ids"),
+        (
+            lambda pair, log: log.write_text('{"text": "hi"}\n'),
+            "line 1: has no input_ids, expected them with output_ids",
+        ),
         (lambda pair, log: log.write_text(""), "no request could be scored"),
         (lambda pair, log: log.unlink(), "no such file or folder"),
         (lambda pair, log: pair[1].http.server_close() or pair[1].http.shutdown(), "can't be read"),

@@ -36,6 +36,7 @@ PROBABILITY = Bounds(1e-9, 0.5)
 REQUESTS_A_SECOND = Bounds(1e-4, 1000)
 SHARE = Bounds(1e-9, 1)
 REQUESTS = Bounds(1, 10_000_000)
+BAD = Bounds(0, 1_000_000_000)
 PORT = Bounds(1, 65_535)
 SECONDS = Bounds(0, 86_400)
 
@@ -80,7 +81,10 @@ def watch(
     ] = "2048,8192,32768,131072",
     rate: Annotated[float, number("Requests a second on each server at most.", REQUESTS_A_SECOND)] = 1.0,
     sample: Annotated[float, number("Share of the requests that are scored, chosen by their content.", SHARE)] = 1.0,
-    num_requests: Annotated[int | None, number("End after so many scored requests.", REQUESTS)] = None,
+    num_requests: Annotated[
+        int | None, number("End after so many scored requests, earlier runs included.", REQUESTS)
+    ] = None,
+    skip_bad: Annotated[int, number("Rows of the log that may be left out because they are no JSON.", BAD)] = 0,
     follow: Annotated[bool, option("Wait for further requests instead of ending.", "--follow")] = False,
     port: Annotated[int | None, number("Serve metrics for Prometheus on this port.", PORT)] = None,
     hold: Annotated[float, number("Seconds for which the metrics stay after a breach.", SECONDS)] = 120.0,
@@ -108,6 +112,7 @@ def watch(
             rate=rate,
             sample=sample,
             num_requests=num_requests,
+            skip_bad=skip_bad,
             follow=follow,
             port=port,
             hold=hold,

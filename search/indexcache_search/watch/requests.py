@@ -29,6 +29,7 @@ from sglang_indexcache.files.atomic import reason
 LARGEST_ID = (1 << 31) - 1
 _LINES = re.compile(r"\.(jsonl|ndjson|log|log\.[\d_-]+)$")  # SGLang renames its log every hour
 _STAMP = re.compile(rb"\[[\d :,.-]+\] (?=\{)")  # before each line of SGLang's log
+BAD = "it can't be understood"
 _EVENT, _FINISHED = "event", "request.finished"
 _ENDINGS = ".log, .jsonl, .ndjson, .json, .parquet or .arrow"
 
@@ -58,17 +59,19 @@ class Request:
 class RequestLog:
     """A file or folder of requests that may still grow.
 
-    Files of lines are read on from where the last reading ended; other files are read once.
+    Files of lines are read on from where the last reading ended, and from their beginning if they were cut; other files
+    are read once.
 
     Args:
         path: the file or folder.
+        skip_bad: most rows that are left out because they can't be understood.
 
     Attributes:
         skipped: number of rows that hold no request to score, by reason.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, skip_bad: int = 0) -> None:
+        self.path, self._skip_bad = path, skip_bad
         self.skipped: dict[str, int] = {}
         self._ends: dict[tuple[int, int], tuple[int, int]] = {}  # by device and inode: bytes and lines read
 
@@ -79,14 +82,16 @@ class RequestLog:
             last: also read a last line without a line break: no more will follow.
 
         Raises:
-            DataError: if the path can't be read, or a row can't be understood.
+            DataError: if the path can't be read, or more than `skip_bad` rows can't be understood.
         """
         for file in self._files():
             for place, record in self._records(file, last):
                 try:
                     request = read(place, record)
                 except RowError as error:
-                    raise DataError(f"{place}: {error}") from None
+                    if self.skipped.get(BAD, 0) >= self._skip_bad:
+                        raise DataError(f"{place}: {error}; --skip-bad N leaves out up to N such rows") from None
+                    request = BAD
                 if isinstance(request, Request):
                     yield request
                 elif request is not None:
@@ -126,8 +131,8 @@ class RequestLog:
             self._ends[key] = (status.st_size, 0)
             return
         start, number = self._ends.get(key, (0, 0))
-        if status.st_size < start:
-            raise DataError(f"{file}: is shorter than it was, expected a log that only grows")
+        if status.st_size < start:  # cut, or another file in the place of one that was deleted
+            start, number = 0, 0
         try:
             with file.open("rb") as lines:
                 lines.seek(start)
@@ -186,14 +191,15 @@ def read(place: str, record: Record) -> Request | str | None:
             ids = record[name]  # not all with images, or with --incremental-streaming-output
             if isinstance(ids, list) and counted.get(count, len(ids)) != len(ids):
                 return f"its log has not all of its {name}"
+    if record.get("input_ids") is None:
+        raise RowError("has no input_ids, expected them with output_ids, loss_mask or labels, or SGLang's log")
     if record.get("output_ids") is not None:
         parts = [_ids(record.get(name), name) for name in ("input_ids", "output_ids")]
         tokens = np.concatenate(parts)
         counts = np.arange(len(tokens)) >= len(parts[0])
     else:
         section = shape_of(record).read(record)
-        if not isinstance(section, Section):
-            raise RowError("holds text, expected token ids: input_ids with output_ids, loss_mask or labels")
+        assert isinstance(section, Section)  # the first shape is that of input_ids
         tokens, counts = _ids(section.tokens.tolist(), "input_ids"), section.mask.astype(np.bool_)
     counts = counts & (np.arange(len(tokens)) > 0)
     return Request(place, tokens, counts) if counts.any() else "none of its tokens count"

@@ -43,6 +43,7 @@ class WatchOptions:
         rate: most requests a second on each server.
         sample: share of the requests that are scored, chosen by their content.
         num_requests: ends after so many scored requests, earlier runs' included; `None` for all.
+        skip_bad: most rows of the log that are left out because they can't be understood.
         follow: wait for further requests instead of ending.
         port: of the metrics; `None` for none.
         hold: seconds for which metrics stay after a breach.
@@ -57,6 +58,7 @@ class WatchOptions:
     rate: float
     sample: float
     num_requests: int | None
+    skip_bad: int
     follow: bool
     port: int | None
     hold: float
@@ -79,7 +81,7 @@ class Watch:
         self.skipped: Counter[str] = Counter()
         self._options, self._record, self._pattern = options, record, pattern
         self._seen, self._next = {scored.request for scored in record.scored}, 0.0
-        self._log = RequestLog(options.requests)
+        self._log = RequestLog(options.requests, options.skip_bad)
         for scored in record.scored:
             self._add(scored)
         servers = {"served": str(options.served), "reference": str(options.reference), "fingerprint": pattern}
@@ -128,8 +130,8 @@ class Watch:
         except RefusedError as error:
             self._skip(f"a server refuses it: {error}", 1)
             return
-        if (len(self._record.scored) + 1) % RECHECK == 0 and served_pattern(options) != self._pattern:
-            raise SearchError(f"{options.served}: serves another pattern than when this watch began")
+        if (len(self._record.scored) + 1) % RECHECK == 0:
+            self._check_pattern()
         scored = Scored(
             request=request.digest,
             length=len(request.tokens),
@@ -139,7 +141,13 @@ class Watch:
         )
         self._record.add(scored)
         self._add(scored)
+        if self.test.breached is not None:
+            self._check_pattern()
         self._metrics.update(scored=True)
+
+    def _check_pattern(self) -> None:
+        if served_pattern(self._options) != self._pattern:
+            raise SearchError(f"{self._options.served}: serves another pattern than when this watch began")
 
     def _add(self, scored: Scored) -> None:
         self.test.add(scored.length, scored.change, scored.tokens)
