@@ -1,0 +1,1 @@
+"""The loss of indexers in other trainers."""
