@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,14 @@ def test_a_training_by_trainer(tmp_path: Path) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again" / "model").state_dict()
     assert all(torch.equal(again[name], saved[name]) for name in saved)
     assert all("forward" not in vars(item.indexer) for item in dsa_attentions(whole.model))
+
+
+@pytest.mark.slow
+def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train_with_trainer.py"])
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_with_trainer.py"))
+    shown = capsys.readouterr().out.splitlines()[-1]
+    assert shown.startswith("KL of the indexers: ") and len(shown.split()) == 4 + 4
+    assert (tmp_path / "trained" / "model" / "model.safetensors").is_file()
