@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from indexcache_search.cli.distill import app
@@ -54,3 +56,14 @@ def records(output: Path) -> list[dict[str, Any]]:
     """The log without times, and without checksums, which hold them."""
     lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name not in ("seconds", "check")} for line in lines]
+
+
+def train_alike(one: Path, two: Path, bound: float) -> None:
+    """Check that two runs logged the same and wrote the same tensors."""
+    for ours, theirs in zip(records(one), records(two), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ("loss", "kl", "losses", "held_out_kl", "kl_layers"):
+            if name in ours:
+                assert theirs[name] == pytest.approx(ours[name], rel=bound, abs=bound)
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (one, two))
+    assert ours.keys() == theirs.keys()

@@ -32,7 +32,7 @@ from sglang_indexcache.files.pattern_file import PatternFile
 from sglang_indexcache.model.checkpoint import Checkpoint
 from tests.conftest import save_model, tiny_config, tiny_model, tiny_v4_config
 from tests.forked import forked, killed_at
-from tests.search.distilling import PATTERN, arguments, distill, records
+from tests.search.distilling import PATTERN, arguments, distill, records, train_alike
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("no_pictures")]
 
@@ -412,17 +412,6 @@ def test_a_killed_run_goes_on_to_the_same_losses(
     assert records(tmp_path / "out") == records(trained)
     ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (tmp_path / "out", trained))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def train_alike(one: Path, two: Path, bound: float) -> None:
-    """Return whether two runs logged the same and wrote the same tensors."""
-    for ours, theirs in zip(records(one), records(two), strict=True):
-        assert ours.keys() == theirs.keys()
-        for name in ("loss", "kl", "losses", "held_out_kl", "kl_layers"):
-            if name in ours:
-                assert theirs[name] == pytest.approx(ours[name], rel=bound, abs=bound)
-    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (one, two))
-    assert ours.keys() == theirs.keys()
 
 
 def test_two_processes_train_as_one_does(trained: Path, model_folder: Path, training: Path, tmp_path: Path) -> None:

@@ -152,6 +152,21 @@ def test_the_sparse_stage_runs_the_model_that_will_be_served(config: dict[str, A
     )
 
 
+@pytest.mark.parametrize("kernels", [None, "naive"])
+def test_the_losses_of_the_dense_model(config: dict[str, Any], kernels: Any) -> None:
+    """As of a model that selects everything."""
+    model = tiny_model({**config, "index_topk": 64})
+    logits = model(tokens(), use_cache=False).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.mT, tokens()[:, 1:], reduction="none")
+    sparse = tiny_model(config)
+    distillation = Distillation(sparse, Pattern("FSFSSS"), "warmup", "multi", kernels)
+    distillation.measures_dense = True
+    with distillation.attached(), torch.no_grad():
+        found = distillation(tokens()).token_losses
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("loss", ["multi", "own"])
 def test_gradient_checkpointing_changes_nothing(config: dict[str, Any], stage: Stage, loss: Loss) -> None:
