@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,16 @@ from tests.live.test_server import CHUNK, check_modes, random_prompts, states
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore::FutureWarning")]
 PATTERN = Pattern("FSSFFS")
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 
 
 def distill(kind: str, folder: Path) -> Path:
@@ -75,10 +86,14 @@ def test_a_distilled_checkpoint_in_a_server(kind: str, tmp_path: Path) -> None:
         check_modes(server, load_reference(model), PATTERN, record, random_prompts())
 
 
-@pytest.mark.parametrize("kind", random_models.MLA_KINDS)
-def test_a_dense_model_with_indexers_that_select_everything(kind: str, tmp_path: Path) -> None:
-    """Each file of its weights is the dense model's, and SGLang computes what the dense model does in transformers."""
-    dense, folder = random_models.build(kind, tmp_path / "dense"), tmp_path / "model"
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [*((kind, {}) for kind in random_models.MLA_KINDS), ("deepseek-v3", {"rope_parameters": YARN})],
+    ids=[*random_models.MLA_KINDS, "deepseek-v3 with YaRN"],
+)
+def test_a_dense_model_with_indexers_that_select_everything(kind: str, changes: Any, tmp_path: Path) -> None:
+    """Its weights are the dense model's, and SGLang computes what the dense model does in transformers."""
+    dense, folder = random_models.build(kind, tmp_path / "dense", **changes), tmp_path / "model"
     start = DenseStart.read(str(dense), IndexerSize(topk=256))
     assert start is not None
     for made in (folder, tmp_path / "record"):
