@@ -98,7 +98,7 @@ def mismatch(pattern: Pattern, effective: dict[int, LoadedRole], begins_every_st
             return f"the loaded model has a DSA layer {layer}, the pattern has {len(pattern)} letters"
         if module.role != pattern[layer]:
             return f"letter {layer} would run as {module.role}, the pattern says {pattern[layer]}"
-        if module.role == FULL and not module.has_indexer:
+        if module.role == FULL and not pattern.dense and not module.has_indexer:
             return f"letter {layer} is F, but the loaded model has no indexer there"
         if module.unloaded is not None:
             return f"letter {layer} is {module.role}, but no weights were loaded into its indexer's {module.unloaded}"

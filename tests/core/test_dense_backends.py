@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -14,16 +16,21 @@ from torch import Tensor
 
 from indexcache_kernels import page_scores
 from indexcache_kernels.page_selection import naive
+from indexcache_search.hf.page_selector import PageSelector, compressed_scores
 from sglang_indexcache.errors import ProofError
 from sglang_indexcache.families.dense_gqa import DENSE_GQA, backends, flash_attention, flashinfer
-from sglang_indexcache.families.dense_gqa.decoding import budget_of, kept_tokens
+from sglang_indexcache.families.dense_gqa.decoding import kept_tokens
+from sglang_indexcache.families.dense_gqa.layer_pages import LayerPages, budget_of
 from sglang_indexcache.families.dense_gqa.sglang import CAPTURED, LayerRole
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern.reuse import ReusePolicy
 from sglang_indexcache.pattern.selection import Selection
 
 FEW = Selection(page_tokens=8, pages=4, recent_pages=1, sink_pages=0, score="token_max")
 ROOM = replace(FEW, pages=32)
-PATTERN = "DDSSDS"
+COMPRESSED = Selection(page_tokens=16, pages=3, recent_pages=1, sink_pages=0, score="compressed_keys")
+POLICIES = ("none", "ema:0.7", "refresh:2")
+PATTERN, MIXED = "DDSSDS", "DFSFDS"
 HEADS, GROUPS, DIM, CONTEXT = 6, 2, 16, 160
 LENGTHS = (100, 31, 32, 33, 1, 150, 40)  # 32 tokens fit
 SLOTS = len(LENGTHS) * CONTEXT
@@ -45,6 +52,9 @@ class Case:
     def get_key_buffer(self, layer: int) -> Tensor:
         return self.keys[layer]
 
+    def set_kv_buffer(self, layer: Any, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        self.keys[layer.layer_id][slots], self.values[layer.layer_id][slots] = k, v
+
     def get_kv_buffer(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.keys[layer], self.values[layer]
 
@@ -61,7 +71,7 @@ def case() -> Case:
         RadixAttention(layer_id=number, tp_q_head_num=HEADS, tp_k_head_num=GROUPS, head_dim=DIM, scaling=DIM**-0.5)
         for number in range(len(PATTERN))
     ]
-    table = (torch.randperm(SLOTS // 8, generator=generator)[:, None] * 8 + torch.arange(8)).flatten()
+    table = (torch.randperm(SLOTS // 16, generator=generator)[:, None] * 16 + torch.arange(16)).flatten()
     return Case(layers, cache[::2], cache[1::2], table.view(len(LENGTHS), -1).int())
 
 
@@ -71,6 +81,18 @@ def model_of(case: Case) -> Any:
 
 def tell(case: Case, selection: Selection, roles: str = PATTERN) -> None:
     DENSE_GQA.sglang.switch(SimpleNamespace(model=model_of(case)), Pattern(roles, selection))
+
+
+def keep(backend: Any, case: Case) -> Any:
+    """What `DenseGqaSglang.loaded` hands to a backend."""
+    told = {layer.layer_id: LayerRole.of(layer) for layer in case.layers}
+    backend.indexcache_pages = {
+        layer: LayerPages.allocate(role.selection, case.keys[layer], len(LENGTHS), CONTEXT)
+        for layer, role in told.items()
+        if role is not None and role.chooses
+    }
+    backend.indexcache_requests = case.req_to_token
+    return backend
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -212,7 +234,12 @@ class FlashInferStandIn:
         if in_capture:
             wrapper.begin_forward = partial(fast_decode_plan, wrapper)
 
+    def forward_extend(self, q: Tensor, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True) -> Tensor:
+        return q
+
     def forward_decode(self, q: Tensor, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True) -> Tensor:
+        if save_kv_cache and k is not None:
+            self.token_to_kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
         [wrapper] = self.forward_metadata.decode_wrappers
         cache = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         output: Tensor = wrapper.forward(q.view(-1, HEADS, DIM), cache, sm_scale=layer.scaling, k_scale=None)
@@ -240,12 +267,17 @@ class FlashAttentionStandIn:
             table[: batch.batch_size].contiguous(), batch.seq_lens.int(), int(batch.seq_lens.max())
         )
 
+    def forward_extend(self, q: Tensor, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True) -> Tensor:
+        return q
+
     def forward_decode(
         self, q: Tensor, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True, return_lse: bool = False
     ) -> Any:
+        if save_kv_cache and k is not None:
+            self.token_to_kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
         metadata = self.forward_metadata
         stock = metadata.scheduler_metadata is not None
-        assert stock or metadata.max_seq_len_k == FEW.tokens or metadata.max_seq_len_k == ROOM.tokens
+        assert stock or metadata.max_seq_len_k in (FEW.tokens, ROOM.tokens, COMPRESSED.tokens)
         assert metadata.page_table.max() < (SLOTS + 8) // self.page_size  # entries that are not live, too
         rows = []
         for row, length in enumerate(metadata.cache_seqlens_int32.tolist()):
@@ -255,11 +287,15 @@ class FlashAttentionStandIn:
         return (output, torch.stack([lse for _, lse in rows])) if return_lse else output
 
 
-def batch_of(lengths: tuple[int, ...], host: bool = True) -> Any:
+def batch_of(lengths: tuple[int, ...], host: bool = True, reads: bool = False) -> Any:
     lens = torch.tensor(lengths)
-    mode = SimpleNamespace(is_decode_or_idle=lambda: True)
+    mode = SimpleNamespace(is_decode_or_idle=lambda: not reads, is_extend=lambda: reads)
     return SimpleNamespace(
-        batch_size=len(lengths), seq_lens=lens, seq_lens_cpu=lens.clone() if host else None, forward_mode=mode
+        batch_size=len(lengths),
+        seq_lens=lens,
+        seq_lens_cpu=lens.clone() if host else None,
+        forward_mode=mode,
+        req_pool_indices=torch.arange(len(lengths)),
     )
 
 
@@ -270,7 +306,7 @@ def decoded(backend: Any, case: Case, queries: list[Tensor], batch: Any) -> list
 def flashinfer_backend(case: Case, selection: Selection) -> Any:
     backend = flashinfer.make_backend_class(FlashInferStandIn)(case, len(LENGTHS))
     backend.indexcache_selection = selection
-    return backend
+    return keep(backend, case)
 
 
 @pytest.mark.parametrize("selection", [FEW, ROOM])
@@ -316,7 +352,7 @@ def test_flashinfer_plans_before_each_replay(case: Case) -> None:
 @pytest.mark.parametrize("page_size", [1, 4, 8])
 def test_flash_attention(case: Case, selection: Selection, page_size: int) -> None:
     tell(case, selection)
-    backend = flash_attention.make_backend_class(FlashAttentionStandIn)(case, page_size)
+    backend = keep(flash_attention.make_backend_class(FlashAttentionStandIn)(case, page_size), case)
     stock = FlashAttentionStandIn(case, page_size)
     for step in range(2):
         lengths, queries = tuple(length + step for length in LENGTHS), case.queries(step)
@@ -330,6 +366,141 @@ def test_flash_attention(case: Case, selection: Selection, page_size: int) -> No
             torch.testing.assert_close(found[layer], expected[layer], rtol=1e-5, atol=1e-6)
             if role == "D" or selection is ROOM:
                 assert torch.equal(found[layer], plain[layer])
+
+
+@dataclass
+class Reference:
+    """Decoding by the reference engine's rules, one request after the other, with its memory."""
+
+    case: Case
+    selectors: dict[tuple[int, int], PageSelector]
+
+    def decode(self, queries: list[Tensor], lengths: tuple[int, ...], requests: list[int]) -> list[Tensor]:
+        case, outputs, chosen = self.case, [], dict[int, Tensor]()
+        for layer, q in zip(case.layers, queries, strict=True):
+            told, rows = LayerRole.of(layer), []
+            assert told is not None
+            k, v = case.get_kv_buffer(layer.layer_id)
+            for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+                live = case.req_to_token[request, :length].long()
+                if told.chooses:
+                    keys = k[live].transpose(0, 1)[None]
+                    query = q[row].view(1, HEADS, 1, DIM)
+                    scores = compressed_scores(query, keys, layer.scaling, told.selection)
+                    if (layer.layer_id, request) not in self.selectors:
+                        self.selectors[layer.layer_id, request] = PageSelector(told.selection)
+                    kept = self.selectors[layer.layer_id, request].choose(scores, length - 1)[0, 0]
+                    chosen[request] = live[kept.repeat_interleave(told.selection.page_tokens)[:length]]
+                rows.append(attend(q[row], k, v, live if told.role == "D" else chosen[request], layer.scaling)[0])
+            outputs.append(torch.stack([output.flatten() for output in rows]))
+        return outputs
+
+    def begin(self, requests: list[int]) -> None:
+        for key in [key for key in self.selectors if key[1] in requests]:
+            del self.selectors[key]
+
+
+@pytest.mark.parametrize("steps", POLICIES)
+@pytest.mark.parametrize("kind", ["flashinfer", "fa3", "fa3, pages of 16"])
+def test_layers_that_select_by_compressed_keys(case: Case, kind: str, steps: str) -> None:
+    """Requests that grow over ends of groups, end, come back in another order, and begin anew in an old row."""
+    selection = replace(COMPRESSED, steps=ReusePolicy.parse(steps))
+    tell(case, selection, MIXED)
+    if kind == "flashinfer":
+        backend = flashinfer_backend(case, selection)
+    else:
+        page_size = 16 if "16" in kind else 1
+        backend = keep(flash_attention.make_backend_class(FlashAttentionStandIn)(case, page_size), case)
+    expected, lengths = Reference(case, {}), dict(enumerate((100, 31, 48, 49, 1, 127, 63)))
+
+    def read(*requests: int) -> None:
+        batch = batch_of(tuple(lengths[request] for request in requests), reads=True)
+        batch.req_pool_indices = torch.tensor(requests)
+        for layer in case.layers:
+            assert backend.forward_extend(layer, None, None, layer, batch) is layer
+        expected.begin(list(requests))
+
+    before = case.req_to_token.clone()
+    read(*lengths)
+    apart = 0.0
+    for step in range(7):
+        if step == 3:
+            del lengths[2]
+            lengths = {0: lengths.pop(0), **dict(reversed(lengths.items()))}
+        if step == 5:
+            case.req_to_token[2] = before[2].view(-1, 16).flip(0).flatten()  # the slots of another
+            lengths[2] = 90
+            read(2)
+        lengths = {request: length + 1 for request, length in lengths.items()}
+        requests, queries = list(lengths), [q[: len(lengths)] for q in case.queries(step)]
+        batch = batch_of(tuple(lengths.values()))
+        batch.req_pool_indices = torch.tensor(requests)
+        with rows_of(case, requests):
+            backend.init_forward_metadata(batch)
+            found = decoded(backend, case, queries, batch)
+        reference = expected.decode(queries, tuple(lengths.values()), requests)
+        for one, other in zip(found, reference, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        dense = Reference(case, {})
+        tell(case, replace(selection, pages=10), MIXED)
+        everything = dense.decode(queries, tuple(lengths.values()), requests)
+        tell(case, selection, MIXED)
+        apart = max(apart, float((found[1] - everything[1]).abs().max()))
+    case.req_to_token[:] = before
+    assert apart > 1e-2, "pages make no difference"
+
+
+@contextmanager
+def rows_of(case: Case, requests: list[int]) -> Iterator[None]:
+    """The stand-ins take the table's first rows."""
+    before = case.req_to_token.clone()
+    case.req_to_token[: len(requests)] = before[requests]
+    yield
+    case.req_to_token[:] = before
+
+
+@pytest.mark.parametrize("kind", ["flashinfer", "fa3"])
+def test_an_f_layer_sees_the_key_of_its_own_token(case: Case, kind: str) -> None:
+    """It is written before pages are scored, and once."""
+    tell(case, COMPRESSED, MIXED)
+    if kind == "flashinfer":
+        backend = flashinfer_backend(case, COMPRESSED)
+    else:
+        backend = keep(flash_attention.make_backend_class(FlashAttentionStandIn)(case, 16), case)
+    lengths, queries = (128,) * len(LENGTHS), case.queries(0)
+    batch = batch_of(lengths, reads=True)
+    for layer in case.layers:
+        backend.forward_extend(layer, None, None, layer, batch)
+    expected = Reference(case, {}).decode(queries, lengths, list(range(len(LENGTHS))))
+    batch = batch_of(lengths)
+    batch.out_cache_loc = case.req_to_token[:, 127].long()
+    given = [
+        (k[batch.out_cache_loc].clone(), v[batch.out_cache_loc].clone())
+        for k, v in zip(case.keys, case.values, strict=True)
+    ]
+    for k, v in zip(case.keys, case.values, strict=True):
+        k[batch.out_cache_loc] = v[batch.out_cache_loc] = torch.nan
+    for kept in backend.indexcache_pages.values():
+        kept.means[case.req_to_token[:, 112].long() // 16] = torch.nan
+    backend.init_forward_metadata(batch)
+    for layer, q, (k, v), one in zip(case.layers, queries, given, expected, strict=True):
+        found = backend.forward_decode(q, k, v, layer, batch)
+        torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_layer_keeps(case: Case) -> None:
+    keys = torch.zeros(161, 2, 4, dtype=torch.bfloat16)
+    kept = LayerPages.allocate(replace(COMPRESSED, steps=ReusePolicy.parse("ema:0.5")), keys, 5, 100)
+    assert kept.means is not None and kept.means.shape == (11, 2, 4) and kept.means.dtype == torch.bfloat16
+    assert kept.rows is not None and kept.rows.shape == (5, 7) and kept.keeps
+    assert kept.nbytes == 11 * 2 * 4 * 2 + 5 * 4 + 5 * 7 * 4
+    assert not LayerPages.allocate(FEW, keys, 5, 100).keeps
+    tell(case, FEW)
+    backend = flashinfer_backend(case, FEW)
+    batch = batch_of(LENGTHS, reads=True)
+    for layer in case.layers:
+        backend.forward_extend(layer, None, None, layer, batch)
+    assert "indexcache_table" not in vars(batch), "nothing is kept, so nothing is looked up"
 
 
 def test_kept_tokens_do_not_depend_on_the_choice() -> None:

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from indexcache_kernels import KernelInputError, PageBudget, page_scores, select_pages
+from indexcache_kernels import KernelInputError, PageBudget, StepMemory, page_scores, select_pages
 from indexcache_kernels.page_selection import naive
+from indexcache_search.hf.page_selector import PageSelector
+from sglang_indexcache.pattern.reuse import ReusePolicy
+from sglang_indexcache.pattern.selection import Selection
 from tests.kernels.interpreter import DEVICE, INTERPRETED, LARGE, poisoned
 
 __all__ = ["poisoned"]  # a fixture of every test here
@@ -154,6 +157,93 @@ def test_it_is_the_same_bits_each_time() -> None:
     for _ in range(1 if INTERPRETED else 100):
         again = page_scores(**given, budget=budget, backend="triton", splits=3)
         assert torch.equal(again.nan_to_num(), first.nan_to_num())
+
+
+def memory_of(steps: ReusePolicy, requests: list[int], rows: int, pages: int) -> StepMemory:
+    """Memory of a server that others have used before."""
+    averaged = steps.policy == "ema"
+    return StepMemory(
+        requests=torch.tensor(requests, device=DEVICE),
+        steps=torch.zeros(rows, dtype=torch.int32, device=DEVICE),
+        averages=torch.full((rows, pages), 9.0, device=DEVICE) if averaged else None,
+        beta=steps.beta or 0.0,
+        held=None if averaged else torch.ones(rows, pages, dtype=torch.bool, device=DEVICE),
+        every=steps.every or 0,
+    )
+
+
+@pytest.mark.parametrize("backend", ["naive", "triton"])
+@pytest.mark.parametrize("steps", ["ema:0.7", "refresh:3"])
+def test_memory_is_the_reference_engines(steps: str, backend: Any) -> None:
+    """Requests that begin within the budget or beyond it, that change places, end, and begin anew in an old row."""
+    selection = Selection(
+        page_tokens=4, pages=5, recent_pages=2, sink_pages=1, score="token_max", steps=ReusePolicy.parse(steps)
+    )
+    budget = PageBudget(4, pages=5, recent_pages=2, sink_pages=1)
+    memory = memory_of(selection.steps, [0], 6, 16)
+    generator = torch.Generator().manual_seed(0)
+    running = {5: (18, PageSelector(selection)), 2: (33, PageSelector(selection))}  # by row: length
+    for step in range(24):
+        if step == 9:
+            del running[2]
+        if step == 14:
+            running = {2: (25, PageSelector(selection)), **running}
+            memory.steps[2] = 0
+        lengths = torch.tensor([length for length, _ in running.values()], dtype=torch.int32, device=DEVICE)
+        most = -(-int(lengths.max()) // 4)
+        scores = torch.rand(len(lengths), most, generator=generator).to(DEVICE)
+        batch = StepMemory(
+            torch.tensor([*running], device=DEVICE),
+            *(memory.steps, memory.averages, memory.beta, memory.held, memory.every),
+        )
+        table = torch.arange(len(lengths) * most, dtype=torch.int32, device=DEVICE).view(-1, most)
+        found, tokens = select_pages(scores, table, lengths, budget=budget, table_page=4, memory=batch, backend=backend)
+        for row, (request, (length, selector)) in enumerate(list(running.items())):
+            live = -(-length // 4)
+            kept = selector.choose(scores[row : row + 1, None, :live].cpu(), length - 1)[0, 0]
+            expected = (kept.nonzero()[:, 0] + row * most).tolist()
+            assert found[row, : -(-int(tokens[row]) // 4)].tolist() == expected, (step, row)
+            running[request] = (length + 1, selector)
+    assert memory.steps.tolist()[2] == 10 and memory.steps.tolist()[0] == 0
+
+
+@pytest.mark.parametrize("backend", ["naive", "triton"])
+def test_steps_that_hold_their_pages_are_not_scored(backend: Any) -> None:
+    given, budget = cache([130, 140], 256, 1, 4, 2, 32), PageBudget(pages=4, recent_pages=1)
+    memory = memory_of(ReusePolicy.parse("refresh:2"), [1, 0], 2, 16)
+    memory.steps[0] = 1
+    scores = page_scores(**given, budget=budget, memory=memory, backend=backend)
+    assert scores[0, :9].isfinite().all() and scores[1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"held": None}, "memory has averages and held, or neither, expected one of them"),
+        ({"every": 1}, "every is 1, expected at least 2"),
+        ({"held": None, "averages": torch.zeros(3, 16), "beta": 1.0}, "beta is 1.0, expected a number between 0 and 1"),
+        ({"held": torch.zeros(3, 12, dtype=torch.bool)}, r"held is \[3, 12\] of torch.bool, expected \[3, 16\]"),
+        ({"held": torch.zeros(3, 16)}, r"held is \[3, 16\] of torch.float32, expected \[3, 16\] of torch.bool"),
+        ({"requests": torch.zeros(2, dtype=torch.int64)}, r"requests is \[2\] of torch.int64, expected \[1\]"),
+        ({"steps": torch.zeros(3)}, r"steps is \[3\] of torch.float32, expected \[3\] of torch.int32"),
+    ],
+)
+def test_memory_that_does_not_fit(changes: dict[str, Any], message: str) -> None:
+    memory = {
+        "requests": torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        "steps": torch.zeros(3, dtype=torch.int32, device=DEVICE),
+        "held": torch.zeros(3, 16, dtype=torch.bool, device=DEVICE),
+        "every": 2,
+        **changes,
+    }
+    given, budget = cache([200], 256, 16, 4, 2, 32), PageBudget(pages=4, recent_pages=1)
+    with pytest.raises(KernelInputError, match=message):
+        page_scores(**given, budget=budget, memory=StepMemory(**memory))
+    with pytest.raises(KernelInputError, match=message):
+        scores = torch.zeros(1, 16, device=DEVICE)
+        select_pages(
+            scores, given["table"], given["lengths"], budget=budget, table_page=16, memory=StepMemory(**memory)
+        )
 
 
 def test_static_outputs_are_written_in_place() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from indexcache_search.hf.page_selector import PageSelector, token_max_scores
+from indexcache_search.hf.page_selector import PageSelector, compressed_scores, token_max_scores
 from scripts.tools import random_models
 from scripts.tools.dense_reference import decoded, distance, logprobs, reference
 from scripts.tools.inprocess import Served, call, generate
@@ -30,6 +30,7 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dense_gqa import DENSE_GQA
+from sglang_indexcache.pattern.reuse import ReusePolicy
 from sglang_indexcache.pattern.selection import Selection
 from tests.live.ending import launch, load
 from tests.live.reference import TOLERANCE
@@ -41,6 +42,11 @@ FEW = Selection(page_tokens=4, pages=8, recent_pages=2, sink_pages=0, score="tok
 ALL = replace(FEW, page_tokens=16, pages=64)
 PATTERN = Pattern("DDSSDS", FEW)
 AROUND = (FEW.tokens - 1, FEW.tokens, FEW.tokens + 1)  # lengths at which the first choices are made
+# layers that select by compressed keys, for themselves and others; pages and groups end among the lengths
+COMPRESSED = Selection(page_tokens=16, pages=4, recent_pages=1, sink_pages=0, score="compressed_keys")
+MIXED = ("DFSSFS", "DSFFDS")
+POLICIES = ("none", "ema:0.7", "refresh:3")
+SIXTEEN = {"page_size": 16}
 STEPS = 12
 # FlashAttention is a stand-in of its interface, all above it SGLang's own.
 BACKENDS = ({}, {"attention_backend": "fa3"}, {"attention_backend": "fa3", "page_size": 4})
@@ -75,6 +81,31 @@ def test_with_room_for_all_it_is_sglangs_own(llama: Path, tmp_path: Path, backen
     assert max(apart[3:5]) <= TOLERANCE, "without a choice they do"
 
 
+@pytest.mark.parametrize("backend", [SIXTEEN, {"attention_backend": "fa3", **SIXTEEN}], ids=str)
+def test_f_layers_with_room_for_all_are_sglangs_own(llama: Path, tmp_path: Path, backend: dict[str, Any]) -> None:
+    room = write_pattern(Pattern("DFSSFS", replace(COMPRESSED, pages=32)), llama, tmp_path / "all")
+    stock, wide = (generate(llama, pattern, prompts(), STEPS, tmp_path, **backend) for pattern in (None, room))
+    assert wide == stock
+
+
+@pytest.mark.parametrize("steps", POLICIES)
+@pytest.mark.parametrize("backend", ["torch_native", "fa3"])
+def test_layers_that_select_for_themselves(llama: Path, tmp_path: Path, backend: str, steps: str) -> None:
+    """By compressed keys, with and without memory; D, F and S mixed, over ends of pages."""
+    selection, roles = replace(COMPRESSED, steps=ReusePolicy.parse(steps)), MIXED[backend == "fa3"]
+    pattern, own = Pattern(roles, selection), reference(llama)
+    asked = [*prompts(), prompts()[0][:63], prompts()[0][:79]][2:]
+    file = write_pattern(pattern, llama, tmp_path / "pattern.yaml")
+    found = generate(llama, file, asked, 20, tmp_path, attention_backend=backend, **SIXTEEN)
+    for served in found:
+        assert distance(served, decoded(own, pattern, served)) <= TOLERANCE
+    without = replace(pattern, selection=replace(COMPRESSED, pages=32))
+    assert distance(found[0], decoded(own, without, found[0])) > 10 * TOLERANCE, "pages make no difference"
+    if steps != "none":
+        forgetful = replace(pattern, selection=COMPRESSED)
+        assert max(distance(served, decoded(own, forgetful, served)) for served in found) > 10 * TOLERANCE
+
+
 @pytest.mark.parametrize("kind", random_models.DENSE_KINDS)
 def test_pages_are_served_as_the_reference_engine_has_them(kind: str, tmp_path: Path) -> None:
     model = random_models.build(kind, tmp_path / "model")
@@ -85,11 +116,25 @@ def test_pages_are_served_as_the_reference_engine_has_them(kind: str, tmp_path: 
 
 
 class ByRank:
-    """Attention in one pass, with a choice for each tensor-parallel rank's heads."""
+    """Attention in one pass, with a choice for each tensor-parallel rank's heads.
+
+    Args:
+        pattern: roles with a selection.
+        prompt: tokens that were read: they attend to everything.
+        ranks: tensor-parallel ranks.
+    """
 
     def __init__(self, pattern: Pattern, prompt: int, ranks: int) -> None:
         self._pattern, self._prompt, self._ranks = pattern, prompt, ranks
         self._kept: list[Tensor] = []
+
+    def _scores(self, query: Tensor, key: Tensor, weights: Tensor, scaling: float) -> list[Tensor]:
+        selection = self._pattern.selection
+        assert selection is not None
+        if selection.score == "token_max":
+            return [token_max_scores(own, selection, 1) for own in weights.chunk(self._ranks, 1)]
+        parts = zip(query.chunk(self._ranks, 1), key.chunk(self._ranks, 1), strict=True)
+        return [compressed_scores(q, k, scaling, selection) for q, k in parts]
 
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **_: Any
@@ -101,17 +146,15 @@ class ByRank:
         read = torch.arange(length)[None] < self._prompt
         k, v = (item.repeat_interleave(groups, 1) for item in (key, value))
         products = query @ k.mT * scaling + mask
-        if self._pattern[layer] == "S":
+        letter = self._pattern[layer]
+        if letter != "S":
+            scores = self._scores(query, key, products.softmax(-1), scaling)
+            self._kept = [PageSelector(selection).choose(own, 0, read) for own in scores]
+        if letter != "D":
             keys = [kept.gather(2, page[:, None].expand(-1, length, -1)) for kept in self._kept]
             seen = torch.stack(keys, 1).repeat_interleave(query.shape[1] // self._ranks, 1)
             products = products.masked_fill(~seen, -torch.inf)
-        weights = products.softmax(-1)
-        if self._pattern[layer] != "S":
-            self._kept = [
-                PageSelector(selection).choose(token_max_scores(own, selection, 1), 0, read)
-                for own in weights.chunk(self._ranks, 1)
-            ]
-        return (weights @ v).transpose(1, 2), None
+        return (products.softmax(-1) @ v).transpose(1, 2), None
 
 
 def by_rank(model: Any, pattern: Pattern, served: Served, ranks: int) -> Tensor:
@@ -204,7 +247,16 @@ def _unknown(model: str, names: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        (Pattern("DFSSSS", FEW), "letter 1 is F, which is not served yet; expected D or S"),
+        (Pattern("DFSSSS", FEW), "letter 1 is F, which is not served with score token_max; expected compressed_keys"),
+        (
+            Pattern("DFSSSS", replace(COMPRESSED, steps=ReusePolicy.parse("bounded:2"))),
+            "steps bounded:2 are not served; expected none, ema, refresh",
+        ),
+        (
+            Pattern("DFSSSS", replace(COMPRESSED, buffer_pages=8)),
+            "buffer_pages is 8, which is not served; expected none",
+        ),
+        (Pattern("DFSSSS", COMPRESSED), "--page-size is 1, expected a multiple of 16 for score compressed_keys"),
         (Pattern("DSSSSS", replace(FEW, page_tokens=64, pages=64)), "a context of 4096 tokens fits into the 4096"),
     ],
 )

@@ -8,9 +8,10 @@ from torch import Tensor
 from indexcache_kernels.backends import Backend, runs_triton
 from indexcache_kernels.errors import KernelInputError, expect
 from indexcache_kernels.page_selection import naive
+from indexcache_kernels.page_selection.memory import StepMemory
 from indexcache_kernels.page_selection.pages import CachedPages, PageBudget
 
-__all__ = ["PageBudget", "page_scores", "select_pages"]
+__all__ = ["PageBudget", "StepMemory", "page_scores", "select_pages"]
 
 
 def page_scores(
@@ -26,6 +27,7 @@ def page_scores(
     starts: Tensor | None = None,
     out: Tensor | None = None,
     splits: int | None = None,
+    memory: StepMemory | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Score pages by the attention of a decode step: sum over tokens the largest share that any head gives each.
@@ -47,6 +49,7 @@ def page_scores(
         out: `[B, N]`, float32, N the most pages that a request can have; allocated if not given. Static shapes let a
             CUDA graph capture the call.
         splits: programs a request; chosen by the batch if not given. Scores do not depend on it.
+        memory: of the steps before; requests whose step takes held pages are left out.
         backend: `naive` is PyTorch, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes that on CUDA.
 
     Returns:
@@ -67,13 +70,17 @@ def page_scores(
         out = torch.empty(batch, most, dtype=torch.float32, device=q.device)
     expect("lse", lse, (batch, q.shape[1]), torch.float32)
     expect("out", out, (batch, most), torch.float32)
+    if memory is not None:
+        memory.check(batch, most)
     if runs_triton(backend, q):
         from indexcache_kernels.page_selection import triton
 
         splits = splits or max(1, 256 // max(1, batch))  # enough for a large GPU at batch 1, few at large batches
-        triton.page_scores(q.contiguous(), k, pages, lse=lse.contiguous(), scale=scale, out=out, splits=splits)
+        triton.page_scores(
+            q.contiguous(), k, pages, lse=lse.contiguous(), scale=scale, out=out, splits=splits, memory=memory
+        )
     else:
-        naive.page_scores(q, k, pages, lse=lse, scale=scale, out=out)
+        naive.page_scores(q, k, pages, lse=lse, scale=scale, out=out, memory=memory)
     return out
 
 
@@ -88,6 +95,7 @@ def select_pages(
     out_table: Tensor | None = None,
     out_starts: Tensor | None = None,
     out_lengths: Tensor | None = None,
+    memory: StepMemory | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Select sinks, the pages with the highest scores and the most recent ones: their page table, ascending.
@@ -104,6 +112,7 @@ def select_pages(
         out_table: `[B, pages * page_tokens / table_page]`, int32; allocated if not given.
         out_starts: `[B]`, int32: where each request begins in an `out_table` that is one list, `[T]`.
         out_lengths: `[B]`, int32; allocated if not given.
+        memory: of the steps before, which decides with; it is written, so call this once a step.
         backend: as for `page_scores`.
 
     Returns:
@@ -126,10 +135,12 @@ def select_pages(
         expect("out_starts", out_starts, (batch,), torch.int32)
         expect("out_table", out_table, (out_table.numel(),), torch.int32)
     expect("out_lengths", out_lengths, (batch,), torch.int32)
+    if memory is not None:
+        memory.check(batch, most)
     if runs_triton(backend, scores):
         from indexcache_kernels.page_selection import triton
 
-        triton.select_pages(scores, pages, out_table, out_starts, out_lengths)
+        triton.select_pages(scores, pages, out_table, out_starts, out_lengths, memory)
     else:
-        naive.select_pages(scores, pages, out_table, out_starts, out_lengths)
+        naive.select_pages(scores, pages, out_table, out_starts, out_lengths, memory)
     return out_table, out_lengths

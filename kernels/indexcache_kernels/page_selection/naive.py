@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from indexcache_kernels.page_selection.memory import StepMemory
 from indexcache_kernels.page_selection.pages import CachedPages, PageBudget
 
 
@@ -19,12 +20,14 @@ def row_of(table: Tensor, starts: Tensor | None, row: int) -> Tensor:
     return table[row] if starts is None else table[int(starts[row]) :]
 
 
-def page_scores(q: Tensor, k: Tensor, pages: CachedPages, *, lse: Tensor, scale: float, out: Tensor) -> None:
+def page_scores(
+    q: Tensor, k: Tensor, pages: CachedPages, *, lse: Tensor, scale: float, out: Tensor, memory: StepMemory | None
+) -> None:
     """Write into `out`, `[B, N]`: the sum over a page's tokens of the largest share that a head gives each."""
     budget, table_page = pages.budget, pages.table_page
     for row, length in enumerate(pages.lengths.tolist()):
         live = -(-length // budget.page_tokens)
-        if live <= budget.pages:
+        if live <= budget.pages or (memory is not None and not memory.due(row)):
             continue
         entries = row_of(pages.table, pages.starts, row)[: -(-length // table_page)]
         slots = slots_of(entries, table_page)[:length]
@@ -46,14 +49,45 @@ def selected(scores: Tensor, length: int, budget: PageBudget) -> list[int]:
     return [*range(first), *sorted(ranked[:needed]), *range(last, live)]
 
 
+def remembered(scores: Tensor, row: int, length: int, memory: StepMemory, budget: PageBudget) -> Tensor:
+    """Return the scores, `[N]`, that a request's pages are taken by in this step, and remember it."""
+    live = -(-length // budget.page_tokens)
+    request = int(memory.requests[row])
+    step, own = int(memory.steps[request]), memory.rows[request]
+    memory.steps[request] = step + 1
+    found = scores.clone()
+    if memory.averages is not None:
+        if step:
+            found[:live] = memory.beta * own[:live] + (1 - memory.beta) * found[:live]
+        else:
+            own.zero_()
+        own[:live] = found[:live]
+        return found
+    if step % memory.every == 0:
+        taken = selected(scores, length, budget)
+        own.zero_()
+        own[taken[budget.sink_pages : -budget.recent_pages]] = True
+        return found
+    found[:live] = own[:live].float()  # as many as are to be taken
+    return found
+
+
 def select_pages(
-    scores: Tensor, pages: CachedPages, out_table: Tensor, out_starts: Tensor | None, out_lengths: Tensor
+    scores: Tensor,
+    pages: CachedPages,
+    out_table: Tensor,
+    out_starts: Tensor | None,
+    out_lengths: Tensor,
+    memory: StepMemory | None,
 ) -> None:
     """Write the table of the selected pages, and how many tokens they hold."""
     budget, table_page = pages.budget, pages.table_page
     entries = budget.page_tokens // table_page  # of the table, a page
     for row, length in enumerate(pages.lengths.tolist()):
-        taken = selected(scores[row], length, budget)
+        by = scores[row]
+        if memory is not None and length > budget.pages * budget.page_tokens:
+            by = remembered(by, row, length, memory, budget)
+        taken = selected(by, length, budget)
         missing = -(-length // budget.page_tokens) * budget.page_tokens - length  # in the last page
         tokens = len(taken) * budget.page_tokens - missing
         at = torch.tensor([page * entries + entry for page in taken for entry in range(entries)], device=scores.device)

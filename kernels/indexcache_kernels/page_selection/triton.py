@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from indexcache_kernels.page_selection.memory import StepMemory
 from indexcache_kernels.page_selection.pages import CachedPages
 
 _CHUNK = 512  # dimensions of key heads that go into one product
+
+
+@triton.jit
+def skipped(pages, requests_ptr, steps_ptr, row, BUDGET: tl.constexpr, EVERY: tl.constexpr):
+    """Whether nothing looks at the scores of a request in this step; with EVERY it may hold its pages."""
+    found = pages <= BUDGET  # all of them are taken
+    if EVERY > 0:
+        found = found | (tl.load(steps_ptr + tl.load(requests_ptr + row)) % EVERY != 0)
+    return found
 
 
 @triton.jit
@@ -47,18 +58,18 @@ def _largest_share(
 
 @triton.jit
 def _scores_kernel(
-    q_ptr, k_ptr, table_ptr, starts_ptr, lengths_ptr, lse_ptr, out_ptr, scale,
+    q_ptr, k_ptr, table_ptr, starts_ptr, lengths_ptr, lse_ptr, out_ptr, requests_ptr, steps_ptr, scale,
     k_slot_stride, k_head_stride, table_stride, out_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
     PAGE: tl.constexpr, TABLE_PAGE: tl.constexpr, BUDGET: tl.constexpr, SPLITS: tl.constexpr, LISTED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    EVERY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Score a part of one request's pages; key heads are taken in chunks, the queries of two of which are kept."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths_ptr + row)
     pages = tl.cdiv(length, PAGE)
-    if pages <= BUDGET:  # all of them are taken
+    if skipped(pages, requests_ptr, steps_ptr, row, BUDGET, EVERY):
         return
     first = tl.load(starts_ptr + row) if LISTED else row * table_stride  # of the request's entries
     unit: tl.constexpr = BLOCK_L if BLOCK_L > PAGE else PAGE
@@ -114,12 +125,12 @@ def _scores_kernel(
 
 @triton.jit
 def _select_kernel(
-    scores_ptr, table_ptr, starts_ptr, lengths_ptr, out_table_ptr, out_starts_ptr, out_lengths_ptr,
-    scores_stride, table_stride, out_stride,
+    scores_ptr, table_ptr, starts_ptr, lengths_ptr, out_table_ptr, out_starts_ptr, out_lengths_ptr, requests_ptr,
+    steps_ptr, memory_ptr, scores_stride, table_stride, out_stride, memory_stride, memory_pages, beta,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, BUDGET: tl.constexpr, RECENT: tl.constexpr,
-    SINKS: tl.constexpr, LISTED: tl.constexpr, OUT_LISTED: tl.constexpr,
+    SINKS: tl.constexpr, LISTED: tl.constexpr, OUT_LISTED: tl.constexpr, AVERAGED: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """Write the page table of one request."""
+    """Write the page table of one request; with AVERAGED or EVERY, by what it remembers of `memory_pages` pages."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths_ptr + row)
     pages = tl.cdiv(length, PAGE)
@@ -127,9 +138,22 @@ def _select_kernel(
     newest = tl.where(pages > BUDGET, pages - RECENT, 0)  # from here on all are taken
     open_ = (page >= SINKS) & (page < newest)  # for the scores to decide
     needed = BUDGET - RECENT - SINKS
+    scores = tl.load(scores_ptr + row * scores_stride + page, mask=page < pages, other=0.0)
+    live, kept = page < tl.where(pages > BUDGET, pages, 0), page < tl.where(pages > BUDGET, memory_pages, 0)
+    step, own = 0, memory_ptr
+    if AVERAGED or EVERY > 0:
+        request = tl.load(requests_ptr + row)
+        step = tl.load(steps_ptr + request)
+        own = memory_ptr + request * memory_stride
+    if AVERAGED:
+        before = tl.load(own + page, mask=live, other=0.0)
+        scores = tl.where(step > 0, beta * before + (1 - beta) * scores, scores)
+        tl.store(own + page, tl.where(live, scores, 0.0), mask=kept)
+    if EVERY > 0:
+        before = tl.load(own + page, mask=live, other=0).to(tl.float32)
+        scores = tl.where(step % EVERY == 0, scores, before)  # as many as are to be taken
     # scores are at least 0, so their bits are ordered as they are; pages that are not open rank below all
-    bits = tl.load(scores_ptr + row * scores_stride + page, mask=open_, other=0.0).to(tl.int32, bitcast=True)
-    bits = tl.where(open_, bits, -1)
+    bits = tl.where(open_, scores.to(tl.int32, bitcast=True), -1)
     low, high = 0, 0x7F800000
     for _ in range(31):  # the highest threshold that leaves enough at or above it
         middle = low + (high - low + 1) // 2
@@ -139,6 +163,10 @@ def _select_kernel(
     above, equal = bits > low, bits == low
     room = needed - tl.sum(above.to(tl.int32))
     lower = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= room)  # of equal scores the lower pages
+    if EVERY > 0:
+        tl.store(own + page, open_ & (above | lower), mask=kept)
+    if AVERAGED or EVERY > 0:
+        tl.store(steps_ptr + request, step + 1, mask=pages > BUDGET)
     taken = (page < pages) & (above | lower | (page < SINKS) | (page >= newest))
     rank = tl.cumsum(taken.to(tl.int32), axis=0) - 1
     first = tl.load(starts_ptr + row) if LISTED else row * table_stride
@@ -152,7 +180,15 @@ def _select_kernel(
 
 
 def page_scores(
-    q: Tensor, k: Tensor, pages: CachedPages, *, lse: Tensor, scale: float, out: Tensor, splits: int
+    q: Tensor,
+    k: Tensor,
+    pages: CachedPages,
+    *,
+    lse: Tensor,
+    scale: float,
+    out: Tensor,
+    splits: int,
+    memory: StepMemory | None,
 ) -> None:
     """Compute `naive.page_scores`; `k` may have strides of its own, but for its last axis."""
     heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
@@ -166,25 +202,36 @@ def page_scores(
         q_ptr=q, k_ptr=k, lse_ptr=lse, out_ptr=out, scale=scale, k_slot_stride=k.stride(0), k_head_stride=k.stride(1),
         out_stride=out.stride(0), HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, CHUNKS=chunks, BLOCK_H=block_h,
         BLOCK_D=block_d, BLOCK_L=block_l, TABLE_PAGE=pages.table_page, SPLITS=splits, PRECISION="ieee",
-        **_arguments(pages), num_warps=4, num_stages=stages,
+        **pages_of(pages), **due_steps(pages, memory), num_warps=4, num_stages=stages,
     )  # fmt: skip
 
 
 def select_pages(
-    scores: Tensor, pages: CachedPages, out_table: Tensor, out_starts: Tensor | None, out_lengths: Tensor
+    scores: Tensor,
+    pages: CachedPages,
+    out_table: Tensor,
+    out_starts: Tensor | None,
+    out_lengths: Tensor,
+    memory: StepMemory | None,
 ) -> None:
     """Compute `naive.select_pages`."""
-    block_n, budget = triton.next_power_of_2(scores.shape[1]), pages.budget
+    budget, rows = pages.budget, scores if memory is None else memory.rows
+    block_n = triton.next_power_of_2(max(scores.shape[1], rows.shape[1]))
+    if rows.dtype == torch.bool:
+        rows = rows.view(torch.int8)
     _select_kernel[(len(scores),)](
         scores_ptr=scores, out_table_ptr=out_table, out_starts_ptr=pages.lengths if out_starts is None else out_starts,
-        out_lengths_ptr=out_lengths, scores_stride=scores.stride(0), out_stride=out_table.stride(0), BLOCK_N=block_n,
-        ENTRIES=budget.page_tokens // pages.table_page, RECENT=budget.recent_pages, SINKS=budget.sink_pages,
-        OUT_LISTED=out_starts is not None, **_arguments(pages), num_warps=8 if block_n <= 8192 else 32,
+        out_lengths_ptr=out_lengths, memory_ptr=rows, scores_stride=scores.stride(0), out_stride=out_table.stride(0),
+        memory_stride=rows.stride(0), memory_pages=rows.shape[1], beta=0.0 if memory is None else memory.beta,
+        BLOCK_N=block_n, ENTRIES=budget.page_tokens // pages.table_page, RECENT=budget.recent_pages,
+        SINKS=budget.sink_pages,
+        OUT_LISTED=out_starts is not None, AVERAGED=memory is not None and memory.averages is not None,
+        **pages_of(pages), **due_steps(pages, memory), num_warps=8 if block_n <= 8192 else 32,
     )  # fmt: skip
 
 
-def _arguments(pages: CachedPages) -> dict[str, Any]:
-    """Return what both kernels take of the pages."""
+def pages_of(pages: CachedPages) -> dict[str, Any]:
+    """Return what kernels take of the pages."""
     return {
         "table_ptr": pages.table,
         "starts_ptr": pages.lengths if pages.starts is None else pages.starts,
@@ -193,4 +240,13 @@ def _arguments(pages: CachedPages) -> dict[str, Any]:
         "PAGE": pages.budget.page_tokens,
         "BUDGET": pages.budget.pages,
         "LISTED": pages.starts is not None,
+    }
+
+
+def due_steps(pages: CachedPages, memory: StepMemory | None) -> dict[str, Any]:
+    """Return what kernels take to know in which steps scores are looked at."""
+    return {
+        "requests_ptr": pages.lengths if memory is None else memory.requests,
+        "steps_ptr": pages.lengths if memory is None else memory.steps,
+        "EVERY": 0 if memory is None else memory.every,
     }

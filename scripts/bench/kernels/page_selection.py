@@ -1,10 +1,11 @@
-"""Times of the two kernels of a layer that selects pages, beside its decode attention, on one CUDA device.
+"""Times of the kernels of a layer that selects pages, beside its decode attention, on one CUDA device.
 
     python -m scripts.bench.kernels.page_selection --shapes 7b,8b --cells 1x32768,16x16384,64x32768
 
 Tables list tokens, as flashinfer's do in SGLang (pages of 16 tokens, in shuffled order), keys are bfloat16 and random.
 Yardsticks, where they are installed: flashinfer's decode attention of the same layer, and SGLang's
 `minimax_decode_topk_page_table`, which takes the pages with the highest scores of a table with a row for each request.
+`compressed_scores` and `update_means` are what F layers run in the place of `page_scores`: means of 16 keys.
 `chosen` is flashinfer's attention over what was selected, as layers that share run it, split along the keys and whole.
 Time: median of replays of a CUDA graph with ten calls.
 """
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from indexcache_kernels import PageBudget, page_scores, select_pages
+from indexcache_kernels import PageBudget, compressed_scores, page_scores, select_pages, update_means
 from scripts.bench.shapes import SHAPES, parse_cells
 from scripts.bench.timing import graph_ms
 
@@ -42,6 +43,7 @@ class Layer:
         self.starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * length
         self.lengths = torch.full((batch,), length, device="cuda", dtype=torch.int32)
         self.lse = torch.full((batch, heads), 10.0, device="cuda")
+        self.compressed = torch.empty(slots // 16, kv_heads, DIM, device="cuda", dtype=torch.bfloat16)
         self.scores = torch.empty(batch, -(-length // 16), device="cuda")
 
     def page_scores(self, budget: PageBudget) -> Tensor:
@@ -49,6 +51,15 @@ class Layer:
         return page_scores(
             *given, lse=self.lse, scale=DIM**-0.5, budget=budget, starts=self.starts[:-1], out=self.scores
         )
+
+    def means(self, newest: bool) -> Tensor:
+        given = self.k, self.compressed, self.table, self.lengths
+        update_means(*given, starts=self.starts[:-1], newest=newest)
+        return self.compressed
+
+    def compressed_scores(self, budget: PageBudget) -> Tensor:
+        given = self.q, self.compressed, self.table, self.lengths
+        return compressed_scores(*given, scale=DIM**-0.5, budget=budget, starts=self.starts[:-1], out=self.scores)
 
     def select_pages(self, budget: PageBudget, tokens: Tensor, starts: Tensor, kept: Tensor) -> None:
         select_pages(
@@ -105,8 +116,12 @@ def measure(heads: int, kv_heads: int, batch: int, length: int, pages: int) -> d
     tokens = torch.zeros(batch * pages * 16, dtype=torch.int32, device="cuda")
     starts = torch.arange(batch, device="cuda", dtype=torch.int32) * pages * 16
     kept = torch.zeros(batch, dtype=torch.int32, device="cuda")
+    layer.means(newest=False)
     layer.page_scores(budget)
     found: dict[str, float | str] = {
+        "compressed_scores": graph_ms(lambda: layer.compressed_scores(budget)),
+        "update_means, newest": graph_ms(lambda: layer.means(newest=True)),
+        "update_means, all": graph_ms(lambda: layer.means(newest=False)),
         "page_scores": graph_ms(lambda: layer.page_scores(budget)),
         "select_pages": graph_ms(lambda: layer.select_pages(budget, tokens, starts, kept)),
     }

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from indexcache_kernels import PageBudget
+from indexcache_kernels.backends import Backend
 from sglang_indexcache.errors import ProofError
+from sglang_indexcache.families.dense_gqa.layer_pages import LayerPages, PageTable
 from sglang_indexcache.families.dense_gqa.sglang import CAPTURED, LayerRole
 from sglang_indexcache.pattern.selection import Selection
+
+_TABLE = "indexcache_table"  # on a forward batch that reads prompts
 
 
 def role_of(layer: Any) -> LayerRole:
@@ -32,9 +35,24 @@ def note_captured(backend: Any, batch: Any, layer: Any, letter: str) -> None:
         captured.setdefault(batch.batch_size, {})[layer.layer_id] = letter
 
 
-def budget_of(selection: Selection) -> PageBudget:
-    """Return a selection in the form of the kernels."""
-    return PageBudget(selection.page_tokens, selection.pages, selection.recent_pages, selection.sink_pages)
+def store_keys(backend: Any, layer: Any, batch: Any, k: Tensor | None, v: Tensor | None, save: bool) -> None:
+    """Write the keys and values of a decode step into the cache, if SGLang has not done so: selecting reads them."""
+    if save and k is not None:
+        backend.token_to_kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
+
+
+def keep_read(backend: Any, layer: Any, batch: Any, kernels: Backend = "auto") -> None:
+    """Let a selecting layer keep what it needs of the requests that a pass has read a part of."""
+    kept: LayerPages | None = backend.indexcache_pages.get(layer.layer_id)
+    if kept is None or not kept.keeps or not batch.forward_mode.is_extend():
+        return
+    table = batch.__dict__.get(_TABLE)
+    if table is None:
+        lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+        entries = backend.indexcache_requests[batch.req_pool_indices, : int(lengths.max())]
+        table = PageTable(entries.int(), batch.seq_lens.int(), batch.req_pool_indices)
+        setattr(batch, _TABLE, table)
+    kept.read(backend.token_to_kv_pool.get_key_buffer(layer.layer_id), table, kernels)
 
 
 def kept_tokens(lengths: Tensor, selection: Selection) -> Tensor:

@@ -1,4 +1,4 @@
-"""SGLang's `flashinfer` backend: S layers run its decode attention, planned a second time, over the selected tokens.
+"""SGLang's `flashinfer` backend: F and S layers run its decode attention, planned again, over the selected tokens.
 
 A plan needs lengths alone, and the number of selected tokens does not depend on which are selected. So the second plan
 is made beside the first, before a forward pass or a replay. The selecting layers write the tokens that it reads.
@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from indexcache_kernels import page_scores, select_pages
 from indexcache_kernels.patching import replaced
-from sglang_indexcache.families.dense_gqa.decoding import budget_of, kept_tokens, note_captured, role_of
-from sglang_indexcache.pattern import SHARED
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.families.dense_gqa.decoding import keep_read, kept_tokens, note_captured, role_of, store_keys
+from sglang_indexcache.families.dense_gqa.layer_pages import LayerPages, PageTable
+from sglang_indexcache.pattern import DENSE, FULL
+from sglang_indexcache.pattern.selection import TOKEN_MAX, Selection
 
 
 @dataclass
 class _SharedPages:
-    """The plan for decoding S layers of B requests."""
+    """The plan for decoding F and S layers of B requests."""
 
     wrapper: Any  # flashinfer's, planned for the selected tokens
     sizes: Tensor  # [2 B + 1], int32: `lengths` in the cache, and the `starts` of requests in `tokens`
@@ -60,7 +60,8 @@ def make_backend_class(stock: Any) -> Any:
     home = sys.modules[stock.__module__]
 
     class ChoosingFlashInfer(stock):  # type: ignore[misc]
-        indexcache_selection: Selection  # written by `DenseGqaSglang.loaded`
+        indexcache_selection: Selection  # this and the next are written by `DenseGqaSglang.loaded`
+        indexcache_pages: dict[int, LayerPages]  # by layer
         _indexcache_plan: _SharedPages  # plan of the pass that runs, or is captured
         _indexcache_plans: dict[int, _SharedPages] | None = None  # plans of CUDA graphs, by batch size
         _indexcache_wrapper: Any = None  # wrapper of passes without a graph
@@ -94,6 +95,13 @@ def make_backend_class(stock: Any) -> Any:
             if in_capture:  # SGLang does so with its own: the first plan loads what the fast one uses
                 plan.wrapper.begin_forward = partial(home.fast_decode_plan, plan.wrapper)
 
+        def forward_extend(
+            self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+        ) -> Tensor:
+            output: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+            keep_read(self, layer, forward_batch)
+            return output
+
         def forward_decode(
             self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
         ) -> Tensor:
@@ -102,40 +110,36 @@ def make_backend_class(stock: Any) -> Any:
             metadata = self.forward_metadata
             [dense] = metadata.decode_wrappers
             wrapper = dense
-            if found.role == SHARED:
+            if found.role != DENSE:
                 wrapper = self._indexcache_plan.wrapper
-            elif found.chooses:
+            elif found.chooses and found.selection.score == TOKEN_MAX:
                 wrapper = _Denominators(dense)
+            if found.role == FULL:
+                store_keys(self, layer, forward_batch, k, v, save_kv_cache)
+                save_kv_cache = False
+                self._choose(q, None, layer, forward_batch, dense)
             with replaced((self, "forward_metadata", replace(metadata, decode_wrappers=[wrapper]))):
                 output: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
-            if found.chooses:
-                self._choose(q, wrapper.lse, layer, dense, found.selection)
+            if found.chooses and found.role == DENSE:
+                self._choose(q, getattr(wrapper, "lse", None), layer, forward_batch, dense)
             return output
 
-        def _choose(self, q: Tensor, lse: Tensor, layer: Any, dense: Any, selection: Selection) -> None:
-            """Write what S layers attend to, from the table that SGLang has made for `dense`; `lse` is `[B, H]`."""
-            plan, budget = self._indexcache_plan, budget_of(selection)
+        def _choose(self, q: Tensor, lse: Tensor | None, layer: Any, batch: Any, dense: Any) -> None:
+            """Write what is attended to next, from the table that SGLang has made for `dense`; `lse` is `[B, H]`."""
+            plan, kept = self._indexcache_plan, self.indexcache_pages[layer.layer_id]
             batch_size = len(plan.lengths)
-            most = -(-self.max_context_len // selection.page_tokens)
-            table, starts = dense._paged_kv_indices_buf, dense._paged_kv_indptr_buf[:batch_size]
-            scores = torch.empty(batch_size, most, dtype=torch.float32, device=q.device)
-            page_scores(
+            most = -(-self.max_context_len // kept.selection.page_tokens)
+            starts = dense._paged_kv_indptr_buf[:batch_size]
+            kept.select(
                 q.reshape(batch_size, layer.tp_q_head_num, layer.head_dim),
                 self.token_to_kv_pool.get_key_buffer(layer.layer_id),
-                table,
-                plan.lengths,
-                lse=lse,
-                scale=layer.scaling,
-                budget=budget,
-                starts=starts,
-                out=scores,
-            )
-            select_pages(
-                scores,
-                table,
-                plan.lengths,
-                budget=budget,
-                starts=starts,
+                lse,
+                layer.scaling,
+                PageTable(
+                    dense._paged_kv_indices_buf, plan.lengths, batch.req_pool_indices[:batch_size], starts=starts
+                ),
+                "auto",
+                scores=torch.empty(batch_size, most, dtype=torch.float32, device=q.device),
                 out_table=plan.tokens,
                 out_starts=plan.starts[:batch_size],
                 out_lengths=plan.kept,

@@ -1,7 +1,7 @@
-"""Make SGLang run a pattern on dense models: S layers run its decode attention over another page table.
+"""Make SGLang run a pattern on dense models: F and S layers run its decode attention over another page table.
 
 SGLang builds one attention backend a rank; each `RadixAttention` calls it with itself. Once the backend is built, its
-class becomes a subclass that decodes S layers over the selected pages. Prefill is SGLang's own. Read:
+class becomes a subclass that decodes F and S layers over the selected pages. Prefill is SGLang's own. Read:
 sglang/srt/layers/radix_attention.py, layers/attention/torch_native_backend.py and ModelRunner.init_attention_backends
 of 0.5.17 and 0.5.23.
 """
@@ -17,8 +17,7 @@ from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.dense_gqa.backends import BACKENDS, make_backend_class
 from sglang_indexcache.families.dense_gqa.keys import WINDOW_KEYS
 from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern
-from sglang_indexcache.pattern.reuse import NO_MEMORY
-from sglang_indexcache.pattern.selection import JOINT, TOKEN_MAX, Selection
+from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, JOINT, STRIDE, Selection
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import LOAD_BACKENDS, LOAD_GRAPHS, Feature, Need
 
@@ -26,6 +25,9 @@ LAYER = Need("srt.layers.radix_attention", "RadixAttention.__init__", ("layer_id
 _NEEDS = (LOAD_BACKENDS, LOAD_GRAPHS, LAYER)
 _UNTRIED = "it was never tried with one on dense models"
 _CHOSEN_IN_DECODING = "pages are chosen while single tokens are decoded"
+
+SERVED_POLICIES = ("none", "ema", "refresh")
+BACKEND_ATTRIBUTES = ("attn_backend", "decode_attn_backend")  # of a model runner
 
 _ROLE = "indexcache"  # attribute of a RadixAttention that holds its `LayerRole`
 CAPTURED = "indexcache_captured"
@@ -38,7 +40,7 @@ class LayerRole:
 
     Attributes:
         role: its letter.
-        chooses: whether it also selects pages for the layers above.
+        chooses: whether it selects pages, for itself (F) or for the layers above.
         selection: how it selects them.
     """
 
@@ -57,7 +59,7 @@ class DenseGqaSglang(SglangAdapter):
     """An adapter that writes the roles once SGLang has built its attention backend."""
 
     serving = Feature(
-        "dense_gqa", "patterns of D and S on Llama, Qwen2, Qwen3 and Mistral", _NEEDS, "no server for these"
+        "dense_gqa", "patterns of D, F and S on Llama, Qwen2, Qwen3 and Mistral", _NEEDS, "no server for these"
     )
     variants: ClassVar[tuple[Feature, ...]] = tuple(item.feature for item in BACKENDS)
     proven_after: ClassVar[Need] = LOAD_BACKENDS
@@ -84,18 +86,23 @@ class DenseGqaSglang(SglangAdapter):
                 raise SpellingError(
                     f"{FLAG}: {key} changes which layers there are; expected a file made for that model"
                 )
-        if FULL in pattern.roles:
-            raise SpellingError(f"letter {pattern.roles.index(FULL)} is F, which is not served yet; expected D or S")
         chosen = pattern.selection
-        if chosen is not None and chosen.heads != JOINT:
+        if chosen is None:
+            return dict(overrides)
+        if chosen.heads != JOINT:
             raise SpellingError(
                 f"selection {chosen} is not served yet: heads is {chosen.heads}, expected {JOINT}; SGLang has one page"
                 " table for all heads"
             )
-        if chosen is not None and (chosen.score != TOKEN_MAX or chosen.steps != NO_MEMORY or chosen.buffer_pages):
+        if FULL in pattern.roles and chosen.score != COMPRESSED_KEYS:
             raise SpellingError(
-                f"selection {chosen} is not served yet; expected score {TOKEN_MAX} without steps and buffer_pages"
+                f"letter {pattern.roles.index(FULL)} is F, which is not served with score {chosen.score};"
+                f" expected {COMPRESSED_KEYS}"
             )
+        if chosen.steps.policy not in SERVED_POLICIES:
+            raise SpellingError(f"steps {chosen.steps} are not served; expected {', '.join(SERVED_POLICIES)}")
+        if chosen.buffer_pages is not None:
+            raise SpellingError(f"buffer_pages is {chosen.buffer_pages}, which is not served; expected none")
         return dict(overrides)
 
     def loaded(self, runner: Any, pattern: Pattern) -> None:
@@ -113,14 +120,48 @@ class DenseGqaSglang(SglangAdapter):
                 f"--page-size is {runner.page_size}, expected a divisor of the selection's page_tokens,"
                 f" {chosen.page_tokens}"
             )
+        if chosen.score == COMPRESSED_KEYS and runner.page_size % STRIDE:
+            raise ProofError(
+                f"--page-size is {runner.page_size}, expected a multiple of {STRIDE} for score {COMPRESSED_KEYS}"
+            )
         if runner.kv_cache_dtype != runner.dtype:
             raise ProofError(f"the KV cache is of {runner.kv_cache_dtype}, expected the model's own {runner.dtype}")
-        for name in ("attn_backend", "decode_attn_backend"):
+        for name in BACKEND_ATTRIBUTES:
             backend = getattr(runner, name, None)
             if backend is not None:
                 backend.__class__ = make_backend_class(type(backend))
                 backend.indexcache_selection = chosen
         self.switch(runner, pattern)
+        self.keep_pages(runner, pattern)
+
+    def keep_pages(self, runner: Any, pattern: Pattern) -> None:
+        """Allocate what selecting layers keep of cached pages, and hand it to the attention backends.
+
+        Raises:
+            ProofError: if the device has no room for it.
+        """
+        import torch
+
+        from sglang_indexcache.families.dense_gqa.layer_pages import LayerPages
+
+        assert pattern.selection is not None
+        table = runner.req_to_token_pool.req_to_token
+        kept = {}
+        for layer, module in self.modules(runner.model):
+            role = LayerRole.of(module)
+            if role is not None and role.chooses:
+                keys = runner.token_to_kv_pool.get_key_buffer(layer)
+                try:
+                    kept[layer] = LayerPages.allocate(role.selection, keys, *table.shape)
+                except torch.OutOfMemoryError as error:
+                    raise ProofError(
+                        f"the device has no room for what layer {layer} keeps of pages; expected a smaller"
+                        " --mem-fraction-static"
+                    ) from error
+        for name in BACKEND_ATTRIBUTES:
+            backend = getattr(runner, name, None)
+            if backend is not None:
+                backend.indexcache_pages, backend.indexcache_requests = kept, table
 
     def _check_layers(self, model: Any) -> None:
         """Check that all layers attend to everything before them, with heads of one shape."""
@@ -182,7 +223,8 @@ class DenseGqaSglang(SglangAdapter):
         for layer, module in self.modules(runner.model):
             above = pattern.roles[layer + 1 : layer + 2]
             letter = pattern.roles[layer : layer + 1]
-            setattr(module, _ROLE, LayerRole(letter, letter != SHARED and above == SHARED, pattern.selection))
+            chooses = letter == FULL or (letter != SHARED and above == SHARED)
+            setattr(module, _ROLE, LayerRole(letter, chooses, pattern.selection))
 
     def configured(self, runner: Any) -> str:
         """See `SglangAdapter.configured`."""
