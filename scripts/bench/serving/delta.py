@@ -1,18 +1,25 @@
 """Times of a decode step over selected pages, beside stock attention. Needs SGLang and a CUDA device.
 
     python -m scripts.bench.serving.delta --shape 7b --cells 1x32768,16x16384,64x16384
+    python -m scripts.bench.serving.delta --shape 7b --one-layer --cells 16x16384,32x16384,64x16384 --dense 7 \
+        --mixed 1+6,3+4,1+6:ema:0.9,1+6:refresh:8
+    python -m scripts.bench.serving.delta --files searched.yaml,other.yaml
     python -m scripts.bench.serving.delta --check
 
 Stock flashinfer and patterns of 5 and 7 D layers take turns in one process (a b c c b a), on one model and one cache;
-CUDA graphs are captured anew for each. Other stock backends have a process of their own, with the same flags. Weights
-are random, and so are keys and values: nothing is prefilled, and the selected pages lie wherever the scores have them.
-A step is `ModelRunner.forward` of a batch at that length, with the plans that it makes; the same step is run again and
-again. `alone`: with a synchronisation behind each, the median. `queued`: ten without one, as SGLang's overlap scheduler
-runs them, so that what the host does is hidden as far as it can be; the median of tens. The fastest turn counts.
-With --one-layer all layers have the weights of the first, which are read as often: more of the device is left for keys.
+CUDA graphs are captured anew for each. --mixed adds patterns of so many D and F layers, D first, which select by
+compressed keys, with a policy if one is named; the layers are those that as many D layers alone would be. --files takes
+any pattern files made for the shape; their model is not looked at. Other stock backends have a process of their own,
+with the same flags. Weights are random, and so are keys and values: nothing is prefilled, and the selected pages lie
+wherever the scores have them. A step is `ModelRunner.forward` of a batch at that length, with the plans that it makes;
+the same step is run again and again. `alone`: with a synchronisation behind each, the median. `queued`: ten without
+one, as SGLang's overlap scheduler runs them, so that what the host does is hidden as far as it can be; the median of
+tens. The fastest turn counts. With --one-layer all layers have the weights of the first, which are read as often: more
+of the device is left for keys.
 
 --check compares decoded log-probabilities: with room for all against stock, bit for bit, and with few pages
-graphs against eager passes and flashinfer against `torch_native`, whose pages are selected by the kernels' definitions.
+graphs against eager passes and flashinfer against `torch_native`, whose pages are selected by the kernels' definitions;
+the same with F layers, without memory, averaging scores and holding pages.
 """
 
 from __future__ import annotations
@@ -34,11 +41,13 @@ from scripts.bench.timing import host_ms, median_ms
 from scripts.tools.inprocess import new_batch
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern, PatternFile
+from sglang_indexcache.pattern.reuse import ReusePolicy
 from sglang_indexcache.pattern.selection import DEFAULT, Selection
 
 CHECKED = (700, 300, 127, 128, 129, 5, 1)  # prompt lengths around FEW's 128 tokens
 STEPS = 12
 FEW = Selection(page_tokens=16, pages=8, recent_pages=2, sink_pages=0, score="token_max")
+MIXED = ("mixed", "mixed:ema:0.7", "mixed:refresh:3")  # conditions with F layers
 
 
 def dense_layers(layers: int, count: int) -> list[int]:
@@ -51,6 +60,27 @@ def write(model: Path, layers: list[int], selection: Selection, path: Path) -> s
     """Write a pattern file of D layers."""
     count = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     return write_pattern(Pattern.from_full_layers(count, layers, selection), model, path)
+
+
+def write_mixed(model: Path, own: list[int], dense: list[int], selection: Selection, steps: str, path: Path) -> str:
+    """Write a pattern file whose layers `dense` are D and `own` are F, which select by compressed keys."""
+    count = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    letters = "".join("D" if layer in dense else "F" if layer in own else "S" for layer in range(count))
+    mixed = replace(selection, score="compressed_keys", steps=ReusePolicy.parse(steps or "none"))
+    return write_pattern(Pattern(letters, mixed), model, path)
+
+
+def name_of(pattern: Pattern) -> str:
+    """Return a name for tables."""
+    assert pattern.selection is not None
+    steps = pattern.selection.steps
+    own = pattern.roles.count("F")
+    words = [
+        f"{len(pattern.full_layers)} D",
+        *([f"{own} F"] if own else []),
+        *([str(steps)] if str(steps) != "none" else []),
+    ]
+    return " ".join(words)
 
 
 # -- one condition, in a process of its own
@@ -166,7 +196,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         buffer.normal_()
     patterns = [PatternFile.load(path).as_pattern() for path in options.patterns.split(",") if path]
     conditions: list[tuple[str, Pattern | None]] = [(f"stock {arguments['attention_backend']}", None)]
-    conditions += [(f"{len(pattern.full_layers)} D", pattern) for pattern in patterns]
+    conditions += [(f"{number}: {name_of(pattern)}", pattern) for number, pattern in enumerate(patterns, 1)]
     turns = [*conditions, *conditions[::-1]] if patterns else conditions
     found: dict[str, dict[str, dict[str, float]]] = {}
     with torch.no_grad():
@@ -175,6 +205,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 runner.attn_backend.__class__ = make_backend_class(stock)
                 runner.attn_backend.indexcache_selection = pattern.selection
                 DENSE_GQA.sglang.switch(runner, pattern)
+                DENSE_GQA.sglang.keep_pages(runner, pattern)
+                read_all(runner)
             else:
                 runner.attn_backend.__class__ = stock
             if number:
@@ -186,6 +218,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 for way, value in times(runner, batch, context, options.repeats).items():
                     best[way] = min(value, best.get(way, value))
     return {"times": found, "tokens": runner.max_total_num_tokens, "device": torch.cuda.get_device_name()}
+
+
+def read_all(runner: Any) -> None:
+    """Let selecting layers keep what they need of the whole cache, as if one request had read it."""
+    import torch
+
+    from sglang_indexcache.families.dense_gqa.layer_pages import PageTable
+
+    for layer, kept in runner.attn_backend.indexcache_pages.items():
+        keys = runner.token_to_kv_pool.get_key_buffer(layer)
+        slots = torch.arange(len(keys) // 16 * 16, dtype=torch.int32, device=keys.device)[None]
+        lengths = torch.tensor([slots.shape[1]], dtype=torch.int32, device=keys.device)
+        kept.read(keys, PageTable(slots, lengths, torch.zeros(1, dtype=torch.int64, device=keys.device)), "auto")
 
 
 def times(runner: Any, batch: int, context: int, repeats: int) -> dict[str, float]:
@@ -253,11 +298,21 @@ def run(condition: str, options: argparse.Namespace, model: Path, engine: dict[s
 def bench(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield every condition's times, and print them beside those of the fastest stock backend."""
     layers = SHAPES[options.shape]["sizes"][0]
-    selection = replace(DEFAULT, pages=options.pages, recent_pages=max(1, options.pages // 8))
+    selection = replace(
+        DEFAULT, page_tokens=options.page_tokens, pages=options.pages, recent_pages=max(1, options.pages // 8)
+    )
     paths = [
         write(folder, dense_layers(layers, int(count)), selection, folder / f"{count}.yaml")
-        for count in options.dense.split(",")
+        for count in filter(None, options.dense.split(","))
     ]
+    for number, plan in enumerate(filter(None, options.mixed.split(","))):
+        counts, _, steps = plan.partition(":")
+        dense, own = map(int, counts.split("+"))
+        chosen = dense_layers(layers, dense + own)
+        paths.append(
+            write_mixed(folder, chosen[dense:], chosen[:dense], selection, steps, folder / f"mixed{number}.yaml")
+        )
+    paths += filter(None, options.files.split(","))
     table: dict[str, dict[str, dict[str, float]]] = {}
     for backend in options.stock.split(","):
         patterns = ",".join(map(str, paths)) if backend == options.backend else ""
@@ -301,6 +356,17 @@ def check(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]
         "few, eager, deterministic": (f"{few}@flashinfer", {**sure, **eager}),
         "few torch_native": (f"{few}@torch_native", eager),
     }
+    for name in MIXED:
+        steps = name.partition(":")[2]
+        file = write_mixed(folder, [2, 5], [0, 4], FEW, steps, folder / f"{name.replace(':', '-')}.yaml")
+        conditions |= {
+            name: (f"{file}@flashinfer", {}),
+            f"{name}, deterministic": (f"{file}@flashinfer", sure),
+            f"{name}, eager, deterministic": (f"{file}@flashinfer", {**sure, **eager}),
+            f"{name} torch_native": (f"{file}@torch_native", eager),
+        }
+    wide = write_mixed(folder, [2, 5], [0, 4], replace(FEW, pages=64, recent_pages=8), "", folder / "wide.yaml")
+    conditions["mixed room, deterministic"] = (f"{wide}@flashinfer", sure)
     with ThreadPoolExecutor(4) as together:
         found = {
             name: together.submit(run, condition, options, folder, engine, "--logprobs", str(folder / f"{name}.pt"))
@@ -320,6 +386,11 @@ def check(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]
         ("few", "few torch_native"),
         ("few", "few, deterministic"),
         ("stock", "few"),
+        ("stock, deterministic", "mixed room, deterministic"),
+        *((f"{name}, deterministic", f"{name}, eager, deterministic") for name in MIXED),
+        *((name, f"{name} torch_native") for name in MIXED),
+        *(("stock", name) for name in MIXED),
+        *(("mixed", name) for name in MIXED[1:]),
     ):
         distance = (logprobs[one] - logprobs[other]).abs().amax(-1)  # [steps, requests]
         same = torch.equal(logprobs[one], logprobs[other])
@@ -333,7 +404,10 @@ def main() -> None:
     parser.add_argument("--shape", default="7b", choices=SHAPES)
     parser.add_argument("--cells", default="1x32768,16x16384", help="requests x tokens in the cache")
     parser.add_argument("--dense", default="5,7", help="numbers of D layers")
+    parser.add_argument("--mixed", default="", help="numbers of D and F layers and a policy: 3+4,1+6:ema:0.9")
+    parser.add_argument("--files", default="", help="pattern files of the same number of layers")
     parser.add_argument("--pages", type=int, default=DEFAULT.pages)
+    parser.add_argument("--page-tokens", type=int, default=DEFAULT.page_tokens)
     parser.add_argument("--stock", default="flashinfer,triton", help="stock backends, that of the patterns among them")
     parser.add_argument("--backend", default="flashinfer", help="the one that serves patterns")
     parser.add_argument("--repeats", type=int, default=30)
