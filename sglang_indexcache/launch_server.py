@@ -148,7 +148,7 @@ def tell(spec: PatternSpec, split: Arguments) -> None:
     for verdict in found:
         if verdict.state == combinations.REFUSED:
             raise LaunchError(verdict.why)
-    if pattern.shared_layers or pattern.indexers:
+    if not pattern.is_full:
         notes = [combinations.proven_first(line), *(verdict.line for verdict in found)]
         if spec.text != split.pattern:
             notes.insert(0, f"the pattern is {spec.text}")

@@ -133,6 +133,10 @@ class SglangAdapter(ABC):
             return ()
         return (self.blocks,) if pattern.indexers else ()
 
+    def refused_with(self, pattern: Pattern, arguments: Any) -> Iterator[tuple[str, str]]:
+        """Yield the flags in SGLang's server arguments that some patterns can't be served with, and one line why."""
+        yield from ()
+
     @abstractmethod
     def to_overrides(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
         """Add what makes SGLang run `pattern` to a user's `--json-model-override-args`, if SGLang reads it there.
@@ -208,7 +212,7 @@ class SglangAdapter(ABC):
         yield from ()
 
     def saved(self, runner: Any) -> Mapping[str, int]:
-        """Read from a `ModelRunner` the bytes that S layers save on this rank, by what `/server_info` calls them."""
+        """Read from a `ModelRunner` the bytes that layers save or take on this rank, by their `/server_info` names."""
         return {}
 
     def grouped(self, runner: Any) -> tuple[int, ...]:

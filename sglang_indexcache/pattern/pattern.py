@@ -184,6 +184,16 @@ class Pattern:
         return tuple(layer for layer, role in enumerate(self.roles) if role == SHARED)
 
     @cached_property
+    def own_layers(self) -> tuple[int, ...]:
+        """F layers of a dense model, ascending: they attend to pages that they select themselves."""
+        return tuple(layer for layer, role in enumerate(self.roles) if self.dense and role == FULL)
+
+    @property
+    def is_full(self) -> bool:
+        """True if a model runs as it would without a pattern: no layer shares, selects in blocks, or selects pages."""
+        return not self.shared_layers and not self.own_layers and not self.indexers
+
+    @cached_property
     def source_layers(self) -> tuple[int, ...]:
         """The layer whose selection each layer uses: f(l) = max{j <= l : c_j is not S}."""
         sources: list[int] = []

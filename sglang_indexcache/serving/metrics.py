@@ -23,9 +23,8 @@ def report(plan: EnginePlan, scheduler: Any) -> None:
         return
     runner = scheduler.tp_worker.model_runner
     roles = list(current_roles(plan.family.sglang, runner.model).values())
-    labels, shared = dict(context.collector.labels), roles.count(SHARED)
-    proven = plan.proven
-    add, proven.tell = _make_metrics(proven.proof.pattern, plan.source, labels, len(roles) - shared, shared)
+    labels, proven = dict(context.collector.labels), plan.proven
+    add, proven.tell = _make_metrics(proven.proof.pattern, plan.source, labels, roles)
     proven.passes = passes = Passes()
 
     def count(decodes: bool) -> None:
@@ -37,7 +36,7 @@ def report(plan: EnginePlan, scheduler: Any) -> None:
 
 
 def _make_metrics(
-    pattern: Pattern, source: str, labels: dict[str, Any], full: int, shared: int
+    pattern: Pattern, source: str, labels: dict[str, Any], roles: list[str]
 ) -> tuple[Callable[[bool], None], Callable[[bool], None]]:
     """Create the metrics of this rank's layers; return what to call after a pass, and when the proof holds or not."""
     from prometheus_client import Counter, Gauge  # not before SGLang has set up its multiprocess folder
@@ -53,15 +52,17 @@ def _make_metrics(
     served.set(1)
     layers = Gauge(
         "sglang:indexcache_layers",
-        "Layers of this rank by role: F runs its indexer, D attends to everything, S reuses the last choice.",
+        "Layers of this rank by role: F selects (with an indexer, or pages), D attends to everything, S reuses the last"
+        " selection.",
         [*labels, "role"],
         multiprocess_mode="mostrecent",
     )
-    layers.labels(**labels, role=pattern.full_role).set(full)
-    layers.labels(**labels, role=SHARED).set(shared)
+    full, shared = roles.count(pattern.full_role), roles.count(SHARED)
+    for role in dict.fromkeys((pattern.full_role, SHARED, *roles)):
+        layers.labels(**labels, role=role).set(roles.count(role))
     if pattern.dense:
         steps = Counter(
-            "sglang:indexcache_decode_passes", "Decode passes, whose S layers read chosen pages.", [*labels]
+            "sglang:indexcache_decode_passes", "Decode passes, whose F and S layers read chosen pages.", [*labels]
         )
         add_step = steps.labels(**labels).inc
         return lambda decodes: add_step() if decodes else None, served.set

@@ -55,7 +55,7 @@ def refusals_of(pattern: Pattern, family: Family, arguments: Any, shard: bool = 
         arguments: SGLang's server arguments, or a launch line.
         shard: whether indexers are shared out.
     """
-    if not pattern.shared_layers and not pattern.indexers and not shard:
+    if pattern.is_full and not shard:
         return
     adapter = family.sglang
     for given, reason in refused_flags({**_REFUSED, **adapter.refused_flags}, arguments):
@@ -65,6 +65,7 @@ def refusals_of(pattern: Pattern, family: Family, arguments: Any, shard: bool = 
             yield given, f"{given} can't be combined with {pattern.indexers[0]}: {reason}"
         elif shard:
             yield given, f"{given} can't be combined with {SHARD_FLAG}: they were never tried together"
+    yield from adapter.refused_with(pattern, arguments)
     stages = getattr(arguments, "pp_size", None) or 1
     if stages > 1 and adapter.pipeline is None:
         yield "--pp-size", f"--pp-size {stages} can't be combined with a pattern on {family.name}"
@@ -176,7 +177,7 @@ class Preflight(EnginePlan):
         pattern = self.pattern
         if getattr(server_args, "use_ray", False):
             self.require(probes.RAY, "--use-ray")
-        if not pattern.shared_layers and not pattern.indexers and not self.shard:
+        if pattern.is_full and not self.shard:
             return
         self.refuse(_REFUSED, server_args)  # before the model is read
         family = self.family_at(model)

@@ -110,6 +110,7 @@ class ProofHolder:
             "retention": pattern.retention,
             "full_layers": len(pattern.full_layers),
             "shared_layers": len(pattern.shared_layers),
+            **({"own_layers": len(pattern.own_layers)} if pattern.own_layers else {}),
             **({"sharded_layers": len(shared), "sharded_ranks": min(shared.values())} if shared else {}),
             **({"grouped_layers": len(self.grouped_layers)} if self.grouped_layers else {}),
             "source": source,

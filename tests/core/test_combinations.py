@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ from sglang_indexcache import Pattern, launch_server
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families import family_of
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
+from sglang_indexcache.families.dense_gqa import DENSE_GQA
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.files.spec import PatternSpec
+from sglang_indexcache.pattern.reuse import ReusePolicy
+from sglang_indexcache.pattern.selection import Selection
 from sglang_indexcache.serving.combinations import COMBINATIONS, NOT_RUN, RAN, REFUSED, family_in, verdicts
 from sglang_indexcache.sglang.launch_line import LaunchLine
 from tests.conftest import tiny_config
@@ -21,6 +25,7 @@ from tests.conftest import tiny_config
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
 EIGHT = "--model-path zai-org/GLM-5-FP8 --tp 8"
 SHARED = Pattern("FSSFSS")
+COMPRESSED = Selection(page_tokens=16, pages=4, recent_pages=1, sink_pages=0, score="compressed_keys")
 
 
 def states(line: str, pattern: Pattern = SHARED, shard: bool = False) -> dict[str, str]:
@@ -71,6 +76,27 @@ def test_refusals_depend_on_pattern_and_family() -> None:
     assert found.state == REFUSED and "--enable-hisparse can't be combined with a pattern" in found.why
     file = PatternSpec("glm.yaml", pattern_file(SHARED, tiny_config()))
     assert family_in(file) is family_of("GlmMoeDsaForCausalLM") and family_in(PatternSpec.read("FSSF")) is DSA
+
+
+def test_refusals_of_what_is_kept_while_prompts_are_read() -> None:
+    """F layers, without an S too, and memory; what selects by its own step's attention keeps nothing."""
+    kept, plain = Pattern("DFF", COMPRESSED), Pattern("DSS", replace(COMPRESSED, score="token_max"))
+    averaged = Pattern("DSS", replace(COMPRESSED, score="token_max", steps=ReusePolicy.parse("ema:0.5")))
+    for line, flag in (
+        ("--disaggregation-mode decode", "--disaggregation-mode"),
+        ("--cuda-graph-backend-prefill tc_piecewise", "--cuda-graph-backend-prefill"),
+        ("--enable-piecewise-cuda-graph", "--enable-piecewise-cuda-graph"),
+    ):
+        arguments = LaunchLine.parse(line.split())
+        for pattern, what in ((kept, "score compressed_keys"), (averaged, "steps ema:0.5")):
+            [found] = [item for item in verdicts(pattern, DENSE_GQA, arguments) if item.state == REFUSED]
+            assert found.name == flag and found.why.startswith(f"{line} can't be combined with {what}: ")
+        assert not [item for item in verdicts(plain, DENSE_GQA, arguments) if item.state == REFUSED]
+    mixed = LaunchLine.parse(["--enable-mixed-chunk"])
+    for pattern, state in ((kept, REFUSED), (Pattern("DDD", COMPRESSED), NOT_RUN)):
+        assert [item.state for item in verdicts(pattern, DENSE_GQA, mixed)] == [state]
+    prefill = LaunchLine.parse("--disaggregation-mode prefill".split())
+    assert [item.state for item in verdicts(kept, DENSE_GQA, prefill)] == [NOT_RUN]
 
 
 def test_what_ran_with_f_and_s_on_dsa_models_is_said_of_nothing_else() -> None:

@@ -382,17 +382,30 @@ def test_files_say_what_is_not_the_default() -> None:
             PatternFile.loads(text.replace(before, after))
 
 
-def test_servers_take_none_of_it_yet() -> None:
+def test_what_servers_take_of_it() -> None:
     served = family_of("LlamaForCausalLM").sglang
     plain = Selection(page_tokens=64, pages=32, recent_pages=8, sink_pages=1, score="token_max")
-    assert served.to_overrides({}, Pattern("DSS", plain)) == {}
-    for selection in (PLAN, replace(plain, steps=ReusePolicy.parse("refresh:4")), replace(plain, buffer_pages=64)):
-        with pytest.raises(SpellingError, match="is not served yet; expected score token_max without steps"):
-            served.to_overrides({}, Pattern("DSS", selection))
-    with pytest.raises(
-        SpellingError, match="is not served yet: heads is key, expected joint; SGLang has one page table"
+    compressed = replace(plain, score="compressed_keys")
+    for steps in ("none", "ema:0.9", "refresh:4"):
+        for selection in (plain, compressed):
+            pattern = Pattern("DSS", replace(selection, steps=ReusePolicy.parse(steps)))
+            assert served.to_overrides({}, pattern) == {}
+        assert served.to_overrides({}, Pattern("DFS", replace(compressed, steps=ReusePolicy.parse(steps)))) == {}
+    for roles, selection, message in (
+        ("DFS", plain, "letter 1 is F, which is not served with score token_max; expected compressed_keys"),
+        ("DSS", replace(plain, heads="key"), "is not served yet: heads is key, expected joint; SGLang has one page table"),
+        ("DSS", replace(plain, buffer_pages=64), "buffer_pages is 64, which is not served; expected none"),
+        *(
+            (
+                "DSS",
+                replace(compressed, steps=ReusePolicy.parse(steps)),
+                f"steps {steps} are not served; expected none,",
+            )
+            for steps in ("bounded:2", "nosa:4", "nosa:4:heads")
+        ),
     ):
-        served.to_overrides({}, Pattern("DSS", replace(plain, heads="key")))
+        with pytest.raises(SpellingError, match=message):
+            served.to_overrides({}, Pattern(roles, selection))
 
 
 def test_scores_by_tokens_do_not_see_what_lies_behind() -> None:

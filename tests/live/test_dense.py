@@ -120,12 +120,12 @@ class ByRank:
 
     Args:
         pattern: roles with a selection.
-        prompt: tokens that were read: they attend to everything.
+        read: `[1, tokens]`, bool: tokens that were read; they attend to everything.
         ranks: tensor-parallel ranks.
     """
 
-    def __init__(self, pattern: Pattern, prompt: int, ranks: int) -> None:
-        self._pattern, self._prompt, self._ranks = pattern, prompt, ranks
+    def __init__(self, pattern: Pattern, read: Tensor, ranks: int) -> None:
+        self._pattern, self._read, self._ranks = pattern, read, ranks
         self._kept: list[Tensor] = []
 
     def _scores(self, query: Tensor, key: Tensor, weights: Tensor, scaling: float) -> list[Tensor]:
@@ -143,13 +143,12 @@ class ByRank:
         assert selection is not None
         length, groups = key.shape[2], query.shape[1] // key.shape[1]
         page = (torch.arange(length) // selection.page_tokens)[None]
-        read = torch.arange(length)[None] < self._prompt
         k, v = (item.repeat_interleave(groups, 1) for item in (key, value))
         products = query @ k.mT * scaling + mask
         letter = self._pattern[layer]
         if letter != "S":
             scores = self._scores(query, key, products.softmax(-1), scaling)
-            self._kept = [PageSelector(selection).choose(own, 0, read) for own in scores]
+            self._kept = [PageSelector(selection).choose(own, 0, self._read) for own in scores]
         if letter != "D":
             keys = [kept.gather(2, page[:, None].expand(-1, length, -1)) for kept in self._kept]
             seen = torch.stack(keys, 1).repeat_interleave(query.shape[1] // self._ranks, 1)
@@ -157,8 +156,10 @@ class ByRank:
         return (products.softmax(-1) @ v).transpose(1, 2), None
 
 
-def by_rank(model: Any, pattern: Pattern, served: Served, ranks: int) -> Tensor:
-    AttentionInterface.register("test_by_rank", ByRank(pattern, served.prompt, ranks))
+def by_rank(model: Any, pattern: Pattern, served: Served, ranks: int, read: Tensor | None = None) -> Tensor:
+    if read is None:
+        read = torch.arange(len(served.ids) - 1) < served.prompt
+    AttentionInterface.register("test_by_rank", ByRank(pattern, read[None], ranks))
     AttentionMaskInterface.register("test_by_rank", eager_mask)
     model.set_attn_implementation("test_by_rank")
     return logprobs(model, served.ids)

@@ -104,7 +104,7 @@ def test_which_overrides_sglang_gets() -> None:
     assert DENSE_GQA.sglang.to_overrides({"rope_scaling": None}, pattern) == {"rope_scaling": None}
     with pytest.raises(SpellingError, match="num_hidden_layers changes which layers there are"):
         DENSE_GQA.sglang.to_overrides({"num_hidden_layers": 4}, pattern)
-    with pytest.raises(SpellingError, match="letter 3 is F, which is not served yet; expected D or S"):
+    with pytest.raises(SpellingError, match="letter 3 is F, which is not served with score token_max"):
         DENSE_GQA.sglang.to_overrides({}, Pattern("DSSFSS", PAGES))
 
 

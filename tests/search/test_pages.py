@@ -20,7 +20,7 @@ from indexcache_search.hf.page_selector import PageSelector, token_max_scores
 from indexcache_search.hf.pages import apply_page_roles, attention_in_blocks
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
-from sglang_indexcache.families.dense_gqa.decoding import budget_of
+from sglang_indexcache.families.dense_gqa.layer_pages import budget_of
 from sglang_indexcache.pattern.selection import Selection
 
 LAYERS, LENGTH, PROMPT, VOCAB = 6, 70, 20, 96

@@ -17,6 +17,7 @@ from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.dense_gqa.backends import BACKENDS, make_backend_class
 from sglang_indexcache.families.dense_gqa.keys import WINDOW_KEYS
 from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern
+from sglang_indexcache.pattern.reuse import NO_MEMORY
 from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, JOINT, STRIDE, Selection
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import LOAD_BACKENDS, LOAD_GRAPHS, Feature, Need
@@ -24,6 +25,7 @@ from sglang_indexcache.sglang.probes import LOAD_BACKENDS, LOAD_GRAPHS, Feature,
 LAYER = Need("srt.layers.radix_attention", "RadixAttention.__init__", ("layer_id", "sliding_window_size"))
 _NEEDS = (LOAD_BACKENDS, LOAD_GRAPHS, LAYER)
 _UNTRIED = "it was never tried with one on dense models"
+_KEPT_IN_READING = "what it needs of a request is kept as its prompt is read"
 _CHOSEN_IN_DECODING = "pages are chosen while single tokens are decoded"
 
 SERVED_POLICIES = ("none", "ema", "refresh")
@@ -77,6 +79,22 @@ class DenseGqaSglang(SglangAdapter):
         "enable_dp_attention": _UNTRIED,
         "dllm_algorithm": f"{_CHOSEN_IN_DECODING}, and diffusion models decode blocks",
     }
+
+    def refused_with(self, pattern: Pattern, arguments: Any) -> Iterator[tuple[str, str]]:
+        """See `SglangAdapter.refused_with`: who keeps something of requests must see their prompts."""
+        chosen = pattern.selection
+        if chosen is None or (chosen.score != COMPRESSED_KEYS and chosen.steps == NO_MEMORY):
+            return
+        what = f"score {chosen.score}" if chosen.score == COMPRESSED_KEYS else f"steps {chosen.steps}"
+        if getattr(arguments, "disaggregation_mode", None) == "decode":
+            given = "--disaggregation-mode"
+            yield given, f"{given} decode can't be combined with {what}: {_KEPT_IN_READING}, which is done elsewhere"
+        if getattr(arguments, "cuda_graph_backend_prefill", None) == "tc_piecewise":
+            given = "--cuda-graph-backend-prefill"
+            yield given, f"{given} tc_piecewise can't be combined with {what}: {_UNTRIED}"
+        if getattr(arguments, "enable_piecewise_cuda_graph", None):
+            given = "--enable-piecewise-cuda-graph"
+            yield given, f"{given} can't be combined with {what}: {_UNTRIED}"
 
     def to_overrides(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
         """See `SglangAdapter.to_overrides`."""
@@ -216,6 +234,12 @@ class DenseGqaSglang(SglangAdapter):
     def indexer(self, module: Any) -> None:
         """See `SglangAdapter.indexer`."""
         return None
+
+    def saved(self, runner: Any) -> Mapping[str, int]:
+        """See `SglangAdapter.saved`: what selecting layers keep beside the cache."""
+        kept = vars(runner.attn_backend).get("indexcache_pages", {})
+        total = sum(pages.nbytes for pages in kept.values())
+        return {"kept_page_bytes": total} if total else {}
 
     def switch(self, runner: Any, pattern: Pattern) -> None:
         """See `SglangAdapter.switch`."""

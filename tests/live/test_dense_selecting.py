@@ -1,0 +1,151 @@
+"""F layers of dense models in real SGLang: what they keep of pages stays right over all that a scheduler does."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+
+pytest.importorskip("sglang")
+
+import torch
+from torch import Tensor
+
+from scripts.tools import random_models
+from scripts.tools.dense_reference import reference
+from scripts.tools.inprocess import Served
+from scripts.tools.pattern_files import write_pattern
+from scripts.tools.random_models import VOCAB
+from sglang_indexcache import Pattern
+from sglang_indexcache.check import main as check_main
+from sglang_indexcache.pattern.reuse import ReusePolicy
+from sglang_indexcache.pattern.selection import Selection
+from tests.live.reference import TOLERANCE
+from tests.live.server import REQUEST_TIMEOUT, Server, running
+from tests.live.test_dense import by_rank
+from tests.live.test_server import metric, states
+
+pytestmark = pytest.mark.sglang
+SELECTION = Selection(page_tokens=16, pages=4, recent_pages=1, sink_pages=0, score="compressed_keys")
+FLAGS = ("--page-size", "16", "--skip-tokenizer-init")
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_models.build("llama", tmp_path_factory.mktemp("one-llama"))
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    rng = random.Random(sum(lengths))
+    return [[rng.randrange(2, VOCAB) for _ in range(length)] for length in lengths]
+
+
+def apart(model: Any, pattern: Pattern, served: Served, ranks: int, read: Tensor | None = None) -> Tensor:
+    """Distances of the served log-probabilities, of the last tokens or all, to those of the reference."""
+    found = torch.tensor(served.logprobs)
+    return (by_rank(model, pattern, served, ranks, read)[-len(found) :] - found).abs()
+
+
+MIXED = Pattern("DFSSFS", replace(SELECTION, steps=ReusePolicy.parse("ema:0.7")))
+
+
+@pytest.fixture(scope="module")
+def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two tensor-parallel ranks, chunks of prompts, a prefix cache, metrics."""
+    folder = tmp_path_factory.mktemp("server")
+    file = write_pattern(MIXED, llama, folder / "pattern.yaml")
+    flags = ("--indexcache-pattern", file, "--chunked-prefill-size", "64", "--tp-size", "2", "--enable-metrics")
+    with running(llama, folder / "log", *flags, *FLAGS, SGLANG_CPU_OMP_THREADS_BIND="0|1") as started:
+        yield started
+
+
+def test_chunks_prefix_hits_and_aborts(server: Server, llama: Path) -> None:
+    """Each rank selects by its own heads; among requests that end early, whose slots and rows others take."""
+    own, asked = reference(llama), prompts(300, 117, 90, 5, 64)
+
+    def abort(number: int) -> None:
+        body, kind = json.dumps({"rid": f"aborted-{number}"}).encode(), {"content-type": "application/json"}
+        urlopen(Request(server.url + "/abort_request", body, kind), timeout=REQUEST_TIMEOUT).close()
+
+    with ThreadPoolExecutor(4) as pool:
+        lost = [pool.submit(server.generate, prompts(200 + number), [f"aborted-{number}"], 500) for number in (1, 2)]
+        batch = server.generate(asked, [f"batch-{number}" for number in range(5)], steps=STEPS)
+        list(pool.map(abort, (1, 2)))
+        for request in lost:
+            assert len(request.result()[0][0].ids) < 600
+    for served, _ in batch:
+        assert apart(own, MIXED, served, 2).max() <= TOLERANCE
+    longest = batch[0][0]
+    assert apart(own, MIXED, longest, 1).max() > 10 * TOLERANCE, "the ranks chose together"
+
+    [(again, cached)] = server.generate(asked[:1], ["again"], steps=STEPS, inputs=False)
+    assert cached >= 256 and again.ids == longest.ids
+    assert apart(own, MIXED, again, 2).max() <= TOLERANCE
+
+    [(on, cached)] = server.generate([[*longest.ids, 7, 8]], ["on"], steps=STEPS, inputs=False)
+    assert cached == (300 + STEPS - 1) // 16 * 16, "what was decoded was read again"
+    position = torch.arange(len(on.ids) - 1)
+    read = (position < 300) | ((position >= cached) & (position < on.prompt))
+    assert apart(own, MIXED, on, 2, read).max() <= TOLERANCE
+    assert apart(own, MIXED, on, 2).max() > 10 * TOLERANCE, "keys of decoded tokens are of what they attended to"
+
+    branch = [*asked[0][:160], *prompts(99)[0]]
+    [(other, cached)] = server.generate([branch], ["branch"], steps=STEPS, inputs=False)
+    assert cached == 160 and apart(own, MIXED, other, 2).max() <= TOLERANCE
+
+
+def test_status_metrics_and_check(server: Server, llama: Path, tmp_path: Path) -> None:
+    [state] = states(server)
+    assert state["pattern"] == MIXED.roles and state["fingerprint"] == MIXED.fingerprint
+    assert state["selection"] == MIXED.selection.as_dict()  # type: ignore[union-attr]
+    counts = {name: state[f"{name}_layers"] for name in ("full", "own", "shared")}
+    assert counts == {"full": 1, "own": 2, "shared": 3} and state["proven_ranks"] == 2
+    pages, heads = (4096 + 16) // 16, 1
+    means = 2 * pages * heads * 16 * 4
+    assert state["kept_page_bytes"] > means
+    file = write_pattern(MIXED, llama, tmp_path / "same.yaml")
+    assert check_main([file, "--server", server.url, "--model", str(llama)]) == 0
+    for number, other in enumerate((Pattern("DDSSFS", MIXED.selection), replace(MIXED, selection=SELECTION))):
+        assert check_main([write_pattern(other, llama, tmp_path / f"{number}.yaml"), "--server", server.url]) == 1
+    layers = metric(server.get("/metrics"), "sglang:indexcache_layers")
+    found = {letter: value for labels, value in layers.items() for letter in "DFS" if f'role="{letter}"' in labels}
+    assert found == {"D": 1, "F": 2, "S": 3}
+
+
+def retractions(own: Any, pattern: Pattern, served: Served) -> list[int]:
+    """At which lengths a sequence was read again: from there on it is that of a prompt of that length."""
+    found, begin = list[int](), served.prompt
+    while True:
+        wrong = apart(own, pattern, replace(served, prompt=begin), 1)[begin - 1 :] > TOLERANCE
+        if not wrong.any():
+            return found
+        first = begin + int(wrong.nonzero()[0])  # the first token that it does not explain
+        ends = {}
+        for length in range(begin + 1, first + 1):
+            later = apart(own, pattern, replace(served, prompt=length), 1)[length - 1 :] > TOLERANCE
+            ends[length] = length + int(later.nonzero()[0]) if later.any() else len(served.ids) + 1
+        begin = max(ends, key=lambda length: (ends[length], length))
+        assert ends[begin] > first, f"token {first} is not explained"
+        found.append(begin)
+
+
+@pytest.mark.parametrize("steps", ["none", "refresh:5"])
+def test_retraction_reads_all_again(llama: Path, tmp_path: Path, steps: str) -> None:
+    """What was decoded before is read densely, memory begins anew, and slots come from other requests."""
+    pattern = Pattern("DSFFDS", replace(SELECTION, steps=ReusePolicy.parse(steps)))
+    file, own = write_pattern(pattern, llama, tmp_path / "pattern.yaml"), reference(llama)
+    room = ("--max-total-tokens", "448", "--schedule-conservativeness", "0.01")  # all begin, and not all can end
+    with running(llama, tmp_path / "log", "--indexcache-pattern", file, *FLAGS, *room) as server:
+        batch = server.generate(prompts(150, 117, 90), ["a", "b", "c"], steps=60, inputs=False)
+    found = [retractions(own, pattern, served) for served, _ in batch]
+    assert sum(map(len, found)) >= 1 and min(map(len, found)) == 0, found
+    for served, _ in batch:
+        assert len(served.ids) == served.prompt + 60
