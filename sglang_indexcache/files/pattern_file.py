@@ -103,6 +103,13 @@ class PrefillSection(_FileSection):
     prices: str = Field(description="name of the price table")
 
 
+class BytesSection(_FileSection):
+    """The bytes within which a search found `pattern`."""
+
+    share: Annotated[Finite, Field(gt=0, le=1)] = Field(description="of what a decode step reads with all layers D")
+    context: Count = Field(description="tokens in the cache")
+
+
 class SearchSection(_FileSection):
     """The search that found the pattern."""
 
@@ -120,6 +127,12 @@ class SearchSection(_FileSection):
     prefill: PrefillSection | None = Field(
         default=None, description="the time for which `pattern` was found; it need not be on the trajectory then"
     )
+    bytes: BytesSection | None = Field(default=None, description="likewise the bytes for which it was found")
+
+    @property
+    def within(self) -> bool:
+        """Whether `pattern` was found within a time or bytes, beside the trajectory."""
+        return self.prefill is not None or self.bytes is not None
 
 
 class CalibrationSection(_FileSection):
@@ -213,8 +226,8 @@ class PatternFile(_FileSection):
         if self.block_definition not in (None, definition):
             raise PatternError(f"block_definition: found {self.block_definition}, expected {definition or 'none'}")
         vars(self)["block_definition"] = definition
-        in_time = self.search is not None and self.search.prefill is not None
-        if (self.trajectory or self.patterns) and self.pattern not in known and not in_time:
+        within = self.search is not None and self.search.within
+        if (self.trajectory or self.patterns) and self.pattern not in known and not within:
             raise PatternError("pattern: is neither a step of trajectory nor one of patterns, expected one of them")
         return self
 

@@ -117,7 +117,7 @@ class PatternSpec:
         """
         pattern = self.pattern(model)
         if self.file is not None and self.retention is None:
-            own = [(_kept(pattern), pattern)] if self.file.search and self.file.search.prefill else []
+            own = [(_kept(pattern), pattern)] if self.file.search and self.file.search.within else []
             return [*own, *((retention, self.file.pattern_at(retention)) for retention in retentions)]
         return [(self.retention or _kept(pattern), pattern)]
 

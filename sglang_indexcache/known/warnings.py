@@ -74,7 +74,7 @@ def _not_nested(file: PatternFile) -> Iterator[str]:
         *file.trajectory_patterns(),
         *(Pattern.parse(letters, file.selection) for letters in file.patterns.values()),
     ]
-    if file.search is None or file.search.prefill is None:
+    if file.search is None or not file.search.within:
         found.append(file.as_pattern())
     ordered = sorted(set(found), key=lambda item: (-len(item.full_layers), item.roles))
     for denser, sparser in pairwise(ordered):

@@ -137,15 +137,30 @@ def retractions(own: Any, pattern: Pattern, served: Served) -> list[int]:
         found.append(begin)
 
 
+def generated(server: Server, asked: list[list[int]], steps: int) -> list[Served]:
+    """Replies whose lengths the scheduler does not know beforehand, so that it lets more begin than can end."""
+    answers = server.post(
+        "/generate",
+        input_ids=asked,
+        sampling_params={"temperature": 0, "max_new_tokens": steps},
+        return_logprob=True,
+        logprob_start_len=-1,
+    )
+    logprobs = [tuple(entry[0] for entry in answer["meta_info"]["output_token_logprobs"]) for answer in answers]
+    return [
+        Served((*ids, *answer["output_ids"]), len(ids), found)
+        for ids, answer, found in zip(asked, answers, logprobs, strict=True)
+    ]
+
+
 @pytest.mark.parametrize("steps", ["none", "refresh:5"])
 def test_retraction_reads_all_again(llama: Path, tmp_path: Path, steps: str) -> None:
     """What was decoded before is read densely, memory begins anew, and slots come from other requests."""
     pattern = Pattern("DSFFDS", replace(SELECTION, steps=ReusePolicy.parse(steps)))
     file, own = write_pattern(pattern, llama, tmp_path / "pattern.yaml"), reference(llama)
-    room = ("--max-total-tokens", "448", "--schedule-conservativeness", "0.01")  # all begin, and not all can end
+    room = ("--max-total-tokens", "480", "--schedule-conservativeness", "0.01")  # all begin, and not all can end
     with running(llama, tmp_path / "log", "--indexcache-pattern", file, *FLAGS, *room) as server:
-        batch = server.generate(prompts(150, 117, 90), ["a", "b", "c"], steps=60, inputs=False)
-    found = [retractions(own, pattern, served) for served, _ in batch]
+        batch = generated(server, prompts(150, 117, 90), 60)
+    found = [retractions(own, pattern, served) for served in batch]
     assert sum(map(len, found)) >= 1 and min(map(len, found)) == 0, found
-    for served, _ in batch:
-        assert len(served.ids) == served.prompt + 60
+    assert [len(served.logprobs) for served in batch] == [60] * 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import typer
 
@@ -75,6 +75,10 @@ Examples:
       to 16 queries at a time (docs/blocks.md). F and S at --retain stand beside it.
 
 \b
+  indexcache-search --model Qwen/Qwen3-8B ... --selection score=compressed_keys,page_tokens=16,pages=64 --bytes 0.1
+      Steps that read at most a tenth of the cache of 16,384 tokens: F layers select for themselves, beside D and S.
+
+\b
   indexcache-search --config glm5.yaml --seed 1
       Options of a file, such as `retain: 1/4` or `strategy: {{name: lazy, flips: 2}}`; flags win over it.
 
@@ -113,13 +117,13 @@ class StrategyChoice:
 
 @dataclass(frozen=True)
 class TimeShare:
-    """A share of a time, and the tokens of the prompts for which it is meant."""
+    """A share of a time, and the tokens for which it is meant."""
 
     share: float
     context: int = 131_072
 
     @classmethod
-    def parse(cls, text: str) -> TimeShare:
+    def parse(cls, text: str) -> Self:
         """Read `0.4@65536` or `0.4`.
 
         Raises:
@@ -129,6 +133,13 @@ class TimeShare:
         if match is None or not 0 < float(match[1]) <= 1:
             raise SearchError(f"found {text[:40]!r}, expected a share and tokens, such as 0.4@65536")
         return cls(float(match[1]), int(match[2] or cls.context))
+
+
+@dataclass(frozen=True)
+class ByteShare(TimeShare):
+    """A share of the bytes that a decode step reads of keys and values, and the tokens in the cache it is meant for."""
+
+    context: int = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +164,13 @@ class DecodeChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BytesChoice:
+    """The bytes that a decode step may read."""
+
+    bytes: ByteShare
+
+
+@dataclass(frozen=True, kw_only=True)
 class SearchEngineChoice:
     """The engine that evaluates patterns; `None` leaves a setting to transformers."""
 
@@ -173,6 +191,10 @@ def _in_sglang(given: Any) -> bool:
 OWN = OptionNeed("a server of the search's own, without --endpoint", lambda given: not given["endpoint"])
 NEEDS = {
     "prefill": (OptionNeed("--engine transformers", lambda given: not _in_sglang(given)),),
+    "bytes": (
+        OptionNeed("--engine transformers", lambda given: not _in_sglang(given)),
+        OptionNeed("no --prefill", lambda given: given["prefill"] is None),
+    ),
     "decode": (OptionNeed("--prefill", lambda given: given["prefill"] is not None),),
     "endpoint": (OptionNeed("--engine sglang", _in_sglang),),
     **dict.fromkeys(("device", "dtype"), (OWN,)),
@@ -212,6 +234,16 @@ def search(
     decode: Annotated[
         DecodeChoice | None,
         settings(DecodeChoice, "With --prefill: likewise of the time of a decoding step. Key: prices.", "SHARE"),
+    ] = None,
+    bytes: Annotated[
+        BytesChoice | None,
+        settings(
+            BytesChoice,
+            "Of a dense model, also find the pattern of D, F and S of least loss whose decode steps read at most this"
+            " share of the keys and values that layers that are all D read: 0.15, or 0.15@32768 for 32,768 tokens in"
+            " the cache (16384). Needs --selection score=compressed_keys.",
+            "SHARE",
+        ),
     ] = None,
     strategy: Annotated[
         StrategyChoice | None,
@@ -260,15 +292,16 @@ def search(
             raise SearchError("--calibration is missing, expected a file, folder or hub id with text like your traffic")
         selects, row_options = selection_of(selection), options.row_options(rows)
         addresses = tuple(map(Address.of, endpoint or ()))
-        from indexcache_search.search.settings import BLOCKS, Budget, Settings
+        from indexcache_search.search.settings import BLOCKS, Budget, ByteBudget, Settings
 
         what = Settings(
             retain=options.retentions(retain),
-            strategy=strategy_of(how.name, in_time=prefill is not None, **how.given()),
+            strategy=strategy_of(how.name, in_time=prefill is not None, in_bytes=bytes is not None, **how.given()),
             objective=objective,
             prefill=None if prefill is None else Budget(prefill.time.share, prefill.time.context, prefill.prices),
             queries=BLOCKS if prefill is None or prefill.queries is None else prefill.queries,
             decode=None if decode is None else Budget(decode.time.share, decode.time.context, decode.prices),
+            bytes=None if bytes is None else ByteBudget(bytes.bytes.share, bytes.bytes.context),
         )
         from indexcache_search.search.run import EngineSettings, Files, SearchData, run, show, show_data
 

@@ -17,7 +17,12 @@ from indexcache_search.strategies.uniform import Uniform
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import full_layer_count
 
-IN_TIME = ", in time"  # behind the strategy's name, of a pattern found for `Goal.plan`
+IN_TIME, IN_BYTES = ", in time", ", in bytes"  # behind the strategy's name, of a pattern found for `Goal.plan`
+
+
+def own_names(strategy: str) -> tuple[str, ...]:
+    """Return the names of the lines whose patterns a search has found."""
+    return strategy, f"{strategy}{IN_TIME}", f"{strategy}{IN_BYTES}"
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,8 @@ def comparison_lines(
                 baselines[rule.name] = [Variant(NAMED, rule.name, retention, taken)]
         others += [line for rule, items in baselines.items() if rule != name for line in items]
     if found.plan is not None:
-        lines.append(Variant(NAMED, f"{name}{IN_TIME}", None, found.plan))
+        suffix = IN_BYTES if native.dense else IN_TIME
+        lines.append(Variant(NAMED, f"{name}{suffix}", None, found.plan))
     return [*lines, *others]
 
 

@@ -15,7 +15,7 @@ from indexcache_search.page.points import estimated
 from indexcache_search.results import tables
 from indexcache_search.results.held_out import HeldOut, Row, SearchResult
 from indexcache_search.results.variant import NAMED
-from indexcache_search.search.comparison import IN_TIME
+from indexcache_search.search.comparison import own_names
 from sglang_indexcache.errors import one_line
 
 TAGS = ("indexcache", "sparse-attention", "sglang")
@@ -31,11 +31,7 @@ def render(result: SearchResult, base_model: str | None) -> str:
     held_out, file = result.held_out, result.pattern_file
     search = file.search
     assert search is not None
-    found = [
-        row
-        for row in held_out.rows
-        if row.kind == NAMED and row.name in (search.strategy, f"{search.strategy}{IN_TIME}")
-    ]
+    found = [row for row in held_out.rows if row.kind == NAMED and row.name in own_names(search.strategy)]
     retentions = [f"@{row.retention}" for row in found if row.retention]
     front_matter: dict[str, Any] = {"tags": list(TAGS)}
     if base_model is not None:

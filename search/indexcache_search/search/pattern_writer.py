@@ -9,9 +9,10 @@ from indexcache_search.data.sketch import Sketch
 from indexcache_search.engines.base import Engine
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.search.search import Found
-from indexcache_search.strategies.base import TimeGoal
+from indexcache_search.strategies.base import PageGoal, TimeGoal
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.files.pattern_file import (
+    BytesSection,
     CalibrationSection,
     ModelSection,
     PrefillSection,
@@ -39,7 +40,7 @@ class FileWriter:
         """Fingerprints by which later comparisons recognise calibration text."""
         return Sketch.of(self._calibration.tokens).encode()
 
-    def file(self, found: Found, default: Pattern, plan: TimeGoal | None = None) -> PatternFile:
+    def file(self, found: Found, default: Pattern, plan: TimeGoal | PageGoal | None = None) -> PatternFile:
         """Return the file of `found`, which serves `default`, found for `plan`, unless a retention is requested."""
         data = self._calibration
         walked = {self._engine.model.native, *(step.pattern for step in found.steps)}
@@ -65,9 +66,12 @@ class FileWriter:
                 seed=self._seed,
                 blocks=found.strategy.blocks,
                 noise_floor=found.noise_floor,
-                prefill=None
-                if plan is None
-                else PrefillSection(share=plan.share, context=plan.prices.context, prices=plan.prices.table),
+                prefill=PrefillSection(share=plan.share, context=plan.prices.context, prices=plan.prices.table)
+                if isinstance(plan, TimeGoal)
+                else None,
+                bytes=BytesSection(share=plan.share, context=plan.bytes.context)
+                if isinstance(plan, PageGoal)
+                else None,
             ),
             calibration=CalibrationSection(
                 sources=data.sources,

@@ -36,7 +36,7 @@ from indexcache_search.results import speed_table, tables
 from indexcache_search.results.held_out import SearchResult, SpeedRow
 from indexcache_search.results.variant import BASELINE, NAMED
 from indexcache_search.search import metrics, model_card
-from indexcache_search.search.comparison import IN_TIME, comparison_lines, evaluated
+from indexcache_search.search.comparison import comparison_lines, evaluated, own_names
 from indexcache_search.search.matrices import Matrices
 from indexcache_search.search.pattern_writer import FileWriter
 from indexcache_search.search.progress import SearchProgress, warn
@@ -44,7 +44,7 @@ from indexcache_search.search.prompt_times import PromptTimes
 from indexcache_search.search.search import Found, Listeners, Search
 from indexcache_search.search.settings import Settings
 from indexcache_search.strategies import measured_strategies
-from indexcache_search.strategies.base import Goal, Step
+from indexcache_search.strategies.base import Goal, Step, TimeGoal
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.command_line import error_context
 from sglang_indexcache.families import family_of
@@ -183,7 +183,7 @@ def _load_data(
         raise SearchError(f"--engine sglang does not search {description.architecture}; expected transformers")
     goal = settings.goal(description)
     seq_len = data.seq_len or 4 * description.first_sparse_position
-    if goal.plan is not None and data.reply is None:
+    if isinstance(goal.plan, TimeGoal) and data.reply is None:
         data = replace(data, reply=default_reply(seq_len))
     return goal, *token_sets(model, description, data, seq_len)
 
@@ -282,7 +282,7 @@ def _search(
     with error_context("looking whether the model is still the same"):
         engine.check_unchanged()
     file = writer.file(found, found.plan or found.patterns[next(iter(goal.full_layers))], goal.plan)
-    prices = prices_of(engine.model.architecture) if goal.plan is None else goal.plan.prices
+    prices = goal.plan.prices if isinstance(goal.plan, TimeGoal) else prices_of(engine.model.architecture)
     table = metrics.held_out(rows, judges.data, engine.model.first_sparse_position, prices)
     return metrics.collect(found, file, engine, table, measured, seconds, speed)
 
@@ -301,8 +301,8 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
     for table in tables.terminal_tables(held_out, out.width):
         out.print(table)
     for row in held_out.rows:
-        if row.kind == NAMED and row.name in (search.strategy, f"{search.strategy}{IN_TIME}"):
-            out.print(f"{row.retention or 'time':>4}  {row.pattern}", soft_wrap=True)
+        if row.kind == NAMED and row.name in own_names(search.strategy):
+            out.print(f"{row.retention or row.name.rpartition(' ')[2]:>5}  {row.pattern}", soft_wrap=True)
     if line := tables.speed_line(held_out):
         out.print(line, soft_wrap=True)
     for table in speed_table.terminal_tables(result.speed, held_out, out.width):

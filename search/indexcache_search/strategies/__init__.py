@@ -11,6 +11,7 @@ from indexcache_search.strategies.exhaustive import Exhaustive
 from indexcache_search.strategies.greedy import Greedy
 from indexcache_search.strategies.lazy import Lazy
 from indexcache_search.strategies.measured import MeasuredStrategy
+from indexcache_search.strategies.page_search import PageSearch
 from indexcache_search.strategies.recall import Recall
 from indexcache_search.strategies.shift import Shift
 from indexcache_search.strategies.similarity import Similarity
@@ -22,19 +23,22 @@ STRATEGIES: dict[str, type[Strategy]] = {
 DEFAULT_STRATEGY = next(iter(STRATEGIES))
 
 
-def strategy_of(name: str = DEFAULT_STRATEGY, *, in_time: bool = False, **settings: Any) -> Strategy:
-    """Return a strategy with its settings, `in_time` if a pattern within a time is looked for, too.
+def strategy_of(
+    name: str = DEFAULT_STRATEGY, *, in_time: bool = False, in_bytes: bool = False, **settings: Any
+) -> Strategy:
+    """Return a strategy with its settings; `in_time` or `in_bytes` if a pattern within these is looked for, too.
 
     Raises:
         KeyError: if there is no such strategy.
         TypeError: if it has no such setting, see `Strategy.settings`.
         SearchError: if it can't look for one.
     """
-    if not in_time:
+    if not in_time and not in_bytes:
         return STRATEGIES[name](**settings)
-    if name != BudgetSearch.name or settings.pop("swaps", 0):
-        raise SearchError(f"--prefill needs --strategy {BudgetSearch.name}, without swaps")
-    return BudgetSearch(**settings)
+    kind, option = (BudgetSearch, "--prefill") if in_time else (PageSearch, "--bytes")
+    if name != kind.name or settings.pop("swaps", 0):
+        raise SearchError(f"{option} needs --strategy {kind.name}, without swaps")
+    return kind(**settings)
 
 
 def measured_strategies(dense: bool) -> list[MeasuredStrategy]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from indexcache_search.errors import SearchError
 from indexcache_search.prices.layers import Prices
+from indexcache_search.prices.pages import PageBytes
 from sglang_indexcache import Pattern
 
 if TYPE_CHECKING:
@@ -54,18 +55,36 @@ class TimeGoal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PageGoal:
+    """A pattern of D, F and S of least loss whose decode steps read at most some bytes, relative to all layers D.
+
+    Attributes:
+        share: of the bytes of keys and values.
+        bytes: what layers read.
+    """
+
+    share: float
+    bytes: PageBytes
+
+    def fits(self, pattern: Pattern) -> bool:
+        """Return whether `pattern` reads at most these bytes."""
+        return self.bytes.share(pattern) <= self.share + 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
 class Goal:
     """Goal of a search.
 
     Attributes:
         native: the checkpoint's own pattern, which shares only locked layers.
         full_layers: number of `F` layers by retention.
-        plan: a pattern of least loss within a time, which may have blocks of queries; `None` if it is not asked for.
+        plan: a pattern of least loss within a time, which may have blocks of queries, or within bytes, which may have F
+            layers beside D; `None` if it is not asked for.
     """
 
     native: Pattern
     full_layers: Mapping[Fraction, int]
-    plan: TimeGoal | None = None
+    plan: TimeGoal | PageGoal | None = None
 
     @property
     def fewest(self) -> int:

@@ -94,7 +94,7 @@ def _full(fit: BudgetFit) -> str:
 
 
 def _plan_of(goal: Goal) -> TimeGoal:
-    assert goal.plan is not None
+    assert isinstance(goal.plan, TimeGoal)
     return goal.plan
 
 

@@ -9,7 +9,7 @@ from indexcache_search.page.points import Point, estimated
 from indexcache_search.results import tables
 from indexcache_search.results.held_out import SearchResult
 from indexcache_search.results.variant import NAMED
-from indexcache_search.search.comparison import IN_TIME
+from indexcache_search.search.comparison import own_names
 from indexcache_search.search.report.figures import heat_map_figure, loss_figure
 from sglang_indexcache import Pattern
 
@@ -22,7 +22,7 @@ def render(result: SearchResult) -> str:
     found = {
         str(row.pattern): row.retention
         for row in held_out.rows
-        if row.kind == NAMED and row.name in (search.strategy, f"{search.strategy}{IN_TIME}")
+        if row.kind == NAMED and row.name in own_names(search.strategy)
     }
 
     def served(point: Point) -> str | None:

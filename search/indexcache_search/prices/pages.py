@@ -1,0 +1,52 @@
+"""What a decode step reads of a request's keys and values, by the pattern of a dense model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_indexcache import Pattern
+from sglang_indexcache.pattern import DENSE, SHARED
+from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, STRIDE, Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageBytes:
+    """Bytes that layers read in a step, in those of a token's keys and values in a layer.
+
+    A `D` layer reads all; one that selects for the layers above reads its keys once more, or means of 16 of them. An
+    `F` layer reads means and the pages that it selects, an `S` layer the pages that were selected.
+
+    Attributes:
+        selection: of the pattern.
+        context: tokens in the cache.
+    """
+
+    selection: Selection
+    context: int
+
+    def step(self, pattern: Pattern) -> float:
+        """Return what a step reads with `pattern`."""
+        following = [*pattern.roles[1:], DENSE]
+        return sum(
+            (self.context if role == DENSE else self._pages)
+            + (self._scoring if role != SHARED and (role != DENSE or above == SHARED) else 0.0)
+            for role, above in zip(pattern.roles, following, strict=True)
+        )
+
+    def share(self, pattern: Pattern) -> float:
+        """Return what a step reads relative to layers that are all `D`."""
+        return self.step(pattern) / (len(pattern) * self.context)
+
+    @property
+    def _pages(self) -> int:
+        return min(self.context, self.selection.tokens)
+
+    @property
+    def _scoring(self) -> float:
+        """What selecting reads: keys are half of keys and values."""
+        if self.context <= self.selection.tokens:
+            return 0.0
+        read = self.context / 2
+        if self.selection.score == COMPRESSED_KEYS:
+            read /= STRIDE
+        return read / (self.selection.steps.every or 1)
