@@ -174,6 +174,7 @@ SETTINGS: dict[str, list[str]] = {
     "buffers": ["sizes=1/2"],
     "prefill": [f"time=0.5{more}" for more in ("", ",queries=4/8", ",prices=glm-5-dp")],
     "decode": ["time=0.9", "time=0.9,prices=glm-5-dp"],
+    "bytes": ["share=0.2"],
     "tasks": [f"names=common_words{more}" for more in ("", ",samples=3", ",haystack=b", ",chat=yes")],
     "speed": [f"contexts=32768{more}" for more in ("", ",output_tokens=8", ",turns=7", ",prices=glm-5-dp")],
     "harness": [

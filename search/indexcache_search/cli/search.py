@@ -167,7 +167,7 @@ class DecodeChoice:
 class BytesChoice:
     """The bytes that a decode step may read."""
 
-    bytes: ByteShare
+    share: ByteShare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +301,7 @@ def search(
             prefill=None if prefill is None else Budget(prefill.time.share, prefill.time.context, prefill.prices),
             queries=BLOCKS if prefill is None or prefill.queries is None else prefill.queries,
             decode=None if decode is None else Budget(decode.time.share, decode.time.context, decode.prices),
-            bytes=None if bytes is None else ByteBudget(bytes.bytes.share, bytes.bytes.context),
+            bytes=None if bytes is None else ByteBudget(bytes.share.share, bytes.share.context),
         )
         from indexcache_search.search.run import EngineSettings, Files, SearchData, run, show, show_data
 

@@ -49,7 +49,10 @@ TORCH_NATIVE = Backend(
     "srt.layers.attention.torch_native_backend",
     "TorchNativeAttnBackend",
     "torch_native",
-    (("forward_decode", _DECODE, ("req_to_token_pool", "token_to_kv_pool", "req_pool_indices", "seq_lens")),),
+    (
+        ("forward_decode", _DECODE, ("req_to_token_pool", "token_to_kv_pool", "req_pool_indices", "seq_lens")),
+        ("forward_extend", _DECODE, ("token_to_kv_pool",)),
+    ),
 )
 FLASHINFER = Backend(
     "flashinfer",
@@ -58,6 +61,7 @@ FLASHINFER = Backend(
     "flashinfer",
     (
         ("forward_decode", _DECODE, ("forward_metadata", "decode_wrappers", "token_to_kv_pool")),
+        ("forward_extend", _DECODE, ("token_to_kv_pool",)),
         ("init_forward_metadata", ("forward_batch",), ("indices_updater_decode", "decode_wrappers")),
         ("init_forward_metadata_out_graph", ("forward_batch", "in_capture"), ("decode_cuda_graph_metadata",)),
         ("_create_decode_wrappers", ("bs", "num_tokens"), ("workspace_buffer",)),
@@ -68,7 +72,10 @@ FLASH_ATTENTION = Backend(
     "srt.layers.attention.flashattention_backend",
     "FlashAttentionBackend",
     "flash_attention",
-    (("forward_decode", (*_DECODE, "return_lse"), ("page_table", "cache_seqlens_int32", "scheduler_metadata")),),
+    (
+        ("forward_decode", (*_DECODE, "return_lse"), ("page_table", "cache_seqlens_int32", "scheduler_metadata")),
+        ("forward_extend", _DECODE, ("token_to_kv_pool",)),
+    ),
 )
 BACKENDS = (TORCH_NATIVE, FLASHINFER, FLASH_ATTENTION)
 

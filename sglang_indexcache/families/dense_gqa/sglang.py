@@ -24,6 +24,18 @@ from sglang_indexcache.sglang.probes import LOAD_BACKENDS, LOAD_GRAPHS, Feature,
 
 LAYER = Need("srt.layers.radix_attention", "RadixAttention.__init__", ("layer_id", "sliding_window_size"))
 _NEEDS = (LOAD_BACKENDS, LOAD_GRAPHS, LAYER)
+KEEPING = Feature(
+    "dense_gqa_keeping",
+    "F layers, compressed keys and reuse policies on Llama, Qwen2, Qwen3 and Mistral",
+    (
+        Need("srt.mem_cache.memory_pool", "MHATokenToKVPool.set_kv_buffer", ("layer", "cache_k", "cache_v")),
+        Need("srt.mem_cache.memory_pool", "MHATokenToKVPool.get_key_buffer", ("layer_id",)),
+        Need("srt.mem_cache.memory_pool", "ReqToTokenPool.__init__", ("size", "max_context_len"), ("req_to_token",)),
+        Need("srt.model_executor.forward_batch_info", "ForwardBatch.req_pool_indices"),
+        Need("srt.model_executor.forward_batch_info", "ForwardMode.is_extend"),
+    ),
+    "no such patterns, only D and S by each step's own attention",
+)
 _UNTRIED = "it was never tried with one on dense models"
 _KEPT_IN_READING = "what it needs of a request is kept as its prompt is read"
 _CHOSEN_IN_DECODING = "pages are chosen while single tokens are decoded"
@@ -34,6 +46,12 @@ BACKEND_ATTRIBUTES = ("attn_backend", "decode_attn_backend")  # of a model runne
 _ROLE = "indexcache"  # attribute of a RadixAttention that holds its `LayerRole`
 CAPTURED = "indexcache_captured"
 """On a backend, by batch size and layer: the letters that ran while CUDA graphs were captured."""
+
+
+def _keeps(pattern: Pattern) -> bool:
+    """Return whether selecting layers keep something of requests from pass to pass."""
+    chosen = pattern.selection
+    return chosen is not None and (chosen.score == COMPRESSED_KEYS or chosen.steps != NO_MEMORY)
 
 
 @dataclass
@@ -80,10 +98,14 @@ class DenseGqaSglang(SglangAdapter):
         "dllm_algorithm": f"{_CHOSEN_IN_DECODING}, and diffusion models decode blocks",
     }
 
+    def needed(self, pattern: Pattern) -> tuple[Feature, ...]:
+        """See `SglangAdapter.needed`; what selects by each step's own attention needs no more than `serving`."""
+        return (*super().needed(pattern), *([KEEPING] if _keeps(pattern) else []))
+
     def refused_with(self, pattern: Pattern, arguments: Any) -> Iterator[tuple[str, str]]:
         """See `SglangAdapter.refused_with`: who keeps something of requests must see their prompts."""
         chosen = pattern.selection
-        if chosen is None or (chosen.score != COMPRESSED_KEYS and chosen.steps == NO_MEMORY):
+        if chosen is None or not _keeps(pattern):
             return
         what = f"score {chosen.score}" if chosen.score == COMPRESSED_KEYS else f"steps {chosen.steps}"
         if getattr(arguments, "disaggregation_mode", None) == "decode":
