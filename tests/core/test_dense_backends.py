@@ -503,6 +503,20 @@ def test_what_a_layer_keeps(case: Case) -> None:
     assert "indexcache_table" not in vars(batch), "nothing is kept, so nothing is looked up"
 
 
+def test_a_device_without_room_for_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(case, COMPRESSED, MIXED)
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(LayerPages, "allocate", full)
+    pool = SimpleNamespace(req_to_token=case.req_to_token)
+    runner = SimpleNamespace(model=model_of(case), req_to_token_pool=pool, token_to_kv_pool=case)
+    message = "no room for what layer 1 keeps of pages; expected a smaller --mem-fraction-static"
+    with pytest.raises(ProofError, match=message):
+        DENSE_GQA.sglang.keep_pages(runner, Pattern(MIXED, COMPRESSED))
+
+
 def test_kept_tokens_do_not_depend_on_the_choice() -> None:
     lengths = torch.tensor([1, 31, 32, 33, 40, 41, 1000])
     assert kept_tokens(lengths, FEW).tolist() == [1, 31, 32, 25, 32, 25, 32]

@@ -21,6 +21,7 @@ from indexcache_search.strategies import strategy_of
 from indexcache_search.strategies.base import Goal, Outcome, PageGoal
 from indexcache_search.strategies.page_search import PageSearch
 from sglang_indexcache import ModelLayers, Pattern, PatternFile
+from sglang_indexcache.errors import PatternFileError
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.pattern.reuse import ReusePolicy
 from sglang_indexcache.pattern.selection import Selection
@@ -129,4 +130,13 @@ def test_the_command_finds_d_f_and_s(dense_folder: Path, token_file: Path, tmp_p
     pattern = file.as_pattern()
     assert BYTES.share(pattern) <= 0.3 and file.search is not None and file.search.bytes is not None
     assert (file.search.bytes.share, file.search.bytes.context) == (0.3, 1024)
+    text = file.dumps()
+    for before, after, message in (
+        ("share: 0.3", "share: 1.3", "search.bytes.share"),
+        ("context: 1024", "context: -1", "search.bytes.context"),
+        ("context: 1024", "tokens: 1024", "search.bytes"),
+    ):
+        assert text.count(before) == 1
+        with pytest.raises(PatternFileError, match=message):
+            PatternFile.loads(text.replace(before, after))
     assert f"bytes  {pattern.roles}" in result.output and "lazy, in bytes" in (output / "README.md").read_text()

@@ -128,9 +128,12 @@ def _select_kernel(
     scores_ptr, table_ptr, starts_ptr, lengths_ptr, out_table_ptr, out_starts_ptr, out_lengths_ptr, requests_ptr,
     steps_ptr, memory_ptr, scores_stride, table_stride, out_stride, memory_stride, memory_pages, beta,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, BUDGET: tl.constexpr, RECENT: tl.constexpr,
-    SINKS: tl.constexpr, LISTED: tl.constexpr, OUT_LISTED: tl.constexpr, AVERAGED: tl.constexpr, EVERY: tl.constexpr,
+    SINKS: tl.constexpr, LISTED: tl.constexpr, OUT_LISTED: tl.constexpr, REMEMBERS: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """Write the page table of one request; with AVERAGED or EVERY, by what it remembers of `memory_pages` pages."""
+    """Write the page table of one request.
+
+    With REMEMBERS by `memory_pages` scores of its memory: with EVERY of held pages, else averages.
+    """
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths_ptr + row)
     pages = tl.cdiv(length, PAGE)
@@ -141,17 +144,16 @@ def _select_kernel(
     scores = tl.load(scores_ptr + row * scores_stride + page, mask=page < pages, other=0.0)
     live, kept = page < tl.where(pages > BUDGET, pages, 0), page < tl.where(pages > BUDGET, memory_pages, 0)
     step, own = 0, memory_ptr
-    if AVERAGED or EVERY > 0:
+    if REMEMBERS:
         request = tl.load(requests_ptr + row)
         step = tl.load(steps_ptr + request)
         own = memory_ptr + request * memory_stride
-    if AVERAGED:
-        before = tl.load(own + page, mask=live, other=0.0)
-        scores = tl.where(step > 0, beta * before + (1 - beta) * scores, scores)
-        tl.store(own + page, tl.where(live, scores, 0.0), mask=kept)
-    if EVERY > 0:
         before = tl.load(own + page, mask=live, other=0).to(tl.float32)
-        scores = tl.where(step % EVERY == 0, scores, before)  # as many as are to be taken
+        if EVERY > 0:
+            scores = tl.where(step % EVERY == 0, scores, before)  # held are as many as are to be taken
+        else:
+            scores = tl.where(step > 0, beta * before + (1 - beta) * scores, scores)
+            tl.store(own + page, tl.where(live, scores, 0.0), mask=kept)
     # scores are at least 0, so their bits are ordered as they are; pages that are not open rank below all
     bits = tl.where(open_, scores.to(tl.int32, bitcast=True), -1)
     low, high = 0, 0x7F800000
@@ -165,7 +167,7 @@ def _select_kernel(
     lower = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= room)  # of equal scores the lower pages
     if EVERY > 0:
         tl.store(own + page, open_ & (above | lower), mask=kept)
-    if AVERAGED or EVERY > 0:
+    if REMEMBERS:
         tl.store(steps_ptr + request, step + 1, mask=pages > BUDGET)
     taken = (page < pages) & (above | lower | (page < SINKS) | (page >= newest))
     rank = tl.cumsum(taken.to(tl.int32), axis=0) - 1
@@ -225,7 +227,7 @@ def select_pages(
         memory_stride=rows.stride(0), memory_pages=rows.shape[1], beta=0.0 if memory is None else memory.beta,
         BLOCK_N=block_n, ENTRIES=budget.page_tokens // pages.table_page, RECENT=budget.recent_pages,
         SINKS=budget.sink_pages,
-        OUT_LISTED=out_starts is not None, AVERAGED=memory is not None and memory.averages is not None,
+        OUT_LISTED=out_starts is not None, REMEMBERS=memory is not None,
         **pages_of(pages), **due_steps(pages, memory), num_warps=8 if block_n <= 8192 else 32,
     )  # fmt: skip
 
