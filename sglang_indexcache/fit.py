@@ -133,9 +133,10 @@ def check(
 def as_text(report: Report) -> str:
     """Return the report for people: one line for each fact, a table by layer, problems last."""
     pattern = Pattern.parse(report.pattern, report.selection)
+    own = f" and {len(pattern.own_layers)} F" if pattern.own_layers else ""
     lines = [
         f"pattern   {report.pattern}",
-        f"          {len(pattern.full_layers)} of {len(pattern)} layers {pattern.full_role},"
+        f"          {len(pattern.full_layers)} of {len(pattern)} layers {pattern.full_role}{own},"
         f" fingerprint {report.fingerprint[:16]}",
         f"source    {report.source}",
         *([] if report.selection is None else [f"selection {_selection(report.selection)}"]),

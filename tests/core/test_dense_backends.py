@@ -459,6 +459,29 @@ def rows_of(case: Case, requests: list[int]) -> Iterator[None]:
     case.req_to_token[:] = before
 
 
+def test_flashinfer_replays_with_f_layers(case: Case) -> None:
+    """Captured with requests of one token, which select nothing and leave no memory."""
+    selection = replace(COMPRESSED, steps=ReusePolicy.parse("refresh:2"))
+    tell(case, selection, MIXED)
+    backend = flashinfer_backend(case, selection)
+    for size in (len(LENGTHS), 3):
+        backend.init_forward_metadata_out_graph(batch := batch_of((1,) * size), in_capture=True)
+        decoded(backend, case, [q[:size] for q in case.queries(9)], batch)
+    assert not any(pages.steps.any() for pages in backend.indexcache_pages.values())
+    batch = batch_of(LENGTHS, reads=True)
+    for layer in case.layers:
+        backend.forward_extend(layer, None, None, layer, batch)
+    expected = Reference(case, {})
+    for step, size in ((1, len(LENGTHS)), (2, 3), (3, 3)):
+        lengths = tuple(length + step for length in LENGTHS[:size])
+        queries = [q[:size] for q in case.queries(step)]
+        backend.init_forward_metadata_out_graph(batch := batch_of(lengths))
+        backend.forward_metadata = DecodeMetadata(backend.decode_cuda_graph_metadata[size])  # a replay needs none
+        found = decoded(backend, case, queries, batch)
+        for one, other in zip(found, expected.decode(queries, lengths, list(range(size))), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["flashinfer", "fa3"])
 def test_an_f_layer_sees_the_key_of_its_own_token(case: Case, kind: str) -> None:
     """It is written before pages are scored, and once."""

@@ -122,6 +122,11 @@ def test_check_shows_the_selection(dense_folder: Path, tmp_path: Path, capsys: p
     assert "problem: selection 4|4|1|0|token_max|none||key is not served yet: heads is key, expected joint" in text
     pattern_file(Pattern("DSSDSS", PAGES), tiny_dense_config(), dense_folder.name).save(path)
     assert "     4      4  S              3\n" in text
+    pattern_file(Pattern("DFSFSS", PAGES), tiny_dense_config(), dense_folder.name).save(tmp_path / "f.yaml")
+    assert check([str(tmp_path / "f.yaml"), "--model", str(dense_folder)]) == 1
+    text = capsys.readouterr().out
+    assert "1 of 6 layers D and 2 F, fingerprint " in text
+    assert "problem: letter 1 is F, which is not served with score token_max; expected compressed_keys" in text
     assert check([str(path), "--model", str(dense_folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["selection"]["pages"] == 4
 
