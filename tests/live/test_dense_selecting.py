@@ -122,19 +122,19 @@ def test_status_metrics_and_check(server: Server, llama: Path, tmp_path: Path) -
 
 def retractions(own: Any, pattern: Pattern, served: Served) -> list[int]:
     """At which lengths a sequence was read again: from there on it is that of a prompt of that length."""
+
+    def explained(length: int) -> int:
+        """The first token behind a prompt of this length that was not served as such."""
+        wrong = apart(own, pattern, replace(served, prompt=length), 1)[length - len(served.ids) :] > TOLERANCE
+        return length + int(wrong.nonzero()[0]) if wrong.any() else len(served.ids)
+
     found, begin = list[int](), served.prompt
-    while True:
-        wrong = apart(own, pattern, replace(served, prompt=begin), 1)[begin - 1 :] > TOLERANCE
-        if not wrong.any():
-            return found
-        first = begin + int(wrong.nonzero()[0])  # the first token that it does not explain
-        ends = {}
-        for length in range(begin + 1, first + 1):
-            later = apart(own, pattern, replace(served, prompt=length), 1)[length - 1 :] > TOLERANCE
-            ends[length] = length + int(later.nonzero()[0]) if later.any() else len(served.ids) + 1
+    while (first := explained(begin)) < len(served.ids):
+        ends = {length: explained(length) for length in range(begin + 1, first + 1)}
         begin = max(ends, key=lambda length: (ends[length], length))
         assert ends[begin] > first, f"token {first} is not explained"
         found.append(begin)
+    return found
 
 
 def generated(server: Server, asked: list[list[int]], steps: int) -> list[Served]:

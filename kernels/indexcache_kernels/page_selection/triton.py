@@ -156,12 +156,14 @@ def _select_kernel(
             tl.store(own + page, tl.where(live, scores, 0.0), mask=kept)
     # scores are at least 0, so their bits are ordered as they are; pages that are not open rank below all
     bits = tl.where(open_, scores.to(tl.int32, bitcast=True), -1)
-    low, high = 0, 0x7F800000
-    for _ in range(31):  # the highest threshold that leaves enough at or above it
-        middle = low + (high - low + 1) // 2
-        enough = tl.sum((bits >= middle).to(tl.int32)) >= needed
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
+    # the highest threshold that leaves enough at or above it, two bits at a time: one sum counts for all three
+    low, one = tl.where(tl.sum((bits >= 0x40000000).to(tl.int32)) >= needed, 0x40000000, 0), 0x10000000
+    for _ in range(15):
+        found = (bits >= low + one).to(tl.int64) + ((bits >= low + 2 * one).to(tl.int64) << 20)
+        counts = tl.sum(found + ((bits >= low + 3 * one).to(tl.int64) << 40))
+        enough = ((counts & 0xFFFFF) >= needed).to(tl.int32) + (((counts >> 20) & 0xFFFFF) >= needed).to(tl.int32)
+        low += one * (enough + ((counts >> 40) >= needed).to(tl.int32))
+        one = one // 4
     above, equal = bits > low, bits == low
     room = needed - tl.sum(above.to(tl.int32))
     lower = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= room)  # of equal scores the lower pages
