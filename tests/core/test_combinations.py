@@ -85,6 +85,7 @@ def test_refusals_of_what_is_kept_while_prompts_are_read() -> None:
     for line, flag in (
         ("--disaggregation-mode decode", "--disaggregation-mode"),
         ("--cuda-graph-backend-prefill tc_piecewise", "--cuda-graph-backend-prefill"),
+        ("--enable-pd-role-switch", "--enable-pd-role-switch"),
         ("--enable-piecewise-cuda-graph", "--enable-piecewise-cuda-graph"),
     ):
         arguments = LaunchLine.parse(line.split())

@@ -257,6 +257,10 @@ def _unknown(model: str, names: list[str]) -> list[str]:
             Pattern("DFSSSS", replace(COMPRESSED, buffer_pages=8)),
             "buffer_pages is 8, which is not served; expected none",
         ),
+        (
+            Pattern("DSSSSS", replace(FEW, steps=ReusePolicy.parse("ema:0.5"))),
+            "--page-size is 1, expected more for steps ema:0.5: with 1 SGLang's beam search lets requests trade places",
+        ),
         (Pattern("DFSSSS", COMPRESSED), "--page-size is 1, expected a multiple of 16 for score compressed_keys"),
         (Pattern("DSSSSS", replace(FEW, page_tokens=64, pages=64)), "a context of 4096 tokens fits into the 4096"),
     ],

@@ -111,6 +111,9 @@ class DenseGqaSglang(SglangAdapter):
         if getattr(arguments, "disaggregation_mode", None) == "decode":
             given = "--disaggregation-mode"
             yield given, f"{given} decode can't be combined with {what}: {_KEPT_IN_READING}, which is done elsewhere"
+        if getattr(arguments, "enable_pd_role_switch", None):
+            given = "--enable-pd-role-switch"
+            yield given, f"{given} can't be combined with {what}: {_KEPT_IN_READING}, and others may read it"
         if getattr(arguments, "cuda_graph_backend_prefill", None) == "tc_piecewise":
             given = "--cuda-graph-backend-prefill"
             yield given, f"{given} tc_piecewise can't be combined with {what}: {_UNTRIED}"
@@ -163,6 +166,11 @@ class DenseGqaSglang(SglangAdapter):
         if chosen.score == COMPRESSED_KEYS and runner.page_size % STRIDE:
             raise ProofError(
                 f"--page-size is {runner.page_size}, expected a multiple of {STRIDE} for score {COMPRESSED_KEYS}"
+            )
+        if chosen.steps != NO_MEMORY and runner.page_size == 1:
+            raise ProofError(
+                f"--page-size is 1, expected more for steps {chosen.steps}: with 1 SGLang's beam search lets requests"
+                " trade places, and their memory would stay"
             )
         if runner.kv_cache_dtype != runner.dtype:
             raise ProofError(f"the KV cache is of {runner.kv_cache_dtype}, expected the model's own {runner.dtype}")
