@@ -44,8 +44,8 @@ OF_OTHERS = {
         " max-running-requests max-total-tokens mem-fraction-static nproc-per-node page-size pp-size"
         " revision speculative-algorithm tp use-ray"
         " cp-strategy cuda-graph-backend-prefill disaggregation-mode enable-deterministic-inference"
-        " enable-hierarchical-cache"
-        " enable-lora enable-piecewise-cuda-graph ep-size kv-cache-dtype lora-paths moe-a2a-backend nnodes"
+        " enable-hierarchical-cache enable-lora enable-pd-role-switch"
+        " enable-piecewise-cuda-graph ep-size kv-cache-dtype lora-paths moe-a2a-backend nnodes"
         " speculative-eagle-topk tp-size dp-size"
         " log-requests log-requests-format log-requests-level log-requests-target"
     ).split()

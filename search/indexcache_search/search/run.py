@@ -302,7 +302,7 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
         out.print(table)
     for row in held_out.rows:
         if row.kind == NAMED and row.name in own_names(search.strategy):
-            out.print(f"{row.retention or row.name.rpartition(' ')[2]:>5}  {row.pattern}", soft_wrap=True)
+            out.print(f"{row.retention or row.name.rpartition(' ')[2]:>4}  {row.pattern}", soft_wrap=True)
     if line := tables.speed_line(held_out):
         out.print(line, soft_wrap=True)
     for table in speed_table.terminal_tables(result.speed, held_out, out.width):
