@@ -13,8 +13,6 @@ from sglang_indexcache.families.dense_gqa.layer_pages import LayerPages, PageTab
 from sglang_indexcache.families.dense_gqa.sglang import CAPTURED, LayerRole
 from sglang_indexcache.pattern.selection import Selection
 
-_TABLE = "indexcache_table"  # on a forward batch that reads prompts
-
 
 def role_of(layer: Any) -> LayerRole:
     """Read the role of a `RadixAttention`.
@@ -46,12 +44,9 @@ def keep_read(backend: Any, layer: Any, batch: Any, kernels: Backend = "auto") -
     kept: LayerPages | None = backend.indexcache_pages.get(layer.layer_id)
     if kept is None or not kept.keeps or not batch.forward_mode.is_extend():
         return
-    table = batch.__dict__.get(_TABLE)
-    if table is None:
-        lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
-        entries = backend.indexcache_requests[batch.req_pool_indices, : int(lengths.max())]
-        table = PageTable(entries.int(), batch.seq_lens.int(), batch.req_pool_indices)
-        setattr(batch, _TABLE, table)
+    lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+    entries = backend.indexcache_requests[batch.req_pool_indices, : int(lengths.max())]
+    table = PageTable(entries.int(), batch.seq_lens.int(), batch.req_pool_indices)
     kept.read(backend.token_to_kv_pool.get_key_buffer(layer.layer_id), table, kernels)
 
 
