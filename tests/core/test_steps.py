@@ -393,7 +393,11 @@ def test_what_servers_take_of_it() -> None:
         assert served.to_overrides({}, Pattern("DFS", replace(compressed, steps=ReusePolicy.parse(steps)))) == {}
     for roles, selection, message in (
         ("DFS", plain, "letter 1 is F, which is not served with score token_max; expected compressed_keys"),
-        ("DSS", replace(plain, heads="key"), "is not served yet: heads is key, expected joint; SGLang has one page table"),
+        (
+            "DSS",
+            replace(plain, heads="key"),
+            "is not served yet: heads is key, expected joint; SGLang has one page table",
+        ),
         ("DSS", replace(plain, buffer_pages=64), "buffer_pages is 64, which is not served; expected none"),
         *(
             (
