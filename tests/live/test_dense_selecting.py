@@ -18,9 +18,10 @@ pytest.importorskip("sglang")
 import torch
 from torch import Tensor
 
+from indexcache_search.hf.pages import apply_page_roles
 from scripts.tools import random_models
-from scripts.tools.dense_reference import reference
-from scripts.tools.inprocess import Served
+from scripts.tools.dense_reference import logprobs, reference
+from scripts.tools.inprocess import Served, call
 from scripts.tools.pattern_files import write_pattern
 from scripts.tools.random_models import VOCAB
 from sglang_indexcache import Pattern
@@ -52,6 +53,53 @@ def apart(model: Any, pattern: Pattern, served: Served, ranks: int, read: Tensor
     """Distances of the served log-probabilities, of the last tokens or all, to those of the reference."""
     found = torch.tensor(served.logprobs)
     return (by_rank(model, pattern, served, ranks, read)[-len(found) :] - found).abs()
+
+
+def _selections(model: Path, asked: list[list[int]], steps: int) -> tuple[list[Served], list[list[list[int]]]]:
+    """What was served, and the pages of each selection of each request, one selecting layer after the other."""
+    from scripts.tools import inprocess
+    from sglang_indexcache.families.dense_gqa.layer_pages import LayerPages
+
+    select, found = LayerPages.select, list[list[list[int]]]()
+
+    def recording(kept: LayerPages, q: Any, keys: Any, lse: Any, scale: float, table: Any, *more: Any) -> Any:
+        slots, counts = select(kept, q, keys, lse, scale, table, *more)
+        pages = []
+        for row, length in enumerate(table.lengths.tolist()):
+            position = {slot: at for at, slot in enumerate(table.entries[row, :length].tolist())}
+            taken = [position[slot] // kept.selection.page_tokens for slot in slots[row, : counts[row]].tolist()]
+            pages.append(sorted(set(taken)))
+        found.append(pages)
+        return slots, counts
+
+    LayerPages.select = recording  # type: ignore[method-assign]
+    return inprocess._generate(model, asked, steps), found
+
+
+def reference_pages(own: Any, pattern: Pattern, served: Served) -> dict[int, Tensor]:
+    """What the reference engine's layers select, `[queries, pages]`, bool."""
+    found: dict[int, Tensor] = {}
+    read = torch.arange(len(served.ids) - 1)[None] < served.prompt
+    with apply_page_roles(own, pattern, prompt=read, observe=lambda layer, kept: found.update({layer: kept[0]})):
+        logprobs(own, served.ids)
+    return found
+
+
+@pytest.mark.parametrize("policy", ["none", "ema:0.7", "refresh:3"])
+def test_every_selection_is_the_reference_engines(llama: Path, tmp_path: Path, policy: str) -> None:
+    pattern = Pattern("DDSFFS", replace(SELECTION, steps=ReusePolicy.parse(policy)))
+    asked, own, layers = prompts(300, 117, 64, 63, 5), reference(llama), (1, 3, 4)  # those that select
+    file = write_pattern(pattern, llama, tmp_path / "pattern.yaml")
+    variables = {"SGLANG_INDEXCACHE_PATTERN": file, "DSA_CPU_RECORD": str(tmp_path)}
+    served, found = call(_selections, llama, asked, STEPS, TEST_ARGUMENTS='{"page_size": 16}', **variables)
+    assert len(found) == len(layers) * (STEPS - 1)
+    for row, sequence in enumerate(served):
+        expected = reference_pages(own, pattern, sequence)
+        for number, selection in enumerate(found):
+            step, layer = divmod(number, len(layers))
+            query = sequence.prompt + step
+            kept = expected[layers[layer]][query, : query // 16 + 1].nonzero()[:, 0].tolist()
+            assert selection[row] == kept, f"request {row}, step {step}, layer {layers[layer]}"
 
 
 MIXED = Pattern("DFSSFS", replace(SELECTION, steps=ReusePolicy.parse("ema:0.7")))
