@@ -25,9 +25,10 @@ from sglang_indexcache.sglang.probes import LOAD_BACKENDS, LOAD_GRAPHS, Feature,
 LAYER = Need("srt.layers.radix_attention", "RadixAttention.__init__", ("layer_id", "sliding_window_size"))
 _NEEDS = (LOAD_BACKENDS, LOAD_GRAPHS, LAYER)
 KEEPING = Feature(
-    "dense_gqa_keeping",
+    "dense_gqa, F",
     "F layers, compressed keys and reuse policies on Llama, Qwen2, Qwen3 and Mistral",
     (
+        *_NEEDS,
         Need("srt.mem_cache.memory_pool", "MHATokenToKVPool.set_kv_buffer", ("layer", "cache_k", "cache_v")),
         Need("srt.mem_cache.memory_pool", "MHATokenToKVPool.get_key_buffer", ("layer_id",)),
         Need("srt.mem_cache.memory_pool", "ReqToTokenPool.__init__", ("size", "max_context_len"), ("req_to_token",)),
@@ -81,7 +82,7 @@ class DenseGqaSglang(SglangAdapter):
     serving = Feature(
         "dense_gqa", "patterns of D, F and S on Llama, Qwen2, Qwen3 and Mistral", _NEEDS, "no server for these"
     )
-    variants: ClassVar[tuple[Feature, ...]] = tuple(item.feature for item in BACKENDS)
+    variants: ClassVar[tuple[Feature, ...]] = (KEEPING, *(item.feature for item in BACKENDS))
     proven_after: ClassVar[Need] = LOAD_BACKENDS
     calibrated = False
     refused_flags: ClassVar[Mapping[str, str]] = {
