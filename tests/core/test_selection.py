@@ -157,3 +157,10 @@ def test_the_selection_travels_with_the_server_arguments(tmp_path: Path) -> None
     asked = {"spec": str(tmp_path / "pattern.yaml"), "own": None, "allow": False, "shard": False, "ungrouped": False}
     PatternRequest.of(asked)
     assert PatternRequest.of(asked | {"spec": None}).pattern == Pattern("DSSDSS", DEFAULT)
+
+
+def test_layers_that_select_for_themselves() -> None:
+    assert Pattern("DFSF", DEFAULT).own_layers == (1, 3) and Pattern("FSFS").own_layers == ()
+    full = [Pattern("DDD", DEFAULT), Pattern("FFF")]
+    others = [Pattern("DFD", DEFAULT), Pattern("FFF", DEFAULT), Pattern("FFS"), Pattern.parse("FFF+1q4")]
+    assert all(pattern.is_full for pattern in full) and not any(pattern.is_full for pattern in others)
