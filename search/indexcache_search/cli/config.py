@@ -1,4 +1,8 @@
-"""`--config run.yaml`: option values from a file that can be kept beside the results; flags take precedence."""
+"""`--config run.yaml`: option values from a file that can be kept beside the results; flags take precedence.
+
+One file can serve several commands: what stands in a section with a command's name is that command's alone, what stands
+outside is everybody's.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from sglang_indexcache.files import strict_yaml
 from sglang_indexcache.files.atomic import read_regular
 
 SETTINGS, LIST = "KEY=VALUE,...", ",..."  # metavars of options that take a mapping, or a list as one word
+COMMANDS = ("search", "eval", "distill", "offload")  # whose names sections have, after `indexcache-`
 SERVER = "server"  # key in `context.meta` for flags that are passed on to the server
 
 
@@ -34,7 +39,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         raise typer.BadParameter(f"{path}: expected a mapping of option names")
     options = {option.name: option for option in context.command.params if not option.is_eager}
     found = context.default_map = {}
-    for key, value in content.items():
+    for key, value in _own(content, str(context.info_name), path).items():
         name = key.replace("-", "_")
         try:
             if name in found:
@@ -49,6 +54,24 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         except typer.BadParameter as error:
             raise typer.BadParameter(f"{path}: {key}: {error.message}") from None
     return path
+
+
+def _own(content: dict[str, Any], command: str, path: Path) -> dict[str, Any]:
+    """Return what a file has for a command, of its section and outside of all.
+
+    Raises:
+        typer.BadParameter: if a section is no mapping, or has a key that stands outside, too.
+    """
+    own = {key: value for key, value in content.items() if key not in COMMANDS}
+    for section in COMMANDS:
+        found = content.get(section, {})
+        if not isinstance(found, dict):
+            raise typer.BadParameter(f"{path}: {section}: expected a mapping of option names")
+        if command.removeprefix("indexcache-") == section:
+            for key in found.keys() & own.keys():
+                raise typer.BadParameter(f"{path}: {section}: {key} stands outside of the section, too")
+            own |= found
+    return own
 
 
 def server_flags(context: typer.Context, taken: bool) -> tuple[str, ...]:

@@ -188,6 +188,7 @@ def _in_sglang(given: Any) -> bool:
     return given["engine"] is not None and given["engine"].name == "sglang"
 
 
+PRICE = Bounds(0, 1_000_000)
 OWN = OptionNeed("a server of the search's own, without --endpoint", lambda given: not given["endpoint"])
 NEEDS = {
     "prefill": (OptionNeed("--engine transformers", lambda given: not _in_sglang(given)),),
@@ -198,6 +199,8 @@ NEEDS = {
     "decode": (OptionNeed("--prefill", lambda given: given["prefill"] is not None),),
     "endpoint": (OptionNeed("--engine sglang", _in_sglang),),
     **dict.fromkeys(("device", "dtype"), (OWN,)),
+    "estimate": (OptionNeed("a run without --dry-run", lambda given: not given["dry_run"]),),
+    "hourly_price": (OptionNeed("--estimate", lambda given: given["estimate"]),),
 }
 
 
@@ -209,6 +212,13 @@ def search(
     evaluation: options.HeldOutOrSame = None,
     rows: options.Rows = None,
     dry_run: options.DryRun = False,
+    estimate: Annotated[
+        bool,
+        option("Search for a minute, say what all of it takes, and end; the search goes on from there.", "--estimate"),
+    ] = False,
+    hourly_price: Annotated[
+        float | None, number("With --estimate: what an hour of the machine costs, in any currency.", PRICE)
+    ] = None,
     seq_len: options.SeqLen = None,
     num_sequences: Annotated[
         int | None, number("Sequences, of all sources together. Default: 32, with --prefill 64.", SEQUENCES)
@@ -304,6 +314,7 @@ def search(
             bytes=None if bytes is None else ByteBudget(bytes.share.share, bytes.share.context),
         )
         from indexcache_search.search.run import EngineSettings, Files, SearchData, run, show, show_data
+        from indexcache_search.search.run import estimate as run_estimate
 
         data = SearchData(
             calibration=tuple(calibration),
@@ -332,9 +343,13 @@ def search(
         folder = output or Path(f"indexcache-{_short_name(model)}")
         files = Files(folder=folder, work_dir=work_dir or folder / "work", restart=restart)
         process.let_work_end()
+        named = str(model or demo.MODEL)
+        if estimate:
+            found = run_estimate(named, data, runtime, what, files, console)
+            results().print(found.as_text(hourly_price), soft_wrap=True)
+            return
         line = command_line(context)
-        found = run(str(model or demo.MODEL), data, runtime, what, files, console, command=line)
-        show(found, model, files, results())
+        show(run(named, data, runtime, what, files, console, command=line), model, files, results())
 
 
 def _short_name(model: str | None) -> str:

@@ -87,6 +87,11 @@ class SglangEngine:
         chunk = self.settings.get("chunk", "")
         self._chunk = int(chunk) if chunk.isdecimal() else 0  # `None` or -1 without chunked prefill
 
+    @property
+    def lanes(self) -> int:
+        """Return how many patterns are evaluated at once."""
+        return len(self._lanes)
+
     def evaluate(
         self,
         patterns: Sequence[Pattern],

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 from rich.text import Text
 
@@ -37,6 +38,8 @@ from indexcache_search.results.held_out import SearchResult, SpeedRow
 from indexcache_search.results.variant import BASELINE, NAMED
 from indexcache_search.search import metrics, model_card
 from indexcache_search.search.comparison import comparison_lines, evaluated, own_names
+from indexcache_search.search.estimate import MINUTE, Estimate, size_of
+from indexcache_search.search.estimate import estimate as estimate_of
 from indexcache_search.search.matrices import Matrices
 from indexcache_search.search.pattern_writer import FileWriter
 from indexcache_search.search.progress import SearchProgress, warn
@@ -128,18 +131,9 @@ def run(
         IndexCacheError: if a request can't be met.
         NonFiniteLossError: if a loss is NaN or infinite.
     """
-    reads = {"--model": [model], "--calibration": data.calibration, "--evaluation": data.evaluation}
-    with ExitStack() as stack:
-        out = stack.enter_context(outputs(SEARCH, files.folder, files.work_dir, FILES, reads))
-        with console.status(Text(f"Loading {redacted(model)}")):
-            with error_context("reading the data"):
-                goal, reader, calibration, held_out = _load_data(model, data, settings, runtime)
-            with error_context("loading the model"):
-                engine = _load_engine(model, runtime, out, stack, console)
-        for note in reader.notes:
-            warn(console, note)
-        names = identity(engine, calibration, held_out, settings.objective)
-        journal = stack.enter_context(Journal(out.journal(), names, today(), files.restart))
+    with _begun(model, data, runtime, settings, files, console) as begun:
+        engine, goal, calibration, held_out = begun.engine, begun.goal, begun.calibration, begun.held_out
+        journal, out = begun.journal, begun.out
         with SearchProgress(console) as progress:
             chooses = Evaluator(engine, calibration, settings.objective, journal, "calibration", progress.evaluated)
             judges = Evaluator(engine, held_out, "nll", journal, "held-out", progress.evaluated)
@@ -160,6 +154,70 @@ def run(
         }
         out.replace(pages, console)
     return result
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A search whose model is loaded, and whose journal is open."""
+
+    engine: Engine
+    goal: Goal
+    calibration: TokenSet
+    held_out: TokenSet
+    journal: Journal
+    out: Outputs
+
+
+@contextmanager
+def _begun(
+    model: str, data: SearchData, runtime: EngineSettings, settings: Settings, files: Files, console: Console
+) -> Iterator[_Begun]:
+    """Read the data, load the model and open the journal, for as long as the `with` block runs."""
+    reads = {"--model": [model], "--calibration": data.calibration, "--evaluation": data.evaluation}
+    with ExitStack() as stack:
+        out = stack.enter_context(outputs(SEARCH, files.folder, files.work_dir, FILES, reads))
+        with console.status(Text(f"Loading {redacted(model)}")):
+            with error_context("reading the data"):
+                goal, reader, calibration, held_out = _load_data(model, data, settings, runtime)
+            with error_context("loading the model"):
+                engine = _load_engine(model, runtime, out, stack, console)
+        for note in reader.notes:
+            warn(console, note)
+        names = identity(engine, calibration, held_out, settings.objective)
+        journal = stack.enter_context(Journal(out.journal(), names, today(), files.restart))
+        yield _Begun(engine, goal, calibration, held_out, journal, out)
+
+
+def estimate(
+    model: str,
+    data: SearchData,
+    runtime: EngineSettings,
+    settings: Settings,
+    files: Files,
+    console: Console,
+    seconds: float = MINUTE,
+) -> Estimate:
+    """Run the first minute of a search, which its journal keeps, and estimate what all of it takes.
+
+    Raises:
+        IndexCacheError: as `run`.
+    """
+    with _begun(model, data, runtime, settings, files, console) as begun, error_context("measuring the first minute"):
+        loading = time.time() - psutil.Process().create_time()
+        with console.status(Text(f"Measuring for {seconds:.0f} seconds")):
+            return estimate_of(
+                begun.engine,
+                begun.calibration,
+                begun.held_out,
+                settings.objective,
+                settings.strategy,
+                begun.goal,
+                begun.journal,
+                Matrices(begun.engine, begun.calibration, begun.journal).measured,
+                loading,
+                size_of(model),
+                seconds,
+            )
 
 
 def show_data(model: str, data: SearchData, runtime: EngineSettings, settings: Settings) -> None:

@@ -1,0 +1,130 @@
+"""indexcache-search --estimate: the beginning of a search says what all of it takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from indexcache_search.cli.search import app
+from indexcache_search.engines.base import Evaluation
+from indexcache_search.evaluation.evaluator import Evaluator
+from indexcache_search.evaluation.identity import identity, today
+from indexcache_search.evaluation.journal import Journal
+from indexcache_search.search.comparison import comparison_lines, evaluated
+from indexcache_search.search.estimate import Estimate, estimate
+from indexcache_search.search.search import Search
+from indexcache_search.search.settings import Settings
+from indexcache_search.strategies import strategy_of
+from scripts.bench.search.simulated import SimulatedEngine, Structure
+from tests.search.test_search import arguments
+
+FULL, SHARED, REST = 0.020, 0.011, 0.05  # seconds of a layer, and of all else of a sequence
+
+
+class ClockedEngine(SimulatedEngine):
+    """A simulated model whose evaluations say what they would take on a server, which runs every layer."""
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Iterator[Evaluation]:
+        for item in super().evaluate(*args, **kwargs):
+            shared = len(item.pattern.shared_layers)
+            each = FULL * (self.model.num_layers - shared) + SHARED * shared + REST
+            yield replace(item, seconds=each * len(item.rows))
+
+
+def settings_of(name: str) -> Settings:
+    return Settings(retain=(Fraction(1, 2), Fraction(1, 4)), strategy=strategy_of(name), objective="nll")
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "seed"), [("lazy", 30, 1), ("lazy", 30, 2), ("lazy", 47, 3), ("greedy", 16, 4)]
+)
+def test_the_estimate_is_within_a_quarter_of_what_it_took(name: str, layers: int, seed: int, tmp_path: Path) -> None:
+    engine, settings = ClockedEngine(layers, seed, Structure()), settings_of(name)
+    calibration, held_out, goal = engine.tokens(32), engine.tokens(48, seed=1), settings.goal(engine.model)
+    names = identity(engine, calibration, held_out, "nll")
+    sets = (calibration, held_out, "nll", settings.strategy, goal)
+    with Journal(tmp_path / "first", names, today()) as journal:
+        found = estimate(engine, *sets, journal, lambda name: None, 0.0, 10**9, 60.0)
+        assert found.done >= 60.0
+    with Journal(tmp_path / "first", names, today()) as journal:  # the search goes on from there
+        before = journal.path.read_bytes()
+        chooses = Evaluator(engine, calibration, "nll", journal, "calibration")
+        result = Search(engine, chooses, settings.strategy, goal).find()
+        judges = Evaluator(engine, held_out, "nll", journal, "held-out")
+        list(evaluated(comparison_lines(result, engine.model.native, {}), judges))
+        assert journal.path.read_bytes().startswith(before)
+    took = chooses.cost.seconds + judges.cost.seconds
+    assert found.search + found.held_out == pytest.approx(took, rel=0.25)
+
+
+def test_a_beginning_of_one_evaluation_is_enough(tmp_path: Path) -> None:
+    """On a large model a minute runs the model's own pattern, and little else."""
+    engine, settings = ClockedEngine(30, 5, Structure()), settings_of("lazy")
+    calibration, held_out, goal = engine.tokens(8), engine.tokens(8, seed=1), settings.goal(engine.model)
+    names = identity(engine, calibration, held_out, "nll")
+    with Journal(tmp_path, names, today()) as journal:
+        found = estimate(
+            engine, calibration, held_out, "nll", settings.strategy, goal, journal, lambda name: None, 3.0, 0, 0.0
+        )
+    assert found.runs[0] > 8 and found.seconds > found.done > 0 and found.loading == 3.0
+
+
+def test_an_estimate_as_text() -> None:
+    found = Estimate(
+        loading=600,
+        search=7200,
+        held_out=3000,
+        matrices=60,
+        prompts=0,
+        done=64,
+        runs=(1116, 432),
+        model_bytes=700 * 10**9,
+        journal_bytes=200_000,
+        memory_bytes=4 * 10**9,
+        gpu_bytes=0,
+    )
+    assert found.as_text(98.32).splitlines() == [
+        "loading       0:10:00",
+        "search        2:00:00  1116 runs of a sequence",
+        "held out      0:50:00  432 runs of a sequence",
+        "matrices      0:01:00",
+        "in all        3:01:00  of which   0:01:04 of evaluations are done",
+        "disk        700.0 GB model, 0.2 MB journal",
+        "memory      4.0 GB",
+        "cost        296.60 at 98.32 an hour",
+    ]
+    assert "cost" not in found.as_text(None)
+    assert "GPU 70.0 GB" in replace(found, gpu_bytes=70 * 10**9).as_text(None)
+
+
+def test_the_command_estimates_and_the_search_goes_on(model_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    given = arguments(model_folder, token_file, tmp_path / "out")
+    done = CliRunner().invoke(app, [*given, "--estimate", "--hourly-price", "36"])
+    assert done.exit_code == 0, done.output
+    assert re.search(r"^cost +\d+\.\d\d at 36 an hour$", done.output, re.MULTILINE)
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.name != "indexcache-run.json"] == ["work"]
+    journal = (tmp_path / "out" / "work" / "journal.jsonl").read_bytes()
+    assert CliRunner().invoke(app, given).exit_code == 0
+    assert (tmp_path / "out" / "work" / "journal.jsonl").read_bytes().startswith(journal)
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["cost"]["evaluations"] > 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--hourly-price", "36"], "--hourly-price needs --estimate"),
+        (["--estimate", "--dry-run"], "--estimate needs a run without --dry-run"),
+        (["--estimate", "--hourly-price", "-1"], "found -1, expected 0 to 1000000"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags: list[str], line: str) -> None:
+    done = CliRunner().invoke(app, flags)
+    assert done.exit_code == 2 and line in " ".join(done.output.split())
