@@ -122,7 +122,8 @@ RUNS = (
     *("search.run.run", "compare.run.run", "harness.run.run", "distill.run.run", "distill.search_first.run"),
     *("lab.offload.run.run", "lab.key_delta.run.run", "lab.eviction.run.run"),
 )
-ELSEWHERE = {"max_increase", "dry_run", "config", "version"}  # read when a run is over, or in the place of one
+ELSEWHERE = {"max_increase", "dry_run", "estimate", "hourly_price", "config", "version"}
+"""Read when a run is over, or in the place of one."""
 URL = "http://127.0.0.1:9"
 MODES: dict[str, list[dict[str, Any]]] = {
     "search": [
