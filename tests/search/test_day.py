@@ -111,6 +111,24 @@ def test_a_day_that_is_killed_five_times_ends_in_the_identical_folder(
     assert {path.split("/")[1] for path in results(tmp_path / "whole")} >= {"pattern.yaml", "metrics.json", "eval.json"}
 
 
+def test_the_run_files_of_the_page_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(
+        "indexcache_search.search.run.show_data", lambda model, data, runtime, what: ran.append(runtime)
+    )
+    monkeypatch.setattr("indexcache_search.compare.run.run", lambda *given: ran.append(given[1]))
+    page = Path(__file__).parents[2] / "docs" / "rented-node.md"
+    files = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    for number, text in enumerate(files):
+        (tmp_path / f"{number}.yaml").write_text(text)
+        done = CliRunner().invoke(search_app, ["--config", str(tmp_path / f"{number}.yaml"), "--dry-run"])
+        assert done.exit_code == 0, done.output
+    assert [runtime.engine for runtime in ran] == ["sglang"] * len(files) and len(files) == 2
+    assert ran[0].server_arguments == ("--tp", "8") and "dsa" in ran[1].server_arguments
+    assert CliRunner().invoke(eval_app, ["--config", str(tmp_path / "0.yaml")]).exit_code == 0
+    assert len(ran[2].endpoints) == 2
+
+
 @pytest.mark.parametrize("app", [search_app, eval_app], ids=["search", "eval"])
 def test_a_key_outside_of_the_sections_is_for_every_command(app: Any, tmp_path: Path) -> None:
     for text, line in (
