@@ -191,7 +191,7 @@ def test_prefill_and_decode_apart_behind_the_router(tmp_path: Path, monkeypatch:
             )
             probe(found[name], parts[name])
         port, words = free_port(), words_of(parts["glm5"])
-        here = {f"--{name[5:]}=http://{name}:30000": f"--{name[5:]}={server.url}" for name, server in found.items()}
+        here = {f"http://{name}:30000": server.url for name, server in found.items()}
         here |= {"8998": str(bootstrap), "--port=30000": f"--port={port}"}
         assert here.keys() <= set(words)
         with (tmp_path / "router").open("w") as output:
