@@ -206,7 +206,8 @@ def seen(urls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 def run(urls: list[str], tmp_path: Path, settings: str, *more: str) -> Any:
     words = [word for url in urls for word in ("--endpoint", url)]
-    return CliRunner().invoke(app, [*words, "--harness", settings, "--output", str(tmp_path / "out"), *more])
+    line = [*words, "--harness", settings, "--output", str(tmp_path / "out"), *more]
+    return CliRunner().invoke(app, line, env={"COLUMNS": "200"})
 
 
 def test_servers_are_compared_on_tasks(

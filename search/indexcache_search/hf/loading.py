@@ -79,8 +79,13 @@ def load_model(model: str, description: ModelLayers, dtype: torch.dtype | str) -
             more = f" ({len(names)} such weights)" if len(names) > 1 else ""
             wanted = f"all weights of {description.architecture}{_way_out(model, family)}"
             raise SearchError(f"{model}: {names[0]} {what}{more}; expected {wanted}")
-    for name, value in loaded.state_dict().items():
-        if value.is_floating_point() and not never_runs(name) and not value.isfinite().all():
+    tensors = loaded.state_dict()
+    for name, value in tensors.items():
+        if not value.is_floating_point() or never_runs(name):
+            continue
+        if value.itemsize == 1 and not any(f"{name}_scale{end}" in tensors for end in ("", "_inv")):
+            raise SearchError(f"{model}: {name} is float8 without a scale; expected {name}_scale_inv in the checkpoint")
+        if not _is_finite(value):
             raise SearchError(f"{model}: {name} is not finite; expected numbers alone")
     if describe_model(str(folder)).config_sha256 != description.config_sha256:
         raise SearchError(f"{folder / CONFIG}: changed since it was read; expected the same file to the end")
@@ -197,6 +202,11 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
             f" vocabulary: {_one_line(error)}"
         ) from None
     return tokenizer
+
+
+def _is_finite(value: Tensor) -> bool:
+    """Return whether all numbers are finite; PyTorch can't say it of float8."""
+    return bool((value.bfloat16() if value.itemsize == 1 else value).isfinite().all())
 
 
 def _way_out(model: str, family: Family) -> str:
