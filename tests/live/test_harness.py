@@ -84,7 +84,8 @@ def test_lm_eval_finds_all_f_equal_and_a_broken_pattern_worse(tmp_path: Path) ->
     ):
         urls = [word for server in (plain, same, worse) for word in ("--endpoint", server.url)]
         settings = f"lookup/choice:include={tmp_path / 'tasks'},concurrency=2,max_fall=0.1"
-        done = CliRunner().invoke(app, [*urls, "--harness", settings, "--output", str(tmp_path / "out")])
+        line = [*urls, "--harness", settings, "--output", str(tmp_path / "out")]
+        done = CliRunner().invoke(app, line, env={"COLUMNS": "200"})
     print(done.output)
     assert done.exit_code == 1, done.output + (tmp_path / "out" / "lm-eval.log").read_text()[-3000:]
     found = json.loads((tmp_path / "out" / "harness.json").read_text())
