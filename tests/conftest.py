@@ -20,6 +20,7 @@ import pytest
 from hypothesis import settings
 
 from sglang_indexcache.families import describe
+from sglang_indexcache.http import redaction
 from sglang_indexcache.pattern.selection import Selection
 
 if TYPE_CHECKING:
@@ -230,6 +231,12 @@ def random_tokens(
     tokens = np.random.default_rng(seed).integers(3, VOCAB, (sequences, seq_len)).astype(np.int32)
     scored = np.broadcast_to(np.arange(seq_len) > first_sparse_position, tokens.shape).copy()
     return TokenSet(tokens, scored, np.arange(sequences) % sources, tuple(f"source {i}" for i in range(sources)))
+
+
+@pytest.fixture(autouse=True)
+def forgotten_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what other tests kept secret: it may be a word in what this test expects."""
+    monkeypatch.setattr(redaction, "_known", set())
 
 
 @pytest.fixture(autouse=True)

@@ -16,11 +16,6 @@ from sglang_indexcache.http.redaction import keep_secret, redacted
 from sglang_indexcache.process import exit_line
 
 
-@pytest.fixture(autouse=True)
-def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redaction, "_known", set())
-
-
 @pytest.mark.parametrize(
     ("url", "label", "target"),
     [

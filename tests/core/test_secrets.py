@@ -28,7 +28,6 @@ from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check
 from sglang_indexcache.families import describe
-from sglang_indexcache.http import redaction
 from sglang_indexcache.http.redaction import KEY_VARIABLE
 from sglang_indexcache.sglang.refusal import ADMIN_KEY_VARIABLE
 from tests.conftest import tiny_config
@@ -43,8 +42,7 @@ SECRETS = (USER, PASSWORD, QUERY, KEY, BASIC)
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What other tests kept secret is forgotten; tracebacks go where they are looked for."""
-    monkeypatch.setattr(redaction, "_known", set())
+    """Tracebacks go where they are looked for."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
 

@@ -286,7 +286,7 @@ def test_servers_that_can_not_be_compared_are_refused(urls: list[str], seen: Pat
     for given, message in (
         (urls[:1], "--endpoint: found 1, expected a baseline server"),
         ([*urls, urls[1]], "stands there twice"),
-        ([urls[0], urls[1].replace("//", "//user:word@")], "has a user or a query, which lm-eval can't send"),
+        ([urls[0], urls[1].replace("//", "//user:a-password@")], "has a user or a query, which lm-eval can't send"),
     ):
         done = run(given, tmp_path, "a")
         assert done.exit_code == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
