@@ -10,7 +10,7 @@ from indexcache_kernels.compressed_keys import naive
 from indexcache_kernels.compressed_keys.naive import GROUP
 from indexcache_kernels.errors import KernelInputError, expect, expect_one_device
 from indexcache_kernels.page_selection import PageBudget, StepMemory
-from indexcache_kernels.page_selection.pages import CachedPages
+from indexcache_kernels.page_selection.pages import CachedPages, check_table
 
 __all__ = ["GROUP", "compressed_scores", "update_means"]
 
@@ -45,7 +45,9 @@ def update_means(
     Raises:
         KernelInputError: if shapes or dtypes don't fit together.
     """
-    _check(k, means, table, lengths, starts)
+    _check_rows(k, means)
+    check_table(table, lengths, starts)
+    expect_one_device(k, table, lengths, starts)
     if len(means) * GROUP < len(k) // GROUP * GROUP or means.shape[1:] != k.shape[1:] or means.dtype != k.dtype:
         raise KernelInputError(
             f"means are {list(means.shape)} of {means.dtype}, expected a row for {GROUP} of {list(k.shape)} {k.dtype}"
@@ -98,7 +100,7 @@ def compressed_scores(
     Raises:
         KernelInputError: if shapes or dtypes don't fit together.
     """
-    _check(means, means, table, lengths, starts)
+    _check_rows(means, means)
     pages = CachedPages(table, lengths, starts, table_page, budget)
     batch, most = pages.check("out", out)
     if q.ndim != 3 or q.shape[0] != batch or q.shape[2] != means.shape[2] or q.shape[1] % means.shape[1]:
@@ -112,7 +114,7 @@ def compressed_scores(
     if out is None:
         out = torch.empty(batch, most, dtype=torch.float32, device=q.device)
     expect("out", out, (batch, most), torch.float32)
-    expect_one_device(q, means, out)
+    expect_one_device(q, means, table, lengths, starts, out)
     if memory is not None:
         memory.check(batch, most)
     if runs_triton(backend, q):
@@ -124,16 +126,9 @@ def compressed_scores(
     return out
 
 
-def _check(k: Tensor, means: Tensor, table: Tensor, lengths: Tensor, starts: Tensor | None) -> None:
-    """Check what both operations take."""
+def _check_rows(k: Tensor, means: Tensor) -> None:
+    """Check how keys and means lie in memory."""
     if k.ndim != 3 or k.stride(2) != 1 or not means.is_contiguous():
         raise KernelInputError(
             f"keys are {list(k.shape)} and means {list(means.shape)}, expected [slots, G, D], dimensions side by side"
         )
-    if table.dtype != torch.int32 or table.stride(-1) != 1 or table.ndim != (2 if starts is None else 1):
-        raise KernelInputError(
-            f"table is {list(table.shape)} of {table.dtype}, expected"
-            f" {'[B, M]' if starts is None else '[T]'} of torch.int32, in rows"
-        )
-    expect("lengths", lengths, (len(table if starts is None else starts),), torch.int32)
-    expect_one_device(k, table, lengths, starts)

@@ -1,4 +1,4 @@
-"""What a layer remembers of the decode steps before, by request."""
+"""Memory of a layer: for each request, scores or pages of its earlier decode steps."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ class StepMemory:
         expect(name, self.rows, (len(self.steps), max(most, self.rows.shape[-1])), dtype)
 
     def due(self, row: int) -> bool:
-        """Whether this step of a request looks at scores; the definitions call it."""
+        """Return whether this step of a request needs scores; for the definitions, since kernels read `steps`."""
         return self.held is None or int(self.steps[self.requests[row]]) % self.every == 0

@@ -72,16 +72,26 @@ class CachedPages:
         table, starts, page = self.table, self.starts, self.budget.page_tokens
         if self.table_page < 1 or page % self.table_page:
             raise KernelInputError(f"table_page is {self.table_page}, expected a divisor of page_tokens ({page})")
-        shape = "[B, M]" if starts is None else "[T]"
-        if table.ndim != shape.count(",") + 1 or table.dtype != torch.int32 or table.stride(-1) != 1:
-            raise KernelInputError(
-                f"table is {list(table.shape)} of {table.dtype}, expected {shape} of torch.int32, in rows"
-            )
-        batch = len(table if starts is None else starts)
-        expect("lengths", self.lengths, (batch,), torch.int32)
+        batch = check_table(table, self.lengths, starts)
         if starts is None:
             return batch, -(-table.shape[1] * self.table_page // page)
         expect("starts", starts, (batch,), torch.int32)
         if scores is None or scores.ndim != 2:
             raise KernelInputError(f"{what} is not [B, N], expected the most pages of a request where table is a list")
         return batch, scores.shape[1]
+
+
+def check_table(table: Tensor, lengths: Tensor, starts: Tensor | None) -> int:
+    """Return the number of requests of a page table; see `CachedPages`.
+
+    Raises:
+        KernelInputError: if shapes or dtypes don't fit together.
+    """
+    shape = "[B, M]" if starts is None else "[T]"
+    if table.ndim != shape.count(",") + 1 or table.dtype != torch.int32 or table.stride(-1) != 1:
+        raise KernelInputError(
+            f"table is {list(table.shape)} of {table.dtype}, expected {shape} of torch.int32, in rows"
+        )
+    batch = len(table if starts is None else starts)
+    expect("lengths", lengths, (batch,), torch.int32)
+    return batch

@@ -17,7 +17,7 @@ _CHUNK = 512  # dimensions of key heads that go into one product
 
 @triton.jit
 def skipped(pages, requests_ptr, steps_ptr, row, BUDGET: tl.constexpr, EVERY: tl.constexpr):
-    """Whether nothing looks at the scores of a request in this step; with EVERY it may hold its pages."""
+    """Return whether a step needs no scores of a request: it takes all of its pages, or those that it holds."""
     found = pages <= BUDGET  # all of them are taken
     if EVERY > 0:
         found = found | (tl.load(steps_ptr + tl.load(requests_ptr + row)) % EVERY != 0)

@@ -1,7 +1,7 @@
-"""What a dense model with latent attention (MLA) becomes when its layers get indexers: a config.json of DSA.
+"""Make the config.json of a DSA model from that of a dense model with latent attention (MLA).
 
-Only models become one whose every other part the DSA architecture has, too, in transformers and in SGLang: then the
-outputs are the dense model's for as long as a query sees no more than `index_topk` tokens.
+A model is refused unless the DSA architecture has all its other parts, in transformers and in SGLang. So the outputs
+are the dense model's for as long as a query sees no more than `index_topk` tokens.
 """
 
 from __future__ import annotations

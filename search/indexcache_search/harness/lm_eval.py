@@ -34,7 +34,7 @@ _KEY = "OPENAI_API_KEY"  # where lm-eval looks for the key of a server
 
 @dataclass(frozen=True, kw_only=True)
 class Harness:
-    """What lm-eval is given to do.
+    """Settings of a run of lm-eval.
 
     Attributes:
         tasks: names of its tasks or groups.
