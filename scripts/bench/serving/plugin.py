@@ -27,6 +27,7 @@ from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.files.spec import PatternSpec
+from sglang_indexcache.sglang.requested import KEY
 
 PAIRS = {"switch": ("switch", "plugin"), "plain": ("plain", "plugin-full"), "gain": ("plain", "plugin")}
 
@@ -59,8 +60,8 @@ def main() -> None:
         results: list[dict[str, Any]] = []
         for index, condition in enumerate(order):
             process = started[index] if options.parallel else start(options, condition, files)
-            result, output = child.result_of(process)
-            results.append({"condition": condition, **result, "proven": "indexcache: serving" in output})
+            result, _ = child.result_of(process)
+            results.append({"condition": condition, **result})
             print(json.dumps(results[-1])[:600], flush=True)
     options.output.write_text(json.dumps(results, indent=1))
     for line in table(results, pairs):
@@ -119,8 +120,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "prefill_ms": [1e3 * item[0] for item in streams],
             "decode_ms": [1e3 * item[1] for item in streams],
         }
+    serving = served(engine)
     engine.shutdown()
-    return {"import_s": imported - begin, "start_s": ready - imported, "greedy": greedy, "times": times}
+    return {"import_s": imported - begin, "start_s": ready - imported, **serving, "greedy": greedy, "times": times}
+
+
+def served(engine: Any) -> dict[str, Any]:
+    """Return the pattern that an engine's plugin has proven, and in how many layers attention is grouped."""
+    found = engine.get_server_info()["internal_states"][0].get(KEY, {})
+    return {"serves": found.get("pattern") if found.get("proven") else None, "grouped": found.get("grouped_layers", 0)}
 
 
 def stream(engine: Any, ids: list[int], steps: int = 40) -> tuple[float, float]:

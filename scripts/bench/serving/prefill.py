@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench import child
-from scripts.bench.serving.plugin import agreement, stream
+from scripts.bench.serving.plugin import agreement, served, stream
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.sglang.refusal import GROUPING_VARIABLE, PATTERN_VARIABLE, SHARD_VARIABLE
@@ -61,11 +61,12 @@ def main() -> None:
         serve(options)
     with tempfile.TemporaryDirectory() as folder:
         found = {name: Engine(name, letters, options, Path(folder)) for name, letters in map(split, options.conditions)}
-        ready = {name: engine.ask() for name, engine in found.items()}
+        ready = {name: engine.ready() for name, engine in found.items()}
         for name, answer in ready.items():
             equal = agreement(ready[next(iter(ready))], answer)
             print(
-                f"{name}: up in {answer['start_s']:.0f} s, proven {found[name].proven}, tokens equal {equal}",
+                f"{name}: up in {answer['start_s']:.0f} s, serves {answer['serves']}, "
+                f"{answer['grouped']} layers grouped, tokens equal {equal}",
                 flush=True,
             )
         results: dict[str, dict[str, Any]] = {name: {"start": answer, "times": {}} for name, answer in ready.items()}
@@ -98,9 +99,9 @@ class Engine:
 
     def __init__(self, name: str, letters: str, options: argparse.Namespace, folder: Path) -> None:
         environment = {key: value for key, value in os.environ.items() if key != PATTERN_VARIABLE}
-        if name != PLAIN:
-            file = write_pattern(Pattern.parse(letters), options.model, folder / f"{name}.yaml")
-            environment[PATTERN_VARIABLE] = file
+        self._name, self._pattern = name, None if name == PLAIN else Pattern.parse(letters)
+        if self._pattern is not None:
+            environment[PATTERN_VARIABLE] = write_pattern(self._pattern, options.model, folder / f"{name}.yaml")
         environment[GROUPING_VARIABLE] = "1" if "-alone" in name else "0"
         environment[SHARD_VARIABLE] = "1" if "-sharded" in name else "0"
         command = [
@@ -121,10 +122,21 @@ class Engine:
             env=environment,
         )
         self._log = options.output.with_suffix(f".{name}.log").open("w", buffering=1)
-        self.proven = False
+
+    def ready(self) -> dict[str, Any]:
+        """Wait until the engine is up, and return what it says.
+
+        Raises:
+            SystemExit: unless it has proven the requested pattern.
+        """
+        answer = self.ask()
+        expected = None if self._pattern is None else self._pattern.letters
+        if answer["serves"] != expected:
+            raise SystemExit(f"{self._name}: serves {answer['serves']}, expected {expected}")
+        return answer
 
     def ask(self, **what: Any) -> dict[str, Any]:
-        """Have something timed, and return it; without anything wait until the engine is up."""
+        """Have something timed, and return it; without anything wait for what the engine says first."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         if what:
@@ -134,7 +146,6 @@ class Engine:
         for line in process.stdout:
             lines.append(line)
             self._log.write(line)
-            self.proven = self.proven or "indexcache: serving" in line
             if line.startswith(child.RESULT):
                 found: dict[str, Any] = json.loads(line.removeprefix(child.RESULT))
                 return found
@@ -158,7 +169,7 @@ def serve(options: argparse.Namespace) -> None:
         parameters = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
         answer = engine.generate(input_ids=prompt(length, 0), sampling_params=parameters)
         greedy.append({"tokens": answer["output_ids"]})
-    give({"start_s": time.perf_counter() - begin, "greedy": greedy})
+    give({"start_s": time.perf_counter() - begin, **served(engine), "greedy": greedy})
     for line in sys.stdin:
         asked = json.loads(line)
         if "profile" in asked:

@@ -50,7 +50,8 @@ def main() -> None:
             name: Engine(name, letters, options, Path(folder)) for name, letters in map(split, [PLAIN, *options.checks])
         }
         for name, item in engines.items():
-            print(f"{name}: up in {item.ask()['start_s']:.0f} s, proven {item.proven}", flush=True)
+            answer = item.ready()
+            print(f"{name}: up in {answer['start_s']:.0f} s, serves {answer['serves']}", flush=True)
         whole: dict[str, dict[int, dict[str, list[float]]]] = {name: {} for name in engines}
         for length in lengths:
             for turn in range(options.rounds + 1):  # the first one warms up
