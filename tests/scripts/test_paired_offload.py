@@ -21,7 +21,7 @@ def test_a_row_a_plan(dense_folder: Path, token_file: Path, tmp_path: Path) -> N
     done = CliRunner().invoke(cli.app, [*given, *OPTIONS])
     assert done.exit_code == 0, done.output
     plans = json.loads((tmp_path / "out" / "offload.json").read_text())["plans"]
-    baseline, *table = rows(tmp_path / "out", last_sequences=1)
+    baseline, *table = rows([tmp_path / "out"], last_sequences=1)
     assert [row[0] for row in (baseline, *table)] == [plan["name"] for plan in plans]
     assert baseline[1] == baseline[2] == "+0.000 ±0.000" and len(baseline) == 6
     assert [bool(row[3]) for row in table] == [False, True]
@@ -30,3 +30,22 @@ def test_a_row_a_plan(dense_folder: Path, token_file: Path, tmp_path: Path) -> N
         assert float(row[2].partition(" ")[0]) == pytest.approx(plan["kl"]["mean"], abs=6e-4)
         for cell, buffer in zip(row[6:], plan["buffers"], strict=True):
             assert float(cell) == pytest.approx(buffer["exposed"]["mean"] + buffer["hidden"]["mean"], abs=0.06)
+
+
+def test_several_folders_are_one_table_of_the_same_sequences(
+    dense_folder: Path, token_file: Path, tmp_path: Path
+) -> None:
+    given = ["--model", str(dense_folder), "--evaluation", str(token_file), *OPTIONS]
+    for name, more in (
+        ("one", []),
+        ("other", ["--selection", "pages=4,page_tokens=4"]),
+        ("fewer", ["--num-sequences", "3"]),
+    ):
+        done = CliRunner().invoke(cli.app, [*given, *more, "--output", str(tmp_path / name)])
+        assert done.exit_code == 0, done.output
+    one, other = ([*rows([tmp_path / name], 1)] for name in ("one", "other"))
+    both = list(rows([tmp_path / "one", tmp_path / "other"], 1))
+    assert [row[:3] + row[4:] for row in both] == [row[:3] + row[4:] for row in (*one, *other[1:])]
+    assert [bool(row[3]) for row in both] == [False, False, True, True]
+    with pytest.raises(SystemExit, match="fewer: the losses of baseline are not those of"):
+        list(rows([tmp_path / "one", tmp_path / "fewer"], 1))

@@ -1,6 +1,8 @@
 """Tokens a second with the cache in host memory, beside full attention with all memory of a CUDA device.
 
     python -m scripts.bench.lab.offload --shape minicpm4-8b --context 65536 --batches 128,256 --misses 0,5,10,20
+    python -m scripts.bench.lab.offload --context 16384,32768,65536,98304 --batches 8,16,32,64,128 --buffer 1 \
+        --misses 1,6,12 --steps 16 --equal-memory --host-memory 128
     python -m scripts.bench.lab.offload --copies
 
 Weights, keys and values are random. Full attention: as many requests as the device holds, by flashinfer. Offloaded:
@@ -8,6 +10,10 @@ Weights, keys and values are random. Full attention: as many requests as the dev
 that a given share of them is missing in every step; layers score and rank all the same. Host memory of requests
 overlaps, in `--host-gb`, so that batches fit that the machine's memory does not hold; every copy reads it where it
 would be. Both sides are one CUDA graph, and decode their own tokens; all runs are in one process.
+
+--equal-memory also measures full attention with as many requests, rounded up, as the buffers of each batch would hold:
+the budget of Table 5 in NOSI's paper (equation 10 of arXiv 2510.13602). --host-memory leaves out batches whose cache is
+larger than that.
 
 --copies measures `copy_blocks` alone, by the size of a block and how many are missing.
 """
@@ -193,19 +199,47 @@ def tokens_a_second(step: Callable[[Tensor], Tensor], requests: int, steps: int,
     return requests * steps / timed(reply)[1]
 
 
-def full_attention(model: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure as many requests as the device holds."""
-    config = model.config
-    each = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # bytes a token
+def token_bytes(config: Any) -> int:
+    """Return the bytes that a token takes in the cache of all layers, in bfloat16."""
+    return int(4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(item) for item in text.split(",")]
+
+
+def batches(options: argparse.Namespace, context: int, config: Any) -> list[int]:
+    """Return the batches whose caches the host's memory would hold."""
+    room = None if options.host_memory is None else options.host_memory * 2**30 // (token_bytes(config) * context)
+    return [requests for requests in numbers(options.batches) if room is None or requests <= room]
+
+
+def resident_batches(options: argparse.Namespace, context: int, config: Any, free: int) -> list[int]:
+    """Return the batches of full attention: what `free` bytes hold, and what the buffers of each batch would hold."""
+    found = [int(free // (token_bytes(config) * context))]
+    if options.equal_memory:
+        buffer = int(options.buffer * options.pages) * 64  # tokens
+        equal = (-(-requests * buffer // context) for requests in batches(options, context, config))
+        found += sorted({requests for requests in equal if requests < found[0]})
+    return found
+
+
+def full_attention(model: Any, options: argparse.Namespace, context: int) -> Iterator[dict[str, Any]]:
+    """Measure as many requests as the device holds, then smaller batches."""
     torch.cuda.empty_cache()
-    requests = int((torch.cuda.mem_get_info()[0] - SPARE) // (each * options.context))
-    resident = Resident(model, lengths_of(requests, options.context))
-    tokens_a_second(resident.step, requests, WARM, model.device)
-    speeds = [tokens_a_second(resident.step, requests, options.steps, model.device) for _ in range(2)]
-    return {"plan": "full attention", "requests": requests, "tokens_s": speeds}
+    free = torch.cuda.mem_get_info()[0] - SPARE
+    for requests in resident_batches(options, context, model.config, free):
+        resident = Resident(model, lengths_of(requests, context))
+        tokens_a_second(resident.step, requests, WARM, model.device)
+        speeds = [tokens_a_second(resident.step, requests, options.steps, model.device) for _ in range(2)]
+        yield {"plan": "full attention", "context": context, "requests": requests, "tokens_s": speeds}
+        del resident
+        torch.cuda.empty_cache()
 
 
-def offloaded(model: Any, options: argparse.Namespace, name: str, requests: int) -> Iterator[dict[str, Any]]:
+def offloaded(
+    model: Any, options: argparse.Namespace, name: str, context: int, requests: int
+) -> Iterator[dict[str, Any]]:
     """Measure one plan and batch at every rate of misses."""
     layers, device = model.config.num_hidden_layers, model.device
     pages = options.pages
@@ -218,11 +252,11 @@ def offloaded(model: Any, options: argparse.Namespace, name: str, requests: int)
         buffer_pages=int(options.buffer * pages),
     )
     roles = "F" * layers if name == "F" else "".join("S" if layer % 4 else "F" for layer in range(layers))
-    room = max(lengths_of(requests, options.context)) + 2 * options.steps + 2 * WARM + 64
+    room = max(lengths_of(requests, context)) + 2 * options.steps + 2 * WARM + 64
     decoder = Replaying(model, Pattern(roles, selection), requests, room, int(options.host_gb * 2**30))
     requested = (pages - 1) * requests * roles.count("F")
     for missing in (float(item) / 100 for item in options.misses.split(",")):
-        decoder.begin(lengths_of(requests, options.context), missing, 2 * options.steps + WARM + 1)
+        decoder.begin(lengths_of(requests, context), missing, 2 * options.steps + WARM + 1)
         tokens_a_second(decoder.step, requests, WARM, device)
         before = sum(decoder.misses.values())
         speeds = [tokens_a_second(decoder.step, requests, options.steps, device) for _ in range(2)]
@@ -231,6 +265,7 @@ def offloaded(model: Any, options: argparse.Namespace, name: str, requests: int)
         moved = brought * block * layers / roles.count("F")
         yield {
             "plan": roles,
+            "context": context,
             "requests": requests,
             "missing": share,
             "bytes_step": moved,
@@ -262,24 +297,28 @@ def runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if options.copies:
         yield from copies()
         return
-    model = new_model(options.shape, 2 * options.context, options.device)
-    full = None
+    contexts = numbers(options.context)
+    model = new_model(options.shape, 2 * max(contexts), options.device)
     if options.device == "cuda":
         yield {"device": torch.cuda.get_device_name(), "bandwidth_gb_s": copy_bandwidth(model.device)}
-        full = full_attention(model, options)
-        yield full
-    for name in ("F", "FSSS") if options.shared else ("F",):
-        for requests in map(int, options.batches.split(",")):
-            for found in offloaded(model, options, name, requests):
-                if full is not None:
-                    found["ratio"] = min(found["tokens_s"]) / max(full["tokens_s"])
-                yield found
+    for context in contexts:
+        full: list[dict[str, Any]] = []
+        if options.device == "cuda":
+            for measured in full_attention(model, options, context):
+                full.append(measured)
+                yield measured
+        for name in ("F", "FSSS") if options.shared else ("F",):
+            for requests in batches(options, context, model.config):
+                for found in offloaded(model, options, name, context, requests):
+                    if full:
+                        found["ratio"] = min(found["tokens_s"]) / max(full[0]["tokens_s"])
+                    yield found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="minicpm4-8b", choices=SHAPES)
-    parser.add_argument("--context", type=int, default=65536, help="tokens of a request, in the mean")
+    parser.add_argument("--context", default="65536", help="tokens of a request, in the mean; several with commas")
     parser.add_argument("--batches", default="128,256", help="requests that are offloaded together")
     parser.add_argument("--misses", default="0,5,10,20", help="percent of the requested blocks")
     parser.add_argument("--pages", type=int, default=64, help="of 64 tokens, that a step selects")
@@ -287,6 +326,8 @@ def main() -> None:
     parser.add_argument("--shared", action="store_true", help="also a plan in which one layer in four chooses")
     parser.add_argument("--steps", type=int, default=256, help="timed, twice")
     parser.add_argument("--host-gb", type=float, default=32)
+    parser.add_argument("--equal-memory", action="store_true", help="also full attention with the memory of buffers")
+    parser.add_argument("--host-memory", type=int, help="GiB that the caches of a batch may take; any")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--copies", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("bench_offload.json"))

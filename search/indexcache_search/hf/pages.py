@@ -51,10 +51,13 @@ class Importance(Protocol):
         """Return what `attend` adds to the scaled products without gradients, in the same shape; `None` for nothing."""
         ...
 
-    def attend(self, layer: int, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
+    ) -> Tensor:
         """Attend to the selected pages of a layer, `[batch, queries, heads, dim]`, using the importance.
 
-        `attend` is transformers' eager attention; `mask`, `[batch, 1 or heads, queries, keys]`, is additive.
+        `attend` is transformers' eager attention; `mask`, `[batch, 1 or heads, queries, keys]`, is additive; `scaling`
+        is the factor of the products of queries and keys.
         """
         ...
 
@@ -233,7 +236,7 @@ def _attention(state: _PageState, call: AttentionCall) -> Tensor:
     masked = mask.masked_fill(~by_row, torch.finfo(mask.dtype).min)
     if state.importance is None:
         return attend(query, key, value, masked)[0]
-    return state.importance.attend(layer, attend, query, key, value, masked)
+    return state.importance.attend(layer, attend, query, key, value, masked, scaling)
 
 
 def _over_pages(

@@ -16,6 +16,7 @@ from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.patch_attention import Attend
 from indexcache_search.lab.dense import key_heads
+from indexcache_search.lab.eviction.attention import attend_with_bias
 from sglang_indexcache.files.naming import naming
 
 FILE = Path("eviction_heads") / "heads.safetensors"  # apart from the model's own, which engines load by their suffix
@@ -67,15 +68,21 @@ class EvictionHeads(nn.Module):
         """Return the bias that is served, by `use`; see `hf.pages.Importance`."""
         return self(layer, value) if self.use == "always" else None
 
-    def attend(self, layer: int, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
+    ) -> Tensor:
         """Attend in a layer with its bias, according to `use`; see `hf.pages.Importance`."""
         training = torch.is_grad_enabled() and self.scale.requires_grad
         if self.use == "training" and not training:
             return attend(query, key, value, mask)[0]
-        bias = self(layer, value).repeat_interleave(query.shape[1] // key.shape[1], 1)[:, :, None]
-        # Masked keys have the lowest number of the dtype; the sum with a negative bias must not overflow.
-        biased_mask = (mask + bias).clamp_min(torch.finfo(mask.dtype).min).to(mask.dtype)
-        biased = attend(query, key, value, biased_mask)[0]
+        bias = self(layer, value)
+        if training and query.is_cuda:  # eager attention keeps [batch, heads, queries, keys] for the gradients
+            biased = attend_with_bias(query, key, value, mask, bias, scaling)
+        else:
+            by_head = bias.repeat_interleave(query.shape[1] // key.shape[1], 1)[:, :, None]
+            # Masked keys have the lowest number of the dtype; the sum with a negative bias must not overflow.
+            biased_mask = (mask + by_head).clamp_min(torch.finfo(mask.dtype).min).to(mask.dtype)
+            biased = attend(query, key, value, biased_mask)[0]
         if self.use == "always":
             return biased
         with torch.no_grad():
