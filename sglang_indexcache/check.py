@@ -197,9 +197,8 @@ def _check_servers(addresses: Sequence[Address], pattern: Pattern, result: dict[
         "differs": served_table.differing(found),
     }
     result["problems"] += problems
-    verdict = [f"problem: {line}" for line in problems] or [
-        f"{len(addresses)} server(s) serve fingerprint {pattern.fingerprint[:16]}"
-    ]
+    serve = "1 server serves" if len(addresses) == 1 else f"{len(addresses)} servers serve"
+    verdict = [f"problem: {line}" for line in problems] or [f"{serve} fingerprint {pattern.fingerprint[:16]}"]
     text.append("\n".join([served_table.as_text(found), "", *verdict]))
 
 

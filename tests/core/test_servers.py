@@ -141,7 +141,9 @@ def test_passes_of_a_dense_model_are_decode_passes(server: str, file: str, capsy
 def test_servers_that_serve_the_file(server: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     Handler.answers[:] = [states("FSSFSS", "FSSFSS")]
     assert main([file, "--server", server, "--server", server + "/"]) == 0
-    assert capsys.readouterr().out.endswith(f"\n\n2 server(s) serve fingerprint {PATTERN.fingerprint[:16]}\n")
+    assert capsys.readouterr().out.endswith(f"\n\n2 servers serve fingerprint {PATTERN.fingerprint[:16]}\n")
+    assert main([file, "--server", server]) == 0
+    assert f"\n1 server serves fingerprint {PATTERN.fingerprint[:16]}\n" in capsys.readouterr().out
     assert main([file, "--server", server, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["problems"] == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import random
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 from indexcache_search.cli.command import application, command_line
@@ -20,6 +22,7 @@ from indexcache_search.cli.search import app
 from indexcache_search.owned.mark import Mark
 from indexcache_search.search import model_card
 from indexcache_search.search.comparison import IN_TIME
+from indexcache_search.search.run import Files, show
 from sglang_indexcache import PatternFile
 from sglang_indexcache.check import main
 from sglang_indexcache.files.result_folder import CARD, FILES, MARK, METRICS, PATTERN, ResultFolder
@@ -108,7 +111,9 @@ def test_a_pattern_found_for_a_time_is_told_apart() -> None:
 
 
 @pytest.mark.parametrize(("increase", "taken"), [(0.05, "1/4"), (2.0, "1/2")])
-def test_the_commands_of_a_card_take_what_the_page_says_to_take(increase: float, taken: str) -> None:
+def test_the_commands_of_a_card_and_of_the_terminal_take_what_the_page_says_to_take(
+    increase: float, taken: str
+) -> None:
     content = sample_content()
     baseline, first, *others = content["held_out"]["rows"]
     last = next(item for item in others if item["name"] == "greedy")
@@ -116,8 +121,14 @@ def test_the_commands_of_a_card_take_what_the_page_says_to_take(increase: float,
     for source in last["by_source"].values():
         source["increase"]["mean"] = increase
     content["held_out"]["rows"] = [baseline, first, last]
-    card = model_card.render(sample_metrics(content), None)
-    assert f"launch_server --indexcache-pattern FOLDER/pattern.yaml@{taken} " in card
+    result, files = sample_metrics(content), Files(folder=Path("out"), work_dir=Path("work"), restart=False)
+    assert f"launch_server --indexcache-pattern FOLDER/pattern.yaml@{taken} " in model_card.render(result, None)
+    console = Console(width=200, file=io.StringIO())
+    show(result, "org/glm", files, console)
+    _, said = console.file.getvalue().split("Next: ")  # type: ignore[attr-defined]
+    checks, serves = said.splitlines()
+    assert checks == f"indexcache-check out/pattern.yaml@{taken} --model org/glm"
+    assert serves.endswith(f"launch_server --indexcache-pattern out/pattern.yaml@{taken} --model-path org/glm")
 
 
 def test_tables_of_a_card_are_whole() -> None:

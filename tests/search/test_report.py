@@ -76,6 +76,22 @@ def test_names_that_look_like_markup_are_shown_as_they_are() -> None:
     assert r"$\frac$ [/b]" in text and "[red]x[bold].jsonl" in text
 
 
+@pytest.mark.parametrize("width", [60, 300])
+def test_servers_have_no_columns_of_patterns_and_losses_without_answers_no_accuracy(width: int) -> None:
+    metrics = sample_content()
+    metrics["held_out"]["answer_sources"] = []
+    metrics["held_out"]["rows"] = [
+        row("baseline", None, None, None, 0.0, "baseline"),
+        row("http://127.0.0.1:30000", None, None, None, 0.003),
+    ]
+    found = tables.terminal_tables(sample_metrics(metrics).held_out, width)
+    console = Console(width=width, file=io.StringIO())
+    console.print(*found)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "increase" in text and not any(word in text for word in ("kept", "┃ F ┃", "accuracy"))
+    assert len({len(line) for line in text.splitlines() if line.startswith("│")}) == len(found)
+
+
 @pytest.mark.parametrize("priced", [False, True])
 @pytest.mark.parametrize(("width", "parts"), [(80, 3), (100, 2), (300, 1)])
 def test_a_terminal_of_any_width_shows_all_columns(width: int, parts: int, priced: bool) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from indexcache_search.cli.search import app
 from indexcache_search.engines.base import Evaluation
+from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.identity import identity, today
 from indexcache_search.evaluation.journal import Journal
@@ -65,6 +66,23 @@ def test_the_estimate_is_within_a_quarter_of_what_it_took(name: str, layers: int
     assert found.search + found.held_out == pytest.approx(took, rel=0.25)
 
 
+class OnServer(ClockedEngine, SglangEngine):
+    """A server that evaluates two patterns at once."""
+
+    lanes = 2
+
+
+def test_on_servers_no_patterns_by_similarity_are_compared(tmp_path: Path) -> None:
+    """Servers don't measure it: of each retention the pattern found and the uniform one are compared."""
+    engine, settings = OnServer(16, 6, Structure()), settings_of("lazy")
+    calibration, held_out, goal = engine.tokens(8), engine.tokens(4, seed=1), settings.goal(engine.model)
+    sets = (calibration, held_out, "nll", settings.strategy, goal)
+    with Journal(tmp_path, identity(engine, calibration, held_out, "nll"), today()) as journal:
+        found = estimate(engine, *sets, journal, lambda name: None, 3.0, 0, 10.0)
+    assert found.runs[1] == (1 + 2 + 2) * 4
+    assert 10.0 <= found.done < 11.0 and found.prompts > 0 and found.left == found.seconds - found.done
+
+
 def test_a_beginning_of_one_evaluation_is_enough(tmp_path: Path) -> None:
     """On a large model a minute runs the model's own pattern, and little else."""
     engine, settings = ClockedEngine(30, 5, Structure()), settings_of("lazy")
@@ -96,12 +114,14 @@ def test_an_estimate_as_text() -> None:
         "search        2:00:00  1116 runs of a sequence",
         "held out      0:50:00  432 runs of a sequence",
         "matrices      0:01:00",
-        "in all        3:01:00  of which   0:01:04 of evaluations are done",
+        "in all        3:01:00  of which 0:01:04 of evaluations are done",
+        "left          2:59:56  loading once more included",
         "disk        700.0 GB model, 0.2 MB journal",
         "memory      4.0 GB",
         "cost        296.60 at 98.32 an hour",
     ]
     assert "cost" not in found.as_text(None)
+    assert "model, 20.5 kB journal" in replace(found, journal_bytes=20_480).as_text(None)
     assert "GPU 70.0 GB" in replace(found, gpu_bytes=70 * 10**9).as_text(None)
 
 

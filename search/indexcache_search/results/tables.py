@@ -36,14 +36,15 @@ def columns(held_out: HeldOut) -> list[str]:
         return ["plan", *more, "loss", "increase", "KL", *map(_short, held_out.sources)]
     letter = next((row.pattern[0] for row in held_out.rows if row.pattern), FULL)
     speed = [] if held_out.prices is None else [tokens(held_out.prices.context)]
-    return ["pattern", "kept", letter, *speed, "loss", "increase", *(_short(source) for source in held_out.sources)]
+    kept = ["kept", letter] if _of_patterns(held_out) else []
+    return ["pattern", *kept, *speed, "loss", "increase", *(_short(source) for source in held_out.sources)]
 
 
 def cells(row: Row, held_out: HeldOut) -> list[str]:
     """Return one row's texts, in the order of `columns`."""
     name = "uniform (paper's phase)" if row.kind == PHASE else str(row.name)
     full = "" if row.full_layers is None else str(row.full_layers)
-    kept = [row.retention or "", full]
+    kept = [row.retention or "", full] if _of_patterns(held_out) else []
     if held_out.prices is not None:
         kept.append("" if row.prefill is None else f"{1 / row.prefill:.2f}x")
     if row.extra is not None:
@@ -61,6 +62,11 @@ def cells(row: Row, held_out: HeldOut) -> list[str]:
         else:
             values.append(with_error(measured.increase, "+.4f"))
     return values
+
+
+def _of_patterns(held_out: HeldOut) -> bool:
+    """Return whether patterns are compared; servers may have any."""
+    return any(row.full_layers is not None for row in held_out.rows)
 
 
 def tokens(count: int) -> str:
@@ -85,15 +91,16 @@ def terminal_tables(held_out: HeldOut, width: int) -> list[Table]:
     """Lay out the comparison for `width` columns; sources show standard errors if one table is enough."""
     shown = shown_rows(held_out)
     lines = [columns(held_out), *(cells(row, held_out) for row in shown)]
-    title = "Held-out comparison: loss, its increase over the baseline; sources with a loss mask: accuracy"
+    accuracy = "with a loss mask: accuracy" if held_out.answer_sources else ""
+    title = "Held-out comparison: loss, its increase over the baseline" + (accuracy and f"; sources {accuracy}")
     groups = [row.retention for row in shown]
-    name = 1 if extras(held_out) else 2
+    name = 1 if extras(held_out) or not _of_patterns(held_out) else 2
     tables = fitted(title, lines, name, width, groups)
     if len(tables) == 1:
         return tables
     first = len(lines[0]) - len(held_out.sources)
     sources = [[*line[:name], *(text.partition(" ±")[0] for text in line[first:])] for line in lines]
-    by_source = "By source: increase of the loss; with a loss mask: accuracy. A wider terminal has ± as well."
+    by_source = f"By source: increase of the loss{accuracy and f'; {accuracy}'}. A wider terminal has ± as well."
     lines = [line[:first] for line in lines]
     return [*fitted(title, lines, name, width, groups), *fitted(by_source, sources, name, width, groups)]
 

@@ -79,6 +79,11 @@ class Estimate:
         """Return what all of it takes, from the start."""
         return self.loading + self.search + self.held_out + self.matrices + self.prompts
 
+    @property
+    def left(self) -> float:
+        """Return what the search takes from here: it loads the model again, and has what is done."""
+        return self.seconds - self.done
+
     def as_text(self, hourly_price: float | None) -> str:
         """Return the estimate for people, with the cost at a price an hour."""
         search, held_out = self.runs
@@ -88,7 +93,8 @@ class Estimate:
             f"held out    {_clock(self.held_out)}  {held_out} runs of a sequence",
             f"matrices    {_clock(self.matrices)}",
             *([f"prompts     {_clock(self.prompts)}"] if self.prompts else []),
-            f"in all      {_clock(self.seconds)}  of which {_clock(self.done)} of evaluations are done",
+            f"in all      {_clock(self.seconds)}  of which {_clock(self.done).strip()} of evaluations are done",
+            f"left        {_clock(self.left)}  loading once more included",
             f"disk        {_size(self.model_bytes)} model, {_size(self.journal_bytes)} journal",
             f"memory      {_size(self.memory_bytes)}" + (f", GPU {_size(self.gpu_bytes)}" if self.gpu_bytes else ""),
         ]
@@ -282,6 +288,7 @@ def estimate(
     Raises:
         IndexCacheError: as the search.
     """
+    on_server = isinstance(engine, SglangEngine)
     lanes = engine.lanes if isinstance(engine, SglangEngine) else 1  # that evaluate at once
     timed = Evaluator(_Timed(engine, seconds * lanes), calibration, objective, journal, "calibration")
     with contextlib.suppress(_Enough):
@@ -302,12 +309,11 @@ def estimate(
             chooses = Evaluator(model, calibration, objective, copy, "calibration")
             found = Search(engine, chooses, strategy, goal, lambda name: _matrix(name, len(native))).find()
             judges = Evaluator(model, held_out, "nll", copy, "held-out")
-            rules = {rule.name: _matrix(rule.name, len(native)) for rule in measured_strategies(native.dense)}
-            lines = comparison_lines(found, native, rules)
+            rules = [] if on_server else measured_strategies(native.dense)  # servers measure none of their matrices
+            lines = comparison_lines(found, native, {rule.name: _matrix(rule.name, len(native)) for rule in rules})
             list(evaluated(lines, judges))
             search, compared = chooses.cost, judges.cost
             records = len(recorded(copy.path))
-    on_server = isinstance(engine, SglangEngine)
     sample = min(MATRIX_SEQUENCES, calibration.num_sequences) * (1 if on_server else _PASSES)
     prompts = _TURNS * (1 + len(found.patterns)) * a_sequence
     memory, gpu = _memory()
@@ -365,4 +371,5 @@ def _clock(seconds: float) -> str:
 
 
 def _size(number: int) -> str:
-    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"
+    unit, name = next((item for item in ((1e9, "GB"), (1e6, "MB")) if number >= item[0] / 10), (1e3, "kB"))
+    return f"{number / unit:.1f} {name}"

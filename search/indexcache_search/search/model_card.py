@@ -13,7 +13,7 @@ import yaml
 from indexcache_search.page.advice import ALLOWANCE, choose
 from indexcache_search.page.points import estimated
 from indexcache_search.results import tables
-from indexcache_search.results.held_out import HeldOut, Row, SearchResult
+from indexcache_search.results.held_out import Row, SearchResult
 from indexcache_search.results.variant import NAMED
 from indexcache_search.search.comparison import own_names
 from sglang_indexcache.errors import one_line
@@ -31,7 +31,7 @@ def render(result: SearchResult, base_model: str | None) -> str:
     held_out, file = result.held_out, result.pattern_file
     search = file.search
     assert search is not None
-    found = [row for row in held_out.rows if row.kind == NAMED and row.name in own_names(search.strategy)]
+    found = found_rows(result)
     retentions = [f"@{row.retention}" for row in found if row.retention]
     front_matter: dict[str, Any] = {"tags": list(TAGS)}
     if base_model is not None:
@@ -49,7 +49,7 @@ def render(result: SearchResult, base_model: str | None) -> str:
         search=search,
         calibration=file.calibration,
         full_role=file.as_pattern().full_role,
-        at=_suffix(held_out, found),
+        at=suffix(result),
         retentions=_Markdown(" or ".join(f"`{retention}`" for retention in retentions)),
         found=found,
         table=_table([tables.columns(held_out), *(tables.cells(row, held_out) for row in tables.shown_rows(held_out))]),
@@ -57,10 +57,17 @@ def render(result: SearchResult, base_model: str | None) -> str:
     )
 
 
-def _suffix(held_out: HeldOut, found: Sequence[Row]) -> str:
+def found_rows(result: SearchResult) -> list[Row]:
+    """Return the rows of the patterns that the search found."""
+    search = result.pattern_file.search
+    assert search is not None
+    return [row for row in result.held_out.rows if row.kind == NAMED and row.name in own_names(search.strategy)]
+
+
+def suffix(result: SearchResult) -> str:
     """Return what is behind the file's name for the pattern that the page says to take, else for the first found."""
-    retentions = {row.pattern: row.retention for row in found}
-    frontier = estimated(held_out)
+    retentions = {row.pattern: row.retention for row in found_rows(result)}
+    frontier = estimated(result.held_out)
     point = None if frontier is None else choose(frontier, max(frontier.contexts, default=None), ALLOWANCE).point
     if point is not None and point.pattern in retentions:
         retention = retentions[point.pattern]

@@ -14,7 +14,6 @@ import psutil
 from rich.console import Console
 from rich.text import Text
 
-from indexcache_search import demo
 from indexcache_search.console import command, serving
 from indexcache_search.data import dry_run
 from indexcache_search.data.packing import Packer
@@ -25,7 +24,6 @@ from indexcache_search.engines.base import Engine
 from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.own_server import own_server
 from indexcache_search.engines.sglang import SglangEngine
-from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.identity import identity, today
@@ -35,9 +33,9 @@ from indexcache_search.owned.outputs import PARTIAL, SERVER_LOG, Outputs, output
 from indexcache_search.prices.table import prices_of
 from indexcache_search.results import speed_table, tables
 from indexcache_search.results.held_out import SearchResult, SpeedRow
-from indexcache_search.results.variant import BASELINE, NAMED
+from indexcache_search.results.variant import BASELINE
 from indexcache_search.search import metrics, model_card
-from indexcache_search.search.comparison import comparison_lines, evaluated, own_names
+from indexcache_search.search.comparison import comparison_lines, evaluated
 from indexcache_search.search.estimate import MINUTE, Estimate, size_of
 from indexcache_search.search.estimate import estimate as estimate_of
 from indexcache_search.search.matrices import Matrices
@@ -269,6 +267,8 @@ def token_sets(
 def _load_engine(model: str, runtime: EngineSettings, out: Outputs, stack: ExitStack, console: Console) -> Engine:
     """Load weights here, or find or start servers that have; `stack` ends what was started."""
     if runtime.engine == "transformers":
+        from indexcache_search.engines.transformers import TransformersEngine  # takes seconds to import
+
         return TransformersEngine.load(
             model,
             runtime.device,
@@ -358,21 +358,22 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
     assert search is not None
     for table in tables.terminal_tables(held_out, out.width):
         out.print(table)
-    for row in held_out.rows:
-        if row.kind == NAMED and row.name in own_names(search.strategy):
-            out.print(f"{row.retention or row.name.rpartition(' ')[2]:>4}  {row.pattern}", soft_wrap=True)
+    for row in model_card.found_rows(result):
+        out.print(f"{row.retention or row.name.rpartition(' ')[2]:>4}  {row.pattern}", soft_wrap=True)
     if line := tables.speed_line(held_out):
         out.print(line, soft_wrap=True)
     for table in speed_table.terminal_tables(result.speed, held_out, out.width):
         out.print(table)
     out.print(
-        f"Cost: {cost.evaluations} patterns, {cost.sequences} runs of a sequence,"
+        f"Cost: {search.evaluations} patterns beside the baseline, {cost.sequences} runs of a sequence,"
         f" {cost.share_of_algorithm_1:.1%} of the layer-tokens of Algorithm 1",
         soft_wrap=True,
     )
     out.print(f"Wrote {', '.join(str(files.folder / name) for name in FILES)}", soft_wrap=True)
     path = files.folder / PATTERN
-    check = command("indexcache-check", path, "--model", model or demo.MODEL)
-    out.print(f"Next: {command('indexcache-eval', '--pattern', path) if model is None else check}", soft_wrap=True)
-    if model is not None:
-        out.print(f"      {serving(path, model)}", soft_wrap=True)
+    if model is None:
+        out.print(f"Next: {command('indexcache-eval', '--pattern', path)}", soft_wrap=True)
+        return
+    advised = f"{path}{model_card.suffix(result)}"
+    out.print(f"Next: {command('indexcache-check', advised, '--model', model)}", soft_wrap=True)
+    out.print(f"      {serving(advised, model)}", soft_wrap=True)
