@@ -26,8 +26,10 @@ def outside() -> dict[str, str]:
     pages["demo-model.md"] = "search/indexcache_search/demo/indexcache-demo/README.md"
     for path in sorted(ROOT.glob("kernels/indexcache_kernels/*/README.md")):
         pages[f"kernels/{path.parent.name}.md"] = path.relative_to(ROOT).as_posix()
-    for path in sorted(ROOT.glob("kernels/results/*.json")):
-        pages[f"kernels/results/{path.name}"] = path.relative_to(ROOT).as_posix()
+    pages["lab-code.md"] = "search/indexcache_search/lab/README.md"
+    for path in sorted([*ROOT.glob("kernels/results/*.json"), *ROOT.glob("examples/*.py")]):
+        source = path.relative_to(ROOT).as_posix()
+        pages[source] = source
     return pages
 
 
