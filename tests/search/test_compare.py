@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from indexcache_search import demo
 from indexcache_search.cli.evaluate import app
 from indexcache_search.compare import measure, tasks
+from indexcache_search.compare.candidates import named_lines
 from indexcache_search.compare.result import rises
-from indexcache_search.compare.run import named_lines
 from indexcache_search.errors import DataError
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.hf.loading import describe_model, load_tokenizer

@@ -241,8 +241,9 @@ def evaluate(
         if harness is not None:
             _run_harness(model or str(demo.MODEL), addresses, harness, output, console)
             return
+        from indexcache_search.compare.candidates import Candidates
         from indexcache_search.compare.result import rises
-        from indexcache_search.compare.run import Candidates, ComparisonData, Runtime, SpeedOptions, run, show
+        from indexcache_search.compare.run import ComparisonData, Runtime, SpeedOptions, run, show
 
         candidates = Candidates(
             patterns=tuple(pattern or (demo.PATTERNS if is_demo and not endpoint else ())),

@@ -14,9 +14,9 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from indexcache_search.compare import measure
+from indexcache_search.compare.candidates import Candidates, Spec
 from indexcache_search.compare.held_out import ComparisonSet
 from indexcache_search.compare.measure import Compared, Done
-from indexcache_search.compare.run import Candidates, Spec
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
