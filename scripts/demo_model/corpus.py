@@ -163,13 +163,13 @@ def read_documents(archive: Archive, path: Path) -> Iterator[str]:
             yield text[:MAX_DOCUMENT_CHARS]
 
 
-def train_tokenizer(documents: list[str]) -> Tokenizer:
-    """Train a byte-level BPE of `VOCAB_SIZE` entries, the special tokens first."""
+def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE of `vocab_size` entries, the special tokens first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -192,7 +192,7 @@ def key_words(tokenizer: Tokenizer, counts: np.ndarray) -> np.ndarray:
     return np.array(words[:-60], np.int64)
 
 
-def build(output: Path) -> None:
+def build(output: Path, vocab_size: int = VOCAB_SIZE) -> None:
     """Write tokenizer.json, corpus.npz (uint16 token streams) and the held-out documents as JSONL into `output`."""
     archives = output / "archives"
     archives.mkdir(parents=True, exist_ok=True)
@@ -213,7 +213,7 @@ def build(output: Path) -> None:
         "calibration": ordered[held_out : 2 * held_out],
         "train": ordered[2 * held_out :],
     }
-    tokenizer = train_tokenizer(parts["train"])
+    tokenizer = train_tokenizer(parts["train"], vocab_size)
     tokenizer.save(str(output / "tokenizer.json"))
     end = tokenizer.token_to_id("<|eos|>")
     streams = {
@@ -222,7 +222,7 @@ def build(output: Path) -> None:
         )
         for name, texts in parts.items()
     }
-    counts = np.bincount(streams["train"], minlength=VOCAB_SIZE)
+    counts = np.bincount(streams["train"], minlength=vocab_size)
     np.savez_compressed(output / "corpus.npz", words=key_words(tokenizer, counts), **streams)
     for name in ("calibration", "evaluation"):
         rows = [{"text": text, "public_domain": text in public} for text in parts[name]]
@@ -237,4 +237,6 @@ def build(output: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("build/corpus"))
-    build(parser.parse_args().output)
+    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="that of the demo model unless given")
+    options = parser.parse_args()
+    build(options.output, options.vocab_size)

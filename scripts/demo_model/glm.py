@@ -71,6 +71,12 @@ def demo_config(layers: int = 16, index_topk: int = 64) -> dict[str, Any]:
     }
 
 
+def dense_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the same model without indexers: a dense `Glm4MoeLiteForCausalLM`."""
+    kept = {key: value for key, value in config.items() if not key.startswith(("index_", "indexer_"))}
+    return {**kept, "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
+
+
 def positions(model: Any, length: int, device: torch.device) -> Rope:
     """Return rotary tables of positions 0 to `length` - 1."""
     return rope_table(length, model.config.qk_rope_head_dim, _THETA, device)

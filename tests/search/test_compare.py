@@ -70,6 +70,23 @@ def test_the_answers_of_tasks_are_right() -> None:
     words = [needle.strip() for needle in puzzle.needles]
     assert set(sorted(set(words), key=words.count)[-3:]) == set(puzzle.answers)
     assert {words.count(answer) for answer in puzzle.answers} == {12}
+    for seed in range(20):
+        puzzle = tasks.mrcr(random.Random(seed))
+        _, _, _, number, _, about, topic, _ = puzzle.question.split()
+        assert about == "about" and len(puzzle.needles) == 8
+        notes = [needle for needle in puzzle.needles if f"note about {topic}.\n" in needle]
+        place = ["first", "second", "third", "fourth"].index(number)
+        assert len(notes) == 4 and f"Note: {puzzle.answers[0]}.\n" in notes[place]
+
+
+def test_lines_that_must_keep_their_order_do(tokenizer: Any) -> None:
+    haystack = tokenizer.encode("All is quiet on the northern shore. " * 400, add_special_tokens=False)
+    for task in ("variable_tracking", "mrcr"):
+        for seed in range(5):
+            puzzle = tasks.TASKS[task](random.Random(f"{task} {seed}"))
+            text = tokenizer.decode(tasks.sample(task, tokenizer, haystack, 1500, seed, chat=False).tokens)
+            places = [text.index(needle) for needle in puzzle.needles]
+            assert puzzle.ordered and places == sorted(places)
 
 
 def test_tasks_without_room_are_refused(tokenizer: Any) -> None:

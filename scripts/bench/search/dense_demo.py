@@ -13,6 +13,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from indexcache_search import demo
+from scripts.demo_model.glm import dense_config
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -23,9 +24,7 @@ def write(folder: Path) -> None:
     weights = {name: item for name, item in load_file(folder / WEIGHTS).items() if ".indexer." not in name}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     config = json.loads((folder / CONFIG).read_text())
-    kept = {key: value for key, value in config.items() if not key.startswith(("index_", "indexer_"))}
-    name = {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
-    (folder / CONFIG).write_text(json.dumps({**kept, **name}, indent=1))
+    (folder / CONFIG).write_text(json.dumps(dense_config(config), indent=1))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Generated long-range tasks in the manner of RULER (Hsieh et al. 2024, arXiv 2404.06654): "-style", not RULER itself.
+"""Generated long-range tasks in the manner of RULER and of MRCR: "-style", not these themselves.
+
+RULER: Hsieh et al. 2024, arXiv 2404.06654. MRCR, for which `mrcr` is named: Vodrahalli et al. 2024, arXiv 2409.12640.
 
 Each sample fills its context exactly: needles stand at random positions of a haystack of running text, the question
 and its answer at the end. Only the answer's tokens count.
@@ -24,12 +26,13 @@ _PLACE = "<<<indexcache>>>"
 
 @dataclass(frozen=True)
 class Puzzle:
-    """Lines to hide, the question, the words before the answer, and the answers."""
+    """Lines to hide, the question, the words before the answer, and the answers; `ordered` lines keep their order."""
 
     needles: Sequence[str]
     question: str
     lead: str
     answers: Sequence[str]
+    ordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def variable_tracking(rng: random.Random) -> Puzzle:
     for number, chain in zip(numbers, (names[:5], names[5:]), strict=True):
         needles.append(f"\nVAR {chain[0]} = {number}\n")
         needles += [f"\nVAR {later} = VAR {earlier}\n" for earlier, later in itertools.pairwise(chain)]
-    return Puzzle(needles, f"Which five variables hold {numbers[0]}?", "They are", names[:5])
+    return Puzzle(needles, f"Which five variables hold {numbers[0]}?", "They are", names[:5], ordered=True)
 
 
 def common_words(rng: random.Random) -> Puzzle:
@@ -106,12 +109,29 @@ def common_words(rng: random.Random) -> Puzzle:
     return Puzzle(needles, "Which three made-up words stand most often in the text?", "They are", words[:3])
 
 
+def mrcr(rng: random.Random) -> Puzzle:
+    """Ask to repeat one of four notes about the same thing, by its number; four others are about another thing."""
+    topics = _words(rng, 2)
+    order = [0, 1] * 4
+    rng.shuffle(order)
+    notes = [" ".join(_words(rng, 8)) for _ in order]
+    needles = [
+        f"\nRequest: write a note about {topics[topic]}.\nNote: {note}.\n"
+        for topic, note in zip(order, notes, strict=True)
+    ]
+    about, number = rng.randrange(2), rng.randrange(4)
+    which = f"the {('first', 'second', 'third', 'fourth')[number]} note about {topics[about]}"
+    answer = [note for topic, note in zip(order, notes, strict=True) if topic == about][number]
+    return Puzzle(needles, f"What does {which} say?", f"{which.capitalize()} says:", [answer], ordered=True)
+
+
 TASKS: dict[str, Callable[[random.Random], Puzzle]] = {
     "multi_key": multi_key,
     "multi_value": multi_value,
     "multi_query": multi_query,
     "variable_tracking": variable_tracking,
     "common_words": common_words,
+    "mrcr": mrcr,
 }
 
 
@@ -149,7 +169,8 @@ def sample(task: str, tokenizer: Any, haystack: Sequence[int], seq_len: int, see
         )
     first = rng.randint(0, len(haystack) - room)
     cuts = sorted(rng.randint(0, room) for _ in needles)
-    rng.shuffle(needles) if task != "variable_tracking" else None  # assignments keep their order
+    if not puzzle.ordered:
+        rng.shuffle(needles)
     tokens, at = start, first
     for needle, cut in zip(needles, cuts, strict=True):
         tokens = [*tokens, *haystack[at : first + cut], *needle]
