@@ -5,8 +5,9 @@ r"""Train a dense language model with latent attention (MLA), of 60 million weig
     torchrun --nproc-per-node 2 -m scripts.demo_model.train_dense_mla ...
 
 Short sequences come first, since looking things up is learned soonest there (a model of 24 layers and 10 million
-weights learned it within 26 million tokens), then longer ones. Over the last quarter of the time the learning rate
-falls to 0. `--steps` takes numbers of steps in the place of the clock.
+weights learned it within 26 million tokens), then longer ones. A stage of short ones ends once answers are found, or
+when its time is up; what it leaves goes to the longest. Over the last quarter of the time the learning rate falls to 0.
+`--steps` takes numbers of steps in the place of the clock.
 
 The same command again goes on from the last checkpoint: with `--steps`, on a CPU, to the same weights bit for bit. With
 the clock, what earlier runs spent counts; how many steps fit into it depends on the machine.
@@ -38,23 +39,34 @@ from scripts.demo_model.recall import ANSWER, TEXT, Batch
 from scripts.demo_model.train_demo_model import Trainer, configure_pytorch
 from sglang_indexcache.files.digest import file_digest
 
-WEIGHTS = {TEXT: 1.0, ANSWER: 4.0, TASK: 16.0}  # of targets in the loss; a sample of TASK has few of them
+WEIGHTS = {TEXT: 1.0, ANSWER: 4.0, TASK: 32.0}  # of targets in the loss; a sample of TASK has few of them
 RATE = 2e-3
 RAMP = 30  # steps of the ramp that a stage begins with
-CHECK = 10  # steps between looks at the clock
+CHECK = 10  # steps between looks at the clock and at the losses
+LOOKS, LEARNED = 5, 1.0  # a stage of short sequences ends when so many looks saw losses of answers below this
 OPTIMIZER_BYTES = 28  # of a weight: itself, gradient, moments, and what Muon holds while it steps
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the training: sequences of `length` tokens, for a share of the time."""
+    """A part of the training: sequences of `length` tokens, until a share of all the time is over.
+
+    With `early` it ends as soon as answers are found.
+    """
 
     name: str
     length: int
-    share: float
+    until: float
+    early: bool = False
 
 
-STAGES = (Stage("256", 256, 0.15), Stage("1024", 1024, 0.2), Stage("4096", 4096, 0.4), Stage("decay", 4096, 0.25))
+STAGES = (
+    Stage("256", 256, 0.25, early=True),
+    Stage("512", 512, 0.4, early=True),
+    Stage("1024", 1024, 0.5, early=True),
+    Stage("4096", 4096, 0.75),
+    Stage("decay", 4096, 1.0),
+)
 
 
 def model_config(layers: int, hidden: int, heads: int, vocab_size: int) -> dict[str, Any]:
@@ -209,7 +221,8 @@ class DenseTrainer(Trainer):
             if end is None and number + 1 == len(STAGES):  # the rate falls over a known number of steps
                 before = [0, *self.ends][number - 1] or 0
                 pace = self.spent[number - 1] / max(1, self.step - before)
-                self.ends[number] = self.step + max(1, round(stage.share * seconds / max(pace, 1e-6)))
+                left = max(0.0, seconds - sum(self.spent))
+                self.ends[number] = self.step + max(1, round(left / max(pace, 1e-6)))
             self._run(number, seconds, workers, keep_every, show)
             self.keep()
             if number != len(STAGES) - 2:
@@ -228,6 +241,7 @@ class DenseTrainer(Trainer):
         parameters = [parameter for group in groups for parameter in group["params"]]
         began, earlier = time.monotonic(), self.spent[number]
         kept, shown, since = began, began, self.step
+        seen: list[float] = []  # the larger loss of answers, at the last looks
         for batch in self._batches(stage, workers):
             end = self.ends[number]
             factor = min(1.0, (self.step - first + 1) / RAMP) if number < len(STAGES) - 1 else 1.0
@@ -263,7 +277,12 @@ class DenseTrainer(Trainer):
                 self.log(stage=stage.name, step=self.step, **metrics(), **about)
                 shown, since = now, self.step
             if end is None and self.step % CHECK == 0:
-                over, *_ = self.processes.gather(self.spent[number] >= stage.share * seconds)
+                over = sum(self.spent) >= stage.until * seconds
+                if stage.early:
+                    found = metrics()
+                    seen = [*seen, max(found.get(name, 0.0) for name in ("answer", "task"))][-LOOKS:]
+                    over |= len(seen) == LOOKS and max(seen) < LEARNED
+                over, *_ = self.processes.gather(over)  # the first one decides
                 if over:
                     self.ends[number] = end = self.step
             if self.step == end:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from indexcache_search.training.processes import Processes
 from scripts.demo_model import glm, mixture, train_dense_mla
 from scripts.demo_model.corpus import SPECIAL_TOKENS
 from scripts.demo_model.mixture import TASK, Batches
-from scripts.demo_model.recall import UNSCORED
+from scripts.demo_model.recall import TEXT, UNSCORED
 from scripts.demo_model.train_dense_mla import DenseTrainer, Stage, check_memory, model_config
 from tests.two_ranks import on_two_ranks
 
 ALONE = Processes(0, 1, torch.device("cpu"), False)
 STEPS = [2, 2, 3]
 VOCAB = 512
+LISTED = train_dense_mla.STAGES
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = (Stage("short", 64, 0.25), Stage("long", 130, 0.5), Stage("decay", 130, 0.25))
+    stages = (Stage("short", 96, 0.25, early=True), Stage("long", 130, 0.75), Stage("decay", 130, 1.0))
     monkeypatch.setattr(train_dense_mla, "STAGES", stages)
     monkeypatch.setattr(train_dense_mla, "CHECK", 1)
     monkeypatch.setattr(DenseTrainer, "evaluate", lambda self, name, sparse, sequences, length: None)
@@ -113,6 +115,32 @@ def test_the_clock_ends_stages_and_the_last_one_has_a_known_end(corpus: Path, tm
     assert again.step == 3  # nothing is left to do
 
 
+def test_a_stage_of_short_sequences_ends_once_answers_are_found(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = itertools.chain([0.1, 3.0, 0.3, 0.2], itertools.repeat(0.1))
+    step = DenseTrainer.dense_step
+
+    def told(self: DenseTrainer, *words: Any) -> Any:
+        step(self, *words)
+        answer = next(losses)
+        return lambda: {"answer": answer}
+
+    monkeypatch.setattr(DenseTrainer, "dense_step", told)
+    monkeypatch.setattr(train_dense_mla, "LOOKS", 2)
+    trainer, clock = make(corpus, tmp_path), iter(range(1000))
+    monkeypatch.setattr(train_dense_mla.time, "monotonic", lambda: next(clock))
+    train(trainer, None, 100.0)
+    assert trainer.ends[0] == 4 and trainer.spent[1] > trainer.spent[0]  # two looks in a row
+
+
+def test_all_lengths_of_a_training_have_room_for_their_tasks() -> None:
+    lengths = {stage.length for stage in LISTED}
+    assert lengths - {256} == {512, 1024, 4096} and mixture.SHORTEST == 512
+    shares = [stage.until for stage in LISTED]
+    assert shares == sorted(shares) and shares[-1] == 1.0 and not any(stage.early for stage in LISTED[-2:])
+
+
 def test_the_rate_falls_to_zero_over_the_last_stage(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,8 +194,10 @@ def test_a_batch_depends_on_its_number_alone(corpus: Path, monkeypatch: pytest.M
     batches = Batches(corpus, "train", 1500, 4, seed=0)
     tokens, kind = batches[5]
     assert tokens.shape == kind.shape == (4, 1500) and tokens.dtype == torch.int64
-    assert [(row == TASK).any().item() for row in kind] == [False] * 3 + [True]
-    assert ((kind[3] == TASK) | (kind[3] == UNSCORED)).all()
+    assert [(row == TASK).any().item() for row in kind] == [False, False, True, True]
+    assert ((kind[2:] == TASK) | (kind[2:] == TEXT)).all()
+    assert torch.equal(mixture.scored(kind)[:2].bool(), kind[:2] != UNSCORED)
+    assert torch.equal(mixture.scored(kind)[2:].bool(), kind[2:] == TASK)
     batches[6]
     assert all(torch.equal(one, two) for one, two in zip((tokens, kind), batches[5], strict=True))
     for other in (batches[6], Batches(corpus, "train", 1500, 4, 1)[5], Batches(corpus, "evaluation", 1500, 4, 0)[5]):
