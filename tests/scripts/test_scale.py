@@ -10,42 +10,88 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from indexcache_search.data.reader import TokenReader
 from scripts.bench.search import scale
-from scripts.bench.search.scale import BASE, DENSE, Plan, Row, Step, recovered, run, table
+from scripts.bench.search.scale import Plan, Sizes, Step, run, sizes_for
+from scripts.bench.search.scale_table import (
+    BASE,
+    CONTROL,
+    DENSE,
+    OWN,
+    SEARCHED,
+    UNIFORM,
+    Row,
+    means,
+    recovered,
+    table,
+)
 from sglang_indexcache import Pattern
-
-OPTIONS = {"seeds": [0, 1], "gpus": 1, "length": 96, "batch_size": 2, "warmup_steps": 1, "steps": 2, "micro_batch": 1}
-RATES = {"lr": 1e-4, "indexer_lr": 1e-3, "warmup_pace": 1.0, "sparse_pace": 2.0, "search_seconds": 5.0}
-SIZES = {"index_heads": 4, "index_dim": 64, "index_topk": 16, "dense_seconds": 9.0, "dense": "--workers 0"}
+from tests.scripts.small_corpus import VOCAB, write_corpus
 
 
-def plan(folder: Path) -> Plan:
-    return Plan(argparse.Namespace(output=folder, corpus=folder / "corpus", **OPTIONS, **RATES, **SIZES))
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def touching(name: str, folder: Path, needs: str | None = None, code: int = 0) -> Step:
+SMALL = ["--length", "96", "--batch-size", "2", "--warmup-steps", "1", "--steps", "2", "--micro-batch", "1"]
+INDEXERS = ["--index-heads", "4", "--index-dim", "64", "--index-topk", "16"]
+
+
+def options(folder: Path, *words: str) -> argparse.Namespace:
+    given = ["--corpus", str(folder / "corpus"), "--output", str(folder), "--dense-seconds", "9", "--seeds", "0,1"]
+    return scale.parser().parse_args([*given, *SMALL, *INDEXERS, *words])
+
+
+def plan(folder: Path, *words: str) -> Plan:
+    return Plan(options(folder, *words), Sizes(1, 2, [0, 1]), (1.0, 2.0))
+
+
+def touching(
+    name: str, folder: Path, needs: str | None = None, code: int = 0, seconds: float = 1.0, background: bool = False
+) -> Step:
     line = f"import pathlib, sys; pathlib.Path({str(folder / name)!r}).touch(); sys.exit({code})"
-    return Step(name, [sys.executable, "-c", line], folder / name, 1.0, None if needs is None else folder / needs)
+    after = None if needs is None else folder / needs
+    return Step(name, [sys.executable, "-c", line], folder / name, seconds, after, background)
 
 
 def test_steps_wait_for_what_they_need_and_are_not_done_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = [touching("third", tmp_path, "second"), touching("second", tmp_path, "first"), touching("first", tmp_path)]
-    run(steps, 2, 1, tmp_path / "logs")
+    run(steps, 2, 1, tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines if "exit code 0" in line] == ["first", "second", "third"]
-    run(steps, 2, 1, tmp_path / "logs")
-    assert capsys.readouterr().out == ""
+    run(steps, 2, 1, tmp_path)
+    assert capsys.readouterr().out == "" and (tmp_path / "settled").exists()
 
 
-def test_after_a_failure_nothing_starts(tmp_path: Path) -> None:
-    steps = [touching("bad", tmp_path / "missing"), touching("later", tmp_path)]
+def test_after_a_failure_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [touching("bad", tmp_path / "missing"), touching("good", tmp_path), touching("orphan", tmp_path, "nothing")]
     with pytest.raises(SystemExit, match=r"bad failed, see .*bad\.log"):
-        run(steps, 1, 1, tmp_path / "logs")
-    assert not (tmp_path / "later").exists() and "FileNotFoundError" in (tmp_path / "logs" / "bad.log").read_text()
-    with pytest.raises(SystemExit, match=r"orphan: .*nothing is missing"):
-        run([touching("orphan", tmp_path, "nothing")], 1, 1, tmp_path / "logs")
+        run(steps, 1, 1, tmp_path)
+    assert (tmp_path / "good").exists() and not (tmp_path / "orphan").exists()
+    assert "FileNotFoundError" in (tmp_path / "logs" / "bad.log").read_text()
+    assert "orphan: not run, " in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="orphan failed"):
+        run(steps[2:], 1, 1, tmp_path)
+
+
+def test_what_does_not_fit_into_the_time_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [touching("short", tmp_path, seconds=9), touching("long", tmp_path, seconds=11)]
+    run(steps, 2, 1, tmp_path, lambda: 10.0)
+    assert (tmp_path / "short").exists() and not (tmp_path / "long").exists()
+    assert "long: not run, needs about 11 s, 10 s are left" in capsys.readouterr().out
+
+
+def test_a_step_in_the_background_ends_once_the_others_have(tmp_path: Path) -> None:
+    line = f"""import pathlib, time
+folder = pathlib.Path({str(tmp_path)!r})
+while not (folder / "settled").exists(): time.sleep(0.05)
+(folder / "seen").write_text(str((folder / "last").exists()))"""
+    evaluation = Step("evaluation", [sys.executable, "-c", line], tmp_path / "never", 99.0, background=True)
+    run([evaluation, touching("first", tmp_path), touching("last", tmp_path, "first")], 1, 1, tmp_path, lambda: 10.0)
+    assert (tmp_path / "seen").read_text() == "True"
 
 
 def test_commands_are_those_of_the_package(tmp_path: Path) -> None:
@@ -57,39 +103,93 @@ def test_commands_are_those_of_the_package(tmp_path: Path) -> None:
     ]
     first = " ".join(steps["searched"].command)
     assert f"--model {tmp_path / 'dense'} --search-first 1/4 --index-heads=4 --index-dim=64 --index-topk=16" in first
+    assert "--num-sequences 6 " in first and "--warmup steps=1,lr=1e-3 --sparse steps=2," in first
     own = " ".join(steps["own-1"].command)
     assert "--pattern uniform@1/4 --loss own" in own and "--seed 1" in own
     assert "--loss" not in " ".join(steps["uniform-1"].command)
     assert f"{tmp_path / 'searched' / 'search' / 'pattern.yaml'}@1/4" in steps["searched-1"].command
     base = tmp_path / "searched" / "all-layers"
     assert all(str(base / "model") in step.command for name, step in steps.items() if name != "searched")
-    assert steps["uniform-0"].needs == base / "metrics.json" and steps["uniform-0"].seconds == 35
-    alone = plan(tmp_path).dense_step()
-    assert alone.command[1:3] == ["-m", "scripts.demo_model.train_dense_mla"] and alone.command[-2:] == [
-        "--workers",
-        "0",
-    ]
-    both = Plan(argparse.Namespace(**{**vars(plan(tmp_path).options), "gpus": 2})).dense_step()
-    assert both.command[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    assert steps["uniform-0"].needs == base / "metrics.json" and steps["uniform-0"].seconds == scale.OVERHEAD + 5
+    alone = plan(tmp_path, "--dense", "--workers 0").dense_step()
+    assert alone.command[1:3] == ["-m", "scripts.demo_model.train_dense_mla"]
+    assert alone.command[-4:] == ["--batch-tokens", "65536", "--workers", "0"]
+    both = plan(tmp_path, "--gpus", "2").dense_step().command
+    assert both[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert both[-2:] == ["--batch-tokens", "32768"]  # the same step on both
+    one = plan(tmp_path, "--gpus", "2", "--dense-gpus", "1").dense_step()
+    assert one.command == alone.command[:-2]
 
 
-def test_rows_have_their_patterns(tmp_path: Path) -> None:
-    folder = tmp_path / "searched" / "search"
-    folder.mkdir(parents=True)
-    rows = [{"name": "similarity", "pattern": "FFSSSFSF"}, {"name": "lazy", "pattern": "FSFSFSFS"}]
-    (folder / "metrics.json").write_text(json.dumps({"held_out": {"rows": rows}}))
+def test_the_evaluation_runs_with_the_same_options(tmp_path: Path) -> None:
+    made = plan(tmp_path, "--dense", "--workers 0 --show 1")
+    command = made.evaluation_step().command
+    again = scale.parser().parse_args(list(command[3:]))
+    assert again == argparse.Namespace(**{**vars(made.options), "only": "evaluate", "wait": True})
+
+
+def test_rows_are_ready_once_their_files_are_there(tmp_path: Path) -> None:
     made = plan(tmp_path)
-    found = {(row.name, row.seed): row for row in made.rows(8)}
-    patterns = {name: str(made.pattern(row, 8)) for name, row in found.items() if row.pattern != "searched"}
+    rows = {(row.name, row.seed): row for row in made.rows()}
+    assert not any(map(made.is_ready, rows.values()))
+    (made.base / "model").mkdir(parents=True)
+    (made.base / "model" / "config.json").touch()
+    (made.base / "metrics.json").touch()
+    ready = [row.name for row in rows.values() if made.is_ready(row)]
+    assert ready == [DENSE, BASE, "uniform 1/4, training-free"]
+    made.search_result.parent.mkdir()
+    similar = [{"name": "similarity", "pattern": "FFSSSFSF"}, {"name": "lazy", "pattern": "FSFSFSFS"}]
+    made.search_result.write_text(json.dumps({"held_out": {"rows": similar}}))
+    assert sum(map(made.is_ready, rows.values())) == 5
+    (tmp_path / "own-1" / "model").mkdir(parents=True)
+    (tmp_path / "own-1" / "model" / "config.json").touch()
+    assert made.is_ready(rows[OWN, 1]) and not made.is_ready(rows[OWN, 0])
+    patterns = {key: str(made.pattern(row, 8)) for key, row in rows.items() if row.pattern != "searched"}
     assert patterns["similarity 1/4, training-free", None] == "FFSSSFSF"
-    assert (
-        patterns["uniform 1/4, trained", 1]
-        == patterns["uniform 1/4, training-free", None]
-        == str(Pattern.uniform(8, 4))
-    )
-    assert patterns[f"{BASE}, trained as long", 0] == patterns[DENSE, None] == "F" * 8
-    assert found["searched 1/4, trained", 0].model == tmp_path / "searched" / "trained" / "model"
-    assert found["searched 1/4, trained", 1].model == tmp_path / "searched-1" / "model"
+    assert patterns[UNIFORM, 1] == patterns["uniform 1/4, training-free", None] == str(Pattern.uniform(8, 4))
+    assert patterns[CONTROL, 0] == patterns[DENSE, None] == "F" * 8
+    assert rows[SEARCHED, 0].model == tmp_path / "searched" / "trained" / "model"
+    assert rows[SEARCHED, 1].model == tmp_path / "searched-1" / "model"
+
+
+def test_as_many_seeds_and_steps_as_fit() -> None:
+    seeds = [0, 1, 2]
+    most = Sizes(scale.MOST // 3, scale.MOST - scale.MOST // 3, seeds)
+    assert sizes_for(9999.0, (0.5, 0.5), seeds, 1, 2) == most
+    few = Sizes(scale.FEWEST // 3, scale.FEWEST - scale.FEWEST // 3, [0])
+    assert sizes_for(10.0, (0.5, 0.5), seeds, 1, 2) == few
+    one, two = (sizes_for(1000.0, (0.5, 1.0), seeds, gpus, 2) for gpus in (1, 2))
+    assert 1 <= len(one.seeds) < len(two.seeds) == 3
+
+
+def test_the_rehearsals_pace_and_what_was_chosen_are_kept(tmp_path: Path) -> None:
+    log = tmp_path / "rehearsal" / "searched" / "all-layers" / "log.jsonl"
+    log.parent.mkdir(parents=True)
+    seconds = [("original", 9.0), ("warmup", 30.0), ("warmup", 0.1), ("sparse", 20.0)]
+    lines = [json.dumps({"stage": stage, "seconds": value}) + "\n" for stage, value in seconds]
+    log.write_text("".join(lines))
+    assert scale.pace(log) is None  # its only sparse step compiled
+    log.write_text("".join([*lines, json.dumps({"stage": "sparse", "seconds": 0.2}) + "\n"]))
+    assert scale.pace(log) == (0.1, 0.2)
+    given = argparse.Namespace(**{**vars(options(tmp_path)), "warmup_steps": None, "steps": None, "seeds": [0, 1, 2]})
+    sizes, pace = scale.kept_sizes(given, lambda: 1200.0)
+    assert pace == pytest.approx((0.4, 0.8))  # 16 layers, the rehearsal had 4
+    assert sizes == sizes_for(1200.0, pace, [0, 1, 2], 1, 2)
+    assert scale.kept_sizes(given, lambda: 1.0) == (sizes, pace)  # the same command goes on
+
+
+def test_what_is_written_is_what_is_read(corpus: Path, tmp_path: Path) -> None:
+    """As many sequences come out of the reader as went in, with the same tokens counted."""
+    made = plan(tmp_path, "--corpus", str(corpus), "--length", "1024", "--held-out", "4", "--text-sequences", "3")
+    scale.write_data(made)
+    for name, count in (("training", 80), ("held-out", 16), ("recall", 16)):
+        rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        reader = TokenReader(lambda: None, VOCAB, 1024)
+        sections = list(reader.sections(str(tmp_path / f"{name}.jsonl"), 0))
+        assert len(rows) == len(sections) == count
+        assert sorted(section.tokens.tolist() for section in sections) == sorted(row["input_ids"] for row in rows)
+        assert reader.readings[0].counted == sum(sum(row["loss_mask"]) for row in rows) > 0
+    assert (tmp_path / "recall.jsonl").read_text() != (tmp_path / "held-out.jsonl").read_text()
 
 
 def results(**losses: tuple[int | None, float]) -> list[dict[str, object]]:
@@ -112,23 +212,34 @@ def test_the_table_pairs_sequences_and_averages_seeds(tmp_path: Path) -> None:
         Row("trained", tmp_path, "F", "base"),
     ]
     groups = {"text": GROUPS["text"], "RULER-like": np.array([0, 1])}
-    lines = table(items, [*rows, Row("not there", tmp_path, "F", "base")], groups).splitlines()
+    lines = table(items, [*rows, Row("later", tmp_path, "F", "base")], groups).splitlines()
     assert lines[0] == "| | seeds | text loss | RULER-like loss | RULER-like right |"
     assert lines[1].count("|") == lines[0].count("|")
     assert lines[2] == "| base | 1 | 2.0000 | 2.0000 | 50.0% |"
     # Differences of 0.2 and 0.6, the means over two seeds: 0.4, with a standard error of 0.2.
-    assert lines[4].startswith("| trained | 2 | 2.4000 (+0.4000 ±0.2000) |") and len(lines) == 5
+    assert lines[4].startswith("| trained | 2 | 2.4000 (+0.4000 ±0.2000) |")
+    assert lines[5] == "| later | 0 | not run | not run | not run |" and len(lines) == 6
+
+
+def test_rows_of_several_seeds_are_compared_in_the_seeds_that_both_have(tmp_path: Path) -> None:
+    items = [*results(uniform=(1, 1.3)), *results(control=(1, 1.2)), *results(uniform=(0, 1.5))]
+    rows = [Row("control", tmp_path, "F", "control", 1), Row("uniform", tmp_path, "F", "control", 1)]
+    lines = table(items, rows, {"text": GROUPS["text"]}).splitlines()
+    assert lines[3].startswith("| uniform | 2 | 2.8000 (+0.2000")
+    rest = [item for item in items if (item["row"], item["seed"]) != ("uniform", 1)]
+    assert table(rest, rows, {"text": GROUPS["text"]}).splitlines()[3] == "| uniform | 1 | 3.0000 |"
 
 
 def test_the_share_recovered_is_relative_to_the_model_trained_as_long() -> None:
     items = results(**{
-        BASE: (None, 1.0), "uniform 1/4, training-free": (None, 1.5), f"{BASE}, trained as long": (0, 1.0),
-        "uniform 1/4, trained": (0, 1.05), "uniform 1/4, trained, own layer's loss": (0, 1.25),
+        BASE: (None, 1.0), "uniform 1/4, training-free": (None, 1.5),
+        CONTROL: (0, 1.0), UNIFORM: (0, 1.05), OWN: (0, 1.25),
     })  # fmt: skip
+    assert recovered(items[1:], {"text": GROUPS["text"]}) == ""  # without the reference
     lines = recovered(items, {"text": GROUPS["text"]}).splitlines()
     assert lines[0] == "uniform 1/4, trained, text: 90% of +1.0000 recovered (by seed: 90%)"
     assert lines[1].startswith("uniform 1/4, trained, own layer's loss, text: 50%")
 
 
 def test_sequences_without_scored_tokens_do_not_count() -> None:
-    assert scale.means(results(base=(None, 1.0)), "base", "correct", GROUPS["RULER-like"]).tolist() == [[0.9]]
+    assert means(results(base=(None, 1.0)), "base", "correct", GROUPS["RULER-like"]).tolist() == [[0.9]]

@@ -7,42 +7,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_search.training.processes import Processes
 from scripts.demo_model import glm, mixture, train_dense_mla
-from scripts.demo_model.corpus import SPECIAL_TOKENS
 from scripts.demo_model.mixture import TASK, Batches
 from scripts.demo_model.recall import TEXT, UNSCORED
 from scripts.demo_model.train_dense_mla import DenseTrainer, Stage, check_memory, model_config
+from tests.scripts.small_corpus import VOCAB, write_corpus
 from tests.two_ranks import on_two_ranks
 
 ALONE = Processes(0, 1, torch.device("cpu"), False)
 STEPS = [2, 2, 3]
-VOCAB = 512
 LISTED = train_dense_mla.STAGES
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random tokens, and a tokenizer of bytes."""
-    folder = tmp_path_factory.mktemp("corpus")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(["Note: the code of the third note about them is what they say. " * 9], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    generator = np.random.default_rng(0)
-    streams = {part: generator.integers(10, 200, 40_000).astype(np.uint16) for part in ("train", "evaluation")}
-    np.savez(folder / "corpus.npz", words=np.arange(100, 164), **streams)
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(autouse=True)

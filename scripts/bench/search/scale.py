@@ -1,28 +1,33 @@
 """Training-aware IndexCache on a dense language model of 62 million weights, from the first step to the table.
 
     python -m scripts.demo_model.corpus --output build/corpus8192 --vocab-size 8192
-    python -m scripts.bench.search.scale --corpus build/corpus8192 --output build/scale
+    python -m scripts.bench.search.scale --corpus build/corpus8192 --output build/scale --seconds 1500 --gpus 2
 
 A dense model with latent attention is trained (`scripts.demo_model.train_dense_mla`) and made DSA by
 `indexcache-distill --search-first 1/4`: indexers in all layers, a search, training with the pattern found. From the
 model with indexers in all layers, uniform 1/4 trains with the loss over all layers and with its own layer's alone, and
 the model trains on without a pattern, so that what more training does is not taken for what the loss does. All rows are
-evaluated on held-out text and on samples of `indexcache-eval --tasks`.
+evaluated on held-out text, on recall sequences and on samples of `indexcache-eval --tasks`; the table in
+`OUTPUT/table.md` grows with each.
 
-Each step is a command of its own, which is printed. The same command again goes on where it was stopped.
+A rehearsal comes first: the whole chain with a model of four layers and two steps a stage. It fails within a minute or
+two, not after the dense training, and its pace says how many steps and seeds fit into `--seconds`. Each step is a
+command of its own, which is printed. The same command again goes on where it was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -35,36 +40,41 @@ from indexcache_search.distill.dense_mla import DenseStart
 from indexcache_search.distill.settings import IndexerSize
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.loading import describe_model, load_tokenizer, set_quiet
+from scripts.bench.search.scale_table import BASE, CONTROL, DENSE, OWN, SEARCHED, SHARE, UNIFORM, Row, recovered, table
 from scripts.demo_model.mixture import TASK_NAMES, Batches, scored
+from scripts.demo_model.recall import ANSWER
+from scripts.demo_model.train_demo_model import MIXTURE
 from sglang_indexcache import Pattern
 from sglang_indexcache.files.pattern_file import PatternFile
 
-SHARE = "1/4"
-GROUPS = {"text": ("text",), "RULER-like": tuple(name for name in TASK_NAMES if name != "mrcr"), "MRCR-like": ("mrcr",)}
-HELD_OUT = 16  # sequences of indexcache-distill's own held-out set
-DENSE, BASE = "dense", "DSA"
+REHEARSED = 4  # layers
+MOST, FEWEST = 180, 60  # steps of a training: a third of them warm-up
+OVERHEAD, SEARCH, EVALUATION = 45.0, 120.0, 60.0  # seconds: of a training beside its steps, and of all rows
+RECALL = {name: share for name, share in MIXTURE.items() if name != "text"}
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command that leaves `result` behind, and can start once `needs` is there; `seconds` are an estimate."""
+    """A command that leaves `result` behind, and can start once `needs` is there.
+
+    `seconds` are an estimate. One in the `background` ends by itself once all others have.
+    """
 
     name: str
     command: Sequence[str]
     result: Path
     seconds: float
     needs: Path | None = None
+    background: bool = False
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of the table: the checkpoint that runs with `pattern`, and the row that it is compared with."""
+class Sizes:
+    """Of all trainings: steps of both stages, and the seeds."""
 
-    name: str
-    model: Path
-    pattern: Pattern | Path | str
-    reference: str
-    seed: int | None = None
+    warmup_steps: int
+    steps: int
+    seeds: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,8 @@ class Plan:
     """Folders and commands of the whole."""
 
     options: argparse.Namespace
+    sizes: Sizes
+    pace: tuple[float, float] = (1.0, 1.0)  # seconds of a warm-up and of a sparse step
     folder: Path = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,32 +104,10 @@ class Plan:
         """The model with indexers in all layers."""
         return self.searched / "all-layers"
 
-    def dense_step(self) -> Step:
-        """Train the dense model."""
-        options = self.options
-        launcher = [sys.executable, "-m"]
-        if options.gpus > 1:
-            launcher += ["torch.distributed.run", "--nproc-per-node", str(options.gpus), "-m"]
-        command = [*launcher, "scripts.demo_model.train_dense_mla", "--corpus", str(options.corpus)]
-        command += ["--output", str(self.dense), "--seconds", str(options.dense_seconds), *options.dense.split()]
-        return Step("dense", command, self.dense / "model.safetensors", options.dense_seconds + 60)
-
-    def training_steps(self) -> list[Step]:
-        """Train all that starts from the dense model, or from the one with indexers in all layers."""
-        options = self.options
-        once = options.warmup_steps * options.warmup_pace + options.steps * options.sparse_pace + 30
-        size = [f"--index-{key}={value}" for key, value in vars(self.size).items()]
-        first = self._distill(self.dense, ["--search-first", SHARE, *size], self.searched, options.seeds[0])
-        steps = [Step("searched", first, self.searched / "trained" / "metrics.json", 2 * once + options.search_seconds)]
-        ready = self.base / "metrics.json"
-        for row in self.trained_rows():
-            if row.model.parent == self.searched / "trained":
-                continue
-            after = ready if row.pattern != "searched" else self.searched / "search" / "pattern.yaml"
-            words = ["--pattern", self._spec(row), *(["--loss", "own"] if "own" in row.name else [])]
-            command = self._distill(self.base / "model", words, row.model.parent, row.seed or 0)
-            steps.append(Step(row.model.parent.name, command, row.model.parent / "metrics.json", once, after))
-        return steps
+    @property
+    def search_result(self) -> Path:
+        """The record of the search, which is there once it has ended."""
+        return self.searched / "search" / "metrics.json"
 
     @property
     def size(self) -> IndexerSize:
@@ -125,58 +115,100 @@ class Plan:
         options = self.options
         return IndexerSize(heads=options.index_heads, dim=options.index_dim, topk=options.index_topk)
 
+    def dense_step(self) -> Step:
+        """Train the dense model."""
+        options = self.options
+        launcher, gpus = [sys.executable, "-m"], options.dense_gpus or options.gpus
+        if gpus > 1:
+            launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m"]
+        command = [*launcher, "scripts.demo_model.train_dense_mla", "--corpus", str(options.corpus)]
+        command += ["--output", str(self.dense), "--seconds", str(options.dense_seconds)]
+        command += ["--layers", str(options.layers), "--batch-tokens", str(options.dense_tokens // gpus)]
+        return Step(
+            DENSE, [*command, *options.dense.split()], self.dense / "model.safetensors", options.dense_seconds + 60
+        )
+
+    def training_steps(self) -> list[Step]:
+        """Train all that starts from the dense model, or from the one with indexers in all layers."""
+        once = OVERHEAD + self.sizes.warmup_steps * self.pace[0] + self.sizes.steps * self.pace[1]
+        size = [f"--index-{key}={value}" for key, value in vars(self.size).items()]
+        first = self._distill(self.dense, ["--search-first", SHARE, *size], self.searched, self.sizes.seeds[0])
+        steps = [Step("searched", first, self.searched / "trained" / "metrics.json", 2 * once + SEARCH)]
+        for row in self.trained_rows():
+            if row.model.parent == self.searched / "trained":
+                continue
+            after = self.base / "metrics.json" if row.pattern != "searched" else self.search_result
+            words = ["--pattern", self._spec(row), *(["--loss", "own"] if row.name == OWN else [])]
+            command = self._distill(self.base / "model", words, row.model.parent, row.seed or 0)
+            steps.append(Step(row.model.parent.name, command, row.model.parent / "metrics.json", once, after))
+        return steps
+
+    def evaluation_step(self) -> Step:
+        """Evaluate rows as they come."""
+        given = {**vars(self.options), "only": "evaluate", "wait": None, "seeds": self.options.seeds}
+        words = [f"--{key.replace('_', '-')}={as_word(value)}" for key, value in given.items() if value is not None]
+        command = [sys.executable, "-m", "scripts.bench.search.scale", "--wait", *words]
+        return Step(
+            "evaluation", command, self.folder / "never", EVALUATION, self.base / "metrics.json", background=True
+        )
+
     def trained_rows(self) -> list[Row]:
         """Rows that train, by seed."""
         found = []
-        for seed in self.options.seeds:
-            trained = self.searched / "trained" if seed == self.options.seeds[0] else self.folder / f"searched-{seed}"
-            control = f"{BASE}, trained as long"
+        for seed in self.sizes.seeds:
+            trained = self.searched / "trained" if seed == self.sizes.seeds[0] else self.folder / f"searched-{seed}"
             for name, pattern, folder in (
-                (control, "uniform@1", self.folder / f"control-{seed}"),
-                (f"uniform {SHARE}, trained", f"uniform@{SHARE}", self.folder / f"uniform-{seed}"),
-                (f"uniform {SHARE}, trained, own layer's loss", f"uniform@{SHARE}", self.folder / f"own-{seed}"),
-                (f"searched {SHARE}, trained", "searched", trained),
+                (CONTROL, "uniform@1", self.folder / f"control-{seed}"),
+                (UNIFORM, f"uniform@{SHARE}", self.folder / f"uniform-{seed}"),
+                (OWN, f"uniform@{SHARE}", self.folder / f"own-{seed}"),
+                (SEARCHED, "searched", trained),
             ):
-                found.append(Row(name, folder / "model", pattern, control, seed))
+                found.append(Row(name, folder / "model", pattern, CONTROL, seed))
         return found
 
-    def rows(self, layers: int) -> list[Row]:
+    def rows(self) -> list[Row]:
         """All rows; those that did not train first."""
         model = self.base / "model"
-        result = json.loads((self.searched / "search" / "metrics.json").read_text())
-        [similar] = [row["pattern"] for row in result["held_out"]["rows"] if row["name"] == "similarity"]
         return [
-            Row(DENSE, self.folder / "dense-as-dsa", Pattern.full(layers), BASE),
-            Row(BASE, model, Pattern.full(layers), BASE),
-            Row(f"uniform {SHARE}, training-free", model, Pattern.uniform(layers, 4), BASE),
+            Row(DENSE, self.folder / "dense-as-dsa", "uniform@1", BASE),
+            Row(BASE, model, "uniform@1", BASE),
+            Row(f"uniform {SHARE}, training-free", model, f"uniform@{SHARE}", BASE),
             Row(f"searched {SHARE}, training-free", model, "searched", BASE),
-            Row(f"similarity {SHARE}, training-free", model, Pattern(similar), BASE),
+            Row(f"similarity {SHARE}, training-free", model, "similarity", BASE),
             *self.trained_rows(),
         ]
 
+    def is_ready(self, row: Row) -> bool:
+        """Return whether a row can be evaluated."""
+        if row.pattern in ("searched", "similarity") and not self.search_result.exists():
+            return False
+        return (self.base / "metrics.json").exists() and (row.name == DENSE or (row.model / "config.json").exists())
+
     def pattern(self, row: Row, layers: int) -> Pattern:
         """Return the pattern that a row runs with."""
-        if isinstance(row.pattern, Pattern):
-            return row.pattern
         if row.pattern == "searched":
             return PatternFile.load(self._spec(row)).as_pattern()
-        return Pattern.uniform(layers, int(str(row.pattern).rpartition("/")[2]) if "/" in str(row.pattern) else 1)
+        if row.pattern == "similarity":
+            result = json.loads(self.search_result.read_text())
+            [found] = [item["pattern"] for item in result["held_out"]["rows"] if item["name"] == "similarity"]
+            return Pattern(found)
+        return Pattern.uniform(layers, int(row.pattern.rpartition("/")[2]) if "/" in row.pattern else 1)
 
     def _spec(self, row: Row) -> str:
         file = self.searched / "search" / "pattern.yaml"
-        return f"{file}@{SHARE}" if row.pattern == "searched" else str(row.pattern)
+        return f"{file}@{SHARE}" if row.pattern == "searched" else row.pattern
 
     def _distill(self, model: Path, words: Sequence[str], output: Path, seed: int) -> list[str]:
-        options = self.options
+        options, sizes = self.options, self.sizes
         named = {
             "--training": self.folder / "training.jsonl",
             "--evaluation": self.folder / "held-out.jsonl",
             "--seq-len": options.length,
-            "--num-sequences": options.batch_size * (options.warmup_steps + options.steps),
-            "--num-eval-sequences": HELD_OUT,
+            "--num-sequences": options.batch_size * (sizes.warmup_steps + sizes.steps),
+            "--num-eval-sequences": options.held_out,
             "--seed": seed,
-            "--warmup": f"steps={options.warmup_steps},lr=1e-3",
-            "--sparse": f"steps={options.steps},lr={options.lr},indexer_lr={options.indexer_lr}",
+            "--warmup": f"steps={sizes.warmup_steps},lr=1e-3",
+            "--sparse": f"steps={sizes.steps},lr={options.lr},indexer_lr={options.indexer_lr}",
             "--optimizer": "ramp_steps=10",
             "--batch-size": options.batch_size,
             "--engine": f"micro_batch={options.micro_batch},gradient_checkpointing=no",
@@ -187,61 +219,145 @@ class Plan:
         return [sys.executable, "-m", "indexcache_search.distill", "--model", str(model), *words, *flags]
 
 
+def as_word(value: Any) -> str:
+    """Write an option as the command line reads it."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def pace(log: Path) -> tuple[float, float] | None:
+    """Return the seconds of a warm-up and of a sparse step of a training, or None before it has taken both.
+
+    The first step of a stage, in which kernels are compiled, does not count.
+    """
+    records = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    taken = [[item["seconds"] for item in records if item["stage"] == name][1:] for name in ("warmup", "sparse")]
+    return (median(taken[0]), median(taken[1])) if all(taken) else None
+
+
+def sizes_for(left: float, pace: tuple[float, float], seeds: Sequence[int], gpus: int, at_once: int) -> Sizes:
+    """Return the steps and seeds that fit into `left` seconds: as many seeds as train for `FEWEST` steps or more.
+
+    Trainings side by side on one GPU share its time, but for what each does beside its steps. The search runs beside
+    trainings. Where not even one seed fits, it trains for `FEWEST` steps.
+    """
+    for count in range(len(seeds), 0, -1):
+        for steps in range(MOST, FEWEST - 1, -3):
+            warmup = steps // 3
+            work = warmup * pace[0] + (steps - warmup) * pace[1]
+            trainings = SEARCH + 4 * count * (OVERHEAD / at_once + work)
+            if OVERHEAD + work + max(trainings / gpus, SEARCH + OVERHEAD + work) + EVALUATION <= left:
+                return Sizes(warmup, steps - warmup, seeds[:count])
+    return Sizes(FEWEST // 3, FEWEST - FEWEST // 3, seeds[:1])
+
+
+def kept_sizes(options: argparse.Namespace, left: Callable[[], float]) -> tuple[Sizes, tuple[float, float]]:
+    """Return the sizes that were chosen once for all runs of the same command, and the pace that they are for."""
+    path = options.output / "sizes.json"
+    if not path.exists():
+        log = options.output / "rehearsal" / "searched" / "all-layers" / "log.jsonl"
+        measured = pace(log) or (1.0, 1.0)
+        warmup, sparse = (options.layers / REHEARSED * seconds for seconds in measured)
+        found = (options.warmup_pace or warmup, options.sparse_pace or sparse)
+        sizes = Sizes(options.warmup_steps or MOST // 3, options.steps or MOST - MOST // 3, options.seeds)
+        if math.isfinite(left()) and None in (options.warmup_steps, options.steps):
+            sizes = sizes_for(left(), found, options.seeds, options.gpus, options.at_once)
+        path.write_text(json.dumps({"sizes": vars(sizes), "pace": found}) + "\n")
+    kept = json.loads(path.read_text())
+    return Sizes(**kept["sizes"]), tuple(kept["pace"])
+
+
 def write_data(plan: Plan) -> None:
-    """Write the training and the held-out sequences, as `indexcache-distill` reads them."""
-    options = plan.options
-    seeds = len(options.seeds)
-    count = options.batch_size * (options.warmup_steps + options.steps)
-    count = count if seeds == 1 else 2 * count  # other seeds take other sequences
-    for name, part, sequences in (("training", "train", count + 64), ("held-out", "evaluation", 4 * HELD_OUT)):
+    """Write the training and the held-out sequences, as `indexcache-distill` reads them, and the recall sequences.
+
+    Raises:
+        DataError: if what was written is not what is read.
+    """
+    options, sizes = plan.options, plan.sizes
+    count = options.batch_size * (sizes.warmup_steps + sizes.steps)
+    count = count if len(sizes.seeds) == 1 else 2 * count  # other seeds take other sequences
+    for name, part, sequences in (
+        ("training", "train", count + 64),
+        ("held-out", "evaluation", 4 * options.held_out),
+        ("recall", "evaluation", 4 * options.text_sequences),
+    ):
         path = plan.folder / f"{name}.jsonl"
         if path.exists():
             continue
-        batches, partial = Batches(options.corpus, part, options.length, 16, seed=1), path.with_suffix(".partial")
+        partial = path.with_suffix(".partial")
+        more: dict[str, Any] = {"tasks": 0.0, "mixture": RECALL} if name == "recall" else {}
+        batches = Batches(options.corpus, part, options.length, 16, seed=2 if more else 1, **more)
         with partial.open("w") as file:
             for number in range(-(-sequences // 16)):
                 tokens, kind = batches[number]
-                for ids, mask in zip(tokens.tolist(), scored(kind).tolist(), strict=True):
+                counts = (kind == ANSWER).int() if more else scored(kind)
+                for ids, mask in zip(tokens.tolist(), counts.tolist(), strict=True):
                     file.write(json.dumps({"input_ids": ids, "loss_mask": mask}, separators=(",", ":")) + "\n")
         partial.rename(path)
 
 
-def run(steps: Sequence[Step], at_once: int, gpus: int, logs: Path) -> None:
-    """Run the steps whose results are not there, each once what it needs is there; several side by side.
+def run(
+    steps: Sequence[Step],
+    at_once: int,
+    gpus: int,
+    folder: Path,
+    left: Callable[[], float] = lambda: math.inf,
+) -> None:
+    """Run the steps whose results are not there, each once what it needs is there; several side by side on a GPU.
+
+    A step that does not fit into the time that is left does not start. After a failure the others go on. Logs are in
+    `folder/logs`; `folder/settled` says that nothing more will come.
 
     Raises:
-        SystemExit: if one fails, when those that run have ended.
+        SystemExit: if one failed, when all have ended.
     """
     waiting = [step for step in steps if not step.result.exists()]
     running: list[tuple[Step, int, subprocess.Popen[bytes], float]] = []
     failed: list[str] = []
+    taken: list[float] = []  # seconds of trainings that ended
+    logs, settled = folder / "logs", folder / "settled"
     logs.mkdir(parents=True, exist_ok=True)
-    while running or (waiting and not failed):
-        ready = [step for step in waiting if step.needs is None or step.needs.exists()]
-        if waiting and not ready and not running:
-            raise SystemExit(f"{waiting[0].name}: {waiting[0].needs} is missing")
-        for step in [] if failed else ready[: at_once - len(running)]:
+    settled.unlink(missing_ok=True)
+    while running or waiting:
+        busy = [gpu for _, gpu, _, _ in running]
+        for step in [step for step in waiting if step.needs is None or step.needs.exists()]:
+            working = sum(not item[0].background for item in running)
+            if not step.background and working >= at_once * gpus:
+                continue
             waiting.remove(step)
-            busy = [gpu for _, gpu, _, _ in running]
+            need = max(taken) if taken and step.needs is not None else step.seconds
+            if not step.background and need > left():
+                print(f"{step.name}: not run, needs about {need:.0f} s, {left():.0f} s are left", flush=True)
+                continue
             gpu = min(range(gpus), key=busy.count)
+            busy.append(gpu)
             alone = {} if step.name == DENSE else {"CUDA_VISIBLE_DEVICES": str(gpu)}
             print(f"{step.name}: {' '.join(step.command)}", flush=True)
             with (logs / f"{step.name}.log").open("ab") as file:
                 process = subprocess.Popen(step.command, stdout=file, stderr=file, env={**os.environ, **alone})
             running.append((step, gpu, process, time.monotonic()))
+        if all(item[0].background for item in running):
+            settled.touch()
+            for step in waiting:
+                print(f"{step.name}: not run, {step.needs} is missing", flush=True)
+                failed += [] if failed else [step.name]
+            waiting = []
         time.sleep(0.2)
         for item in [item for item in running if item[2].poll() is not None]:
             running.remove(item)
             step, _, process, began = item
-            print(f"{step.name}: exit code {process.returncode} after {time.monotonic() - began:.0f} s", flush=True)
+            seconds = time.monotonic() - began
+            print(f"{step.name}: exit code {process.returncode} after {seconds:.0f} s", flush=True)
             if process.returncode:
                 failed.append(step.name)
+            elif step.needs is not None and not step.background:
+                taken.append(seconds)
+    settled.touch()
     if failed:
         raise SystemExit(f"{failed[0]} failed, see {logs / failed[0]}.log")
 
 
 def evaluation_set(plan: Plan) -> ComparisonSet:
-    """Make the held-out set: text, and samples of each task."""
+    """Make the held-out set: text, recall sequences, and samples of each task."""
     options, model = plan.options, str(plan.base / "model")
     description = describe_model(model)
     text = plan.folder / "text.jsonl"
@@ -251,14 +367,21 @@ def evaluation_set(plan: Plan) -> ComparisonSet:
     return build(
         reader,
         description,
-        [str(text)],
+        [str(text), str(plan.folder / "recall.jsonl")],
         TASK_NAMES,
         str(text),
         seq_len=options.length,
-        sequences=options.text_sequences,
+        sequences=2 * options.text_sequences,
         samples=options.samples,
         chat=False,
     )
+
+
+def groups_of(held_out: ComparisonSet) -> dict[str, np.ndarray]:
+    """Return the sequences of each group of columns."""
+    tasks = {name: 2 + number for number, name in enumerate(TASK_NAMES)}
+    number_of = {"text": [0], "recall": [1], "MRCR-like": [tasks.pop("mrcr")], "RULER-like": list(tasks.values())}
+    return {name: np.flatnonzero(np.isin(held_out.data.source_of, numbers)) for name, numbers in number_of.items()}
 
 
 def evaluate(plan: Plan, row: Row, held_out: ComparisonSet) -> dict[str, Any]:
@@ -277,11 +400,10 @@ def evaluate(plan: Plan, row: Row, held_out: ComparisonSet) -> dict[str, Any]:
         str(row.model), "auto", dtype, batch_size=plan.options.eval_batch, prefix_cache_gb=0
     )
     [found] = engine.evaluate([plan.pattern(row, layers)], held_out.data, "nll")
-    pattern = str(found.pattern)
     return {
         "row": row.name,
         "seed": row.seed,
-        "pattern": pattern,
+        "pattern": str(found.pattern),
         "seconds": round(found.seconds, 1),
         "losses": found.losses,
         "correct": found.correct,
@@ -289,114 +411,126 @@ def evaluate(plan: Plan, row: Row, held_out: ComparisonSet) -> dict[str, Any]:
     }
 
 
-def means(results: Sequence[Mapping[str, Any]], name: str, key: str, rows: np.ndarray) -> np.ndarray:
-    """Return the mean of each seed of a row, of `losses` or `correct` a token: `[seeds, sequences]`."""
-    found = [item for item in results if item["row"] == name]
-    tokens = np.array([item["tokens"] for item in found], float)[:, rows]
-    values = np.array([item[key] for item in found], float)[:, rows]
-    kept = tokens[0] > 0
-    return np.asarray(values[:, kept] / tokens[:, kept])
+def evaluate_rows(plan: Plan, wait: bool) -> None:
+    """Evaluate the rows that are ready, and write the table after each.
 
-
-def table(results: Sequence[Mapping[str, Any]], rows: Sequence[Row], groups: Mapping[str, np.ndarray]) -> str:
-    """Make a Markdown table: each loss, and the difference from the row's reference with its standard error.
-
-    Differences are paired by sequence. With several seeds each sequence's mean over them counts.
+    With `wait`, until `settled` says that no more will come.
     """
-    lines = ["| | seeds |" + "".join(f" {name} loss | {name} right |" for name in groups)]
-    lines.append("|---|---:|" + "---:|---:|" * len(groups))
-    lines[0] = lines[0].replace(" text right |", "")
-    lines[1] = lines[1][: -len("---:|")]
-    done = {item["row"] for item in results}
-    for name, reference in dict.fromkeys((row.name, row.reference) for row in rows):
-        if name not in done or reference not in done:
-            continue
-        cells = [name, str(sum(item["row"] == name for item in results))]
-        for group, numbers in groups.items():
-            ours, theirs = (means(results, item, "losses", numbers).mean(0) for item in (name, reference))
-            change = ours - theirs
-            error = change.std(ddof=1) / len(change) ** 0.5
-            cells.append(f"{ours.mean():.4f}" + ("" if name == reference else f" ({change.mean():+.4f} ±{error:.4f})"))
-            if group != "text":
-                cells.append(f"{means(results, name, 'correct', numbers).mean():.1%}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    set_quiet()
+    held_out, rows, log = evaluation_set(plan), plan.rows(), plan.folder / "results.jsonl"
+    groups = groups_of(held_out)
+    while True:
+        settled = (plan.folder / "settled").exists()  # before the look at what is ready
+        results = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        done = {(item["row"], item["seed"]) for item in results}
+        ready = [row for row in rows if (row.name, row.seed) not in done and plan.is_ready(row)]
+        for row in ready[:1]:
+            results.append(evaluate(plan, row, held_out))
+            with log.open("a") as file:
+                file.write(json.dumps(results[-1]) + "\n")
+            print(f"{row.name}: {results[-1]['seconds']} s", flush=True)
+            text = f"{table(results, rows, groups)}\n\n{recovered(results, groups)}\n"
+            (plan.folder / "table.part").write_text(text)
+            (plan.folder / "table.part").rename(plan.folder / "table.md")
+        if not ready:
+            if settled or not wait:
+                return
+            time.sleep(1)
 
 
-def recovered(results: Sequence[Mapping[str, Any]], groups: Mapping[str, np.ndarray]) -> str:
-    """Say how much of what training-free uniform loses the trained ones recover, by group and seed."""
-    lines = []
-    free, control = f"uniform {SHARE}, training-free", f"{BASE}, trained as long"
-    for group, numbers in groups.items():
-        lost = (means(results, free, "losses", numbers) - means(results, BASE, "losses", numbers)).mean()
-        for name in (f"uniform {SHARE}, trained", f"uniform {SHARE}, trained, own layer's loss"):
-            left = (means(results, name, "losses", numbers) - means(results, control, "losses", numbers)).mean(1)
-            shares = ", ".join(f"{1 - item / lost:.0%}" for item in left)
-            lines.append(f"{name}, {group}: {1 - left.mean() / lost:.0%} of {lost:+.4f} recovered (by seed: {shares})")
-    return "\n".join(lines)
+def rehearse(options: argparse.Namespace) -> None:
+    """Run the whole chain in small, so that what fails does so before the dense training.
+
+    Raises:
+        SystemExit: if a part of it fails, or a row is missing or is not a number.
+    """
+    folder = options.output / "rehearsal"
+    if (folder / "passed").exists():
+        return
+    few = {"layers": REHEARSED, "seeds": [0], "held_out": 4, "text_sequences": 2, "samples": 2, "at_once": 4}
+    small = argparse.Namespace(
+        **{**vars(options), **few, "output": folder, "warmup_steps": 2, "steps": 2},
+    )
+    small.dense = f"{options.dense} --steps 1,1,1,1,1 --no-compile --show 1"
+    began = time.monotonic()
+    work(small, ["dense", "train"], lambda: math.inf)
+    results = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    missing = {row.name for row in Plan(small, Sizes(2, 2, [0])).rows()} - {item["row"] for item in results}
+    if missing:
+        raise SystemExit(f"rehearsal: {', '.join(sorted(missing))} not evaluated, see {folder / 'logs'}")
+    for item in results:
+        if not np.isfinite(item["losses"]).all() or not sum(item["tokens"]):
+            raise SystemExit(f"rehearsal: losses of {item['row']} are {item['losses']}, expected numbers")
+    print((folder / "table.md").read_text())
+    print(f"rehearsal: passed after {time.monotonic() - began:.0f} s", flush=True)
+    (folder / "passed").touch()
+
+
+def work(options: argparse.Namespace, parts: Sequence[str], left: Callable[[], float]) -> None:
+    """Do the parts, in this order: the dense training, then all others with their evaluation."""
+    options.output.mkdir(parents=True, exist_ok=True)
+    if "dense" in parts:
+        dense = Plan(options, Sizes(1, 1, options.seeds)).dense_step()
+        run([dense], 1, 1, options.output, left)
+    if not {"train", "evaluate"} & {*parts}:
+        return
+    plan = Plan(options, *kept_sizes(options, left))
+    if "train" in parts:
+        print(f"{plan.sizes}, {plan.pace[0]:.2f} and {plan.pace[1]:.2f} s a step, {left():.0f} s left", flush=True)
+        write_data(plan)
+        steps = [*plan.training_steps(), plan.evaluation_step()]
+        run(steps, options.at_once, options.gpus, options.output, lambda: left() - EVALUATION)
+    if "evaluate" in parts:
+        evaluate_rows(plan, options.wait)
 
 
 def main(options: argparse.Namespace) -> None:
-    plan = Plan(options)
-    plan.folder.mkdir(parents=True, exist_ok=True)
-    trainings = plan.training_steps()
-    for step in (plan.dense_step(), *trainings):
-        state = "done" if step.result.exists() else f"about {step.seconds:.0f} s on an H100"
-        print(f"{step.name}: {state}", flush=True)
-    if "dense" in options.only:
-        run([plan.dense_step()], 1, options.gpus, plan.folder / "logs")
-    if "train" in options.only:
-        write_data(plan)
-        run(trainings, options.at_once, options.gpus, plan.folder / "logs")
-    if "evaluate" not in options.only:
-        return
-    set_quiet()
-    held_out = evaluation_set(plan)
-    layers = describe_model(str(plan.base / "model")).num_layers
-    log = plan.folder / "results.jsonl"
-    results = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    rows = [row for row in plan.rows(layers) if row.name == DENSE or row.model.exists()]
-    for row in rows:
-        if any((item["row"], item["seed"]) == (row.name, row.seed) for item in results):
-            continue
-        results.append(evaluate(plan, row, held_out))
-        with log.open("a") as file:
-            file.write(json.dumps(results[-1]) + "\n")
-        print(f"{row.name}: {results[-1]['seconds']} s", flush=True)
-    sources = [name.removesuffix("-style") for name in held_out.data.sources]
-    number_of = {
-        "text": [0],
-        **{name: [sources.index(item) for item in names] for name, names in GROUPS.items() if name != "text"},
-    }
-    groups = {name: np.flatnonzero(np.isin(held_out.data.source_of, numbers)) for name, numbers in number_of.items()}
-    print(table(results, rows, groups))
-    print(recovered(results, groups))
+    began, parts = options.output / "began", options.only.split(",")
+    options.output.mkdir(parents=True, exist_ok=True)
+    if not began.exists():
+        began.write_text(f"{time.time()}\n")
+    end = float(began.read_text()) + options.seconds if options.seconds else math.inf
+    if "rehearse" in parts:
+        rehearse(options)
+    work(options, parts, lambda: end - time.time())
+    if "train" in parts and (options.output / "table.md").exists():
+        print((options.output / "table.md").read_text())
 
 
-if __name__ == "__main__":
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=Path("build/corpus8192"))
     parser.add_argument("--output", type=Path, default=Path("build/scale"))
-    parser.add_argument("--only", default="dense,train,evaluate", help="which of these, in this order")
+    parser.add_argument("--only", default="rehearse,dense,train", help="which of these and evaluate, in this order")
+    parser.add_argument("--wait", action="store_true", help="evaluate what comes, until all trainings have ended")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of all, from the first start; 0: no limit")
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--at-once", type=int, default=3, help="trainings side by side")
+    parser.add_argument("--at-once", type=int, default=2, help="trainings side by side on a GPU")
     parser.add_argument("--dense-seconds", type=float, default=600.0)
+    parser.add_argument("--dense-gpus", type=int, help="of the dense training, if not all")
+    parser.add_argument("--dense-tokens", type=int, default=65536, help="of a step of the dense training")
     parser.add_argument("--dense", default="", help="more words for scripts.demo_model.train_dense_mla")
-    parser.add_argument("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0])
+    parser.add_argument("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0, 1, 2])
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--index-heads", type=int, default=8)
     parser.add_argument("--index-dim", type=int, default=128)
     parser.add_argument("--index-topk", type=int, default=256)
-    parser.add_argument("--warmup-steps", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--warmup-steps", type=int, help="as many as fit into --seconds unless given")
+    parser.add_argument("--steps", type=int, help="as many as fit into --seconds unless given")
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--indexer-lr", type=float, default=1e-3)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--micro-batch", type=int, default=8)
-    parser.add_argument("--text-sequences", type=int, default=48)
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--held-out", type=int, default=16, help="sequences of indexcache-distill's held-out set")
+    parser.add_argument("--text-sequences", type=int, default=48, help="of text, and again of recall")
     parser.add_argument("--samples", type=int, default=48, help="of each task")
     parser.add_argument("--eval-batch", type=int, default=8)
-    parser.add_argument("--warmup-pace", type=float, default=1.0, help="seconds of a warm-up step, for the estimates")
-    parser.add_argument("--sparse-pace", type=float, default=1.0, help="seconds of a sparse step, for the estimates")
-    parser.add_argument("--search-seconds", type=float, default=120.0, help="of the search, for the estimates")
-    main(parser.parse_args())
+    parser.add_argument("--warmup-pace", type=float, help="seconds of a warm-up step; the rehearsal's unless given")
+    parser.add_argument("--sparse-pace", type=float, help="seconds of a sparse step; the rehearsal's unless given")
+    return parser
+
+
+if __name__ == "__main__":
+    main(parser().parse_args())
