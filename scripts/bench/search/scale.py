@@ -267,11 +267,7 @@ def kept_sizes(options: argparse.Namespace, left: Callable[[], float]) -> tuple[
 
 
 def write_data(plan: Plan) -> None:
-    """Write the training and the held-out sequences, as `indexcache-distill` reads them, and the recall sequences.
-
-    Raises:
-        DataError: if what was written is not what is read.
-    """
+    """Write the training and the held-out sequences, as `indexcache-distill` reads them, and the recall sequences."""
     options, sizes = plan.options, plan.sizes
     count = options.batch_size * (sizes.warmup_steps + sizes.steps)
     count = count if len(sizes.seeds) == 1 else 2 * count  # other seeds take other sequences
