@@ -115,7 +115,7 @@ def test_commands_are_those_of_the_package(tmp_path: Path) -> None:
     assert alone.command[1:3] == ["-m", "scripts.demo_model.train_dense_mla"]
     assert alone.command[-4:] == ["--batch-tokens", "65536", "--workers", "0"]
     both = plan(tmp_path, "--gpus", "2").dense_step().command
-    assert both[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert both[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     assert both[-2:] == ["--batch-tokens", "32768"]  # the same step on both
     one = plan(tmp_path, "--gpus", "2", "--dense-gpus", "1").dense_step()
     assert one.command == alone.command[:-2]

@@ -120,7 +120,7 @@ class Plan:
         options = self.options
         launcher, gpus = [sys.executable, "-m"], options.dense_gpus or options.gpus
         if gpus > 1:
-            launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m"]
+            launcher += ["torch.distributed.run", "--nproc-per-node", str(gpus), "-m"]
         command = [*launcher, "scripts.demo_model.train_dense_mla", "--corpus", str(options.corpus)]
         command += ["--output", str(self.dense), "--seconds", str(options.dense_seconds)]
         command += ["--layers", str(options.layers), "--batch-tokens", str(options.dense_tokens // gpus)]
