@@ -136,8 +136,8 @@ MODES: dict[str, list[dict[str, Any]]] = {
     "eval": [
         {"pattern": ["FSFSFS"], "uniform": False},
         {"pattern": ["here.yaml"], "tasks": "multi_key"},
-        {"endpoint": [URL, URL]},
-        {"endpoint": [URL, URL], "speed": "16384"},
+        {"endpoint": [URL, URL], "evaluation": []},
+        {"endpoint": [URL, URL], "evaluation": [], "speed": "16384"},
         {"endpoint": [URL, URL], "harness": "gsm8k", "evaluation": []},
     ],
     "distill": [{}, {"warmup": "steps=0"}, {"sparse": "steps=0"}],
@@ -206,6 +206,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     for name in RUNS:
         monkeypatch.setattr(f"indexcache_search.{name}", note)
+    monkeypatch.setattr("indexcache_search.harness.run.check", lambda addresses: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "template").write_text("{{ messages }}")
     return found

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from indexcache_search.cli.evaluate import app
@@ -22,6 +23,7 @@ from indexcache_search.harness.lm_eval import Harness, configuration
 from indexcache_search.harness.paired import change
 from indexcache_search.harness.samples import Score, lower_is_better, paired, read_samples
 from sglang_indexcache.http.address import Address
+from tests.search.streaming import StreamingStub
 from tests.search.test_fuzz import mutated, one_line_or
 
 # -- scores
@@ -252,6 +254,33 @@ def test_a_fall_beyond_what_is_allowed_ends_with_1(
     assert run([urls[0], urls[0]], tmp_path, "a:max_fall=0").exit_code == 0
 
 
+def test_one_run_file_has_held_out_data_speed_and_tasks(seen: Path, tmp_path: Path) -> None:
+    stubs = [StreamingStub(), StreamingStub()]
+    section = {
+        "endpoint": [stub.url for stub in stubs],
+        "evaluation": ["demo:copy"],
+        "num_sequences": 2,
+        "speed": [256],
+        "harness": "a",
+        "output": str(tmp_path / "out"),
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"seq_len": 256, "eval": section}))
+    for more, code in (([], 0), (["--max-increase", "-1"], 1)):
+        done = CliRunner().invoke(app, ["--config", str(tmp_path / "run.yaml"), *more], env={"COLUMNS": "200"})
+        assert done.exit_code == code, done.output
+        compared = json.loads((tmp_path / "out" / "eval.json").read_text())
+        assert len(compared["held_out"]["rows"]) == 2 and compared["speed"]
+        assert [row["task"] for row in json.loads((tmp_path / "out" / "harness.json").read_text())["rows"]] == [
+            "a",
+            "a",
+        ]
+    done = CliRunner().invoke(app, ["--config", str(tmp_path / "run.yaml"), "--dry-run"])
+    assert done.exit_code == 2 and "speed needs a run without --dry-run" in done.stderr
+    for stub in stubs:
+        stub.close()
+    assert len(seen.read_text().splitlines()) == 4
+
+
 def test_prompts_are_token_ids_and_lengths_are_rulers(urls: list[str], tmp_path: Path) -> None:
     harness = Harness(tasks=("niah_single_1",), lengths=(4096, 8192), output_tokens=64, fewshot=0, include=tmp_path)
     found = configuration(harness, "owner/name@abc", Endpoint(Address.of(urls[0])), 4000, tmp_path)
@@ -267,8 +296,8 @@ def test_prompts_are_token_ids_and_lengths_are_rulers(urls: list[str], tmp_path:
     ("settings", "more", "message"),
     [
         ("nothing", [], "lm-eval ended with exit code 1: ValueError: Tasks not found: nothing (all of it: "),
-        ("a", ["--seq-len", "512"], "--seq-len needs a run without --harness"),
-        ("a", ["--max-increase", "1"], "--max-increase needs a run without --harness"),
+        ("a", ["--seq-len", "512"], "--seq-len needs --evaluation or --tasks beside --harness"),
+        ("a", ["--max-increase", "1"], "--max-increase needs --evaluation or --tasks beside --harness"),
         ("a:sampling=wild", [], "sampling: found 'wild', expected one of greedy, paper"),
         ("a/a", [], "tasks are a, a, expected names, each once"),
     ],

@@ -129,26 +129,32 @@ def _reads_sources(given: Any) -> bool:
     return bool(given["evaluation"]) or (given["model"] is None and not given["tasks"])
 
 
+def _compares(given: Any) -> bool:
+    return bool(given["evaluation"] or given["tasks"])
+
+
 def _times(speed: SpeedChoice) -> bool:
     return speed.output_tokens is not None or speed.turns is not None
 
 
 MEASURED = OptionNeed("a run without --dry-run", lambda given: not given["dry_run"])
 HERE = OptionNeed("patterns of a model that runs here, without --endpoint", lambda given: not given["endpoint"])
-WITHOUT_HARNESS = OptionNeed("a run without --harness", lambda given: given["harness"] is None)
+COMPARED = OptionNeed(
+    "--evaluation or --tasks beside --harness", lambda given: given["harness"] is None or _compares(given)
+)
 NEEDS = {
-    **dict.fromkeys(("evaluation", "rows", "dry_run", "tasks", "reply", "seq_len"), (WITHOUT_HARNESS,)),
+    **dict.fromkeys(("rows", "dry_run", "reply", "seq_len"), (COMPARED,)),
     **dict.fromkeys(("pattern", "selection", "uniform", "restart", "engine", "device", "dtype", "batch_size"), (HERE,)),
     "retain": (HERE, OptionNeed("a --pattern file without @ and a retention", _compares_open_files)),
     "harness": (OptionNeed("--endpoint", lambda given: bool(given["endpoint"])),),
     "num_sequences": (
-        WITHOUT_HARNESS,
+        COMPARED,
         OptionNeed("--evaluation", _reads_sources),
     ),
-    "max_increase": (MEASURED, WITHOUT_HARNESS),
+    "max_increase": (MEASURED, COMPARED),
     "speed": (
         MEASURED,
-        WITHOUT_HARNESS,
+        COMPARED,
         OptionNeed(
             "--endpoint for output_tokens and turns", lambda given: given["endpoint"] or not _times(given["speed"])
         ),
@@ -238,62 +244,68 @@ def evaluate(
     with running(context, NEEDS) as console:
         options.check_runs_here(device, dtype)
         addresses, row_options = tuple(map(Address.of, endpoint or ())), options.row_options(rows)
+        worse, compares = False, harness is None or bool(evaluation or tasks)
         if harness is not None:
-            _run_harness(model or str(demo.MODEL), addresses, harness, output, console)
-            return
-        from indexcache_search.compare.candidates import Candidates
-        from indexcache_search.compare.result import rises
-        from indexcache_search.compare.run import ComparisonData, Runtime, SpeedOptions, run, show
+            from indexcache_search.harness.run import check
 
-        candidates = Candidates(
-            patterns=tuple(pattern or (demo.PATTERNS if is_demo and not endpoint else ())),
-            retentions=options.retentions(retain),
-            uniform=uniform,
-            endpoints=addresses,
-            selections=selections_of(selection),
-        )
-        generated = {} if tasks is None else {**vars(tasks)}
-        data = ComparisonData(
-            sources=tuple(evaluation or (demo.EVALUATION if is_demo and not tasks else ())),
-            tasks=generated.pop("names", ()),
-            seq_len=seq_len or (512 if is_demo else None),
-            sequences=num_sequences or (demo.SEQUENCES if is_demo else 144),
-            reply=reply,
-            rows=row_options,
-            only_shown=dry_run,
-            **generated,
-        )
-        runtime = Runtime(
-            device=device,
-            dtype=dtype,
-            batch_size=batch_size,
-            prefix_cache_gb=chosen.prefix_cache_gb,
-            attention=chosen.attention,
-        )
-        speeds = None
-        if speed is not None:
-            speeds = SpeedOptions(concurrency=concurrency or 1, **speed.given())
-        process.let_work_end()
-        result = run(model or str(demo.MODEL), candidates, data, runtime, output, restart, console, speeds)
-        if result is None:
-            return
-        show(result, output, results())
-        if max_increase is not None and rises(result.held_out.rows) > max_increase:
+            check(addresses)
+        if compares:
+            from indexcache_search.compare.candidates import Candidates
+            from indexcache_search.compare.result import rises
+            from indexcache_search.compare.run import ComparisonData, Runtime, SpeedOptions, run, show
+
+            candidates = Candidates(
+                patterns=tuple(pattern or (demo.PATTERNS if is_demo and not endpoint else ())),
+                retentions=options.retentions(retain),
+                uniform=uniform,
+                endpoints=addresses,
+                selections=selections_of(selection),
+            )
+            generated = {} if tasks is None else {**vars(tasks)}
+            data = ComparisonData(
+                sources=tuple(evaluation or (demo.EVALUATION if is_demo and not tasks else ())),
+                tasks=generated.pop("names", ()),
+                seq_len=seq_len or (512 if is_demo else None),
+                sequences=num_sequences or (demo.SEQUENCES if is_demo else 144),
+                reply=reply,
+                rows=row_options,
+                only_shown=dry_run,
+                **generated,
+            )
+            runtime = Runtime(
+                device=device,
+                dtype=dtype,
+                batch_size=batch_size,
+                prefix_cache_gb=chosen.prefix_cache_gb,
+                attention=chosen.attention,
+            )
+            speeds = None
+            if speed is not None:
+                speeds = SpeedOptions(concurrency=concurrency or 1, **speed.given())
+            process.let_work_end()
+            result = run(model or str(demo.MODEL), candidates, data, runtime, output, restart, console, speeds)
+            if result is None:
+                return
+            show(result, output, results())
+            worse = max_increase is not None and rises(result.held_out.rows) > max_increase
+        if harness is not None:
+            worse |= _falls(model or str(demo.MODEL), addresses, harness, output, console, beside=compares)
+        if worse:
             raise typer.Exit(1)
 
 
-def _run_harness(
-    model: str, addresses: tuple[Address, ...], choice: HarnessChoice, output: Path, console: Console
-) -> None:
+def _falls(
+    model: str, addresses: tuple[Address, ...], choice: HarnessChoice, output: Path, console: Console, *, beside: bool
+) -> bool:
+    """Compare on tasks; return true if a score falls by more than is allowed."""
     from indexcache_search.harness.lm_eval import Harness
     from indexcache_search.harness.run import FILE, falls, run, table
 
     process.let_work_end()
-    result = run(model, addresses, Harness(**vars(choice)), output, console)
+    result = run(model, addresses, Harness(**vars(choice)), output, console, beside=beside)
     results().print(table(result))
     results().print(f"Wrote {output / FILE}", soft_wrap=True)
-    if choice.max_fall is not None and falls(result) > choice.max_fall:
-        raise typer.Exit(1)
+    return choice.max_fall is not None and falls(result) > choice.max_fall
 
 
 app = application({"indexcache-eval": evaluate}, EPILOG)

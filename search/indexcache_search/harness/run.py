@@ -69,7 +69,33 @@ class HarnessResult(BaseModel):
     rows: list[Row]
 
 
-def run(model: str, addresses: Sequence[Address], harness: Harness, output: Path, console: Console) -> HarnessResult:
+def check(addresses: Sequence[Address]) -> None:
+    """Check what can be known before anybody is asked.
+
+    Raises:
+        SearchError: if lm-eval is not installed, or can't compare these servers.
+    """
+    lm_eval.check_installed()
+    if len(addresses) < 2:
+        raise SearchError(f"--endpoint: found {len(addresses)}, expected a baseline server and one to compare it with")
+    if len(set(addresses[1:])) < len(addresses) - 1:
+        raise SearchError("--endpoint: a server that is compared stands there twice, expected each once")
+    for address in addresses:
+        if address.authorization is not None or address.target("") != address.label:
+            raise SearchError(
+                f"--harness: {address} has a user or a query, which lm-eval can't send; expected SGLANG_API_KEY"
+            )
+
+
+def run(
+    model: str,
+    addresses: Sequence[Address],
+    harness: Harness,
+    output: Path,
+    console: Console,
+    *,
+    beside: bool = False,
+) -> HarnessResult:
     """Let lm-eval ask each server, and write harness.json.
 
     Args:
@@ -78,14 +104,14 @@ def run(model: str, addresses: Sequence[Address], harness: Harness, output: Path
         harness: what lm-eval is given to do.
         output: folder of the result and of lm-eval's log.
         console: for messages.
+        beside: keep the other results in `output`: the same command has just written them.
 
     Raises:
-        SearchError: if lm-eval is not installed, or fails.
+        SearchError: as `check`, and if lm-eval fails.
         DataError: if the servers answered other documents than the baseline.
         IndexCacheError: if a server does not answer.
     """
-    lm_eval.check_installed()
-    _check(addresses)
+    check(addresses)
     set_quiet()
     reads = {"--model": [model], "--harness include": [str(harness.include)] if harness.include else []}
     check_apart({"--output": output}, [output / FILE, output / LOG], reads)
@@ -108,21 +134,10 @@ def run(model: str, addresses: Sequence[Address], harness: Harness, output: Path
             harness={"lm_eval": lm_eval.version(), **_described(harness)},
             rows=list(_rows(addresses, answers, lower)),
         )
-        folder.clear()
+        if not beside:
+            folder.clear()
         folder.write(FILE, json.dumps(result.model_dump(mode="json", by_alias=True), indent=1) + "\n")
     return result
-
-
-def _check(addresses: Sequence[Address]) -> None:
-    if len(addresses) < 2:
-        raise SearchError(f"--endpoint: found {len(addresses)}, expected a baseline server and one to compare it with")
-    if len(set(addresses[1:])) < len(addresses) - 1:
-        raise SearchError("--endpoint: a server that is compared stands there twice, expected each once")
-    for address in addresses:
-        if address.authorization is not None or address.target("") != address.label:
-            raise SearchError(
-                f"--harness: {address} has a user or a query, which lm-eval can't send; expected SGLANG_API_KEY"
-            )
 
 
 def _described(harness: Harness) -> dict[str, Any]:
