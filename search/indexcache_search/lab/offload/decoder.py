@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import psutil
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from indexcache_kernels import BlockBuffer, block_attention, copy_blocks, swap_blocks
+from indexcache_kernels import BlockBuffer, block_attention
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.cache_argument import cache_argument
 from indexcache_search.hf.page_selector import rows_a_sequence
@@ -22,6 +21,8 @@ from indexcache_search.hf.pages import ROWS, apply_page_roles, check_layers, tra
 from indexcache_search.hf.patch_attention import AttentionCall, attending
 from indexcache_search.lab.dense import key_heads
 from indexcache_search.lab.offload.advice import selecting_layers
+from indexcache_search.lab.offload.cached_layer import CachedLayer
+from indexcache_search.lab.offload.chooser import Choice, Chooser
 from indexcache_search.lab.offload.step_selector import StepSelector
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE
@@ -30,57 +31,6 @@ from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, JOINT
 
 READ_AT_ONCE = 4096  # tokens of a prompt
 Prefill = Literal["dense", "sparse"]
-
-
-@dataclass
-class _Layer:
-    """Keys and values of one layer, `[2, B, G, tokens, D]`.
-
-    Attributes:
-        device: of a `D` layer all tokens; of others the buffer's slots, and behind them the block being written.
-        host: of layers other than `D`, every full block, `[2, B, G, blocks, block tokens, D]`; pinned if there is
-            a CUDA device.
-        bias: of layers other than `D`, what trained heads add to the scaled products of each token,
-            `[B, G, blocks, block tokens]`, float32; `None` without such heads. All of it stays on the device.
-        ready: recorded after the copies that run beside the computation.
-    """
-
-    device: Tensor
-    host: Tensor | None
-    bias: Tensor | None = None
-    ready: torch.cuda.Event | None = None
-
-
-@dataclass
-class _Chooser:
-    """A selecting layer.
-
-    Attributes:
-        number: index among the selecting layers.
-        selector: selects the blocks of a step.
-        buffer: blocks on the device, by row of the selector, of this layer and those that share its selection.
-    """
-
-    number: int
-    selector: StepSelector
-    buffer: BlockBuffer
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """Blocks that a layer and those that share with it read.
-
-    Attributes:
-        slots: `[rows, K]`, int32, of the buffer.
-        held: `[rows, slots]`, int32: the block in each slot; -1 for none.
-        copies: selected blocks, their slots, and whether they are missing, `[2 B G, K]` each.
-        filled: slot of the block that the previous token filled, `[2 B G, 1]`, int32; -1 for none.
-    """
-
-    slots: Tensor
-    held: Tensor
-    copies: tuple[Tensor, Tensor, Tensor]
-    filled: Tensor
 
 
 class OffloadedDecoder:
@@ -147,7 +97,7 @@ class OffloadedDecoder:
         self._captured: torch.cuda.CUDAGraph | None = None
         self._logits = torch.empty(0)
         self._filled = torch.empty(0)  # blocks that the previous tokens filled, `[rows, 1]`, int32; -1 for none
-        self._choice: _Choice | None = None  # of the nearest selecting layer
+        self._choice: Choice | None = None  # of the nearest selecting layer
 
     @property
     def misses(self) -> dict[int, int]:
@@ -172,20 +122,20 @@ class OffloadedDecoder:
 
     @property
     def _host_shape(self) -> tuple[int, ...]:
-        """Shape of `_Layer.host`."""
+        """Shape of `CachedLayer.host`."""
         return (2, self._requests, self._groups, self._blocks, self._size, self._dim)
 
     def _new(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self._model.dtype, device=self._model.device)
 
-    def _layer(self, role: str) -> _Layer:
+    def _layer(self, role: str) -> CachedLayer:
         blocks = self._blocks if role == DENSE else self._slots + 1
         device = self._new(2, self._requests, self._groups, blocks * self._size, self._dim)
         if role == DENSE:
-            return _Layer(device, None)
+            return CachedLayer(self._size, device, None)
         shape = (self._requests, self._groups, self._blocks, self._size)
         bias = torch.zeros(shape, device=self._model.device) if self._biased else None
-        return _Layer(device, self._in_host_memory(), bias)
+        return CachedLayer(self._size, device, self._in_host_memory(), bias)
 
     @property
     def _biased(self) -> bool:
@@ -195,15 +145,14 @@ class OffloadedDecoder:
         return self._trained.bias(0, self._new(1, self._groups, 1, self._dim)) is not None
 
     def _in_host_memory(self) -> Tensor:
-        """Allocate `_Layer.host`."""
+        """Allocate `CachedLayer.host`."""
         return torch.empty(self._host_shape, dtype=self._model.dtype, pin_memory=self._model.device.type == "cuda")
 
-    def _chooser(self, number: int, layer: int) -> _Chooser:
+    def _chooser(self, number: int, layer: int) -> Chooser:
         keys = self._new(self._requests, self._groups, self._dim)
         selector = StepSelector(layer, self._selection, self._trained, keys, self._blocks)
-        return _Chooser(
-            number, selector, BlockBuffer.empty(self._requests * self._own_rows, self._slots, self._model.device)
-        )
+        buffer = BlockBuffer.empty(self._requests * self._own_rows, self._slots, self._model.device)
+        return Chooser(number, selector, buffer, self._own_rows, self._groups)
 
     @torch.inference_mode()
     def read(self, request: int, tokens: Tensor) -> Tensor:
@@ -225,14 +174,13 @@ class OffloadedDecoder:
         self._positions[request] = length
         for number, layer in enumerate(self._layers):
             keys, values = past.layers[number].keys, past.layers[number].values  # [1, G, length, D]
-            self._put(request, layer, torch.cat([keys, values]))
+            layer.begin(request, torch.cat([keys, values]))
             if layer.bias is not None and self._trained is not None:
                 bias = self._trained.bias(number, values)
                 assert bias is not None
                 layer.bias[request].flatten(1)[:, :length] = bias[0]
             if number in self._choosers:
-                self._choosers[number].selector.begin(request, keys[0], values[0])
-                self._begin(request, self._choosers[number].buffer, length)
+                self._choosers[number].begin(request, keys[0], values[0], self._size)
         return logits[0, -1]
 
     def _reading(self) -> AbstractContextManager[None] | None:
@@ -245,28 +193,6 @@ class OffloadedDecoder:
         everything = torch.ones(1, ROWS, dtype=torch.bool, device=self._model.device)
         pattern = replace(self._pattern, selection=selection)
         return apply_page_roles(self._model, pattern, everything if self._prefill == "dense" else None)
-
-    def _put(self, request: int, layer: _Layer, item: Tensor) -> None:
-        """Store a prompt's keys and values, `[2, G, L, D]`; the buffer begins with the last full blocks."""
-        size, length, own = self._size, item.shape[2], layer.device[:, request]
-        full = (length - 1) // size  # the last block is being written, even if it is full
-        if layer.host is None:
-            own[:, :, :length] = item
-            return
-        first = max(0, full - self._slots)
-        blocks = item[:, :, : full * size]
-        layer.host[:, request, :, :full].copy_(blocks.reshape(2, self._groups, full, size, self._dim))
-        own[:, :, : (full - first) * size] = item[:, :, first * size : full * size]
-        own[:, :, self._slots * size : self._slots * size + length - full * size] = item[:, :, full * size :]
-
-    def _begin(self, request: int, buffer: BlockBuffer, length: int) -> None:
-        """Say which blocks `_put` stored on the device."""
-        rows, full = slice(request * self._own_rows, (request + 1) * self._own_rows), (length - 1) // self._size
-        device = buffer.blocks.device
-        held = torch.arange(max(0, full - self._slots), full, dtype=torch.int32, device=device)
-        slot = torch.arange(self._slots, dtype=torch.int32, device=device)
-        buffer.blocks[rows] = F.pad(held, (0, self._slots - len(held)), value=-1)
-        buffer.order[rows] = torch.cat([slot[len(held) :], slot[: len(held)]])  # empty ones go first
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
@@ -320,12 +246,12 @@ class OffloadedDecoder:
             blocks, lengths = torch.where(block * size <= positions[:, None], block, -1), positions + 1
         else:
             if chooser is not None:
-                self._choice = self._choose(call.layer, query, call.scaling)
-                self._copy_missing(layer)
+                self._choice = self._choose(chooser, call, query)
+                layer.copy_missing(self._choice)
             elif layer.ready is not None:
                 torch.cuda.current_stream().wait_event(layer.ready)
             assert self._choice is not None
-            self._keep_full(layer, self._choice)
+            layer.keep_filled(self._choice)
             written = self._slots * size + positions % size
             layer.device[:, self._rows, :, written] = new
             tail = torch.full_like(self._choice.slots[:, :1], self._slots)
@@ -346,11 +272,11 @@ class OffloadedDecoder:
         )
         if chooser is not None:
             if layer.host is None:
-                self._choice = self._choose(call.layer, query, call.scaling)
+                self._choice = self._choose(chooser, call, query)
             self._copy_for_shared(call.layer)
         return out[:, None]
 
-    def _bias(self, number: int, layer: _Layer, value: Tensor, choice: _Choice) -> Tensor | None:
+    def _bias(self, number: int, layer: CachedLayer, value: Tensor, choice: Choice) -> Tensor | None:
         """Store the bias of the new values, `[B, G, D]`, and return that of the slots' tokens, `[B, G, tokens]`."""
         if layer.bias is None or self._trained is None:
             return None
@@ -362,54 +288,30 @@ class OffloadedDecoder:
         held = torch.cat([held, newest[:, None, None].expand(-1, self._groups, 1)], 2)  # [B, G, slots + 1]
         return layer.bias.gather(2, held[..., None].long().expand(-1, -1, -1, self._size)).flatten(2)
 
-    def _choose(self, number: int, query: Tensor, scale: float) -> _Choice:
-        """Select blocks beside the one being written, and assign them slots in the buffer."""
-        chooser, expand = self._choosers[number], self._by_group
-        requested = self._requested(number, query, scale)
-        slots, needs_copy = swap_blocks(requested, self._filled[:, 0], chooser.buffer)
-        self._missed[chooser.number] += needs_copy.sum()
-        filled = torch.where(requested == self._filled, slots, -1).amax(1, keepdim=True)
-        copies = (expand(requested), expand(slots), expand(needs_copy))
-        return _Choice(slots, chooser.buffer.blocks, copies, expand(filled))
-
-    def _by_group(self, item: Tensor) -> Tensor:
-        """Repeat `[rows, ...]` for keys and values of every key head, `[2 B G, ...]`."""
-        return item.repeat_interleave(self._groups // self._own_rows, 0).repeat(2, 1)
+    def _choose(self, chooser: Chooser, call: AttentionCall, query: Tensor) -> Choice:
+        """Select blocks beside the one being written, assign them slots in the buffer, and count those it misses."""
+        choice = chooser.choose(self._requested(call.layer, query, call.scaling), self._filled)
+        self._missed[chooser.number] += choice.missed
+        return choice
 
     def _requested(self, number: int, query: Tensor, scale: float) -> Tensor:
         """Select blocks in a layer, `[rows, K]`, int32, ascending."""
         return self._choosers[number].selector.requested(self._positions, query, scale)
 
-    def _copy_missing(self, layer: _Layer) -> None:
-        """Copy the selected blocks that a layer misses."""
-        assert layer.host is not None and self._choice is not None
-        copy_blocks(layer.host.flatten(0, 2), self._slots_of(layer), *self._choice.copies)
-
-    def _slots_of(self, layer: _Layer) -> Tensor:
-        """Return a view of the buffer, `[2 B G, slots + 1, block tokens, D]`."""
-        return layer.device.view(2 * self._requests * self._groups, -1, self._size, self._dim)
-
     def _copy_for_shared(self, number: int) -> None:
         """Copy blocks for the layers that share the selection, while others compute."""
+        assert self._choice is not None
         for layer, source in zip(self._layers[number + 1 :], self._pattern.source_layers[number + 1 :], strict=True):
             if source != number:
                 break
             if self._copies is None:
-                self._copy_missing(layer)
+                layer.copy_missing(self._choice)
                 continue
             self._copies.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._copies):
-                self._copy_missing(layer)
+                layer.copy_missing(self._choice)
                 layer.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 layer.ready.record()
-
-    def _keep_full(self, layer: _Layer, choice: _Choice) -> None:
-        """Copy blocks that the previous token filled to host memory, and to their slots in the buffer."""
-        assert layer.host is not None
-        held, filled = self._slots_of(layer), self._by_group(self._filled)
-        written = torch.full_like(filled, self._slots)
-        copy_blocks(held, layer.host.flatten(0, 2), written, filled, filled >= 0)
-        copy_blocks(held, held, written, choice.filled, choice.filled >= 0)
 
 
 class PassedOn(Cache):  # type: ignore[misc]  # transformers is not typed
