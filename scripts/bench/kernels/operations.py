@@ -8,7 +8,7 @@ fast_topk_v2, whole and in chunks of queries as SGLang calls them, where they ar
 chunk: the last 8,192 queries alone, of random scores and of equal ones; also with FlashInfer's exact selection, and 528
 queries at a time. decoding: 8 and 64 requests of `length` keys each, as CUDA graphs; DeepGEMM's scores are paged.
 sparse_attention: absorbed MLA (576 and 512 dimensions), 4,096 queries of k 2048 random keys each; against FlashMLA and
-PyTorch; its backward against PyTorch's autograd. indexer_kl: against PyTorch.
+PyTorch; its backward against PyTorch's autograd and cuDNN's, where it is installed. indexer_kl: against PyTorch.
 
 Time: median of CUDA events; memory: peak above the inputs. The share of the roofline is the larger of operations over
 the dense rate and of bytes over the bandwidth of the datasheet, over the time; inputs and results count once.
@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from indexcache_kernels import causal_ranges, indexer_kl, indexer_topk, sparse_attention
 from indexcache_kernels.sparse_attention import flash_mla
+from scripts.bench.kernels import cudnn_dsa
 from scripts.bench.kernels.deep_gemm_topk import Decoding, fast_topk, flashinfer_topk
 from scripts.bench.kernels.deep_gemm_topk import indexer_topk as deep_gemm_topk
 from scripts.bench.timing import captured, median_ms
@@ -39,6 +41,7 @@ BANDWIDTHS = {"H100": 3.35e12, "H200": 4.8e12}
 TOPK, INDEX_DIM, DIM, V_DIM = 2048, 128, 576, 512
 CHUNK = 8192  # rows of SGLang's chunked prefill
 QUERIES = 4096
+PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "nvidia-cudnn-frontend")
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,13 @@ def attention_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
             least,
         )
         del out
+    refused = cudnn_dsa.refusal()
+    if refused:
+        _say(refused)
+        return
+    out, lse = sparse_attention(**given, backend="triton")
+    call = partial(cudnn_dsa.gradients, q, k, indices, out, lse, above, given["scale"])
+    yield Case("sparse_attention backward", q.dtype, heads, length, "cuDNN", call, operations, least)
 
 
 def kl_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
@@ -251,6 +261,12 @@ def measure(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
     torch.cuda.reset_peak_memory_stats()
     milliseconds = median_ms(call, repeats, warm=0)
     return milliseconds, (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+@cache
+def _say(line: str) -> None:
+    """Print a line once, beside the table."""
+    print(line, file=sys.stderr)
 
 
 def installed(*names: str) -> bool:
@@ -306,7 +322,7 @@ def main() -> None:
                 torch.cuda.empty_cache()
     about = {
         "device": device,
-        "versions": {name: _version(name) for name in ("torch", "triton", "sglang", "sglang-kernel")},
+        "versions": {name: _version(name) for name in PACKAGES},
     }
     options.output.write_text(
         json.dumps({**about, "options": vars(options), "results": results}, default=str, indent=1) + "\n"
