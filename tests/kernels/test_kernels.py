@@ -200,14 +200,20 @@ from triton.compiler import ASTSource
 from indexcache_kernels.indexer_topk.splits import merge_kernel, sample_kernel
 from indexcache_kernels.indexer_topk.triton import _stream_kernel
 from indexcache_kernels.indexer_kl import triton as indexer_kl
+from indexcache_kernels.sparse_attention.hopper_kernel import backward_kernel
 from indexcache_kernels.sparse_attention.triton import _backward_kernel, _forward_kernel
+from triton.experimental.gluon._runtime import GluonASTSource
 
-def ptx(kernel, types, constants, **options):
+def build(kernel, types, constants, source=ASTSource, aligned=(), **options):
     names = kernel.arg_names
     signature = {name: types.get(name.removesuffix("_ptr"), "constexpr") for name in names}
     constants = {(names.index(name),): value for name, value in constants.items() if name in names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = source(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+def ptx(*arguments, **options):
+    return build(*arguments, **options).asm["ptx"]
 
 integers = ("starts", "ends", "marks", "candidates", "counts", "result", "queue", "todo", "before", "merged")
 integers += ("merged_counts",)
@@ -233,6 +239,11 @@ constants |= dict(SHARED=True)
 forward = dict(BLOCK_H=64, BLOCK_K=64)
 assert "wgmma" in ptx(_forward_kernel, types, constants | forward, num_warps=8, num_stages=2)
 ptx(_backward_kernel, types, constants | dict(BLOCK_H=32, BLOCK_K=32), num_warps=8, num_stages=1)
+aligned = [name for name in backward_kernel.arg_names if name.endswith("_ptr") or name == "k_row_stride"]
+sizes = constants | dict(BLOCK_H=64, BLOCK_K=64, CHUNK=128)
+found = build(backward_kernel, types | dict(sums="*fp32"), sizes, GluonASTSource, aligned, num_warps=8)
+assert found.metadata.shared <= 227 * 1024 and found.asm["ptx"].count("wgmma.mma_async") == 124
+assert found.asm["ptx"].count("relaxed.add.v4.f32") == 36 and found.asm["ptx"].count("cp.async.cg") == 36
 types = {**types, **common, "loss": "*fp32", "index_lse": "*fp32", "d_loss": "*fp32", "weights": "*fp32"}
 types |= {"index_q": "*bf16", "index_k": "*bf16", "d_q": "*bf16", "d_weights": "*fp32"}
 constants = dict(HEADS=64, GROUP=64, DIM=576, MAIN=512, TAIL=64, BLOCK_H=64, INDEXERS=32, INDEX_DIM=128, BLOCK_I=32)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from indexcache_kernels.backends import Backend, runs_triton
 from indexcache_kernels.errors import KernelInputError
-from indexcache_kernels.sparse_attention import flash_mla, naive
+from indexcache_kernels.sparse_attention import flash_mla, hopper, naive
 
 
 def sparse_attention(
@@ -32,7 +32,8 @@ def sparse_attention(
         scale: what products are multiplied by, before the softmax.
         backend: `naive` is PyTorch with gathered copies, `triton` needs a CUDA device or TRITON_INTERPRET=1,
             `flash_mla` sgl_kernel, and runs its forward for absorbed MLA in bfloat16 on Hopper. `auto` takes the first
-            that fits of the last, `triton` on CUDA, and `naive`.
+            that fits of the last, `triton` on CUDA, and `naive`. Gradients: `naive` and `triton` have their own; the
+            others take `hopper`'s where `hopper.fits`, else Triton's.
 
     Returns:
         `[T, H, V]` in the dtype of `q`, 0 where a query has no key, and the logarithm of the softmax's denominator,
@@ -65,7 +66,8 @@ def sparse_attention(
 
     k, values = (item if item.stride(2) == 1 else item.contiguous() for item in (k, values))
     in_keys = isinstance(v, int) and v == 1 << (q.shape[2].bit_length() - 1) and v >= 16  # the kernel reads them once
+    by_hopper = backend != "triton" and hopper.fits(q, k, v)
     out, lse = SparseAttention.apply(  # type: ignore[no-untyped-call]
-        q.contiguous(), k, None if in_keys else values, values.shape[2], indices.contiguous(), scale, flash
+        q.contiguous(), k, None if in_keys else values, values.shape[2], indices.contiguous(), scale, flash, by_hopper
     )
     return out, lse

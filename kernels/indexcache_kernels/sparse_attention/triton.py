@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from indexcache_kernels.heads import head_sizes, load_heads, load_rows, products
-from indexcache_kernels.sparse_attention import flash_mla
+from indexcache_kernels.sparse_attention import flash_mla, hopper
 
 
 @triton.jit
@@ -212,16 +212,17 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, 
 
 
 class SparseAttention(torch.autograd.Function):
-    """The kernels for autograd, with `flash` FlashMLA forward; no gradient flows through the second result.
+    """The kernels for autograd; with `flash` FlashMLA attends, with `by_hopper` gradients are by `hopper`.
 
-    Without `v`, the first `v_dim` dimensions of `k` are the values, and `v_dim` must be the largest power of two in the
-    size of a head. Gradients of `k` and `v` are sums in no fixed order.
+    No gradient flows through the second result. Without `v`, the first `v_dim` dimensions of `k` are the values, and
+    `v_dim` must be the largest power of two in the size of a head. Gradients of `k` and `v` are sums in no fixed order.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, scale: float, flash: bool
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, indices: Tensor, scale: float, flash: bool,
+        by_hopper: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Attend, and keep what the gradients need."""
         if flash:
             out, lse = flash_mla.forward(q, k, indices, scale)
@@ -235,7 +236,7 @@ class SparseAttention(torch.autograd.Function):
                 num_warps=8, num_stages=2, **sizes,
             )  # fmt: skip
         ctx.save_for_backward(q, k, v, indices, out, lse)
-        ctx.scale = scale
+        ctx.scale, ctx.by_hopper = scale, by_hopper
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -243,13 +244,15 @@ class SparseAttention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `q`, `k` and `v`."""
         q, k, v, indices, out, lse = ctx.saved_tensors
-        sizes = _sizes(q, k, v, out.shape[2], indices, 32)
-        delta, d_q = (out.float() * d_out.float()).sum(dim=2), torch.empty_like(q)
+        delta, d_out = (out.float() * d_out.float()).sum(dim=2), d_out.contiguous()
+        if ctx.by_hopper:
+            return *hopper.gradients(q, k, indices, lse, delta, d_out, ctx.scale), *(None,) * 6
+        sizes, d_q = _sizes(q, k, v, out.shape[2], indices, 32), torch.empty_like(q)
         d_k = torch.zeros(k.shape, dtype=torch.float32, device=q.device)
         d_v = None if v is None else torch.zeros(v.shape, dtype=torch.float32, device=q.device)
         _backward_kernel[(len(q), triton.cdiv(sizes["GROUP"], sizes["BLOCK_H"]), k.shape[1])](
-            q_ptr=q, k_ptr=k, v_ptr=v, indices_ptr=indices, lse_ptr=lse, delta_ptr=delta, d_out_ptr=d_out.contiguous(),
+            q_ptr=q, k_ptr=k, v_ptr=v, indices_ptr=indices, lse_ptr=lse, delta_ptr=delta, d_out_ptr=d_out,
             d_q_ptr=d_q, d_k_ptr=d_k, d_v_ptr=d_v, scale=ctx.scale, num_kv_heads=k.shape[1], BLOCK_K=32, num_warps=8,
             num_stages=3, **sizes,
         )  # fmt: skip
-        return d_q, d_k.to(k.dtype), None if d_v is None else d_v.to(v.dtype), None, None, None, None
+        return d_q, d_k.to(k.dtype), None if d_v is None else d_v.to(v.dtype), *(None,) * 5

@@ -8,7 +8,8 @@ fast_topk_v2, whole and in chunks of queries as SGLang calls them, where they ar
 chunk: the last 8,192 queries alone, of random scores and of equal ones; also with FlashInfer's exact selection, and 528
 queries at a time. decoding: 8 and 64 requests of `length` keys each, as CUDA graphs; DeepGEMM's scores are paged.
 sparse_attention: absorbed MLA (576 and 512 dimensions), 4,096 queries of k 2048 random keys each; against FlashMLA and
-PyTorch; its backward against PyTorch's autograd and cuDNN's, where it is installed. indexer_kl: against PyTorch.
+PyTorch; its backward, and the one for Hopper where that fits, against PyTorch's autograd and cuDNN's, where it is
+installed. indexer_kl: against PyTorch.
 
 Time: median of CUDA events; memory: peak above the inputs. The share of the roofline is the larger of operations over
 the dense rate and of bytes over the bandwidth of the datasheet, over the time; inputs and results count once.
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels import causal_ranges, indexer_kl, indexer_topk, sparse_attention
-from indexcache_kernels.sparse_attention import flash_mla
+from indexcache_kernels.sparse_attention import flash_mla, hopper
 from scripts.bench.kernels import cudnn_dsa
 from scripts.bench.kernels.deep_gemm_topk import Decoding, fast_topk, flashinfer_topk
 from scripts.bench.kernels.deep_gemm_topk import indexer_topk as deep_gemm_topk
@@ -189,10 +190,13 @@ def attention_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
     leaves = [q.detach().requires_grad_(), k.detach().requires_grad_()]
     trained = {**given, "q": leaves[0], "k": leaves[1]}
     operations, least = pairs * (6 * DIM + 4 * V_DIM), 2 * least + size(above)
-    for name, forward in {
+    forwards = {
         "sparse_attention": lambda: sparse_attention(**trained, backend="triton")[0],
         "PyTorch": lambda: torch_attention(**trained),
-    }.items():
+    }
+    if hopper.fits(q, k, V_DIM):
+        forwards["sparse_attention for Hopper"] = lambda: sparse_attention(**trained)[0]
+    for name, forward in forwards.items():
         out = forward()
         yield Case(
             "sparse_attention backward",
