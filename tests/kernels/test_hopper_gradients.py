@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 
 from indexcache_kernels import sparse_attention
@@ -114,7 +113,7 @@ def release(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
     def kernel(version: str) -> Any:
-        monkeypatch.setattr(triton, "__version__", version)
+        monkeypatch.setattr("triton.__version__", version)
         return hopper._kernel.__wrapped__()
 
     return kernel
