@@ -162,6 +162,36 @@ def test_as_many_seeds_and_steps_as_fit() -> None:
     assert 1 <= len(one.seeds) < len(two.seeds) == 3
 
 
+def test_a_rehearsal_ends_what_would_fail_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, left_out, bad = options(tmp_path), {"similarity 1/4, training-free"}, {OWN}
+
+    def work(small: argparse.Namespace, parts: list[str], left: object) -> None:
+        assert parts == ["dense", "train"] and small.output == tmp_path / "rehearsal"
+        assert (small.layers, small.warmup_steps, small.steps, small.seeds) == (scale.REHEARSED, 2, 2, [0])
+        small.output.mkdir(exist_ok=True)
+        (small.output / "table.md").touch()
+        rows = [
+            {"row": row.name, "losses": [float("nan") if row.name in bad else 1.0], "tokens": [1]}
+            for row in Plan(small, Sizes(2, 2, [0])).rows()
+            if row.name not in left_out
+        ]
+        (small.output / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    monkeypatch.setattr(scale, "work", work)
+    with pytest.raises(SystemExit, match="rehearsal: similarity 1/4, training-free not evaluated"):
+        scale.rehearse(made)
+    left_out.clear()
+    with pytest.raises(SystemExit, match=r"rehearsal: losses of .* own layer's loss are \[nan\], expected numbers"):
+        scale.rehearse(made)
+    bad.clear()
+    scale.rehearse(made)
+    assert "rehearsal: passed" in capsys.readouterr().out
+    monkeypatch.setattr(scale, "work", None)
+    scale.rehearse(made)  # once is enough
+
+
 def test_the_rehearsals_pace_and_what_was_chosen_are_kept(tmp_path: Path) -> None:
     log = tmp_path / "rehearsal" / "searched" / "all-layers" / "log.jsonl"
     log.parent.mkdir(parents=True)

@@ -113,7 +113,7 @@ def test_a_stage_of_short_sequences_ends_once_answers_are_found(
     monkeypatch.setattr(DenseTrainer, "dense_step", told)
     monkeypatch.setattr(train_dense_mla, "LOOKS", 2)
     trainer, clock = make(corpus, tmp_path), iter(range(1000))
-    monkeypatch.setattr(train_dense_mla.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
     train(trainer, None, 100.0)
     assert trainer.ends[0] == 4 and trainer.spent[1] > trainer.spent[0]  # two looks in a row
 
