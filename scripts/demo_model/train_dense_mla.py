@@ -219,10 +219,7 @@ class DenseTrainer(Trainer):
             if end is not None and self.step >= end:
                 continue
             if end is None and number + 1 == len(STAGES):  # the rate falls over a known number of steps
-                before = [0, *self.ends][number - 1] or 0
-                pace = self.spent[number - 1] / max(1, self.step - before)
-                left = max(0.0, seconds - sum(self.spent))
-                self.ends[number] = self.step + max(1, round(left / max(pace, 1e-6)))
+                self.ends[number] = self._last_end(seconds)
             self._run(number, seconds, workers, keep_every, show)
             self.keep()
             if number != len(STAGES) - 2:
@@ -232,6 +229,16 @@ class DenseTrainer(Trainer):
             (self.output / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=2) + "\n")
             self.save()
         self.processes.wait()
+
+    def _last_end(self, seconds: float) -> int:
+        """Return the step at which the last stage ends: what fits into the time left, at the pace of the one before.
+
+        The clocks of processes differ. The first one's decides, or it would wait for steps that another does not take.
+        """
+        before, last = [0, *self.ends][-3] or 0, self.spent[-2]
+        pace, left = last / max(1, self.step - before), max(0.0, seconds - sum(self.spent))
+        end, *_ = self.processes.gather(self.step + max(1, round(left / max(pace, 1e-6))))
+        return int(end)
 
     def _run(self, number: int, seconds: float, workers: int, keep_every: float, show: int) -> None:
         """Run stage `number` to its end."""

@@ -200,6 +200,18 @@ def averaged(rank: int) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None])
 
 
+def ended(rank: int) -> int:
+    """Plan the last stage where the clocks of ranks differ."""
+    trainer = DenseTrainer.__new__(DenseTrainer)
+    trainer.processes = Processes(rank, 2, torch.device("cpu"), False)
+    trainer.step, trainer.ends, trainer.spent = 6, [2, 6, None], [10.0, 10.0 + 30 * rank, 0.0]
+    return trainer._last_end(100.0)
+
+
+def test_processes_whose_clocks_differ_end_at_the_same_step(tmp_path: Path) -> None:
+    assert on_two_ranks(ended, tmp_path) == [6 + 32] * 2  # 80 s are left, at 2.5 s a step
+
+
 def test_two_processes_step_alike(tmp_path: Path) -> None:
     expected = torch.tensor([0.5] * 6 + [10.5] * 4)
     assert all(torch.equal(found, expected) for found in on_two_ranks(averaged, tmp_path))
