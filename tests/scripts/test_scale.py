@@ -186,6 +186,9 @@ def test_a_rehearsal_ends_what_would_fail_later(
     with pytest.raises(SystemExit, match=r"rehearsal: losses of .* own layer's loss are \[nan\], expected numbers"):
         scale.rehearse(made)
     bad.clear()
+    with pytest.raises(SystemExit, match="rehearsal: its training has no pace"):
+        scale.rehearse(made)
+    monkeypatch.setattr(scale, "pace", lambda log: (0.25, 0.5))
     scale.rehearse(made)
     assert "rehearsal: passed" in capsys.readouterr().out
     monkeypatch.setattr(scale, "work", None)
@@ -197,6 +200,7 @@ def test_the_rehearsals_pace_and_what_was_chosen_are_kept(tmp_path: Path) -> Non
     log.parent.mkdir(parents=True)
     seconds = [("original", 9.0), ("warmup", 30.0), ("warmup", 0.1), ("sparse", 20.0)]
     lines = [json.dumps({"stage": stage, "seconds": value}) + "\n" for stage, value in seconds]
+    lines += [json.dumps({"stage": stage, "held_out_loss": 1.0}) + "\n" for stage in ("warmup", "sparse")]
     log.write_text("".join(lines))
     assert scale.pace(log) is None  # its only sparse step compiled
     log.write_text("".join([*lines, json.dumps({"stage": "sparse", "seconds": 0.2}) + "\n"]))

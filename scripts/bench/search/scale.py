@@ -230,7 +230,8 @@ def pace(log: Path) -> tuple[float, float] | None:
     The first step of a stage, in which kernels are compiled, does not count.
     """
     records = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    taken = [[item["seconds"] for item in records if item["stage"] == name][1:] for name in ("warmup", "sparse")]
+    steps = [item for item in records if "seconds" in item]  # others are evaluations
+    taken = [[item["seconds"] for item in steps if item["stage"] == name][1:] for name in ("warmup", "sparse")]
     return (median(taken[0]), median(taken[1])) if all(taken) else None
 
 
@@ -457,7 +458,11 @@ def rehearse(options: argparse.Namespace) -> None:
     for item in results:
         if not np.isfinite(item["losses"]).all() or not sum(item["tokens"]):
             raise SystemExit(f"rehearsal: losses of {item['row']} are {item['losses']}, expected numbers")
+    seconds = pace(folder / "searched" / "all-layers" / "log.jsonl")
+    if seconds is None:
+        raise SystemExit("rehearsal: its training has no pace, expected two steps of both stages")
     print((folder / "table.md").read_text())
+    print(f"{REHEARSED} layers: a warm-up step took {seconds[0]:.2f} s, a sparse one {seconds[1]:.2f} s")
     print(f"rehearsal: passed after {time.monotonic() - began:.0f} s", flush=True)
     (folder / "passed").touch()
 
