@@ -158,7 +158,7 @@ def test_as_many_seeds_and_steps_as_fit() -> None:
     assert sizes_for(9999.0, (0.5, 0.5), seeds, 1, 2) == most
     few = Sizes(scale.FEWEST // 3, scale.FEWEST - scale.FEWEST // 3, [0])
     assert sizes_for(10.0, (0.5, 0.5), seeds, 1, 2) == few
-    one, two = (sizes_for(1000.0, (0.5, 1.0), seeds, gpus, 2) for gpus in (1, 2))
+    one, two = (sizes_for(1000.0, (0.25, 0.5), seeds, gpus, 2) for gpus in (1, 2))
     assert 1 <= len(one.seeds) < len(two.seeds) == 3
 
 

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from indexcache_search.compare.held_out import ComparisonSet, build
 from indexcache_search.data.reader import TokenReader
@@ -48,7 +49,7 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.files.pattern_file import PatternFile
 
 REHEARSED = 4  # layers
-MOST, FEWEST = 180, 60  # steps of a training: a third of them warm-up
+MOST, FEWEST = 300, 150  # steps of a training: a third of them warm-up
 OVERHEAD, SEARCH, EVALUATION = 45.0, 120.0, 60.0  # seconds: of a training beside its steps, and of all rows
 RECALL = {name: share for name, share in MIXTURE.items() if name != "text"}
 
@@ -212,7 +213,7 @@ class Plan:
             "--optimizer": "ramp_steps=10",
             "--batch-size": options.batch_size,
             "--engine": f"micro_batch={options.micro_batch},gradient_checkpointing=no",
-            "--every": "evaluate=100000,checkpoint=50,show=10",
+            "--every": "evaluate=100000,checkpoint=100,show=10",
             "--output": output,
         }
         flags = [str(part) for pair in named.items() for part in pair]
@@ -271,7 +272,7 @@ def write_data(plan: Plan) -> None:
     """Write the training and the held-out sequences, as `indexcache-distill` reads them, and the recall sequences."""
     options, sizes = plan.options, plan.sizes
     count = options.batch_size * (sizes.warmup_steps + sizes.steps)
-    count = count if len(sizes.seeds) == 1 else 2 * count  # other seeds take other sequences
+    count = count if len(sizes.seeds) == 1 else 3 * count // 2  # seeds take other sequences, in another order
     for name, part, sequences in (
         ("training", "train", count + 64),
         ("held-out", "evaluation", 4 * options.held_out),
@@ -283,9 +284,11 @@ def write_data(plan: Plan) -> None:
         partial = path.with_suffix(".partial")
         more: dict[str, Any] = {"tasks": 0.0, "mixture": RECALL} if name == "recall" else {}
         batches = Batches(options.corpus, part, options.length, 16, seed=2 if more else 1, **more)
+        numbers = range(-(-sequences // 16))
+        workers = min(8, (os.cpu_count() or 1) // 2, len(numbers) // 4)
+        drawn: Any = DataLoader(batches, batch_size=None, sampler=numbers, num_workers=workers)
         with partial.open("w") as file:
-            for number in range(-(-sequences // 16)):
-                tokens, kind = batches[number]
+            for tokens, kind in drawn:
                 counts = (kind == ANSWER).int() if more else scored(kind)
                 for ids, mask in zip(tokens.tolist(), counts.tolist(), strict=True):
                     file.write(json.dumps({"input_ids": ids, "loss_mask": mask}, separators=(",", ":")) + "\n")
@@ -522,7 +525,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="as many as fit into --seconds unless given")
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--indexer-lr", type=float, default=1e-3)
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--held-out", type=int, default=16, help="sequences of indexcache-distill's held-out set")
     parser.add_argument("--text-sequences", type=int, default=48, help="of text, and again of recall")
