@@ -114,7 +114,7 @@ def test_a_stage_of_short_sequences_ends_once_answers_are_found(
     monkeypatch.setattr(train_dense_mla, "LOOKS", 2)
     trainer, clock = make(corpus, tmp_path), iter(range(1000))
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    train(trainer, None, 100.0)
+    train(trainer, None, 80.0)
     assert trainer.ends[0] == 4 and trainer.spent[1] > trainer.spent[0]  # two looks in a row
 
 
