@@ -21,7 +21,8 @@ from scripts.demo_model.train_demo_model import MIXTURE
 TASK = 3  # beside recall's kinds of targets: an answer of `compare.tasks`
 TASK_NAMES = tuple(name for name in TASKS if name != "common_words")  # counting words is not looking up
 SHORTEST = 512  # tokens of a sequence that has room for any of them
-WORDS = 1024  # that records are made of, the most frequent ones: each is soon seen often enough to be told apart
+WORDS, FEW = 1024, 256  # most frequent words that records are made of, the few in sequences below `SHORTEST`: the fewer
+# there are, the sooner looking them up is learned (the demo model learned it with 377)
 FIRST_SEED = 1_000_000  # of samples for training; evaluations count from 0
 _PARTS = {"train": 0, "evaluation": 1}
 
@@ -51,7 +52,8 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
     ) -> None:
         arrays = np.load(corpus / "corpus.npz")
         self._text = torch.from_numpy(arrays[part].astype(np.int32))
-        self._recall = RecallTasks(self._text, torch.from_numpy(arrays["words"][-WORDS:]), 0)
+        words = arrays["words"][-(WORDS if length >= SHORTEST else FEW) :]
+        self._recall = RecallTasks(self._text, torch.from_numpy(words), 0)
         self._tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(corpus / "tokenizer.json"))
         self._length, self._batch, self._mixture = length, batch, dict(mixture)
         self._samples = round(batch * tasks) if length >= SHORTEST else 0

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from indexcache_search.training.processes import Processes
 from scripts.demo_model import glm, mixture, train_dense_mla
 from scripts.demo_model.mixture import TASK, Batches
-from scripts.demo_model.recall import TEXT, UNSCORED
+from scripts.demo_model.recall import ANSWER, TEXT, UNSCORED
 from scripts.demo_model.train_dense_mla import DenseTrainer, Stage, check_memory, model_config
 from tests.scripts.small_corpus import VOCAB, write_corpus
 from tests.two_ranks import on_two_ranks
@@ -187,6 +187,13 @@ def test_a_batch_depends_on_its_number_alone(corpus: Path, monkeypatch: pytest.M
     for other in (batches[6], Batches(corpus, "train", 1500, 4, 1)[5], Batches(corpus, "evaluation", 1500, 4, 0)[5]):
         assert not torch.equal(tokens, other[0])
     assert not (Batches(corpus, "train", 200, 4, seed=0)[5][1] == TASK).any()  # too short for such samples
+
+
+def test_records_of_short_sequences_are_of_few_words(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixture, "FEW", 4)
+    for length, words in ((200, 4), (1500, 64)):
+        tokens, kind = Batches(corpus, "train", length, 16, 0, tasks=0.0, mixture={"kv_dense": 1.0})[0]
+        assert set(tokens[kind == ANSWER].tolist()) == set(range(164 - words, 164))
 
 
 def averaged(rank: int) -> torch.Tensor:
