@@ -12,7 +12,8 @@ import pytest
 
 from indexcache_search.data.reader import TokenReader
 from scripts.bench.search import scale
-from scripts.bench.search.scale import Plan, Sizes, Step, run, sizes_for
+from scripts.bench.search.scale import run
+from scripts.bench.search.scale_plan import FEWEST, MOST, OVERHEAD, REHEARSED, Plan, Sizes, Step, pace, sizes_for
 from scripts.bench.search.scale_table import (
     BASE,
     CONTROL,
@@ -110,7 +111,7 @@ def test_commands_are_those_of_the_package(tmp_path: Path) -> None:
     assert f"{tmp_path / 'searched' / 'search' / 'pattern.yaml'}@1/4" in steps["searched-1"].command
     base = tmp_path / "searched" / "all-layers"
     assert all(str(base / "model") in step.command for name, step in steps.items() if name != "searched")
-    assert steps["uniform-0"].needs == base / "metrics.json" and steps["uniform-0"].seconds == scale.OVERHEAD + 5
+    assert steps["uniform-0"].needs == base / "metrics.json" and steps["uniform-0"].seconds == OVERHEAD + 5
     alone = plan(tmp_path, "--dense", "--workers 0").dense_step()
     assert alone.command[1:3] == ["-m", "scripts.demo_model.train_dense_mla"]
     assert alone.command[-4:] == ["--batch-tokens", "65536", "--workers", "0"]
@@ -154,9 +155,9 @@ def test_rows_are_ready_once_their_files_are_there(tmp_path: Path) -> None:
 
 def test_as_many_seeds_and_steps_as_fit() -> None:
     seeds = [0, 1, 2]
-    most = Sizes(scale.MOST // 3, scale.MOST - scale.MOST // 3, seeds)
+    most = Sizes(MOST // 3, MOST - MOST // 3, seeds)
     assert sizes_for(9999.0, (0.5, 0.5), seeds, 1, 2) == most
-    few = Sizes(scale.FEWEST // 3, scale.FEWEST - scale.FEWEST // 3, [0])
+    few = Sizes(FEWEST // 3, FEWEST - FEWEST // 3, [0])
     assert sizes_for(10.0, (0.5, 0.5), seeds, 1, 2) == few
     one, two = (sizes_for(1000.0, (0.25, 0.5), seeds, gpus, 2) for gpus in (1, 2))
     assert 1 <= len(one.seeds) < len(two.seeds) == 3
@@ -169,7 +170,7 @@ def test_a_rehearsal_ends_what_would_fail_later(
 
     def work(small: argparse.Namespace, parts: list[str], left: object) -> None:
         assert parts == ["dense", "train"] and small.output == tmp_path / "rehearsal"
-        assert (small.layers, small.warmup_steps, small.steps, small.seeds) == (scale.REHEARSED, 2, 2, [0])
+        assert (small.layers, small.warmup_steps, small.steps, small.seeds) == (REHEARSED, 2, 2, [0])
         small.output.mkdir(exist_ok=True)
         (small.output / "table.md").touch()
         rows = [
@@ -202,14 +203,14 @@ def test_the_rehearsals_pace_and_what_was_chosen_are_kept(tmp_path: Path) -> Non
     lines = [json.dumps({"stage": stage, "seconds": value}) + "\n" for stage, value in seconds]
     lines += [json.dumps({"stage": stage, "held_out_loss": 1.0}) + "\n" for stage in ("warmup", "sparse")]
     log.write_text("".join(lines))
-    assert scale.pace(log) is None  # its only sparse step compiled
+    assert pace(log) is None  # its only sparse step compiled
     log.write_text("".join([*lines, json.dumps({"stage": "sparse", "seconds": 0.2}) + "\n"]))
-    assert scale.pace(log) == (0.1, 0.2)
+    assert pace(log) == (0.1, 0.2)
     given = argparse.Namespace(**{**vars(options(tmp_path)), "warmup_steps": None, "steps": None, "seeds": [0, 1, 2]})
-    sizes, pace = scale.kept_sizes(given, lambda: 1200.0)
-    assert pace == pytest.approx((0.4, 0.8))  # 16 layers, the rehearsal had 4
-    assert sizes == sizes_for(1200.0, pace, [0, 1, 2], 1, 2)
-    assert scale.kept_sizes(given, lambda: 1.0) == (sizes, pace)  # the same command goes on
+    sizes, found = scale.kept_sizes(given, lambda: 1200.0)
+    assert found == pytest.approx((0.4, 0.8))  # 16 layers, the rehearsal had 4
+    assert sizes == sizes_for(1200.0, found, [0, 1, 2], 1, 2)
+    assert scale.kept_sizes(given, lambda: 1.0) == (sizes, found)  # the same command goes on
 
 
 def test_what_is_written_is_what_is_read(corpus: Path, tmp_path: Path) -> None:
