@@ -127,6 +127,22 @@ def load_runner(model: Path) -> Any:
     return wrapper.torch_runner
 
 
+def new_request(number: int, ids: Sequence[int], steps: int, **more: Any) -> Any:
+    """Make a greedy request for `steps` tokens behind a prompt; `more` goes to SGLang's `Req`."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    request = Req(
+        rid=str(number),
+        origin_input_text="",
+        origin_input_ids=array("q", ids),
+        sampling_params=SamplingParams(temperature=0, max_new_tokens=steps),
+        **more,
+    )
+    request.full_untruncated_fill_ids = request.origin_input_ids
+    return request
+
+
 def new_batch(runner: Any, requests: Sequence[Any]) -> Any:
     """Make a batch of requests whose prompts are about to be read, without a prefix cache."""
     from sglang.benchmark.one_batch import TreeCacheNamespace
@@ -173,21 +189,12 @@ def generate(
 
 def _generate(model: Path, prompts: Sequence[Sequence[int]], steps: int) -> list[Served]:
     import torch
-    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.sampling.sampling_params import SamplingParams
 
     runner = load_runner(model)
     requests = []
     for index, ids in enumerate(prompts):
-        request = Req(
-            rid=str(index),
-            origin_input_text="",
-            origin_input_ids=array("q", ids),
-            sampling_params=SamplingParams(temperature=0, max_new_tokens=steps),
-            return_logprob=True,
-        )
-        request.full_untruncated_fill_ids = request.origin_input_ids
+        request = new_request(index, ids, steps, return_logprob=True)
         request.logprob_start_len = 0
         request.extend_end = len(ids)
         requests.append(request)

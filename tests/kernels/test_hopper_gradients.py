@@ -53,7 +53,7 @@ def test_gradients_for_hopper_are_those_of_float64_and_triton(
 
 
 def fake(*shape: int, dtype: torch.dtype = torch.bfloat16, is_cuda: bool = True) -> Any:
-    """What `fits` looks at of a tensor."""
+    """Make a stand-in for a tensor, with all that `fits` reads."""
 
     class Fake(SimpleNamespace):
         def __len__(self) -> int:

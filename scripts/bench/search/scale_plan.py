@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def searched(self) -> Path:
-        """What `--search-first` leaves."""
+        """Return the folder that `--search-first` writes."""
         return self.folder / "searched"
 
     @property

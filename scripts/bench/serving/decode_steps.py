@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from array import array
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from scripts.bench.shapes import parse_cells
 from scripts.bench.timing import host_ms, median_ms
-from scripts.tools.inprocess import new_batch
+from scripts.tools.inprocess import new_batch, new_request
 from sglang_indexcache import Pattern, PatternFile
 
 CHECKED = (700, 300, 127, 128, 129, 5, 1)  # prompt lengths around the 128 tokens that `delta --check` selects
@@ -91,19 +90,10 @@ class Decoding:
     """
 
     def __init__(self, runner: Any, prompts: Sequence[Sequence[int]], prefill: bool) -> None:
-        from sglang.srt.managers.schedule_batch import Req
-        from sglang.srt.sampling.sampling_params import SamplingParams
-
         self._runner = runner
         requests = []
         for number, ids in enumerate(prompts):
-            request = Req(
-                rid=str(number),
-                origin_input_text="",
-                origin_input_ids=array("q", ids),
-                sampling_params=SamplingParams(temperature=0, max_new_tokens=64),
-            )
-            request.full_untruncated_fill_ids = request.origin_input_ids
+            request = new_request(number, ids, 64)
             request.logprob_start_len = -1
             request.set_extend_range(0, len(ids))
             requests.append(request)

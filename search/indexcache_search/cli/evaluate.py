@@ -129,8 +129,9 @@ def _reads_sources(given: Any) -> bool:
     return bool(given["evaluation"]) or (given["model"] is None and not given["tasks"])
 
 
-def _compares(given: Any) -> bool:
-    return bool(given["evaluation"] or given["tasks"])
+def _compares(harness: Any, evaluation: Any, tasks: Any) -> bool:
+    """Return whether loss and speed are compared: always, but for a run that has tasks of lm-eval alone."""
+    return harness is None or bool(evaluation or tasks)
 
 
 def _times(speed: SpeedChoice) -> bool:
@@ -140,7 +141,8 @@ def _times(speed: SpeedChoice) -> bool:
 MEASURED = OptionNeed("a run without --dry-run", lambda given: not given["dry_run"])
 HERE = OptionNeed("patterns of a model that runs here, without --endpoint", lambda given: not given["endpoint"])
 COMPARED = OptionNeed(
-    "--evaluation or --tasks beside --harness", lambda given: given["harness"] is None or _compares(given)
+    "--evaluation or --tasks beside --harness",
+    lambda given: _compares(given["harness"], given["evaluation"], given["tasks"]),
 )
 NEEDS = {
     **dict.fromkeys(("rows", "dry_run", "reply", "seq_len"), (COMPARED,)),
@@ -244,8 +246,8 @@ def evaluate(
     with running(context, NEEDS) as console:
         options.check_runs_here(device, dtype)
         addresses, row_options = tuple(map(Address.of, endpoint or ())), options.row_options(rows)
-        worse, compares = False, harness is None or bool(evaluation or tasks)
-        if harness is not None:
+        worse, compares = False, _compares(harness, evaluation, tasks)
+        if harness is not None and compares:  # before the comparison, which takes long
             from indexcache_search.harness.run import check
 
             check(addresses)

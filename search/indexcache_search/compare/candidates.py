@@ -1,4 +1,4 @@
-"""What a comparison compares: patterns of one model, or servers."""
+"""Read which patterns of a model, or which servers, are compared."""
 
 from __future__ import annotations
 
