@@ -166,7 +166,7 @@ SETTINGS: dict[str, list[str]] = {
         *("pages=32", "page_tokens=32", "recent_pages=3", "sink_pages=2", "score=compressed_keys", "steps=ema:0.5"),
         "heads=key",
     ],
-    "rows": ["turns=each", "skip_bad=3", "chat_template=template"],
+    "rows": ["turns=each", "skip_bad=3", "chat_template=template", "documents=apart"],
     "engine": [
         *("name=sglang", "attention=naive", "prefix_cache_gb=0.5", "gradient_checkpointing=no", "micro_batch=2"),
         "memory_check=no",

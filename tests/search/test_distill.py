@@ -441,8 +441,8 @@ run.resolve_attention = lambda attention, _: attention  # kernels with their def
 forward = model.Distillation.__call__
 
 
-def checked(self, tokens):
-    output = forward(self, tokens)
+def checked(self, *given):
+    output = forward(self, *given)
     assert output.divergences.dtype == torch.float32
     assert output.token_losses is None or output.token_losses.dtype == torch.float32
     return output

@@ -145,9 +145,12 @@ def test_two_ranks_have_the_gradients_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_kernels_take_the_same_batches(stage: Stage) -> None:
+@pytest.mark.parametrize("kind", ["one", "packed", "left", "right"])
+def test_the_kernels_take_the_same_batches(stage: Stage, kind: str) -> None:
     model = model_of().float()
-    batch = packed() if stage == "sparse" else {"input_ids": rows()[0][None], "labels": rows()[0][None]}
+    batch = {"input_ids": rows()[0][None], "labels": rows()[0][None]}
+    if kind != "one":
+        batch = packed() if kind == "packed" else padded(kind)
     plain, kernels = (by_the_adapter(model, stage, batch, kernels=name) for name in (None, "naive"))
     for name, gradient in plain.items():
         torch.testing.assert_close(kernels[name], gradient, rtol=1e-3, atol=1e-3 * gradient.abs().max().item())
@@ -169,17 +172,16 @@ def test_while_evaluating_the_loss_is_the_models_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "options", "message"),
+    ("batch", "message"),
     [
-        ({"input_ids": None}, {}, "input_ids and inputs_embeds are None"),
-        ({"attention_mask": torch.ones(1, 1, 24, 24)}, {}, "attention_mask has 4 dimensions"),
-        ({"attention_mask": torch.tensor([[0] + [1] * 23])}, {}, "position_ids begin anew in a padded batch"),
-        ({}, {"kernels": "naive"}, "the warm-up is packed or padded, which its kernels don't take"),
+        ({"input_ids": None}, "input_ids and inputs_embeds are None"),
+        ({"attention_mask": torch.ones(1, 1, 24, 24)}, "attention_mask has 4 dimensions"),
+        ({"attention_mask": torch.tensor([[0] + [1] * 23])}, "position_ids begin anew in a padded batch"),
     ],
 )
-def test_batches_that_are_refused(batch: dict[str, Any], options: dict[str, Any], message: str) -> None:
+def test_batches_that_are_refused(batch: dict[str, Any], message: str) -> None:
     with pytest.raises(SearchError, match=message):
-        by_the_adapter(model_of(), "warmup", {**packed(), **batch}, **options)
+        by_the_adapter(model_of(), "warmup", {**packed(), **batch})
 
 
 def test_a_loss_that_is_not_finite_ends_before_the_step() -> None:

@@ -185,7 +185,7 @@ def distill(
     index_topk: Annotated[int | None, number("Tokens that they select. Default: 2048.", TOKENS)] = None,
     training: options.Training = None,
     evaluation: options.HeldOutOrSame = None,
-    rows: options.Rows = None,
+    rows: options.RowsOfDocuments = None,
     dry_run: options.DryRun = False,
     seq_len: options.SeqLen = None,
     num_sequences: Annotated[
@@ -285,6 +285,7 @@ def distill(
             num_sequences=num_sequences or (64 if is_demo else 16384),
             num_eval_sequences=num_eval_sequences or (24 if is_demo else 32),
             rows=row_options,
+            apart=rows is not None and rows.documents == "apart",
         )
         if dry_run:
             if main:

@@ -35,6 +35,13 @@ class RowsChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DocumentsChoice(RowsChoice):
+    """How rows of sources are read and packed; see `Packer`."""
+
+    documents: Literal["joined", "apart"] = "joined"
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineChoice:
     """How a model runs; see `TransformersEngine.load`."""
 
@@ -119,13 +126,17 @@ Calibration = Annotated[list[str] | None, sources("Calibration text")]
 Training = Annotated[list[str] | None, sources("Training text")]
 HeldOut = Annotated[list[str] | None, sources("Held-out text")]
 HeldOutOrSame = Annotated[list[str] | None, sources("Held-out text", " Default: set aside from the other sources.")]
-Rows = Annotated[
-    RowsChoice | None,
+_ROWS = (
+    "How rows are read. Keys: turns of a conversation (all: one text; each: a text for each reply; last: up to the"
+    " last; auto: all, or each where the template writes earlier turns otherwise once others follow), chat_template"
+    " (a file; the tokenizer's Jinja template), skip_bad (rows of a source that may be skipped; 0)"
+)
+Rows = Annotated[RowsChoice | None, settings(RowsChoice, f"{_ROWS}.")]
+RowsOfDocuments = Annotated[
+    DocumentsChoice | None,
     settings(
-        RowsChoice,
-        "How rows are read. Keys: turns of a conversation (all: one text; each: a text for each reply; last: up to the"
-        " last; auto: all, or each where the template writes earlier turns otherwise once others follow), chat_template"
-        " (a file; the tokenizer's Jinja template), skip_bad (rows of a source that may be skipped; 0).",
+        DocumentsChoice,
+        f"{_ROWS}, documents (joined: a token sees all before it in its sequence; apart: its own document alone).",
     ),
 ]
 DryRun = Annotated[bool, option("Show what is read of the data, and end before anything loads.", "--dry-run")]

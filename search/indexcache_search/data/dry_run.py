@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 from rich.console import Console
 
 from indexcache_search.data.chats import Text
@@ -28,9 +29,10 @@ def show(reader: TokenReader, sets: Mapping[str, TokenSet]) -> None:
         out.print(f"note: {note}")
     shown: set[str] = set()
     for purpose, tokens in sets.items():
+        apart = "" if tokens.starts is None else f", {_documents(tokens)} documents apart"
         out.print(
-            f"{purpose}: {tokens.num_sequences} sequences of {tokens.seq_len} tokens, {tokens.scored_tokens} tokens are"
-            f" scored; sha256 {tokens.sha256[:16]}"
+            f"{purpose}: {tokens.num_sequences} sequences of {tokens.seq_len} tokens{apart}, {tokens.scored_tokens}"
+            f" tokens are scored; sha256 {tokens.sha256[:16]}"
         )
         for number, source in enumerate(tokens.sources):
             reading = next((item for item in reader.readings if (item.purpose, item.source) == (purpose, source)), None)
@@ -41,6 +43,12 @@ def show(reader: TokenReader, sets: Mapping[str, TokenSet]) -> None:
                 shown.add(source)
                 _show_rows(out, reading, reader)
     out.print("Nothing was loaded and nothing written; without --dry-run the same data are used.")
+
+
+def _documents(tokens: TokenSet) -> int:
+    """Count the documents, and parts of such, of which each token sees its own alone."""
+    assert tokens.starts is not None
+    return int((tokens.starts == np.arange(tokens.seq_len)).sum())
 
 
 def _show_rows(out: Console, reading: SourceReading, reader: TokenReader) -> None:

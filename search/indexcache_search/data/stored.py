@@ -14,17 +14,18 @@ from sglang_indexcache.files.naming import naming
 
 _MAX_BYTES = 16 << 20
 _ARRAYS = ("tokens", "scored", "source_of")
+_OPTIONAL = ("prompt", "starts")
 
 
 def save_set(data: TokenSet, folder: Path) -> None:
     """Write a set to `folder`; `load_set` finds it only once it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
-    has_prompt = data.prompt is not None
-    for name in (*_ARRAYS, "prompt") if has_prompt else _ARRAYS:
+    has = {name: getattr(data, name) is not None for name in _OPTIONAL}
+    for name in (*_ARRAYS, *(name for name in _OPTIONAL if has[name])):
         path = folder / f"{name}.npy"
         with naming(path):
             np.save(path, getattr(data, name))
-    about = {"sources": data.sources, "sha256": data.sha256, "prompt": has_prompt}
+    about = {"sources": data.sources, "sha256": data.sha256, **has}
     write_atomically(folder / "set.json", json.dumps(about) + "\n")
 
 
@@ -39,10 +40,11 @@ def load_set(folder: Path) -> TokenSet | None:
         return None
     try:
         about = read_json_object(path, _MAX_BYTES)
-        names = (*_ARRAYS, "prompt") if about["prompt"] else _ARRAYS
+        names = (*_ARRAYS, *(name for name in _OPTIONAL if about.get(name)))
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
         data = TokenSet(sources=tuple(about["sources"]), **arrays)
-        if data.tokens.ndim != 2 or data.scored.shape != data.tokens.shape or data.sha256 != about["sha256"]:
+        shapes = {array.shape for name, array in arrays.items() if name != "source_of"}
+        if data.tokens.ndim != 2 or len(shapes) > 1 or data.sha256 != about["sha256"]:
             raise ValueError
     except (FileNotFoundError, EOFError, KeyError, TypeError, ValueError):
         raise JournalError(f"{folder}: the stored tokens are damaged; --restart reads the data anew") from None

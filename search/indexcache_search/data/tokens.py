@@ -24,6 +24,8 @@ class TokenSet:
         sources: names of where the sequences came from.
         prompt: `[sequences, seq_len]` bool; tokens that a model reads at once, before it writes others; `None` where
             that makes no difference.
+        starts: `[sequences, seq_len]` int32; where in the sequence a token's document begins, before which the token
+            sees nothing; `None` where tokens see all earlier ones.
     """
 
     tokens: NDArray[np.int32]
@@ -31,6 +33,7 @@ class TokenSet:
     source_of: NDArray[np.int64]
     sources: tuple[str, ...]
     prompt: NDArray[np.bool_] | None = None
+    starts: NDArray[np.int32] | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -51,7 +54,8 @@ class TokenSet:
         """Return the sequences `rows` of this set, in that order."""
         chosen = list(rows)
         prompt = None if self.prompt is None else self.prompt[chosen]
-        return TokenSet(self.tokens[chosen], self.scored[chosen], self.source_of[chosen], self.sources, prompt)
+        starts = None if self.starts is None else self.starts[chosen]
+        return TokenSet(self.tokens[chosen], self.scored[chosen], self.source_of[chosen], self.sources, prompt, starts)
 
     def ending_in_replies(self, reply: int) -> TokenSet:
         """Return prompts whose last `reply` tokens are decoded one by one and alone count.
@@ -69,7 +73,7 @@ class TokenSet:
             if not scored[self.source_of == number].any():
                 raise DataError(f"{source}: none of its last {reply} tokens count, expected a larger --reply")
         prompt = np.broadcast_to(position < self.seq_len - reply, self.tokens.shape).copy()
-        return TokenSet(self.tokens, scored, self.source_of, self.sources, prompt)
+        return TokenSet(self.tokens, scored, self.source_of, self.sources, prompt, self.starts)
 
     @cached_property
     def sha256(self) -> str:
@@ -80,6 +84,8 @@ class TokenSet:
         digest.update(np.ascontiguousarray(self.source_of, dtype="<i4").tobytes())
         if self.prompt is not None:
             digest.update(np.packbits(self.prompt).tobytes())
+        if self.starts is not None:
+            digest.update(np.ascontiguousarray(self.starts, dtype="<i4").tobytes())
         return digest.hexdigest()
 
 

@@ -34,6 +34,7 @@ def attend_and_compare(
     indices: Tensor | None,
     backend: Backend,
     compare: bool,
+    mask: BlockMask | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend, and measure the indexer's divergence from the attention.
 
@@ -48,6 +49,7 @@ def attend_and_compare(
             case the attention has no gradient.
         backend: backend of the kernels.
         compare: also measure the divergence.
+        mask: `range_mask` of `ranges`, where some first keys are not 0 and `indices` is None.
 
     Returns:
         `[batch, queries, heads, value]`, and the sum of the queries' divergences, with gradients to the indexer only.
@@ -71,7 +73,7 @@ def attend_and_compare(
         output = attend_latent(attention, query, key, indices, scale, backend, observe if compare else None)
         return output, torch.stack(sums).sum() if sums else None
     with torch.no_grad():
-        output, lse = dense_attention(attention, query, key, scale)
+        output, lse = dense_attention(attention, query, key, scale, mask)
         if not compare:
             return output, None
         queries, lse = query.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
@@ -115,7 +117,9 @@ class _SumOfBlocks(torch.autograd.Function):
         return None, *(item * change for item in ctx.saved_tensors)
 
 
-def dense_attention(attention: Any, query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def dense_attention(
+    attention: Any, query: Tensor, key: Tensor, scale: float, mask: BlockMask | None = None
+) -> tuple[Tensor, Tensor]:
     """Attend with all heads to all earlier keys.
 
     Args:
@@ -123,6 +127,7 @@ def dense_attention(attention: Any, query: Tensor, key: Tensor, scale: float) ->
         query: `[batch, heads, queries, dim]`.
         key: `[batch, 1, keys, latent + rope]`, as many keys as queries.
         scale: factor of the products of queries and keys.
+        mask: of the earlier keys that queries see; None for all.
 
     Returns:
         `[batch, queries, heads, value]`, and the logarithms of the softmax's denominators, `[batch, heads, queries]`,
@@ -132,7 +137,7 @@ def dense_attention(attention: Any, query: Tensor, key: Tensor, scale: float) ->
     latent, rope = torch.split(key, [attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
     keys, values = type(attention).expand_kv(attention, latent, rope)
     run = _compiled() if query.device.type == "cuda" else flex_attention
-    mask = _causal(query.shape[2], query.device)
+    mask = _causal(query.shape[2], query.device) if mask is None else mask
     output, auxiliary = run(
         query,
         keys.to(query.dtype),
@@ -154,6 +159,20 @@ def _causal(length: int, device: torch.device) -> BlockMask:
     def earlier(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
 
+    return _block_mask(earlier, None, length, device)
+
+
+def range_mask(ranges: Tensor) -> BlockMask:
+    """Return the mask of queries that see keys from a first one to their own: `ranges` is `[batch, 1, queries, 2]`."""
+    starts = ranges[:, 0, :, 0]
+
+    def within(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (key >= starts[batch, query])
+
+    return _block_mask(within, len(starts), starts.shape[1], starts.device)
+
+
+def _block_mask(seen: Callable[..., Tensor], batch: int | None, length: int, device: torch.device) -> BlockMask:
     # Compiling avoids a [queries, keys] tensor, 10 GiB at 32,768 tokens.
     compiled = device.type == "cuda"
-    return create_block_mask(earlier, None, None, length, length, device=str(device), _compile=compiled)
+    return create_block_mask(seen, batch, None, length, length, device=str(device), _compile=compiled)

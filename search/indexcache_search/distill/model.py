@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -24,8 +25,8 @@ from indexcache_kernels.backends import Backend
 from indexcache_kernels.indexer_kl import visible_keys
 from indexcache_kernels.indexer_topk.naive import indexer_scores
 from indexcache_kernels.patching import replaced
-from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors, keep_latent, key_ranges, select
-from indexcache_search.distill.kernel_attention import Vectors, attend_and_compare, computed_in
+from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors, keep_latent, select
+from indexcache_search.distill.kernel_attention import Vectors, attend_and_compare, computed_in, range_mask
 from indexcache_search.distill.losses import divergence
 from indexcache_search.distill.settings import Loss, Stage
 from indexcache_search.hf.device import LOGIT_ROWS
@@ -94,6 +95,8 @@ class Distillation:
         self.measures_dense = False  # in the warm-up, the losses of tokens: those of the dense model
         self._served = {source: pattern.source_layers.count(source) for source in pattern.full_layers}
         self._labels: Tensor | None = None
+        self._ranges: Tensor  # first keys and ends of the queries, `[batch, 1, queries, 2]`
+        self._block_mask: BlockMask | None = None  # of these ranges, for dense attention by kernels
         self._indices: dict[int, Tensor] = {}
         self._vectors: dict[int, Vectors] = {}  # inputs of the kernels' scores
         self._log_q: dict[int, Tensor] = {}
@@ -114,12 +117,12 @@ class Distillation:
             if self.pattern[layer] == "F":
                 changes.append((attention.indexer, "forward", partial(index_vectors, attention.indexer, rope)))
             changes.append((attention, "indexer", self._select(layer, attention.indexer)))
-        with self._attending(NAME, changes):
+        with self._attending(changes):
             yield
 
     @contextmanager
-    def _attending(self, name: str, changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-        """Attend by `attend` inside the `with` block, with the masks of attention implementation `name`."""
+    def _attending(self, changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+        """Attend by `attend` inside the `with` block."""
         config = self.model.config
         without_autocast = torch.autocast(self.model.device.type, enabled=False)
         gates = [layer.mlp.gate for layer in self.model.model.layers if hasattr(layer.mlp, "gate")]
@@ -130,7 +133,7 @@ class Distillation:
             if self.kernels is not None:
                 more.append((attention, "expand_kv", keep_latent))
         before = config._attn_implementation
-        config._attn_implementation = name
+        config._attn_implementation = NAME
         try:
             with replaced(*more, *changes):
                 yield
@@ -138,12 +141,21 @@ class Distillation:
             config._attn_implementation = before
             self._forget()
 
-    def __call__(self, tokens: Tensor) -> Output:
-        """Run `tokens`, `[batch, length]` of int64, causal and without padding, inside `attached()`."""
+    def __call__(self, tokens: Tensor, starts: Tensor | None = None) -> Output:
+        """Run sequences, causal and without padding, inside `attached()`.
+
+        Args:
+            tokens: `[batch, length]`, int64.
+            starts: `[batch, length]`: where a token's document begins, before which it sees nothing; None for 0. The
+                losses of first tokens of documents mean nothing.
+        """
         self._forget()
+        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        self._see(torch.zeros_like(places) if starts is None else starts, places + 1)
         self._labels, self._found = tokens[:, 1:], {layer: [] for layer in self.pattern.full_layers}
         try:
-            losses = self.model(input_ids=tokens, use_cache=False).logits
+            positions = {} if starts is None else {"position_ids": places - starts}
+            losses = self.model(input_ids=tokens, use_cache=False, **positions).logits
             divergences = torch.stack([torch.stack(items).sum() for items in self._found.values()])
         finally:
             self._found = None  # layers that run again for their gradients report nothing
@@ -178,9 +190,11 @@ class Distillation:
         """Return the keys that this process's queries see, along `dim`: here they are all its own."""
         return keys
 
-    def _ranges_of(self, ranges: Tensor) -> Tensor:
-        """Return first keys and ends of the queries, `[batch, 1, queries, 2]`: here the mask itself."""
-        return ranges
+    def _see(self, starts: Tensor, ends: Tensor) -> None:
+        """Set the first keys that the queries of the next pass see, and one past the last, both `[batch, queries]`."""
+        self._ranges, self._block_mask = torch.stack([starts, ends], dim=-1).int()[:, None], None
+        if self.kernels is not None and self.stage == "warmup" and starts.any():
+            self._block_mask = range_mask(self._ranges)
 
     def _select(self, layer: int, indexer: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Callable[..., Tensor]:
         """Make the function that replaces a layer's indexer; `indexer` computes its vectors."""
@@ -189,12 +203,11 @@ class Distillation:
             hidden_states: Tensor,
             q_resid: Tensor,
             position_embeddings: tuple[Tensor, Tensor],
-            ranges: Tensor,
             *_: Any,
             **__: Any,
         ) -> Tensor:
             q, k, weights = indexer(hidden_states.detach(), q_resid.detach(), position_embeddings)
-            k, ranges = self._all_keys(k, 1), self._ranges_of(ranges[:, None])[:, 0]
+            k, ranges = self._all_keys(k, 1), self._ranges[:, 0]
             if self.kernels is not None:
                 q, k = computed_in(q), computed_in(k)
             indices: Tensor = q.new_empty(0, dtype=torch.int32)  # none are selected in the warm-up
@@ -220,16 +233,25 @@ class Distillation:
 
         return full if self.pattern[layer] == "F" else shared
 
-    def attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, ranges: Tensor, scale: float) -> Tensor:
+    def attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attend in a layer, `[batch, queries, heads, dim]`, and add the divergence of its source's indexer."""
         layer = attention.layer_idx
-        key, value, ranges = self._all_keys(key, 2), self._all_keys(value, 2), self._ranges_of(ranges)
+        key, value, ranges = self._all_keys(key, 2), self._all_keys(value, 2), self._ranges
         source = self.pattern.source_layers[layer]
         indices = self._indices[source] if self.stage == "sparse" else None
         compare = self.loss == "multi" or layer == source
         if self.kernels is not None:
             output, found = attend_and_compare(
-                attention, query, key, ranges, scale, self._vectors[source], indices, self.kernels, compare
+                attention,
+                query,
+                key,
+                ranges,
+                scale,
+                self._vectors[source],
+                indices,
+                self.kernels,
+                compare,
+                self._block_mask,
             )
         else:
             visible = visible_keys(key.shape[2], ranges[:, 0, :, 0], ranges[:, 0, :, 1], indices)
@@ -248,12 +270,17 @@ class Distillation:
         return divergence(p, self._log_q[self.pattern.source_layers[layer]])
 
 
-def attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **_: Any
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, _: Tensor, scaling: float, **__: Any
 ) -> tuple[Tensor, None]:
     """Attend as an attention function of transformers; see `Distillation.attend`."""
-    return module.distillation.attend(module, query, key, value, attention_mask, scaling), None
+    return module.distillation.attend(module, query, key, value, scaling), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, key_ranges)
+def _no_mask(batch_size: int, q_length: int, *_: Any, device: torch.device | str = "cpu", **__: Any) -> Tensor:
+    """Stand in for a mask: `Distillation` knows what each query sees."""
+    return torch.zeros(batch_size, 1, q_length, 2, dtype=torch.int32, device=device)
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)

@@ -31,6 +31,10 @@ from sglang_indexcache.pattern import Pattern
 
 ALL_LAYERS, SEARCH, TRAINED = "all-layers", "search", "trained"  # folders in the output folder
 _SEQUENCES = 32  # of a search
+_ONE_BY_ONE = (
+    "indexcache-distill --pattern uniform@1, indexcache-search on its model, and indexcache-distill with the pattern,"
+    " one after the other"
+)
 
 
 def run(
@@ -54,9 +58,11 @@ def run(
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count > 1:
+        raise SearchError(f"--search-first searches in one process, found {count}; expected {_ONE_BY_ONE}")
+    if data.apart:
         raise SearchError(
-            f"--search-first searches in one process, found {count}; expected indexcache-distill --pattern uniform@1,"
-            " indexcache-search on its model, and indexcache-distill with the pattern, one after the other"
+            "--rows documents=apart with --search-first, whose search knows joined documents alone; expected"
+            f" {_ONE_BY_ONE}"
         )
     set_quiet()
     description = describe_model(model) if start is None else start.description

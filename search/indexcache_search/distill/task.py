@@ -102,8 +102,9 @@ class StageTask(Task):
         """Return sums of scored losses by sequence, `[sequences]` (0 in the warm-up), and of divergences by indexer."""
         device = self._processes.device
         tokens = torch.from_numpy(data.tokens[rows].astype(np.int64)).to(device)
+        starts = None if data.starts is None else torch.from_numpy(data.starts[rows]).to(device)
         with self._processes.autocast():
-            output = distillation(tokens)
+            output = distillation(tokens, starts)
         if output.token_losses is None:
             return output.divergences.new_zeros(len(rows)), output.divergences
         weights = torch.from_numpy(data.scored[rows][:, 1:]).to(device)

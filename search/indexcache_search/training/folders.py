@@ -27,7 +27,7 @@ RESULTS = ("metrics.json", "curves.svg", "pattern.yaml")
 LOG = "log.jsonl"
 _MAX_BYTES = 1 << 20
 _WORK = re.compile(
-    r"run\.json|data/(training|held-out)/((tokens|scored|source_of|prompt)\.npy|set\.json)|(converted|warmed-up)/.+"
+    r"run\.json|data/(training|held-out)/((tokens|scored|source_of|prompt|starts)\.npy|set\.json)|(converted|warmed-up)/.+"
     r"|checkpoints/(partial|step-\d{6,})/(process-\d+\.(safetensors|json)|checkpoint\.json)"
 )
 _EVENTS = re.compile(r"events\.out\.tfevents\.[^/]+")

@@ -28,7 +28,7 @@ from sglang_indexcache.files.digest import file_digest
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    """Sources and sizes of the training and the held-out set, and the reading of rows."""
+    """Sources and sizes of the training and the held-out set, and the reading of rows; for `apart` see `Packer`."""
 
     training: tuple[str, ...]
     evaluation: tuple[str, ...]
@@ -36,6 +36,7 @@ class TrainingData:
     num_sequences: int
     num_eval_sequences: int
     rows: RowOptions = AS_THEY_ARE
+    apart: bool = False
 
     def reads(self, model: str) -> dict[str, Sequence[str]]:
         """Return the inputs by option, for `check_apart`."""
@@ -107,7 +108,7 @@ def _read(
     replies = description.dense
     vocab_size = read_config(model).vocab_size
     reader = TokenReader(lambda: load_tokenizer(model), vocab_size, data.seq_len, replies, data.rows)
-    packer = Packer(reader, description, data.seq_len)
+    packer = Packer(reader, description, data.seq_len, apart=data.apart)
     held_out = packer.held_out(data.evaluation, data.num_eval_sequences)
     return reader, packer.collect(data.training, data.num_sequences, seed, "training"), held_out
 

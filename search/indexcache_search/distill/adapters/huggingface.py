@@ -16,19 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from indexcache_kernels.backends import Backend
 from indexcache_kernels.indexer_loss import gather_keys
 from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors
-from indexcache_search.distill.model import Distillation, attend, set_trainable
+from indexcache_search.distill.model import Distillation, set_trainable
 from indexcache_search.distill.settings import Loss, Stage
 from indexcache_search.errors import NonFiniteLossError, SearchError
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa.transformers import attentions as dsa_attentions
-
-NAME = "indexcache_indexer_loss"  # among transformers' attention implementations
 
 
 class IndexerLoss(Distillation):
@@ -46,7 +42,7 @@ class IndexerLoss(Distillation):
         pattern: must be `S` on layers without an indexer.
         stage: `warmup`: attention is dense, and only the indexers of F layers train; `sparse`: everything does.
         loss: see `Distillation`.
-        kernels: see `Distillation`; with them the warm-up takes neither packed sequences nor a group.
+        kernels: see `Distillation`; with them the warm-up takes no group.
         group: the process group that sequences are split over; None if they are not.
 
     Attributes:
@@ -70,7 +66,6 @@ class IndexerLoss(Distillation):
         set_trainable(model, pattern, stage)
         self.divergences: Tensor | None = None
         self._group = group
-        self._ranges: Tensor | None = None
         self._positions: Tensor | None = None  # of this rank's tokens, among all
 
     @contextmanager
@@ -90,7 +85,7 @@ class IndexerLoss(Distillation):
             if attention.indexer is not None:
                 vectors = partial(index_vectors, attention.indexer, rope)
                 changes.append((attention.indexer, "forward", self._select(layer, vectors)))
-        with self._attending(NAME, changes):
+        with self._attending(changes):
             yield
 
     def _run(self, own: Any, input_ids: Tensor | None = None, **inputs: Any) -> Any:
@@ -144,11 +139,9 @@ class IndexerLoss(Distillation):
                 raise SearchError("position_ids begin anew in a padded batch, expected packed ones without padding")
             first = mask.int().argmax(1, keepdim=True)
             starts = torch.where(mask.bool(), first, places)  # padding sees itself, so that nothing is NaN
-        if self.kernels is not None and self.stage == "warmup" and starts.any():
-            raise SearchError("the warm-up is packed or padded, which its kernels don't take; expected kernels=None")
         if self.kernels is not None and self.stage == "warmup" and self._group is not None:
             raise SearchError("the warm-up is split over ranks, which its kernels don't take; expected kernels=None")
-        self._ranges = torch.stack([starts, ends], dim=-1).int()[:, None]
+        self._see(starts, ends)
         return int(mask.sum()) if padded and mask is not None else batch * length
 
     def _all_keys(self, keys: Tensor, dim: int) -> Tensor:
@@ -156,10 +149,6 @@ class IndexerLoss(Distillation):
             return keys
         assert self._positions is not None
         return gather_keys(keys.transpose(0, dim), self._positions, self._group).transpose(0, dim)
-
-    def _ranges_of(self, ranges: Tensor) -> Tensor:
-        assert self._ranges is not None
-        return self._ranges
 
 
 def parameter_groups(model: nn.Module, lr: float, indexer_lr: float) -> list[dict[str, Any]]:
@@ -169,12 +158,3 @@ def parameter_groups(model: nn.Module, lr: float, indexer_lr: float) -> list[dic
     body: Sequence[nn.Parameter] = [parameter for name, parameter in trained if ".indexer." not in name]
     groups: list[dict[str, Any]] = [{"params": indexers, "lr": indexer_lr, "weight_decay": 0.0}]
     return [*groups, {"params": list(body), "lr": lr}] if body else groups
-
-
-def _no_mask(batch_size: int, q_length: int, *_: Any, device: torch.device | str = "cpu", **__: Any) -> Tensor:
-    """Stand in for a mask: `IndexerLoss` knows what each query sees."""
-    return torch.zeros(batch_size, 1, q_length, 2, dtype=torch.int32, device=device)
-
-
-ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
