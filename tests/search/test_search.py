@@ -82,6 +82,7 @@ def test_sources_with_a_loss_mask_show_accuracy(model_folder: Path, token_file: 
     options = ["--evaluation", str(token_file), "--evaluation", str(masked), "--retain", "5/6"]
     result = run(*arguments(model_folder, token_file, tmp_path / "out", *options))
     assert result.exit_code == 0, result.output
+    assert f"loading {model_folder}" in result.stderr.replace("\n", "")  # no bar shows it in a log file
     assert metrics(tmp_path / "out")["held_out"]["answer_sources"] == [str(masked)]
     assert re.search(r"│ +0\.\d{3} ", result.stdout)  # three digits: an accuracy
 

@@ -26,7 +26,7 @@ from indexcache_search.owned.outputs import Outputs, outputs
 from indexcache_search.prices.layers import Prices
 from indexcache_search.results.held_out import ComparisonResult, SpeedRow
 from indexcache_search.results.variant import Variant
-from indexcache_search.search.progress import bar, warn
+from indexcache_search.search.progress import announce, bar, warn
 from indexcache_search.speed import servers
 from indexcache_search.speed.estimate import estimated, prices_at
 from indexcache_search.speed.turns import Load
@@ -188,6 +188,7 @@ def _run(
                 runtime.prefix_cache_gb,
                 runtime.attention,
                 description.native.selection,
+                partial(announce, console),
             )
             loaded.model, engine = description, engine_words(loaded)
             identity = {**engine_identity(loaded), "held-out": built.data.sha256}

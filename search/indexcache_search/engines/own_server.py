@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +32,9 @@ _LINE_BYTES = 1 << 20
 
 
 @contextmanager
-def own_server(model: str, arguments: Sequence[str], log: Path) -> Iterator[CalibrationServer]:
+def own_server(
+    model: str, arguments: Sequence[str], log: Path, notice: Callable[[str], None] = lambda _: None
+) -> Iterator[CalibrationServer]:
     """Start SGLang in calibration mode on a free local port; stop it at the end of the `with` block.
 
     Only this process can switch its patterns: the key appears in no command line and no file.
@@ -41,6 +43,7 @@ def own_server(model: str, arguments: Sequence[str], log: Path) -> Iterator[Cali
         model: folder or hub id.
         arguments: more flags of `sglang.launch_server`, such as `--tp 8`.
         log: file for its output, without secrets.
+        notice: called with a line when the server begins to load, which may take minutes.
 
     Raises:
         SearchError: if SGLang is not installed, a key or a certificate is given, or the server ends before it answers.
@@ -59,6 +62,7 @@ def own_server(model: str, arguments: Sequence[str], log: Path) -> Iterator[Cali
     with log.open("wb"):
         log.chmod(0o600)
     environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}  # other servers'
+    notice(f"a server loads {redacted(model)}; its log is {log}")
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

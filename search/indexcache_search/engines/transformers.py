@@ -38,6 +38,7 @@ from indexcache_search.hf.page_selector import ascending_pages
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.families import family_of
+from sglang_indexcache.http.redaction import redacted
 from sglang_indexcache.model.files import ModelFiles
 from sglang_indexcache.pattern import SHARED
 from sglang_indexcache.pattern.selection import Selection
@@ -109,10 +110,12 @@ class TransformersEngine:
         prefix_cache_gb: float = 2.0,
         attention: str = "auto",
         selection: Selection | None = None,
+        notice: Callable[[str], None] = lambda _: None,
     ) -> Self:
         """Load `model`, a folder or a hub id; `attention` `auto` selects the kernels where they run.
 
-        `selection` is that of a dense model's patterns, by default the paper's.
+        `selection` is that of a dense model's patterns, by default the paper's. `notice` is called with a line before
+        the weights are read, which may take minutes.
 
         Raises:
             SearchError: if it can't be found or loaded, or the device, dtype or attention is not available.
@@ -129,6 +132,7 @@ class TransformersEngine:
                     f"--engine attention=kernels does not run {description.architecture}; expected auto or naive"
                 )
             resolved = "naive"
+        notice(f"loading {redacted(model)}")
         loaded, files = load_model(model, description, DTYPES[dtype])
         loaded = loaded.eval().to(target)
         if target.type == "cpu":  # sdpa has no fused kernel for these heads there, and takes a sixth longer

@@ -60,6 +60,12 @@ def bar(console: Console, *columns: ProgressColumn) -> Progress:
     )
 
 
+def announce(console: Console, line: str) -> None:
+    """Print what begins on something that is no terminal (a log file), where no bar shows it."""
+    if not console.is_terminal:
+        console.print(line, soft_wrap=True, markup=False)
+
+
 def warn(console: Console, line: str) -> None:
     """Say something that a person should look at."""
     console.print(line, style="yellow", soft_wrap=True)
@@ -101,8 +107,7 @@ class SearchProgress:
         """Start a bar without evaluations."""
         if self._task is not None:
             self._progress.update(self._task, visible=False)
-        if not self._console.is_terminal:
-            self.notice(name + (f": {total} sequences" if total else ""))
+        announce(self._console, name + (f": {total} sequences" if total else ""))
         self._task = self._progress.add_task(name, total=total, best="")
 
     def evaluated(self, evaluation: Evaluation) -> None:

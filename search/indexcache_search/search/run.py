@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -40,7 +41,7 @@ from indexcache_search.search.estimate import MINUTE, Estimate, size_of
 from indexcache_search.search.estimate import estimate as estimate_of
 from indexcache_search.search.matrices import Matrices
 from indexcache_search.search.pattern_writer import FileWriter
-from indexcache_search.search.progress import SearchProgress, warn
+from indexcache_search.search.progress import SearchProgress, announce, warn
 from indexcache_search.search.prompt_times import PromptTimes
 from indexcache_search.search.search import Found, Listeners, Search
 from indexcache_search.search.settings import Settings
@@ -277,11 +278,13 @@ def _load_engine(model: str, runtime: EngineSettings, out: Outputs, stack: ExitS
             runtime.prefix_cache_gb,
             runtime.attention,
             runtime.selection,
+            partial(announce, console),
         )
     servers = [CalibrationServer(url) for url in runtime.endpoints]
     if not servers:
         log = out.work.growing(SERVER_LOG)
-        servers = [stack.enter_context(own_server(model, runtime.server_flags, log))]
+        own = own_server(model, runtime.server_flags, log, partial(announce, console))
+        servers = [stack.enter_context(own)]
     return SglangEngine(servers, describe_model(model), runtime.batch_size, notice=lambda line: warn(console, line))
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from rich.progress import Progress
 
+from indexcache_search.search.progress import announce
+
 
 class TrainingProgress:
     """The steps of all stages on a bar, with a line now and then.
@@ -24,6 +26,7 @@ class TrainingProgress:
 
     def begin(self, stage: str) -> None:
         """Show the stage that runs."""
+        announce(self._bar.console, f"{self._names[stage]}: loading the model")
         self._bar.update(self._task, description=self._names[stage])
 
     def advance(self, done: int) -> None:

@@ -35,7 +35,7 @@ from indexcache_search.lab.key_delta.search import KeySearch, Thresholds
 from indexcache_search.owned.outputs import outputs
 from indexcache_search.results.held_out import ComparisonResult
 from indexcache_search.results.variant import NAMED, Variant
-from indexcache_search.search.progress import bar, warn
+from indexcache_search.search.progress import announce, bar, warn
 from indexcache_search.search.run import Files, SearchData, token_sets
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.command_line import error_context
@@ -100,7 +100,13 @@ def run(
             warn(console, note)
         with error_context("loading the model"):
             engine = KeyEngine.load(
-                model, runtime.device, runtime.dtype, runtime.batch_size, runtime.prefix_cache_gb, runtime.attention
+                model,
+                runtime.device,
+                runtime.dtype,
+                runtime.batch_size,
+                runtime.prefix_cache_gb,
+                runtime.attention,
+                notice=partial(announce, console),
             )
             engine.model = description
         belongs_to = identity(engine, calibration, held_out, "kl")

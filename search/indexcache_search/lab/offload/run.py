@@ -47,7 +47,7 @@ from indexcache_search.lab.offload.server import Server
 from indexcache_search.owned.outputs import Outputs, outputs
 from indexcache_search.results.names import file_names, suffix, unique_names
 from indexcache_search.results.variant import NAMED, Variant
-from indexcache_search.search.progress import bar, warn
+from indexcache_search.search.progress import announce, bar, warn
 from sglang_indexcache import ModelLayers, Pattern, PatternFile
 from sglang_indexcache.families import family_of
 from sglang_indexcache.files.pattern_file import ModelSection
@@ -139,7 +139,14 @@ def _run(
         engine = SglangEngine(servers, description, notice=partial(warn, console))
     else:
         engine = TransformersEngine.load(
-            model, runtime.device, runtime.dtype, 1, runtime.prefix_cache_gb, runtime.attention, fewest
+            model,
+            runtime.device,
+            runtime.dtype,
+            1,
+            runtime.prefix_cache_gb,
+            runtime.attention,
+            fewest,
+            partial(announce, console),
         )
         attach_saved(engine)
         device = engine.torch_model.device
