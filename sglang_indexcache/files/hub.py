@@ -108,7 +108,7 @@ class HubFile:
         except PatternFileError:
             raise
         except Exception as error:  # the client has many, and a proxy more
-            raise self._refused(_reason(error)) from None
+            raise self._refused(why(error)) from None
         commit = path.parents[self.path.count("/")].name  # .../snapshots/COMMIT/PATH
         if commit != (expected or commit) or not _COMMIT.fullmatch(commit):
             raise self._refused(f"it was at commit {expected}, then at {commit}; expected one that stays, run again")
@@ -143,7 +143,7 @@ def _may_be_local(text: str) -> bool:
     return os.path.exists(text) or os.path.isdir(text.partition("/")[0])  # noqa: PTH110, PTH112 (they raise for some names)
 
 
-def _reason(error: Exception) -> str:
+def why(error: Exception) -> str:
     """Say why the hub's client failed, in its own words where they are not about a cause that is known."""
     names = [item.__name__ for item in type(error).__mro__]
     known = next((words for name, words in _REASONS.items() if name in names), None)

@@ -90,6 +90,8 @@ class ResultFolder:
 
 def _read_mark(folder: Path) -> _Mark:
     path = folder / MARK
+    if not path.exists():
+        raise FileError(f"{folder}: has no {MARK}; expected the output folder of {SEARCH}, or a pattern file")
     try:
         mark = _Mark.model_validate(read_json_object(path, MAX_BYTES))
     except ValidationError as error:

@@ -61,6 +61,8 @@ class PatternSpec:
         if text.startswith(_UNIFORM):
             return cls(text, retention=parse_retention(text.removeprefix(_UNIFORM)))
         path, retention = split_retention(text)
+        if path.name == str(path) and not path.suffix and not os.path.lexists(path):
+            raise PatternError(f"{text}: no such file, and not letters of a pattern; expected {GRAMMAR}")
         on_hub = HubFile.parse(str(path))
         if on_hub is not None:
             pinned, _ = on_hub.download()

@@ -13,6 +13,7 @@ from sglang_indexcache.errors import IndexCacheError, ModelConfigError
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.files.atomic import read_json_object, reason
+from sglang_indexcache.files.hub import why
 from sglang_indexcache.files.pattern_file import PatternFile
 from sglang_indexcache.model.files import CONFIG, INDEX, ModelFiles, weight_files, weight_map
 from sglang_indexcache.model.layers import ModelLayers
@@ -151,8 +152,7 @@ def _from_hub(model: str, name: str) -> Path:
     try:
         return Path(hf_hub_download(named.repository, name, revision=named.revision))
     except Exception as error:  # the client has many, and a proxy more
-        reason = " ".join(str(error).split())[:160]
-        raise HubFileError(f"{model}: no such folder, and {name} can't be had from the hub: {reason}") from None
+        raise HubFileError(f"{model}: no such folder, and {name} can't be had from the hub: {why(error)}") from None
 
 
 def _tensor_names(model: str) -> Iterable[str] | None:

@@ -17,6 +17,7 @@ from sglang_indexcache.files.hub import HubFile
 from sglang_indexcache.files.pattern_file import split_retention
 from sglang_indexcache.files.spec import PatternSpec
 from sglang_indexcache.files.strict_yaml import MAX_BYTES
+from sglang_indexcache.model.checkpoint import Checkpoint
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang.refusal import ALLOW_MISMATCH_VARIABLE, PATTERN_VARIABLE
 from tests.conftest import tiny_config
@@ -121,6 +122,8 @@ def test_offline_the_cache_answers(hub: FakeHub, tmp_path: Path, monkeypatch: py
     for name in ("org/name/other.yaml", "org/other/pattern.yaml", f"org/name@{OTHER_COMMIT}/pattern.yaml"):
         with pytest.raises(PatternFileError, match="not in the cache, and the hub was not reached"):
             PatternSpec.read(name)
+    with pytest.raises(IndexCacheError, match=r"org/other: no such folder.* the hub was not reached"):
+        Checkpoint.read("org/other")
 
 
 def test_a_hub_that_does_not_answer_is_no_reason_to_take_what_is_in_the_cache(

@@ -64,7 +64,8 @@ def test_a_file_whose_name_is_all_letters_needs_its_folder(path: Path, monkeypat
         ("FFSFS", "pattern has 5 letters, model has 6 DSA layers"),
         ("uniform@half", "retention is 'half'"),
         ("uniform@2/3", "retentions of the form 1/n, found 2/3"),
-        ("uniform", "No such file"),
+        ("uniform", "^uniform: no such file, and not letters of a pattern; expected FILE"),
+        ("FSXF@1/2", "^FSXF@1/2: no such file, and not letters"),
         ("nothing.yaml@1/2", "nothing.yaml"),
     ],
 )

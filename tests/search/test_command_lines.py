@@ -20,6 +20,7 @@ from indexcache_search.cli import distill, evaluate, search
 from indexcache_search.cli import watch as watch_cli
 from indexcache_search.cli.bounded import Bounds
 from indexcache_search.cli.command import application
+from indexcache_search.errors import SearchError
 from indexcache_search.lab import cli as lab_cli
 from indexcache_search.lab.edge import cli as edge_cli
 from indexcache_search.lab.eviction import cli as eviction_cli
@@ -114,6 +115,12 @@ def test_every_number_has_bounds(function: Function) -> None:
 def test_what_is_wrong_is_said(function: Function, arguments: list[str], line: str) -> None:
     done = invoke(function, arguments)
     assert done.exit_code == 2 and line in done.stderr
+
+
+def test_the_lab_without_an_experiment_names_them() -> None:
+    with pytest.raises(SearchError, match="which experiment") as error:
+        lab_cli.app([], standalone_mode=False)
+    assert all(name in str(error.value) for name in typer.main.get_command(lab_cli.app).commands)
 
 
 # -- options that nothing reads

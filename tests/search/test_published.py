@@ -279,7 +279,8 @@ def test_a_changed_mark_is_refused(
 
 
 def test_a_folder_without_a_mark_is_none_of_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert problems(tmp_path, capsys) == [f"{tmp_path / MARK}: No such file or directory"]
+    line = f"{tmp_path}: has no {MARK}; expected the output folder of indexcache-search, or a pattern file"
+    assert problems(tmp_path, capsys) == [line]
 
 
 def test_a_repository_of_the_hub_is_checked_like_a_folder(

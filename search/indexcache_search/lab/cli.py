@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from indexcache_search.cli.command import Version
+from indexcache_search.errors import SearchError
 from indexcache_search.lab.edge import cli as edge
 from indexcache_search.lab.eviction import cli as eviction
 from indexcache_search.lab.key_delta import cli as key_delta
@@ -13,9 +14,11 @@ from indexcache_search.lab.released import cli as released
 app = typer.Typer(name="indexcache-lab", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.callback(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
-def lab(version: Version = False) -> None:
+@app.callback(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+def lab(context: typer.Context, version: Version = False) -> None:
     """Experiments on dense models. Each may change or leave; so may indexcache-offload."""
+    if context.invoked_subcommand is None:
+        raise SearchError("which experiment? expected key-delta, eviction, released or edge; see indexcache-lab --help")
 
 
 app.add_typer(key_delta.app, name="key-delta")
