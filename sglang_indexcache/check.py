@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NoReturn
 
 from sglang_indexcache import __version__, process
@@ -46,13 +47,13 @@ plugin can do with the installed SGLang.
 The folder of a search, or org/name of a repository on the hub that has its files, stands for its pattern.yaml; first
 its files must belong together and be unchanged. --known lists the patterns that others published.
 
-{exit_codes("problems were found")}"""
+{fill(exit_codes("problems were found"), 119)}"""
 
 EXAMPLES = """\
 examples:
-  indexcache-check deploy/glm5.yaml@1/4 --model zai-org/GLM-5-FP8
-  indexcache-check deploy/glm5.yaml@1/4 --server http://prefill:30000 --server http://decode:30000
-  indexcache-check deploy/glm5.yaml@1/4 --server-args "--tp 8 --enable-dp-attention --dp 8 --ep-size 8"
+  indexcache-check deploy/glm5/pattern.yaml@1/4 --model zai-org/GLM-5-FP8
+  indexcache-check deploy/glm5/pattern.yaml@1/4 --server http://prefill:30000 --server http://decode:30000
+  indexcache-check deploy/glm5/pattern.yaml@1/4 --server-args "--tp 8 --enable-dp-attention --dp 8 --ep-size 8"
   indexcache-check deploy/glm5
   indexcache-check org/name/pattern.yaml@1/4 --model zai-org/GLM-5-FP8
   indexcache-check --known
@@ -129,7 +130,7 @@ def _environment(options: argparse.Namespace) -> int:
     source = SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
     if source is None:
         raise SglangError(
-            "SGLang is not installed here; expected: pip install 'sglang-indexcache[sglang]', or --sglang WHEEL"
+            "SGLang is not installed here; expected: pip install 'sglang-indexcache[sglang]', or --sglang FOLDER"
         )
     environment = Environment.of(source)
     sys.stdout.write((json.dumps(asdict(environment), indent=1) if options.json else environment.as_text()) + "\n")

@@ -2,8 +2,8 @@
 
 All flags of `sglang.launch_server`, and five of ours:
 
-    --indexcache-pattern PATTERN            what to serve: a pattern file (deploy/glm5.yaml), a retention of one
-                                            (deploy/glm5.yaml@1/4), letters (FSSSFSSS...), or a file on the hub
+    --indexcache-pattern PATTERN            what to serve: a pattern file (deploy/glm5/pattern.yaml), a retention of one
+                                            (deploy/glm5/pattern.yaml@1/4), letters (FSSSFSSS...), or a file on the hub
                                             (org/name/pattern.yaml@1/4, org/name@REVISION/pattern.yaml@1/4)
     --indexcache-allow-config-mismatch      accept a file made for another config.json
     --indexcache-shard-indexers             with a pattern or alone: each tensor-parallel rank selects for its part of
@@ -166,10 +166,12 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
         IndexCacheError: if the pattern would not be served.
     """
     split = split_arguments(arguments)
-    check_plugin_is_found()
     if {"-h", "--help"}.intersection(split.rest):
         sys.stdout.write(f"{__doc__}\n")  # SGLang's own help follows
+        sys.stdout.flush()
+        check_plugin_is_found()
         return split.rest
+    check_plugin_is_found()
     if split.calibrate:
         os.environ[CALIBRATE_VARIABLE] = "1"
         key = os.environ.pop(ADMIN_KEY_VARIABLE, None)

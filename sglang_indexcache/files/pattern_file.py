@@ -161,7 +161,7 @@ class PublishedSection(_FileSection):
 
 
 class PatternFile(_FileSection):
-    """A pattern with what a reviewer needs to trust it. Load with `PatternFile.load("deploy/glm5.yaml@1/4")`."""
+    """A pattern with what a reviewer needs to trust it. Read by `PatternFile.load("deploy/glm5/pattern.yaml")`."""
 
     schema_: Literal["indexcache/v1"] = Field(alias="schema")
     model: ModelSection
@@ -274,7 +274,7 @@ class PatternFile(_FileSection):
 
     @classmethod
     def load(cls, spec: str | Path) -> PatternFile:
-        """Read `PATH` or `PATH@RETENTION`, for instance `deploy/glm5.yaml@1/4`; also of the hub, see `HubFile`.
+        """Read `PATH` or `PATH@RETENTION`, for instance `deploy/glm5/pattern.yaml@1/4`; also of the hub, see `HubFile`.
 
         Raises:
             PatternFileError: one line with file, field, what was found and what would be right.

@@ -135,9 +135,9 @@ COMBINATIONS = (
     Combination(
         "prefill and decode apart",
         ("--disaggregation-mode",),
-        _CPU + ", by Mooncake over TCP",
+        _CPU + ", by Mooncake over TCP; servers with other patterns refuse each other's handshake",
         lambda arguments: getattr(arguments, "disaggregation_mode", None) in ("prefill", "decode"),
-        "other transfers; servers with other patterns refuse each other's handshake",
+        "other transfers",
     ),
     Combination("mixed chunks", ("--enable-mixed-chunk",), _BOTH, _given("enable_mixed_chunk")),
     Combination(

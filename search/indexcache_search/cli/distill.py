@@ -48,7 +48,8 @@ Examples:
       One GPU. Data as for indexcache-search (docs/reference/data.md); --dry-run says what is read of them, and ends.
 
 \b
-  torchrun --nproc-per-node 8 -m indexcache_search.distill --model ./my-dsa-model --pattern deploy/glm5.yaml@1/4 ...
+  torchrun --nproc-per-node 8 -m indexcache_search.distill --model ./my-dsa-model \\
+        --pattern deploy/mine/pattern.yaml@1/4 ...
       Eight GPUs: weights, gradients and optimizer are sharded with FSDP2.
 
 \b
@@ -61,7 +62,6 @@ Examples:
 
 Run the same command again to go on after a kill, a crash or Ctrl-C: the losses are the same as without it.
 
-\b
 {exit_codes("the run failed (a loss was not finite)")}
 """
 

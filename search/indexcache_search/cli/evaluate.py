@@ -37,23 +37,22 @@ Examples:
       The demo with what you found.
 
 \b
-  indexcache-eval --model ./my-dsa-model --pattern deploy/mine.yaml@1/4 --pattern published=FFSFSSS... \\
+  indexcache-eval --model ./my-dsa-model --pattern deploy/mine/pattern.yaml@1/4 --pattern published=FFSF... \\
         --evaluation held_out.jsonl --tasks multi_key,variable_tracking --seq-len 8192 --device cuda --dtype bfloat16
       Two patterns of a model that one GPU holds, on your text and on generated tasks.
 
 \b
-  indexcache-eval --model zai-org/GLM-5 --endpoint http://baseline:30000 --endpoint http://shared:30000 \\
+  indexcache-eval --model zai-org/GLM-5-FP8 --endpoint http://baseline:30000 --endpoint http://shared:30000 \\
         --evaluation held_out.jsonl --tasks multi_key,multi_value,multi_query:chat=yes --seq-len 32768 \\
         --speed 8192,32768,131072 --concurrency 8
       Is what is served as good as the baseline server, the first one, and how much faster? --model is read for its
-      tokenizer only.
+      tokenizer and configuration only.
 
 \b
-  indexcache-eval --model zai-org/GLM-5 --endpoint http://baseline:30000 --endpoint http://shared:30000 \\
+  indexcache-eval --model zai-org/GLM-5-FP8 --endpoint http://baseline:30000 --endpoint http://shared:30000 \\
         --harness gsm8k,ifeval:sampling=paper,chat=yes
       Real tasks, by lm-eval (pip install 'sglang-indexcache[harness]'), paired by document.
 
-\b
 {exit_codes("a pattern or server is worse than --max-increase or --harness max_fall allows, or a loss was not finite")}
 """
 
@@ -217,8 +216,9 @@ def evaluate(
         HarnessChoice | None,
         settings(
             HarnessChoice,
-            "Instead of --evaluation and --tasks: tasks of lm-eval, which asks the servers of --endpoint. Keys: include"
-            " (a folder with tasks of your own), sampling (greedy, or paper: temperature 1.0, top-p 0.95, top-k 40),"
+            "Tasks of lm-eval, which asks the servers of --endpoint: alone, or after the comparison on --evaluation and"
+            " --tasks where one of these is given. Keys: include (a folder with tasks of your own),"
+            " sampling (greedy, or paper: temperature 1.0, top-p 0.95, top-k 40),"
             " limit (documents of a task), fewshot, chat (yes: through the chat template), lengths (of RULER's tasks,"
             " 4096/32768), output_tokens (of a reply), concurrency (requests at once; 1), seed, max_fall (exit with 1"
             " if a score falls by more, its whole interval).",

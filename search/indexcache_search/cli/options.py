@@ -20,7 +20,6 @@ from sglang_indexcache.files.spec import GRAMMAR
 from sglang_indexcache.pattern import parse_retention
 from sglang_indexcache.pattern.reuse import GRAMMAR as STEPS_GRAMMAR
 
-SPARSE = "index_topk (DeepSeek-V4: 4 times that; dense models: pages x page_tokens)"  # tokens that each query selects
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION = "attention (naive: PyTorch's, dense; kernels: this project's, CUDA only; auto: kernels on a CUDA device)"
 
@@ -140,7 +139,14 @@ RowsOfDocuments = Annotated[
     ),
 ]
 DryRun = Annotated[bool, option("Show what is read of the data, and end before anything loads.", "--dry-run")]
-SeqLen = Annotated[int | None, number(f"Tokens of a sequence, above {SPARSE}. Default: 4 times that.", TOKENS)]
+SeqLen = Annotated[
+    int | None,
+    number(
+        "Tokens of a sequence; more than a query selects: index_topk (DeepSeek-V4: 4 x index_topk; dense models: pages"
+        " x page_tokens). Default: 4 times as many as it selects, for the demo 512.",
+        TOKENS,
+    ),
+]
 Length = Annotated[int, number("Tokens of a sequence.", TOKENS)]
 NumSequences = Annotated[int, number("Sequences, of all sources together.", SEQUENCES)]
 NumEvalSequences = Annotated[int | None, number("Held-out sequences. Default: 32.", SEQUENCES)]
@@ -148,8 +154,8 @@ Reply = Annotated[
     int | None,
     number(
         "Count the last tokens of each sequence alone, so many; before them is a prompt. Default: all tokens, or a"
-        " quarter where layers select for several prompt queries at a time (--prefill, patterns with +6q16). Fewer"
-        " tokens take more sequences.",
+        " quarter where layers select for blocks of prompt queries (indexcache-search --prefill, patterns such as"
+        " FSSF+3q16). Fewer tokens take more sequences.",
         TWO_TOKENS,
     ),
 ]

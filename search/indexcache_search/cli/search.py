@@ -84,7 +84,6 @@ Examples:
 
 Run the same command again to go on after a kill, a crash or Ctrl-C.
 
-\b
 {exit_codes("the run failed (a loss was not finite)")}
 """
 
@@ -228,7 +227,7 @@ def search(
     ] = None,
     reply: options.Reply = None,
     seed: options.Seed = 0,
-    retain: Annotated[str, options.shares("Layers that stay F, or D.")] = "1/2,1/4,1/8",
+    retain: Annotated[str, options.shares("Shares of the layers that stay F, or D.")] = "1/2,1/4,1/8",
     prefill: Annotated[
         PrefillChoice | None,
         settings(

@@ -28,7 +28,6 @@ Examples:
         --follow --port 9400 --rate 0.2 --sample 0.01
       Go on with each new request, one of a hundred, with metrics for Prometheus, until too much is lost.
 
-\b
 {exit_codes("the served pattern loses more than --allowed, or a loss was not finite")}
 """
 LOSS = Bounds(1e-4, 10)

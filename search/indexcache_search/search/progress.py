@@ -107,7 +107,7 @@ class SearchProgress:
         """Start a bar without evaluations."""
         if self._task is not None:
             self._progress.update(self._task, visible=False)
-        announce(self._console, name + (f": {total} sequences" if total else ""))
+        announce(self._console, name + (f": {total} runs of a sequence" if total else ""))
         self._task = self._progress.add_task(name, total=total, best="")
 
     def evaluated(self, evaluation: Evaluation) -> None:

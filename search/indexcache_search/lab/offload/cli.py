@@ -28,7 +28,7 @@ Examples:
       The demo model and the pattern that indexcache-search found for it.
 
 \b
-  indexcache-offload --model ./my-dsa-model --pattern deploy/mine.yaml@1/4 --evaluation traffic.jsonl \\
+  indexcache-offload --model ./my-dsa-model --pattern deploy/mine/pattern.yaml@1/4 --evaluation traffic.jsonl \\
         --seq-len 32768 --device cuda --dtype bfloat16 \\
         --server step_ms=31,batch=16,memory_gb=80,context=131072
       What a server's step and memory become with SGLang's HiSparse, on text like your traffic.
@@ -39,11 +39,11 @@ Examples:
       A dense model: what policies lose, and what they bring.
 
 \b
-  indexcache-offload --model zai-org/GLM-5-FP8 --endpoint http://10.0.0.1:30000 --pattern deploy/glm5.yaml@1/4 \\
-        --evaluation traffic.jsonl --seq-len 32768 --server bandwidth=54,step_ms=31,batch=16
+  indexcache-offload --model zai-org/GLM-5-FP8 --endpoint http://10.0.0.1:30000 \\
+        --pattern deploy/glm5/pattern.yaml@1/4 --evaluation traffic.jsonl --seq-len 32768 \\
+        --server bandwidth=54,step_ms=31,batch=16
       A model that runs in SGLang alone: started with `launch_server --indexcache-calibrate` (docs/calibrate.md).
 
-\b
 {exit_codes("nothing is within --max-transfer or --max-device-gb, or a loss was not finite")}
 """
 
@@ -114,7 +114,7 @@ def offload(
 
     Which tokens or pages each decode step selects is taken from the model on your text; a buffer of each size keeps
     what was used last. Layers that share a choice have theirs on the way while others compute. The checkpoint's own
-    pattern is always counted. Writes offload.json, offload.html and pattern.yaml.
+    pattern is always counted. Writes offload.json and offload.html, and with limits pattern.yaml.
     """
     machine, chosen, is_demo = server or Server(), engine or options.EngineChoice(), model is None
     with running(context, NEEDS) as console:
