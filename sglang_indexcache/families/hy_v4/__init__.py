@@ -48,7 +48,7 @@ class HyV4Transformers(DsaTransformers):
     """An adapter that refuses HY-V4, which transformers computes in another way."""
 
     not_in_transformers = (
-        "transformers 5.15 to 5.23 rotates halves of its rotary dimensions, where the checkpoint was trained on pairs"
+        "transformers 5.15 to 5.24 rotates halves of its rotary dimensions, where the checkpoint was trained on pairs"
     )
 
 
