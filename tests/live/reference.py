@@ -50,7 +50,7 @@ def load_reference(model: Path) -> Any:
     """The transformers model in float32, one thread, so that it matches from run to run.
 
     HY-V4's checkpoints were trained with interleaved rotary embeddings, as SGLang and vLLM have it; transformers 5.15
-    to 5.23 rotates halves.
+    to 5.24 rotates halves.
     """
     modeling_hy_v4.apply_rotary_pos_emb = apply_rotary_pos_emb_interleave
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()

@@ -83,7 +83,7 @@ def watch(
     num_requests: Annotated[
         int | None, number("End after so many scored requests, earlier runs included.", REQUESTS)
     ] = None,
-    skip_bad: Annotated[int, number("Rows of the log that may be left out because they are no JSON.", BAD)] = 0,
+    skip_bad: Annotated[int, number("Rows of the log that may be left out because they can't be understood.", BAD)] = 0,
     follow: Annotated[bool, option("Wait for further requests instead of ending.", "--follow")] = False,
     port: Annotated[int | None, number("Serve metrics for Prometheus on this port.", PORT)] = None,
     hold: Annotated[float, number("Seconds for which the metrics stay after a breach.", SECONDS)] = 120.0,
