@@ -27,6 +27,7 @@ from indexcache_kernels.indexer_kl import indexer_kl
 from indexcache_kernels.indexer_loss import LayerAttention, gather_keys, indexer_loss, packed_ranges, padded_ranges
 from indexcache_kernels.indexer_topk import causal_ranges, indexer_topk
 from indexcache_kernels.page_selection import PageBudget, StepMemory, page_scores, select_pages
+from indexcache_kernels.rounded_keys import RoundedKeys, round_keys, rounded_scores
 from indexcache_kernels.sparse_attention import sparse_attention
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "KernelInputError",
     "LayerAttention",
     "PageBudget",
+    "RoundedKeys",
     "StepMemory",
     "block_attention",
     "block_scores",
@@ -48,6 +50,8 @@ __all__ = [
     "packed_ranges",
     "padded_ranges",
     "page_scores",
+    "round_keys",
+    "rounded_scores",
     "select_pages",
     "sparse_attention",
     "swap_blocks",

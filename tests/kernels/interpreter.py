@@ -18,7 +18,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 LARGE = (pytest.mark.slow,) if INTERPRETED else ()  # of variants that take the interpreter seconds
 _OPERATIONS = (
     *("block_attention", "block_scores", "block_swap", "compressed_keys", "grouped_attention", "indexer_kl"),
-    *("indexer_topk", "page_selection", "prompt_blocks", "sparse_attention"),
+    *("indexer_topk", "page_selection", "prompt_blocks", "rounded_keys", "sparse_attention"),
 )
 
 if INTERPRETED:
