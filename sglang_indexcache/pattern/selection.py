@@ -11,10 +11,13 @@ from sglang_indexcache.errors import PatternError
 from sglang_indexcache.pattern.reuse import NO_MEMORY, ReusePolicy
 
 MOST_PAGE_TOKENS, MOST_PAGES = 1024, 65536
-Score = Literal["token_max", "compressed_keys"]
+Score = Literal["token_max", "compressed_keys", "rounded_keys"]
 SCORES: tuple[Score, ...] = get_args(Score)
 TOKEN_MAX: Literal["token_max"] = "token_max"  # noqa: S105 (a rule, no secret)
 COMPRESSED_KEYS: Literal["compressed_keys"] = "compressed_keys"
+ROUNDED_KEYS: Literal["rounded_keys"] = "rounded_keys"
+OWN_SCORES: tuple[Score, ...] = (COMPRESSED_KEYS, ROUNDED_KEYS)
+"""Rules that an `F` layer can select by: they don't need its attention to everything."""
 Heads = Literal["joint", "key"]
 HEADS: tuple[Heads, ...] = get_args(Heads)
 JOINT: Literal["joint"] = "joint"
@@ -36,7 +39,8 @@ class Selection:
         score: rule that scores a page. `token_max` (DELTA, arXiv 2510.09883): the sum over its tokens of the largest
             share that a head of the selecting layer gives each. `compressed_keys` (InfLLM-V2 and NOSA, arXiv
             2510.13602): the query's shares of means of 32 keys, 16 tokens apart, summed over the heads of a key head;
-            of those that touch the page the largest, summed over key heads.
+            of those that touch the page the largest, summed over key heads. `rounded_keys`: the largest share of its
+            attention that a head would give the page if every key were rounded to 4 bits, summed over key heads.
         heads: which heads share a selection. `joint`: all of a layer. `key`: those of a key head, by their own scores
             alone (InfLLM-V2 and NOSA); with one key head the two are the same.
         steps: policy by which a selection depends on the steps before it.

@@ -81,6 +81,7 @@ def test_refusals_depend_on_pattern_and_family() -> None:
 def test_refusals_of_what_is_kept_while_prompts_are_read() -> None:
     """F layers, without an S too, and memory; what selects by its own step's attention keeps nothing."""
     kept, plain = Pattern("DFF", COMPRESSED), Pattern("DSS", replace(COMPRESSED, score="token_max"))
+    rounded = replace(kept, selection=replace(COMPRESSED, score="rounded_keys"))
     averaged = Pattern("DSS", replace(COMPRESSED, score="token_max", steps=ReusePolicy.parse("ema:0.5")))
     for line, flag in (
         ("--disaggregation-mode decode", "--disaggregation-mode"),
@@ -89,7 +90,11 @@ def test_refusals_of_what_is_kept_while_prompts_are_read() -> None:
         ("--enable-piecewise-cuda-graph", "--enable-piecewise-cuda-graph"),
     ):
         arguments = LaunchLine.parse(line.split())
-        for pattern, what in ((kept, "score compressed_keys"), (averaged, "steps ema:0.5")):
+        for pattern, what in (
+            (kept, "score compressed_keys"),
+            (rounded, "score rounded_keys"),
+            (averaged, "steps ema:0.5"),
+        ):
             [found] = [item for item in verdicts(pattern, DENSE_GQA, arguments) if item.state == REFUSED]
             assert found.name == flag and found.why.startswith(f"{line} can't be combined with {what}: ")
         assert not [item for item in verdicts(plain, DENSE_GQA, arguments) if item.state == REFUSED]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from indexcache_kernels import page_scores
 from indexcache_kernels.page_selection import naive
-from indexcache_search.hf.page_selector import PageSelector, compressed_scores
+from indexcache_search.hf.page_selector import PageSelector, compressed_scores, rounded_scores
 from sglang_indexcache.errors import ProofError
 from sglang_indexcache.families.dense_gqa import DENSE_GQA, backends, flash_attention, flashinfer
 from sglang_indexcache.families.dense_gqa.decoding import kept_tokens
@@ -386,7 +386,8 @@ class Reference:
                 if told.chooses:
                     keys = k[live].transpose(0, 1)[None]
                     query = q[row].view(1, HEADS, 1, DIM)
-                    scores = compressed_scores(query, keys, layer.scaling, told.selection)
+                    rule = compressed_scores if told.selection.score == "compressed_keys" else rounded_scores
+                    scores = rule(query, keys, layer.scaling, told.selection)
                     if (layer.layer_id, request) not in self.selectors:
                         self.selectors[layer.layer_id, request] = PageSelector(told.selection)
                     kept = self.selectors[layer.layer_id, request].choose(scores, length - 1)[0, 0]
@@ -400,11 +401,12 @@ class Reference:
             del self.selectors[key]
 
 
+@pytest.mark.parametrize("score", ["compressed_keys", "rounded_keys"])
 @pytest.mark.parametrize("steps", POLICIES)
 @pytest.mark.parametrize("kind", ["flashinfer", "fa3", "fa3, pages of 16"])
-def test_layers_that_select_by_compressed_keys(case: Case, kind: str, steps: str) -> None:
+def test_layers_that_select_by_digests_of_keys(case: Case, kind: str, steps: str, score: Any) -> None:
     """Requests that grow over ends of groups, end, come back in another order, and begin anew in an old row."""
-    selection = replace(COMPRESSED, steps=ReusePolicy.parse(steps))
+    selection = replace(COMPRESSED, score=score, steps=ReusePolicy.parse(steps))
     tell(case, selection, MIXED)
     if kind == "flashinfer":
         backend = flashinfer_backend(case, selection)

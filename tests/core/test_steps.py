@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache
 
-from indexcache_search.hf.page_selector import PageSelector, compressed_scores, importance, token_max_scores, value_norm
+from indexcache_search.hf.page_selector import (
+    PageSelector,
+    compressed_scores,
+    importance,
+    rounded_scores,
+    token_max_scores,
+    value_norm,
+)
 from indexcache_search.hf.pages import apply_page_roles, attention_in_blocks
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, PatternFile
@@ -226,6 +233,27 @@ def test_scores_of_compressed_keys_are_the_definition(page_tokens: int) -> None:
     assert short.shape[:2] == (2, 5) and not short.any()
 
 
+@pytest.mark.parametrize("page_tokens", [4, 64])
+@pytest.mark.parametrize("heads", ["joint", "key"])
+def test_scores_of_rounded_keys_are_the_definition(page_tokens: int, heads: Any) -> None:
+    """Levels are counted with exact fractions of a key's range; ends of the range are kept in float16."""
+    generator = torch.Generator().manual_seed(2)
+    selection = replace(KEYS, page_tokens=page_tokens, score="rounded_keys", heads=heads)
+    query, key = torch.randn(2, 4, 30, 8, generator=generator), torch.randn(2, 2, LENGTH, 8, generator=generator)
+    low = key.amin(-1, keepdim=True).half().double()
+    step = ((key.amax(-1, keepdim=True) - low.float()) / 15).half().double()
+    rounded = low + step * ((key.double() - low) / step).round().clamp(0, 15)
+    found, pages = rounded_scores(query, key, 0.5, selection), -(-LENGTH // page_tokens)
+    expected = torch.zeros(2, 2, 30, pages, dtype=torch.float64)  # by key head
+    for row, at, head in np.ndindex(2, 30, 4):
+        seen = rounded[row, head // 2, : LENGTH - 30 + at + 1]
+        shares = (seen @ query[row, head, at].double() * 0.5).softmax(0)
+        for page, part in enumerate(shares.split(page_tokens)):
+            expected[row, head // 2, at, page] = max(float(expected[row, head // 2, at, page]), float(part.sum()))
+    expected = expected.sum(1) if heads == "joint" else expected.flatten(0, 1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_importance_is_of_whole_pages() -> None:
     value = torch.randn(1, 2, 150, 8, generator=torch.Generator().manual_seed(4))
     norm = value.transpose(1, 2).flatten(2).norm(dim=-1)[0]
@@ -238,7 +266,8 @@ def test_importance_is_of_whole_pages() -> None:
     "kind", [kind if kind in ("llama", "qwen3") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 @pytest.mark.parametrize(
-    ("score", "heads"), [("token_max", "joint"), ("compressed_keys", "joint"), ("compressed_keys", "key")]
+    ("score", "heads"),
+    [("token_max", "joint"), ("compressed_keys", "joint"), ("compressed_keys", "key"), ("rounded_keys", "joint")],
 )
 def test_all_pages_are_attention_to_everything(kind: str, score: str, heads: str) -> None:
     model = dense_model(kind)
@@ -255,7 +284,7 @@ def test_all_pages_are_attention_to_everything(kind: str, score: str, heads: str
 
 
 @pytest.mark.parametrize("steps", POLICIES)
-@pytest.mark.parametrize("score", ["token_max", "compressed_keys"])
+@pytest.mark.parametrize("score", ["token_max", "compressed_keys", "rounded_keys"])
 @pytest.mark.parametrize("heads", ["joint", "key"])
 @pytest.mark.parametrize("step", [LENGTH - PROMPT, pytest.param(1, marks=pytest.mark.slow), 7])
 def test_one_pass_is_decoding_step_by_step(steps: str, score: str, step: int, heads: str) -> None:
@@ -385,12 +414,13 @@ def test_files_say_what_is_not_the_default() -> None:
 def test_what_servers_take_of_it() -> None:
     served = family_of("LlamaForCausalLM").sglang
     plain = Selection(page_tokens=64, pages=32, recent_pages=8, sink_pages=1, score="token_max")
-    compressed = replace(plain, score="compressed_keys")
+    compressed, rounded = replace(plain, score="compressed_keys"), replace(plain, score="rounded_keys")
     for steps in ("none", "ema:0.9", "refresh:4"):
-        for selection in (plain, compressed):
+        for selection in (plain, compressed, rounded):
             pattern = Pattern("DSS", replace(selection, steps=ReusePolicy.parse(steps)))
             assert served.to_overrides({}, pattern) == {}
-        assert served.to_overrides({}, Pattern("DFS", replace(compressed, steps=ReusePolicy.parse(steps)))) == {}
+        for selection in (compressed, rounded):
+            assert served.to_overrides({}, Pattern("DFS", replace(selection, steps=ReusePolicy.parse(steps)))) == {}
     for roles, selection, message in (
         ("DFS", plain, "letter 1 is F, which is not served with score token_max; expected compressed_keys"),
         (

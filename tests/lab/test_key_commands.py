@@ -228,16 +228,17 @@ def test_pairs_of_a_pattern_are_those_of_brute_force() -> None:
         assert pairs_of(pattern, read, read, stage) == (computed, everything)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("score", ["token_max", "compressed_keys"])
+@pytest.mark.parametrize("score", ["token_max", "compressed_keys", "rounded_keys"])
 def test_pairs_of_layers_that_choose_for_themselves(score: str) -> None:
-    """Of a text, in which every token chooses: by all keys, or by means of 32 of them."""
+    """Of a text, in which every token chooses: by all keys, by means of 32 of them, or by all, rounded."""
     selection = Selection(page_tokens=16, pages=3, recent_pages=1, sink_pages=0, score=score)  # type: ignore[arg-type]
     computed = everything = 0
     for position in range(100):
         for letter in "DFS":
             chosen = min(position + 1, 32 + position % 16 + 1)
             means = len([begin for begin in range(0, 100, 16) if begin + 32 <= position + 1])
-            own = position + 1 if score == "token_max" else chosen + (means if chosen <= position else 0)
+            digests = means if score == "compressed_keys" else position + 1
+            own = position + 1 if score == "token_max" else chosen + (digests if chosen <= position else 0)
             computed += {"D": position + 1, "F": own, "S": chosen}[letter]
             everything += position + 1
     read = np.ones(100, bool)

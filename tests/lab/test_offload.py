@@ -314,6 +314,8 @@ def test_bytes_of_dense_models() -> None:
     config = SimpleNamespace(num_attention_heads=9, num_key_value_heads=3, hidden_size=576)
     size = CacheBytes.of_dense(config, "bfloat16", replace(PAGES, page_tokens=64, score="compressed_keys"))
     assert size == CacheBytes(kv=768, index=24, item=64, miss=64 * 768, piece=64 * 128, beside=0)
+    rounded = CacheBytes.of_dense(config, "bfloat16", replace(PAGES, score="rounded_keys"))
+    assert rounded.index == 3 * (64 // 2 + 4)
     by_head = CacheBytes.of_dense(config, "bfloat16", replace(PAGES, page_tokens=64, heads="key"))
     assert by_head.miss == 64 * 256 == 2 * by_head.piece
     pattern = Pattern("DDFSS", PAGES)

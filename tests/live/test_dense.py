@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from indexcache_search.hf.page_selector import PageSelector, compressed_scores, token_max_scores
+from indexcache_search.hf.page_selector import PageSelector, compressed_scores, rounded_scores, token_max_scores
 from scripts.tools import random_models
 from scripts.tools.dense_reference import decoded, distance, logprobs, reference
 from scripts.tools.inprocess import Served, call, generate
@@ -88,11 +88,14 @@ def test_f_layers_with_room_for_all_are_sglangs_own(llama: Path, tmp_path: Path,
     assert wide == stock
 
 
-@pytest.mark.parametrize("steps", POLICIES)
+@pytest.mark.parametrize(
+    ("score", "steps"), [*(("compressed_keys", steps) for steps in POLICIES), ("rounded_keys", "none")]
+)
 @pytest.mark.parametrize("backend", ["torch_native", "fa3"])
-def test_layers_that_select_for_themselves(llama: Path, tmp_path: Path, backend: str, steps: str) -> None:
-    """By compressed keys, with and without memory; D, F and S mixed, over ends of pages."""
-    selection, roles = replace(COMPRESSED, steps=ReusePolicy.parse(steps)), MIXED[backend == "fa3"]
+def test_layers_that_select_for_themselves(llama: Path, tmp_path: Path, backend: str, steps: str, score: Any) -> None:
+    """By digests of keys, with and without memory; D, F and S mixed, over ends of pages."""
+    selection = replace(COMPRESSED, score=score, steps=ReusePolicy.parse(steps))
+    roles = MIXED[backend == "fa3"] if score == "compressed_keys" else "FSSFFS"  # without a D, too
     pattern, own = Pattern(roles, selection), reference(llama)
     asked = [*prompts(), prompts()[0][:63], prompts()[0][:79]][2:]
     file = write_pattern(pattern, llama, tmp_path / "pattern.yaml")
@@ -134,7 +137,8 @@ class ByRank:
         if selection.score == "token_max":
             return [token_max_scores(own, selection, 1) for own in weights.chunk(self._ranks, 1)]
         parts = zip(query.chunk(self._ranks, 1), key.chunk(self._ranks, 1), strict=True)
-        return [compressed_scores(q, k, scaling, selection) for q, k in parts]
+        rule = compressed_scores if selection.score == "compressed_keys" else rounded_scores
+        return [rule(q, k, scaling, selection) for q, k in parts]
 
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **_: Any

@@ -85,9 +85,16 @@ def reference_pages(own: Any, pattern: Pattern, served: Served) -> dict[int, Ten
     return found
 
 
-@pytest.mark.parametrize("policy", ["none", "ema:0.7", "refresh:3"])
-def test_every_selection_is_the_reference_engines(llama: Path, tmp_path: Path, policy: str) -> None:
-    pattern = Pattern("DDSFFS", replace(SELECTION, steps=ReusePolicy.parse(policy)))
+@pytest.mark.parametrize(
+    ("score", "policy"),
+    [
+        *(("compressed_keys", policy) for policy in ("none", "ema:0.7", "refresh:3")),
+        ("rounded_keys", "none"),
+        ("rounded_keys", "refresh:3"),
+    ],
+)
+def test_every_selection_is_the_reference_engines(llama: Path, tmp_path: Path, score: Any, policy: str) -> None:
+    pattern = Pattern("DDSFFS", replace(SELECTION, score=score, steps=ReusePolicy.parse(policy)))
     asked, own, layers = prompts(300, 117, 64, 63, 5), reference(llama), (1, 3, 4)  # those that select
     file = write_pattern(pattern, llama, tmp_path / "pattern.yaml")
     variables = {"SGLANG_INDEXCACHE_PATTERN": file, "DSA_CPU_RECORD": str(tmp_path)}
@@ -105,17 +112,23 @@ def test_every_selection_is_the_reference_engines(llama: Path, tmp_path: Path, p
 MIXED = Pattern("DFSSFS", replace(SELECTION, steps=ReusePolicy.parse("ema:0.7")))
 
 
+@pytest.fixture(scope="module", params=["compressed_keys", "rounded_keys"])
+def mixed(request: pytest.FixtureRequest) -> Pattern:
+    assert MIXED.selection is not None
+    return replace(MIXED, selection=replace(MIXED.selection, score=request.param))
+
+
 @pytest.fixture(scope="module")
-def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(llama: Path, mixed: Pattern, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two tensor-parallel ranks, chunks of prompts, a prefix cache, metrics."""
     folder = tmp_path_factory.mktemp("server")
-    file = write_pattern(MIXED, llama, folder / "pattern.yaml")
+    file = write_pattern(mixed, llama, folder / "pattern.yaml")
     flags = ("--indexcache-pattern", file, "--chunked-prefill-size", "64", "--tp-size", "2", "--enable-metrics")
     with running(llama, folder / "log", *flags, *FLAGS, SGLANG_CPU_OMP_THREADS_BIND="0|1") as started:
         yield started
 
 
-def test_chunks_prefix_hits_and_aborts(server: Server, llama: Path) -> None:
+def test_chunks_prefix_hits_and_aborts(server: Server, llama: Path, mixed: Pattern) -> None:
     """Each rank selects by its own heads; among requests that end early, whose slots and rows others take."""
     own, asked = reference(llama), prompts(300, 117, 90, 5, 64)
 
@@ -130,38 +143,38 @@ def test_chunks_prefix_hits_and_aborts(server: Server, llama: Path) -> None:
         for request in lost:
             assert len(request.result()[0][0].ids) < 600
     for served, _ in batch:
-        assert apart(own, MIXED, served, 2).max() <= TOLERANCE
+        assert apart(own, mixed, served, 2).max() <= TOLERANCE
     longest = batch[0][0]
-    assert apart(own, MIXED, longest, 1).max() > 10 * TOLERANCE, "the ranks chose together"
+    assert apart(own, mixed, longest, 1).max() > 10 * TOLERANCE, "the ranks chose together"
 
     [(again, cached)] = server.generate(asked[:1], ["again"], steps=STEPS, inputs=False)
     assert cached >= 256 and again.ids == longest.ids
-    assert apart(own, MIXED, again, 2).max() <= TOLERANCE
+    assert apart(own, mixed, again, 2).max() <= TOLERANCE
 
     [(on, cached)] = server.generate([[*longest.ids, 7, 8]], ["on"], steps=STEPS, inputs=False)
     assert cached == (300 + STEPS - 1) // 16 * 16, "what was decoded was read again"
     position = torch.arange(len(on.ids) - 1)
     read = (position < 300) | ((position >= cached) & (position < on.prompt))
-    assert apart(own, MIXED, on, 2, read).max() <= TOLERANCE
-    assert apart(own, MIXED, on, 2).max() > 10 * TOLERANCE, "keys of decoded tokens are of what they attended to"
+    assert apart(own, mixed, on, 2, read).max() <= TOLERANCE
+    assert apart(own, mixed, on, 2).max() > 10 * TOLERANCE, "keys of decoded tokens are of what they attended to"
 
     branch = [*asked[0][:160], *prompts(99)[0]]
     [(other, cached)] = server.generate([branch], ["branch"], steps=STEPS, inputs=False)
-    assert cached == 160 and apart(own, MIXED, other, 2).max() <= TOLERANCE
+    assert cached == 160 and apart(own, mixed, other, 2).max() <= TOLERANCE
 
 
-def test_status_metrics_and_check(server: Server, llama: Path, tmp_path: Path) -> None:
+def test_status_metrics_and_check(server: Server, llama: Path, mixed: Pattern, tmp_path: Path) -> None:
     [state] = states(server)
-    assert state["pattern"] == MIXED.roles and state["fingerprint"] == MIXED.fingerprint
-    assert state["selection"] == MIXED.selection.as_dict()  # type: ignore[union-attr]
+    assert state["pattern"] == mixed.roles and state["fingerprint"] == mixed.fingerprint
+    assert mixed.selection is not None and state["selection"] == mixed.selection.as_dict()
     counts = {name: state[f"{name}_layers"] for name in ("full", "own", "shared")}
     assert counts == {"full": 1, "own": 2, "shared": 3} and state["proven_ranks"] == 2
-    pages, heads = (4096 + 16) // 16, 1
-    means = 2 * pages * heads * 16 * 4
-    assert state["kept_page_bytes"] > means
-    file = write_pattern(MIXED, llama, tmp_path / "same.yaml")
+    slots, dim = 4096 + 16, 16  # of a rank, which has one key head
+    digest = slots // 16 * dim * 4 if mixed.selection.score == "compressed_keys" else slots * (dim // 2 + 4)
+    assert state["kept_page_bytes"] > 2 * digest
+    file = write_pattern(mixed, llama, tmp_path / "same.yaml")
     assert check_main([file, "--server", server.url, "--model", str(llama)]) == 0
-    for number, other in enumerate((Pattern("DDSSFS", MIXED.selection), replace(MIXED, selection=SELECTION))):
+    for number, other in enumerate((Pattern("DDSSFS", mixed.selection), replace(mixed, selection=SELECTION))):
         assert check_main([write_pattern(other, llama, tmp_path / f"{number}.yaml"), "--server", server.url]) == 1
     layers = metric(server.get("/metrics"), "sglang:indexcache_layers")
     found = {letter: value for labels, value in layers.items() for letter in "DFS" if f'role="{letter}"' in labels}

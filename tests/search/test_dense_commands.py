@@ -137,6 +137,16 @@ def test_budgets_side_by_side(found: Path, dense_folder: Path, token_file: Path,
     assert "lazy" in alone.output and "pages" not in alone.output
 
 
+def test_plans_without_a_d(dense_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    """F layers alone, by rounded keys: a pattern whose retention is 0."""
+    fixed = ["--model", dense_folder, "--evaluation", token_file, "--seq-len", "32", "--device", "cpu", "--no-uniform"]
+    fixed += ["--num-sequences", "3", "--output", tmp_path, "--pattern", "own=FSSFSS", "--pattern", "wide=DSSDSS"]
+    result = run(eval_app, *map(str, fixed), "--selection", f"{BUDGET},sink_pages=0,score=rounded_keys")
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in json.loads((tmp_path / "eval.json").read_text())["held_out"]["rows"]}
+    assert rows["own"]["retention"] == "0" and rows["own"]["increase"] != rows["wide"]["increase"]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -32,13 +32,15 @@ SELECTION = Selection(page_tokens=16, pages=4, recent_pages=1, sink_pages=0, sco
 BYTES = PageBytes(selection=SELECTION, context=1024)
 
 
-def test_bytes_are_those_of_keys_values_and_means() -> None:
-    """Means are of 16 keys, which are half of keys and values."""
+def test_bytes_are_those_of_keys_values_and_digests() -> None:
+    """Means are of 16 keys, which are half of keys and values; rounded keys have 4 of 16 bits, and a range of 32."""
     means, pages, everything = 1024 / 32, 64, 1024
     assert BYTES.step(Pattern("DDDD", SELECTION)) == 4 * everything and BYTES.share(Pattern("DD", SELECTION)) == 1
     assert BYTES.step(Pattern("DDSF", SELECTION)) == 2 * everything + means + pages + (means + pages)
     by_attention = replace(BYTES, selection=replace(SELECTION, score="token_max"))
     assert by_attention.step(Pattern("DDSS", SELECTION)) == 2 * everything + 512 + 2 * pages
+    rounded = replace(BYTES, selection=replace(SELECTION, score="rounded_keys"))
+    assert rounded.step(Pattern("DSFD", SELECTION)) == 2 * everything + 2 * (512 * (4 + 1 / 4) / 16) + 2 * pages
     held = replace(BYTES, selection=replace(SELECTION, steps=ReusePolicy.parse("refresh:4")))
     assert held.step(Pattern("F", SELECTION)) == means / 4 + pages
     assert replace(BYTES, context=64).share(Pattern("DFSS", SELECTION)) == 1, "all is attended to, nothing is scored"
@@ -104,7 +106,7 @@ def test_goals_that_can_not_be() -> None:
     assert isinstance(goal.plan, PageGoal) and goal.plan.bytes == BYTES
     by_attention = described(replace(SELECTION, score="token_max"))
     for model, changes, message in (
-        (by_attention, {}, "--bytes needs --selection score=compressed_keys, which F layers select by"),
+        (by_attention, {}, "--bytes needs --selection score=compressed_keys or rounded_keys, which F layers select by"),
         (dense, {"bytes": ByteBudget(0.4, 64)}, "--bytes is of 64 tokens, expected more than the 64 of a selection"),
         (dense, {"bytes": ByteBudget(0.05, 1024)}, r"--bytes is 0.05, expected at least 0.068: what one F layer and S"),
         (describe(tiny_config(), "glm"), {}, "--bytes is about pages of dense models, the model has indexers"),

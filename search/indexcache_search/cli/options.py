@@ -80,9 +80,9 @@ def selection_option(more: str) -> Any:
     """Make `--selection`; `more` is text about its use and about repeating it."""
     words = (
         f"Dense models: what layers attend to{more}. Keys: pages (64), page_tokens (16; with compressed_keys 64),"
-        " recent_pages (the newest; one in 8, or 4), sink_pages (the first; 0, or 1), score (token_max or"
-        " compressed_keys), heads (joint, or key: each key head chooses for itself), steps, what a choice remembers"
-        f" ({STEPS_GRAMMAR})."
+        " recent_pages (the newest; one in 8, or 4), sink_pages (the first; 0, or 1), score (token_max,"
+        " compressed_keys or rounded_keys), heads (joint, or key: each key head chooses for itself), steps, what a"
+        f" choice remembers ({STEPS_GRAMMAR})."
     )
     return settings(SelectionChoice, words)
 

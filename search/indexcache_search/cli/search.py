@@ -250,7 +250,7 @@ def search(
             BytesChoice,
             "Of a dense model, also find the pattern of D, F and S of least loss whose decode steps read at most this"
             " share of the keys and values that layers that are all D read: 0.15, or 0.15@32768 for 32,768 tokens in"
-            " the cache (16384). Needs --selection score=compressed_keys.",
+            " the cache (16384). Needs --selection score=compressed_keys or rounded_keys.",
             "SHARE",
         ),
     ] = None,

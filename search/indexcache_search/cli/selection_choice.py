@@ -9,12 +9,13 @@ from typing import Annotated
 from indexcache_search.cli.bounded import TOKENS, Bounds
 from indexcache_search.errors import SearchError
 from sglang_indexcache.pattern.reuse import NO_MEMORY, ReusePolicy
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, DEFAULT, JOINT, Heads, Score, Selection
+from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, DEFAULT, JOINT, ROUNDED_KEYS, Heads, Score, Selection
 
 MOST = 64  # selections of one comparison at most; each is evaluated
 NOSAS = Selection(page_tokens=64, pages=64, recent_pages=16, sink_pages=1, score=COMPRESSED_KEYS)
 """Sizes of the paper (arXiv 2510.13602): blocks of 64, one sink, a window of 16."""
-_DEFAULTS = {DEFAULT.score: DEFAULT, NOSAS.score: NOSAS}
+_ROUNDED = Selection(page_tokens=16, pages=64, recent_pages=16, sink_pages=1, score=ROUNDED_KEYS)
+_DEFAULTS = {item.score: item for item in (DEFAULT, NOSAS, _ROUNDED)}
 _PAGES = Bounds(0, TOKENS.most, TOKENS.reason)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from indexcache_kernels import RoundedKeys
 from indexcache_search.hf.step_memory import StepMemory, without_memory
 from sglang_indexcache.pattern.selection import CHUNK, JOINT, STRIDE, Selection
 
@@ -63,6 +64,30 @@ def compressed_scores(query: Tensor, key: Tensor, scale: float, selection: Selec
     padded = F.pad(shares, (1, pages * inside - compressed.shape[2]))
     by_head = padded.unfold(3, inside + 1, inside).amax(-1)  # [batch, groups, queries, pages]
     return by_head.sum(1) if selection.heads == JOINT else by_head.flatten(0, 1)
+
+
+def rounded_scores(query: Tensor, key: Tensor, scale: float, selection: Selection) -> Tensor:
+    """Return `[rows, queries, pages]`: shares of attention over rounded keys, see `Selection.score`.
+
+    Args:
+        query: `[batch, heads, queries, dim]`, those of the last tokens.
+        key: `[batch, key_heads, keys, dim]`.
+        scale: factor of their products.
+        selection: gives the page length, and which heads share a row.
+    """
+    batch, groups, keys, dim = key.shape
+    queries, page = query.shape[2], selection.page_tokens
+    position = torch.arange(queries, device=key.device) + keys - queries
+    ahead = torch.arange(keys, device=key.device) > position[:, None]  # [queries, keys]
+    rounded = RoundedKeys.of(key).keys
+    grouped = query.float().view(batch, groups, -1, queries, dim)
+    largest = query.new_zeros(batch, groups, queries, -(-keys // page), dtype=torch.float32)
+    for head in range(grouped.shape[2]):
+        products = grouped[:, :, head] @ rounded.mT * scale
+        shares = products.masked_fill(ahead, -torch.inf).softmax(-1)  # [batch, groups, queries, keys]
+        by_page = F.pad(shares, (0, -keys % page)).view(*shares.shape[:3], -1, page).sum(4)
+        largest = torch.maximum(largest, by_page)
+    return largest.sum(1) if selection.heads == JOINT else largest.flatten(0, 1)
 
 
 def value_norm(value: Tensor, selection: Selection) -> Tensor:

@@ -24,6 +24,7 @@ from indexcache_search.hf.page_selector import (
     ascending_pages,
     compressed_scores,
     importance,
+    rounded_scores,
     rows_a_sequence,
     token_max_scores,
     value_norm,
@@ -31,7 +32,7 @@ from indexcache_search.hf.page_selector import (
 from indexcache_search.hf.patch_attention import Attend, AttentionCall, attending
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, JOINT, Selection
+from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, JOINT, TOKEN_MAX, Selection
 
 ROWS = 256  # queries per block
 
@@ -200,7 +201,7 @@ def _attention(state: _PageState, call: AttentionCall) -> Tensor:
     rows = ROWS if state.in_blocks else queries
     following = state.pattern.roles[layer + 1 : layer + 2]
     chooses = role != SHARED and (role == FULL or following == SHARED or state.observe is not None)
-    by_attention = chooses and selection.score != COMPRESSED_KEYS
+    by_attention = chooses and selection.score == TOKEN_MAX
     everything = role == DENSE or by_attention
     if state.in_blocks and not everything and state.prompt is not None:
         everything = bool(state.prompt.any())  # prompts attend to everything
@@ -218,7 +219,8 @@ def _attention(state: _PageState, call: AttentionCall) -> Tensor:
                 if by_attention:
                     scores = token_max_scores(weights, selection, key.shape[1])
                 else:
-                    scores = compressed_scores(asked, seen, scaling, selection)
+                    rule = compressed_scores if selection.score == COMPRESSED_KEYS else rounded_scores
+                    scores = rule(asked, seen, scaling, selection)
                 chosen.append(state.choose(layer, scores, first, keys - queries, value))
     if chooses:
         state.kept = torch.cat(chosen, 1)

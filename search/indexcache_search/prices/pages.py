@@ -6,15 +6,18 @@ from dataclasses import dataclass
 
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, SHARED
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, STRIDE, Selection
+from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, ROUNDED_KEYS, STRIDE, Selection
+
+_ROUNDED = (4 + 32 / 128) / 16  # of a key in bfloat16: 4 bits a dimension, and a range for each 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageBytes:
     """Bytes that layers read in a step, in those of a token's keys and values in a layer.
 
-    A `D` layer reads all; one that selects for the layers above reads its keys once more, or means of 16 of them. An
-    `F` layer reads means and the pages that it selects, an `S` layer the pages that were selected.
+    A `D` layer reads all; one that selects for the layers above reads its keys once more, or means of 16 of them, or
+    all of them in 4 bits. An `F` layer reads means or rounded keys and the pages that it selects, an `S` layer the
+    pages that were selected.
 
     Attributes:
         selection: of the pattern.
@@ -49,4 +52,6 @@ class PageBytes:
         read = self.context / 2
         if self.selection.score == COMPRESSED_KEYS:
             read /= STRIDE
+        elif self.selection.score == ROUNDED_KEYS:
+            read *= _ROUNDED
         return read / (self.selection.steps.every or 1)

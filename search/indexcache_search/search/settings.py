@@ -15,7 +15,7 @@ from indexcache_search.strategies.base import Goal, PageGoal, Strategy, TimeGoal
 from indexcache_search.strategies.lazy import Lazy
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.pattern import full_layer_count
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS
+from sglang_indexcache.pattern.selection import OWN_SCORES
 
 BLOCKS = (2, 4, 8, 16)  # sizes of blocks that a search tries; 64 is hardly faster than 16
 
@@ -120,8 +120,8 @@ class Settings:
         selection = model.native.selection
         if selection is None:
             raise SearchError("--bytes is about pages of dense models, the model has indexers")
-        if selection.score != COMPRESSED_KEYS:
-            raise SearchError(f"--bytes needs --selection score={COMPRESSED_KEYS}, which F layers select by")
+        if selection.score not in OWN_SCORES:
+            raise SearchError(f"--bytes needs --selection score={' or '.join(OWN_SCORES)}, which F layers select by")
         if budget.context <= selection.tokens:
             raise SearchError(
                 f"--bytes is of {budget.context} tokens, expected more than the {selection.tokens} of a selection"

@@ -18,7 +18,7 @@ from sglang_indexcache.families.dense_gqa.backends import BACKENDS, make_backend
 from sglang_indexcache.families.dense_gqa.keys import WINDOW_KEYS
 from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern
 from sglang_indexcache.pattern.reuse import NO_MEMORY
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, JOINT, STRIDE, Selection
+from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, JOINT, OWN_SCORES, STRIDE, Selection
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import LOAD_BACKENDS, LOAD_GRAPHS, Feature, Need
 
@@ -26,7 +26,7 @@ LAYER = Need("srt.layers.radix_attention", "RadixAttention.__init__", ("layer_id
 _NEEDS = (LOAD_BACKENDS, LOAD_GRAPHS, LAYER)
 KEEPING = Feature(
     "dense_gqa, F",
-    "F layers, compressed keys and reuse policies on Llama, Qwen2, Qwen3 and Mistral",
+    "F layers, compressed and rounded keys and reuse policies on Llama, Qwen2, Qwen3 and Mistral",
     (
         *_NEEDS,
         Need("srt.mem_cache.memory_pool", "MHATokenToKVPool.set_kv_buffer", ("layer", "cache_k", "cache_v")),
@@ -52,7 +52,7 @@ CAPTURED = "indexcache_captured"
 def _keeps(pattern: Pattern) -> bool:
     """Return whether selecting layers keep something of requests from pass to pass."""
     chosen = pattern.selection
-    return chosen is not None and (chosen.score == COMPRESSED_KEYS or chosen.steps != NO_MEMORY)
+    return chosen is not None and (chosen.score in OWN_SCORES or chosen.steps != NO_MEMORY)
 
 
 @dataclass
@@ -108,7 +108,7 @@ class DenseGqaSglang(SglangAdapter):
         chosen = pattern.selection
         if chosen is None or not _keeps(pattern):
             return
-        what = f"score {chosen.score}" if chosen.score == COMPRESSED_KEYS else f"steps {chosen.steps}"
+        what = f"score {chosen.score}" if chosen.score in OWN_SCORES else f"steps {chosen.steps}"
         if getattr(arguments, "disaggregation_mode", None) == "decode":
             given = "--disaggregation-mode"
             yield given, f"{given} decode can't be combined with {what}: {_KEPT_IN_READING}, which is done elsewhere"
@@ -138,10 +138,10 @@ class DenseGqaSglang(SglangAdapter):
                 f"selection {chosen} is not served yet: heads is {chosen.heads}, expected {JOINT}; SGLang has one page"
                 " table for all heads"
             )
-        if FULL in pattern.roles and chosen.score != COMPRESSED_KEYS:
+        if FULL in pattern.roles and chosen.score not in OWN_SCORES:
             raise SpellingError(
                 f"letter {pattern.roles.index(FULL)} is F, which is not served with score {chosen.score};"
-                f" expected {COMPRESSED_KEYS}"
+                f" expected {' or '.join(OWN_SCORES)}"
             )
         if chosen.steps.policy not in SERVED_POLICIES:
             raise SpellingError(f"steps {chosen.steps} are not served; expected {', '.join(SERVED_POLICIES)}")

@@ -31,7 +31,7 @@ from indexcache_search.lab.key_delta.plan import METHODS, KeyPlan, Stage
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
-from sglang_indexcache.pattern.selection import CHUNK, COMPRESSED_KEYS, STRIDE
+from sglang_indexcache.pattern.selection import CHUNK, COMPRESSED_KEYS, ROUNDED_KEYS, STRIDE
 
 
 class KeyEngine(TransformersEngine):
@@ -149,8 +149,9 @@ def pairs_of(
 ) -> tuple[int, int]:
     """Count pairs of a query and a key in all layers: those under a pattern of a dense model, and all.
 
-    A prompt attends to everything, and so does an `F` layer that selects by its attention. Compressed keys count as
-    keys. `read` and `prompt` are `[tokens]`; without a prompt every token selects, as if the text was a reply.
+    A prompt attends to everything, and so does an `F` layer that selects by its attention. Compressed and rounded
+    keys count as keys. `read` and `prompt` are `[tokens]`; without a prompt every token selects, as if the text was a
+    reply.
     """
     selection = pattern.selection
     assert selection is not None
@@ -159,7 +160,8 @@ def pairs_of(
     chosen = (selection.pages - 1) * selection.page_tokens + position % selection.page_tokens + 1
     few = np.where(chooses, np.minimum(position + 1, chosen), position + 1)
     compressed = np.where(few <= position, np.maximum((position + 1 - CHUNK) // STRIDE + 1, 0), 0)
-    own = few + compressed if selection.score == COMPRESSED_KEYS else position + 1
+    digests = {COMPRESSED_KEYS: compressed, ROUNDED_KEYS: np.where(few <= position, position + 1, 0)}
+    own = few + digests[selection.score] if selection.score in digests else position + 1
     pairs = {SHARED: few, FULL: own, DENSE: position + 1}
     return sum(int(pairs[role].sum()) for role in pattern.roles), len(pattern) * int((position + 1).sum())
 

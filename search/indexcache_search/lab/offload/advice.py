@@ -13,7 +13,7 @@ from indexcache_search.lab.dense import key_heads
 from indexcache_search.lab.offload.server import KvDtype, Server
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, JOINT, STRIDE, Selection
+from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, JOINT, ROUNDED_KEYS, STRIDE, Selection
 
 PAGE = 64  # slots that HiSparse keeps beside a buffer, for the newest token
 QUANTISED = 128  # values that share a scale of 4 bytes
@@ -61,10 +61,11 @@ class CacheBytes:
 
     @classmethod
     def of_dense(cls, config: Any, kv_dtype: KvDtype, selection: Selection) -> CacheBytes:
-        """Return a dense model's sizes. Items are pages; compressed keys stay on the device in bfloat16."""
+        """Return a dense model's sizes. Items are pages; what F layers select by stays on the device."""
         heads, dim = key_heads(config)
         width = heads * dim
-        index = 2 * width // STRIDE if selection.score == COMPRESSED_KEYS else 0
+        means, rounded = 2 * width // STRIDE, width // 2 + 4 * heads
+        index = {COMPRESSED_KEYS: means, ROUNDED_KEYS: rounded}.get(selection.score, 0)
         kv = 2 * width * (2 if kv_dtype == "bfloat16" else 1)
         page = selection.page_tokens * kv
         miss = page if selection.heads == JOINT else page // heads
