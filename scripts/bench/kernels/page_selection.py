@@ -5,7 +5,8 @@
 Tables list tokens, as flashinfer's do in SGLang (pages of 16 tokens, in shuffled order), keys are bfloat16 and random.
 Yardsticks, where they are installed: flashinfer's decode attention of the same layer, and SGLang's
 `minimax_decode_topk_page_table`, which takes the pages with the highest scores of a table with a row for each request.
-`compressed_scores` and `update_means` are what F layers run in the place of `page_scores`: means of 16 keys.
+`compressed_scores` and `update_means` are what F layers run in the place of `page_scores`: means of 16 keys; or
+`rounded_scores` and `round_keys`: keys in 4 bits.
 `chosen` is flashinfer's attention over what was selected, as layers that share run it, split along the keys and whole.
 Time: median of replays of a CUDA graph with ten calls.
 """
@@ -21,7 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from indexcache_kernels import PageBudget, compressed_scores, page_scores, select_pages, update_means
+from indexcache_kernels import (
+    PageBudget,
+    RoundedKeys,
+    compressed_scores,
+    page_scores,
+    round_keys,
+    rounded_scores,
+    select_pages,
+    update_means,
+)
 from scripts.bench.shapes import SHAPES, parse_cells
 from scripts.bench.timing import graph_ms
 
@@ -44,6 +54,7 @@ class Layer:
         self.lengths = torch.full((batch,), length, device="cuda", dtype=torch.int32)
         self.lse = torch.full((batch, heads), 10.0, device="cuda")
         self.compressed = torch.empty(slots // 16, kv_heads, DIM, device="cuda", dtype=torch.bfloat16)
+        self.rounded = RoundedKeys.allocate(self.k)
         self.scores = torch.empty(batch, -(-length // 16), device="cuda")
 
     def page_scores(self, budget: PageBudget) -> Tensor:
@@ -60,6 +71,13 @@ class Layer:
     def compressed_scores(self, budget: PageBudget) -> Tensor:
         given = self.q, self.compressed, self.table, self.lengths
         return compressed_scores(*given, scale=DIM**-0.5, budget=budget, starts=self.starts[:-1], out=self.scores)
+
+    def round_keys(self, newest: bool) -> None:
+        round_keys(self.k, self.rounded, self.table, self.lengths, starts=self.starts[:-1], newest=newest)
+
+    def rounded_scores(self, budget: PageBudget) -> Tensor:
+        given = self.q, self.rounded, self.table, self.lengths
+        return rounded_scores(*given, scale=DIM**-0.5, budget=budget, starts=self.starts[:-1], out=self.scores)
 
     def select_pages(self, budget: PageBudget, tokens: Tensor, starts: Tensor, kept: Tensor) -> None:
         select_pages(
@@ -117,11 +135,15 @@ def measure(heads: int, kv_heads: int, batch: int, length: int, pages: int) -> d
     starts = torch.arange(batch, device="cuda", dtype=torch.int32) * pages * 16
     kept = torch.zeros(batch, dtype=torch.int32, device="cuda")
     layer.means(newest=False)
+    layer.round_keys(newest=False)
     layer.page_scores(budget)
     found: dict[str, float | str] = {
         "compressed_scores": graph_ms(lambda: layer.compressed_scores(budget)),
         "update_means, newest": graph_ms(lambda: layer.means(newest=True)),
         "update_means, all": graph_ms(lambda: layer.means(newest=False)),
+        "rounded_scores": graph_ms(lambda: layer.rounded_scores(budget)),
+        "round_keys, newest": graph_ms(lambda: layer.round_keys(newest=True)),
+        "round_keys, all": graph_ms(lambda: layer.round_keys(newest=False)),
         "page_scores": graph_ms(lambda: layer.page_scores(budget)),
         "select_pages": graph_ms(lambda: layer.select_pages(budget, tokens, starts, kept)),
     }

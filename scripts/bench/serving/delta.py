@@ -8,8 +8,8 @@
 
 Stock flashinfer and patterns of 5 and 7 D layers take turns in one process (a b c c b a), on one model and one cache;
 CUDA graphs are captured anew for each. --mixed adds patterns of so many D and F layers, D first, which select by
-compressed keys, with a policy if one is named; the layers are those that as many D layers alone would be. --files takes
-any pattern files made for the shape; their model is not looked at. Other stock backends have a process of their own,
+--score, with a policy if one is named; the layers are those that as many D layers alone would be. --files takes any
+pattern files made for the shape; their model is not looked at. Other stock backends have a process of their own,
 with the same flags. Weights are random, and so are keys and values: nothing is prefilled, and the selected pages lie
 wherever the scores have them. A step is `ModelRunner.forward` of a batch at that length, with the plans that it makes;
 the same step is run again and again. `alone`: with a synchronisation behind each, the median. `queued`: ten without
@@ -39,7 +39,7 @@ from scripts.bench.shapes import SHAPES, config_of, parse_cells
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern.reuse import ReusePolicy
-from sglang_indexcache.pattern.selection import DEFAULT, Selection
+from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, DEFAULT, OWN_SCORES, Score, Selection
 
 FEW = Selection(page_tokens=16, pages=8, recent_pages=2, sink_pages=0, score="token_max")
 MIXED = ("mixed", "mixed:ema:0.7", "mixed:refresh:3")  # conditions with F layers
@@ -57,11 +57,13 @@ def write(model: Path, layers: list[int], selection: Selection, path: Path) -> s
     return write_pattern(Pattern.from_full_layers(count, layers, selection), model, path)
 
 
-def write_mixed(model: Path, own: list[int], dense: list[int], selection: Selection, steps: str, path: Path) -> str:
-    """Write a pattern file whose layers `dense` are D and `own` are F, which select by compressed keys."""
+def write_mixed(
+    model: Path, own: list[int], dense: list[int], selection: Selection, steps: str, path: Path, score: Score
+) -> str:
+    """Write a pattern file whose layers `dense` are D and `own` are F, which select by `score`."""
     count = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     letters = "".join("D" if layer in dense else "F" if layer in own else "S" for layer in range(count))
-    mixed = replace(selection, score="compressed_keys", steps=ReusePolicy.parse(steps or "none"))
+    mixed = replace(selection, score=score, steps=ReusePolicy.parse(steps or "none"))
     return write_pattern(Pattern(letters, mixed), model, path)
 
 
@@ -92,7 +94,9 @@ def bench(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]
         dense, own = map(int, counts.split("+"))
         chosen = dense_layers(layers, dense + own)
         paths.append(
-            write_mixed(folder, chosen[dense:], chosen[:dense], selection, steps, folder / f"mixed{number}.yaml")
+            write_mixed(
+                folder, chosen[dense:], chosen[:dense], selection, steps, folder / f"mixed{number}.yaml", options.score
+            )
         )
     paths += filter(None, options.files.split(","))
     table: dict[str, dict[str, dict[str, float]]] = {}
@@ -140,14 +144,16 @@ def check(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]
     }
     for name in MIXED:
         steps = name.partition(":")[2]
-        file = write_mixed(folder, [2, 5], [0, 4], FEW, steps, folder / f"{name.replace(':', '-')}.yaml")
+        file = write_mixed(folder, [2, 5], [0, 4], FEW, steps, folder / f"{name.replace(':', '-')}.yaml", options.score)
         conditions |= {
             name: (f"{file}@flashinfer", {}),
             f"{name}, deterministic": (f"{file}@flashinfer", sure),
             f"{name}, eager, deterministic": (f"{file}@flashinfer", {**sure, **eager}),
             f"{name} torch_native": (f"{file}@torch_native", eager),
         }
-    wide = write_mixed(folder, [2, 5], [0, 4], replace(FEW, pages=64, recent_pages=8), "", folder / "wide.yaml")
+    wide = write_mixed(
+        folder, [2, 5], [0, 4], replace(FEW, pages=64, recent_pages=8), "", folder / "wide.yaml", options.score
+    )
     conditions["mixed room, deterministic"] = (f"{wide}@flashinfer", sure)
     with ThreadPoolExecutor(4) as together:
         found = {
@@ -187,6 +193,7 @@ def main() -> None:
     parser.add_argument("--cells", default="1x32768,16x16384", help="requests x tokens in the cache")
     parser.add_argument("--dense", default="5,7", help="numbers of D layers")
     parser.add_argument("--mixed", default="", help="numbers of D and F layers and a policy: 3+4,1+6:ema:0.9")
+    parser.add_argument("--score", default=COMPRESSED_KEYS, choices=OWN_SCORES, help="what F layers select by")
     parser.add_argument("--files", default="", help="pattern files of the same number of layers")
     parser.add_argument("--pages", type=int, default=DEFAULT.pages)
     parser.add_argument("--page-tokens", type=int, default=DEFAULT.page_tokens)
