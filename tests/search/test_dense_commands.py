@@ -161,3 +161,11 @@ def test_comparisons_that_are_refused(
     fixed = ["--model", dense_folder, "--evaluation", token_file, "--seq-len", "32", "--output", tmp_path]
     result = run(eval_app, *map(str, fixed), *more)
     assert result.exit_code == 2 and message in result.output
+
+
+def test_sequences_are_longer_than_the_largest_selection(dense_folder: Path, token_file: Path, tmp_path: Path) -> None:
+    """Else a selection that holds the whole sequence would look as if it lost nothing."""
+    fixed = ["--model", dense_folder, "--evaluation", token_file, "--pattern", "D" + "S" * (LAYERS - 1), "--dry-run"]
+    selection = "pages=2/3,page_tokens=4,recent_pages=1"
+    result = run(eval_app, *map(str, [*fixed, "--selection", selection, "--num-sequences", 1, "--output", tmp_path]))
+    assert result.exit_code == 0 and "1 sequences of 48 tokens" in result.output, result.output

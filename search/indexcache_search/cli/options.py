@@ -143,7 +143,7 @@ SeqLen = Annotated[
     int | None,
     number(
         "Tokens of a sequence; more than a query selects: index_topk (DeepSeek-V4: 4 x index_topk; dense models: pages"
-        " x page_tokens). Default: 4 times as many as it selects, for the demo 512.",
+        " x page_tokens; the largest, of several). Default: 4 times as many, for the demo 512.",
         TOKENS,
     ),
 ]

@@ -39,7 +39,7 @@ from sglang_indexcache.pattern.selection import DEFAULT
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonData:
-    """ComparisonData of a comparison, see `held_out.build`. `seq_len` None means 4 x `first_sparse_position`.
+    """ComparisonData of a comparison, see `held_out.build`. `seq_len` None means 4 x what a query selects.
 
     `rows` says how rows are read. With `only_shown` the data are printed and nothing is compared.
     """
@@ -150,7 +150,7 @@ def _run(
     specs = [(name, PatternSpec.read(text, given, DEFAULT)) for name, text in map(split_name, candidates.patterns)]
     description, config = candidates.describe(model, specs, data.seq_len), read_config(model)
     lines = candidates.lines(specs, description)
-    seq_len = data.seq_len or 4 * description.first_sparse_position
+    seq_len = data.seq_len or 4 * max(description.first_sparse_position, *map(_selected, lines), 0)
     check_seq_len(seq_len, config)
     speed_prices: list[Prices] = []
     if speed is not None and candidates.endpoints:
@@ -220,6 +220,12 @@ def _timed(
     """Time servers with prompts of the held-out data's tokens; see `servers.measure`."""
     lines = [line.row.line for line in compared]
     return servers.measure(addresses, lines, speed.loads(), built.data.tokens.ravel(), done)
+
+
+def _selected(line: Variant) -> int:
+    """Return how many tokens a query selects by the line's own selection, 0 without one."""
+    selection = line.pattern.selection if isinstance(line.pattern, Pattern) else None
+    return 0 if selection is None else selection.tokens
 
 
 def _with_reply(data: ComparisonData, lines: Sequence[Variant], seq_len: int, console: Console) -> ComparisonData:

@@ -119,7 +119,7 @@ def _run(
     selected = [pattern.selection.tokens for pattern in named.values() if pattern.selection is not None]
     first = min([description.first_sparse_position, *selected])
     description = replace(description, first_sparse_position=first)
-    seq_len = asked.data.seq_len or 4 * first
+    seq_len = asked.data.seq_len or 4 * max([first, *selected])
     check_seq_len(seq_len, config)
     if asked.steps > seq_len - first:
         raise SearchError(
