@@ -120,7 +120,10 @@ class PatternSpec:
         pattern = self.pattern(model)
         if self.file is not None and self.retention is None:
             own = [(_kept(pattern), pattern)] if self.file.search and self.file.search.within else []
-            return [*own, *((retention, self.file.pattern_at(retention)) for retention in retentions)]
+            try:
+                return [*own, *((retention, self.file.pattern_at(retention)) for retention in retentions)]
+            except PatternError as error:
+                raise PatternError(f"{self.text}: {error}; expected {self.text}@RETENTION, or --retain") from None
         return [(self.retention or _kept(pattern), pattern)]
 
     def known(self) -> Pattern:

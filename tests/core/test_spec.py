@@ -40,6 +40,8 @@ def test_every_form(path: Path) -> None:
         spec = PatternSpec.read(text)
         assert spec.pattern(MODEL) == Pattern(roles)
         assert [(kept, found.roles) for kept, found in spec.by_retention(MODEL, [HALF, THIRD])] == by_retention
+    with pytest.raises(PatternError, match=f"^{path}: .*; expected {path}@RETENTION, or --retain"):
+        PatternSpec.read(str(path)).by_retention(MODEL, [HALF, Fraction(1, 6)])
 
 
 def test_names_and_labels(path: Path) -> None:

@@ -129,6 +129,10 @@ def test_the_commands_of_a_card_and_of_the_terminal_take_what_the_page_says_to_t
     checks, serves = said.splitlines()
     assert checks == f"indexcache-check out/pattern.yaml@{taken} --model org/glm"
     assert serves.endswith(f"launch_server --indexcache-pattern out/pattern.yaml@{taken} --model-path org/glm")
+    console = Console(width=200, file=io.StringIO())
+    show(result, None, files, console)  # the demo
+    line = "Next: indexcache-eval --pattern out/pattern.yaml --retain 1/2,1/4\n"  # 1/8, a default there, is not in it
+    assert console.file.getvalue().endswith(line)  # type: ignore[attr-defined]
 
 
 def test_tables_of_a_card_are_whole() -> None:

@@ -375,7 +375,9 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
     out.print(f"Wrote {', '.join(str(files.folder / name) for name in FILES)}", soft_wrap=True)
     path = files.folder / PATTERN
     if model is None:
-        out.print(f"Next: {command('indexcache-eval', '--pattern', path)}", soft_wrap=True)
+        shares = ",".join(dict.fromkeys(row.retention for row in model_card.found_rows(result) if row.retention))
+        asked = () if shares in ("", "1/2,1/4,1/8") else ("--retain", shares)  # which is the default there
+        out.print(f"Next: {command('indexcache-eval', '--pattern', path, *asked)}", soft_wrap=True)
         return
     advised = f"{path}{model_card.suffix(result)}"
     out.print(f"Next: {command('indexcache-check', advised, '--model', model)}", soft_wrap=True)
