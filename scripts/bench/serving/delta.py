@@ -155,6 +155,8 @@ def check(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]
         folder, [2, 5], [0, 4], replace(FEW, pages=64, recent_pages=8), "", folder / "wide.yaml", options.score
     )
     conditions["mixed room, deterministic"] = (f"{wide}@flashinfer", sure)
+    begin = tuple(options.only.split(","))
+    conditions = {name: condition for name, condition in conditions.items() if name.startswith(begin)}
     with ThreadPoolExecutor(4) as together:
         found = {
             name: together.submit(run, condition, options, folder, engine, "--logprobs", str(folder / f"{name}.pt"))
@@ -180,6 +182,8 @@ def check(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]
         *(("stock", name) for name in MIXED),
         *(("mixed", name) for name in MIXED[1:]),
     ):
+        if one not in logprobs or other not in logprobs:
+            continue
         distance = (logprobs[one] - logprobs[other]).abs().amax(-1)  # [steps, requests]
         same = torch.equal(logprobs[one], logprobs[other])
         each = ", ".join(f"{length}: {value:.2e}" for length, value in zip(CHECKED, distance.amax(0), strict=True))
@@ -203,6 +207,9 @@ def main() -> None:
     parser.add_argument("--one-layer", action="store_true", help="all layers share the weights of the first")
     parser.add_argument("--engine", default="{}", help="more arguments of SGLang's server, JSON")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument(
+        "--only", default="", help="with --check: how the names of conditions begin, such as stock,mixed"
+    )
     parser.add_argument("--output", type=Path, default=Path("bench_delta.json"))
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
