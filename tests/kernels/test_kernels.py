@@ -200,6 +200,7 @@ from triton.compiler import ASTSource
 from indexcache_kernels.indexer_topk.splits import merge_kernel, sample_kernel
 from indexcache_kernels.indexer_topk.triton import _stream_kernel
 from indexcache_kernels.indexer_kl import triton as indexer_kl
+from indexcache_kernels.rounded_keys import triton as rounded_keys
 from indexcache_kernels.sparse_attention.hopper_kernel import backward_kernel
 from indexcache_kernels.sparse_attention.triton import _backward_kernel, _forward_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -253,6 +254,15 @@ for selected in (True, False):
     compiled = ptx(indexer_kl._compare_kernel, types, constants, num_warps=4, num_stages=2 if selected else 3)
     assert "wgmma" in compiled
     ptx(indexer_kl._denominator_kernel, types, constants | dict(BLOCK_K=128), num_warps=4, num_stages=2)
+types = {"k": "*bf16", "q": "*bf16", "codes": "*u8", "ranges": "*fp16", "scale": "fp32"}
+types |= dict.fromkeys(("table", "starts", "lengths", "requests", "steps"), "*i32")
+types |= dict.fromkeys(("parts", "highest", "total", "out"), "*fp32")
+types |= dict.fromkeys(("k_slot_stride", "k_head_stride", "table_stride", "out_stride", "num_heads", "room"), "i32")
+sizes = dict(KV_HEADS=4, GROUP=7, HALF=64, BLOCK_D=64, BLOCK_H=16, TABLE_PAGE=1, LISTED=True, EVERY=0, PAGE=16, UNIT=16)
+sizes |= dict(PARTS=4, BUDGET=64, TILE=64, UPCAST=False, PRECISION="tf32")
+assert "mma.sync" in ptx(rounded_keys._shares_kernel, types, sizes)
+ptx(rounded_keys._largest_kernel, types, sizes | dict(BLOCK_H=8, TILE_N=128, INSIDE=1))
+ptx(rounded_keys._round_kernel, types, sizes | dict(TILE=32, LEVELS=15, NEWEST=False, SPLITS=4))
 """
 
 
