@@ -169,3 +169,7 @@ def test_sequences_are_longer_than_the_largest_selection(dense_folder: Path, tok
     selection = "pages=2/3,page_tokens=4,recent_pages=1"
     result = run(eval_app, *map(str, [*fixed, "--selection", selection, "--num-sequences", 1, "--output", tmp_path]))
     assert result.exit_code == 0 and "1 sequences of 48 tokens" in result.output, result.output
+    few = ["--selection", "pages=2/8,page_tokens=4,recent_pages=1", "--num-sequences", 1, "--seq-len", 32]
+    result = run(eval_app, *map(str, [*fixed, *few, "--output", tmp_path]))
+    said = " ".join(result.output.split())
+    assert result.exit_code == 0 and "selections of 32 tokens hold whole sequences of 32: expected a larger" in said

@@ -152,6 +152,7 @@ def _run(
     lines = candidates.lines(specs, description)
     seq_len = data.seq_len or 4 * max(description.first_sparse_position, *map(_selected, lines), 0)
     check_seq_len(seq_len, config)
+    _warn_of_whole(lines, seq_len, console)
     speed_prices: list[Prices] = []
     if speed is not None and candidates.endpoints:
         servers.check(candidates.endpoints, speed.loads())
@@ -226,6 +227,14 @@ def _selected(line: Variant) -> int:
     """Return how many tokens a query selects by the line's own selection, 0 without one."""
     selection = line.pattern.selection if isinstance(line.pattern, Pattern) else None
     return 0 if selection is None else selection.tokens
+
+
+def _warn_of_whole(lines: Sequence[Variant], seq_len: int, console: Console) -> None:
+    """Say which selections hold a whole sequence."""
+    whole = sorted({size for size in map(_selected, lines) if size >= seq_len})
+    if whole:
+        sizes = ", ".join(map(str, whole))
+        warn(console, f"selections of {sizes} tokens hold whole sequences of {seq_len}: expected a larger --seq-len")
 
 
 def _with_reply(data: ComparisonData, lines: Sequence[Variant], seq_len: int, console: Console) -> ComparisonData:
