@@ -17,6 +17,7 @@ from indexcache_search.cli.selection_choice import selections_of
 from indexcache_search.compare.tasks import TASKS
 from indexcache_search.console import results
 from indexcache_search.errors import SearchError
+from indexcache_search.strategies import DEFAULT_RETAIN
 from sglang_indexcache import process
 from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.files.pattern_file import split_retention
@@ -175,7 +176,7 @@ def evaluate(
     model: options.Model = None,
     pattern: options.Patterns = None,
     selection: options.Selections = None,
-    retain: options.Retain = "1/2,1/4,1/8",
+    retain: options.Retain = DEFAULT_RETAIN,
     evaluation: options.HeldOut = None,
     rows: options.Rows = None,
     dry_run: options.DryRun = False,

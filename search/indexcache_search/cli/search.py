@@ -28,7 +28,7 @@ from indexcache_search.cli.selection_choice import SelectionChoice, selection_of
 from indexcache_search.console import results
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
-from indexcache_search.strategies import DEFAULT_STRATEGY, STRATEGIES, strategy_of
+from indexcache_search.strategies import DEFAULT_RETAIN, DEFAULT_STRATEGY, STRATEGIES, strategy_of
 from sglang_indexcache import process
 from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.http.address import Address
@@ -227,7 +227,7 @@ def search(
     ] = None,
     reply: options.Reply = None,
     seed: options.Seed = 0,
-    retain: Annotated[str, options.shares("Shares of the layers that stay F, or D.")] = "1/2,1/4,1/8",
+    retain: Annotated[str, options.shares("Shares of the layers that stay F, or D.")] = DEFAULT_RETAIN,
     prefill: Annotated[
         PrefillChoice | None,
         settings(

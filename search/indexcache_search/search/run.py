@@ -45,7 +45,7 @@ from indexcache_search.search.progress import SearchProgress, announce, warn
 from indexcache_search.search.prompt_times import PromptTimes
 from indexcache_search.search.search import Found, Listeners, Search
 from indexcache_search.search.settings import Settings
-from indexcache_search.strategies import measured_strategies
+from indexcache_search.strategies import DEFAULT_RETAIN, measured_strategies
 from indexcache_search.strategies.base import Goal, Step, TimeGoal
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.command_line import error_context
@@ -376,7 +376,7 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
     path = files.folder / PATTERN
     if model is None:
         shares = ",".join(dict.fromkeys(row.retention for row in model_card.found_rows(result) if row.retention))
-        asked = () if shares in ("", "1/2,1/4,1/8") else ("--retain", shares)  # which is the default there
+        asked = () if shares in ("", DEFAULT_RETAIN) else ("--retain", shares)
         out.print(f"Next: {command('indexcache-eval', '--pattern', path, *asked)}", soft_wrap=True)
         return
     advised = f"{path}{model_card.suffix(result)}"

@@ -21,6 +21,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     strategy.name: strategy for strategy in (Lazy, Greedy, Exhaustive, Uniform, Similarity, Shift, Recall)
 }
 DEFAULT_STRATEGY = next(iter(STRATEGIES))
+DEFAULT_RETAIN = "1/2,1/4,1/8"  # of a search and of a comparison
 
 
 def strategy_of(

@@ -12,6 +12,7 @@ from indexcache_search.cli.command import Config, Version, application, number, 
 from indexcache_search.cli.selection_choice import selections_of
 from indexcache_search.console import errors_in_one_line, messages, results
 from indexcache_search.lab.key_delta.plan import LONG
+from indexcache_search.strategies import DEFAULT_RETAIN
 from sglang_indexcache import process
 
 
@@ -97,7 +98,7 @@ def evaluate(
     evaluation: Annotated[list[str], options.sources("Held-out text")],
     pattern: options.Patterns = None,
     selection: options.Selections = None,
-    retain: options.Retain = "1/2,1/4,1/8",
+    retain: options.Retain = DEFAULT_RETAIN,
     rows: options.Rows = None,
     dry_run: options.DryRun = False,
     seq_len: options.Length = LONG,
