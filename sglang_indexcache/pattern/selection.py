@@ -40,7 +40,8 @@ class Selection:
             share that a head of the selecting layer gives each. `compressed_keys` (InfLLM-V2 and NOSA, arXiv
             2510.13602): the query's shares of means of 32 keys, 16 tokens apart, summed over the heads of a key head;
             of those that touch the page the largest, summed over key heads. `rounded_keys`: the largest share of its
-            attention that a head would give the page if every key were rounded to 4 bits, summed over key heads.
+            attention that a head would give the page if every key were rounded to 4 bits, summed over key heads (keys
+            of 4 bits as in Twilight, arXiv 2502.02770).
         heads: which heads share a selection. `joint`: all of a layer. `key`: those of a key head, by their own scores
             alone (InfLLM-V2 and NOSA); with one key head the two are the same.
         steps: policy by which a selection depends on the steps before it.

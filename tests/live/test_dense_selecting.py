@@ -27,7 +27,7 @@ from scripts.tools.random_models import VOCAB
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.pattern.reuse import ReusePolicy
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, ROUNDED_KEYS, Score, Selection
 from tests.live.reference import TOLERANCE
 from tests.live.server import REQUEST_TIMEOUT, Server, running
 from tests.live.test_dense import by_rank
@@ -214,10 +214,10 @@ def generated(server: Server, asked: list[list[int]], steps: int) -> list[Served
     ]
 
 
-@pytest.mark.parametrize("steps", ["none", "refresh:5"])
-def test_retraction_reads_all_again(llama: Path, tmp_path: Path, steps: str) -> None:
+@pytest.mark.parametrize(("score", "steps"), [(ROUNDED_KEYS, "none"), (COMPRESSED_KEYS, "refresh:5")])
+def test_retraction_reads_all_again(llama: Path, tmp_path: Path, score: Score, steps: str) -> None:
     """What was decoded before is read densely, memory begins anew, and slots come from other requests."""
-    pattern = Pattern("DSFFDS", replace(SELECTION, steps=ReusePolicy.parse(steps)))
+    pattern = Pattern("DSFFDS", replace(SELECTION, score=score, steps=ReusePolicy.parse(steps)))
     file, own = write_pattern(pattern, llama, tmp_path / "pattern.yaml"), reference(llama)
     room = ("--max-total-tokens", "480", "--schedule-conservativeness", "0.01")  # all begin, and not all can end
     with running(llama, tmp_path / "log", "--indexcache-pattern", file, *FLAGS, *room) as server:
