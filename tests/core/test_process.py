@@ -28,14 +28,14 @@ def write(text):
 def work():
     if mode == "imports":
         write("at it")
-        time.sleep(30)
+        time.sleep(200)
     if mode in ("works", "swallows", "stuck"):
         process.let_work_end()
         try:
             while True:
                 try:
                     write("at it")
-                    time.sleep(30)
+                    time.sleep(200)
                 except KeyboardInterrupt:
                     if mode == "works":
                         raise
@@ -47,15 +47,15 @@ def work():
         class Thing:
             def __del__(self):
                 write("at it")
-                time.sleep(30)
+                time.sleep(200)
         process.let_work_end()
         Thing()
-        time.sleep(30)
+        time.sleep(200)
     print("\\u00b1" * 3, "result")
     write("written")
     return int(mode) if mode.isdigit() else None
 
-process.PATIENCE = 1 if mode == "stuck" else 15  # a machine may be slow to close files
+process.PATIENCE = 1 if mode == "stuck" else 60  # a machine may be slow to close files
 process.run("tool", work, resumes=True)
 """
 CATCHES_TERM = 1 << (signal.SIGTERM - 1)
@@ -96,7 +96,7 @@ def test_a_signal_is_a_line_and_an_exit_code(mode: str, number: signal.Signals, 
     while not path.exists() or path.read_text() != "at it":
         time.sleep(0.01)
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=20)
+    _, stderr = process.communicate(timeout=120)
     said = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
     assert stderr == f"tool: {said}; the same command goes on from here\n"
     assert process.returncode == 128 + number
@@ -107,7 +107,7 @@ def test_a_server_gets_signals_and_streams_as_they_were(tmp_path: Path) -> None:
     code = "import signal, sys; before = signal.getsignal(2), signal.getsignal(15), sys.stdout, sys.stderr\n"
     code += "from sglang_indexcache import process; process.begin('tool'); process.hand_over()\n"
     code += "print(before == (signal.getsignal(2), signal.getsignal(15), sys.stdout, sys.stderr))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "True\n"
 
 
@@ -115,7 +115,7 @@ def test_a_signal_that_was_ignored_stays_so(tmp_path: Path) -> None:
     ignore = "import signal, os, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.executable, sys.argv)"
     process = start("-c", ignore, "-c", TOOL, "0", tmp_path / "file")
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=20)[1] == "" and process.returncode == 0
+    assert process.communicate(timeout=120)[1] == "" and process.returncode == 0
 
 
 # how a shell starts it -> exit codes after a result, and after one that is 1; what stdout has
@@ -145,7 +145,7 @@ def test_streams_that_take_little_or_nothing(state: str, tmp_path: Path) -> None
         if "|" in how:  # the reader has gone before anything is written
             command = f"(sleep 0.3; {command})"
         script = f"set -o pipefail; {how.format(command)}"
-        done = subprocess.run(["bash", "-c", script, sys.executable, TOOL, path], capture_output=True, timeout=20)
+        done = subprocess.run(["bash", "-c", script, sys.executable, TOOL, path], capture_output=True, timeout=120)
         assert done.returncode == expected and path.read_text() == "written"
         assert printed in done.stdout.decode()
         told = {"stdout full": "No space left on device", "stdout for reading": "Bad file descriptor"}.get(state)
