@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from indexcache_search.cli.distill import app
+from indexcache_search.engines.own_server import free_port
+from tests.forked import forked
 
 PATTERN = "FSSFSS"
 SIZES = {"seq-len": 32, "num-sequences": 12, "num-eval-sequences": 3, "warmup-steps": 2, "steps": 4, "batch-size": 4}
@@ -50,6 +52,20 @@ def distill(*args: Any, **changes: Any) -> tuple[int, str]:
     result = CliRunner().invoke(app, arguments(*args, **changes))
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.output
+
+
+def in_two_processes(words: list[str], log: Path) -> None:
+    """Run a training in two processes (gloo), as torchrun starts them, and check that both end well."""
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    processes = [
+        forked("indexcache_search.distill", words, stderr=str(log), RANK=rank, LOCAL_RANK=rank, **group)
+        for rank in "01"
+    ]
+    for process in processes:
+        process.join(300)
+    for process in processes:
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0], log.read_text()[-3000:]
 
 
 def records(output: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,6 @@ from indexcache_search.cli.distill import app
 from indexcache_search.distill import memory
 from indexcache_search.distill.settings import DistillSettings
 from indexcache_search.distill.task import StageTask
-from indexcache_search.engines.own_server import free_port
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import read_config
 from indexcache_search.training.loop import Loop
@@ -32,7 +31,7 @@ from sglang_indexcache.files.pattern_file import PatternFile
 from sglang_indexcache.model.checkpoint import Checkpoint
 from tests.conftest import save_model, tiny_config, tiny_model, tiny_v4_config
 from tests.forked import forked, killed_at
-from tests.search.distilling import PATTERN, arguments, distill, records, train_alike
+from tests.search.distilling import PATTERN, arguments, distill, in_two_processes, records, train_alike
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("no_pictures")]
 
@@ -417,17 +416,7 @@ def test_a_killed_run_goes_on_to_the_same_losses(
 def test_two_processes_train_as_one_does(trained: Path, model_folder: Path, training: Path, tmp_path: Path) -> None:
     """FSDP2 over gloo: weights, gradients and optimizer sharded, the same losses."""
     words = arguments(model_folder, training, tmp_path / "out")
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    log = tmp_path / "log"
-    processes = [
-        forked("indexcache_search.distill", words, stderr=str(log), RANK=rank, LOCAL_RANK=rank, **group)
-        for rank in "01"
-    ]
-    for process in processes:
-        process.join(300)
-    for process in processes:
-        process.kill()
-    assert [process.exitcode for process in processes] == [0, 0], log.read_text()[-3000:]
+    in_two_processes(words, tmp_path / "log")
     train_alike(trained, tmp_path / "out", 1e-5)
 
 

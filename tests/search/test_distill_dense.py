@@ -20,13 +20,12 @@ from indexcache_search.cli.distill import app
 from indexcache_search.distill import conversion, memory, run
 from indexcache_search.distill.dense_mla import DenseStart
 from indexcache_search.distill.settings import DistillSettings, IndexerSize
-from indexcache_search.engines.own_server import free_port
 from sglang_indexcache import Pattern
 from sglang_indexcache.files.pattern_file import PatternFile
 from sglang_indexcache.model.checkpoint import Checkpoint
 from tests.conftest import LAYERS, MLA, TOPK, VOCAB, save_model, tiny_mla_config
 from tests.forked import forked, killed_at
-from tests.search.distilling import PATTERN, arguments, distill, records, train_alike
+from tests.search.distilling import PATTERN, arguments, distill, in_two_processes, records, train_alike
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("no_pictures")]
 SIZE = {"index_heads": 32, "index_dim": 16, "index_topk": TOPK}
@@ -316,16 +315,7 @@ def test_what_is_read_of_the_data_is_shown(glm_folder: Path, training: Path, tmp
 def test_two_processes_train_as_one_does(trained_glm: Path, glm_folder: Path, training: Path, tmp_path: Path) -> None:
     """The first one converts the model."""
     words = arguments(glm_folder, training, tmp_path / "out", **SIZE)
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    log = tmp_path / "log"
-    processes = [
-        forked("indexcache_search.distill", words, stderr=str(log), RANK=rank, LOCAL_RANK=rank, **group)
-        for rank in "01"
-    ]
-    for process in processes:
-        process.join(300)
-        process.kill()
-    assert [process.exitcode for process in processes] == [0, 0], log.read_text()[-3000:]
+    in_two_processes(words, tmp_path / "log")
     train_alike(trained_glm, tmp_path / "out", 1e-5)
 
 

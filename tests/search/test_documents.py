@@ -20,13 +20,12 @@ from indexcache_search.data.stored import load_set, save_set
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.distill.model import Distillation, set_trainable
 from indexcache_search.distill.settings import DistillSettings, Stage
-from indexcache_search.engines.own_server import free_port
 from indexcache_search.errors import DataError
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe
 from tests.conftest import LAYERS, TOPK, VOCAB, tiny_config, tiny_model
 from tests.forked import forked, killed_at
-from tests.search.distilling import arguments, distill, records, train_alike
+from tests.search.distilling import arguments, distill, in_two_processes, records, train_alike
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("no_pictures")]
 MODEL, PATTERN = describe(tiny_config(), "tiny"), Pattern("FSSFSS")
@@ -225,16 +224,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(
 
 def test_two_processes_train_as_one_does(trained: Path, model_folder: Path, documents: Path, tmp_path: Path) -> None:
     words = arguments(model_folder, documents, tmp_path / "out", **APART)
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    log = tmp_path / "log"
-    processes = [
-        forked("indexcache_search.distill", words, stderr=str(log), RANK=rank, LOCAL_RANK=rank, **group)
-        for rank in "01"
-    ]
-    for process in processes:
-        process.join(300)
-        process.kill()
-    assert [process.exitcode for process in processes] == [0, 0], log.read_text()[-3000:]
+    in_two_processes(words, tmp_path / "log")
     train_alike(trained, tmp_path / "out", 1e-5)
 
 

@@ -1,4 +1,4 @@
-"""What a selecting layer keeps of the cached pages of requests, beside SGLang's cache: digests of keys, and memory.
+"""Keep digests of keys and memory of steps for a layer that selects pages, beside SGLang's cache.
 
 Digests lie where their keys lie. Means are of 16 keys: row i is of slots 16 i to 16 i + 15. Rounded keys have a row for
 each slot. Every pass that reads a part of a request writes the digests of all that the request has by then, whoever
