@@ -151,7 +151,7 @@ class Distillation:
         """
         self._forget()
         places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        self._see(torch.zeros_like(places) if starts is None else starts, places + 1)
+        self._see(starts, places + 1)
         self._labels, self._found = tokens[:, 1:], {layer: [] for layer in self.pattern.full_layers}
         try:
             positions = {} if starts is None else {"position_ids": places - starts}
@@ -190,10 +190,14 @@ class Distillation:
         """Return the keys that this process's queries see, along `dim`: here they are all its own."""
         return keys
 
-    def _see(self, starts: Tensor, ends: Tensor) -> None:
-        """Set the first keys that the queries of the next pass see, and one past the last, both `[batch, queries]`."""
-        self._ranges, self._block_mask = torch.stack([starts, ends], dim=-1).int()[:, None], None
-        if self.kernels is not None and self.stage == "warmup" and starts.any():
+    def _see(self, starts: Tensor | None, ends: Tensor) -> None:
+        """Set the first keys that the queries of the next pass see, and one past the last, both `[batch, queries]`.
+
+        Without `starts` all begin at 0, which asks nothing of the device.
+        """
+        first = torch.zeros_like(ends) if starts is None else starts
+        self._ranges, self._block_mask = torch.stack([first, ends], dim=-1).int()[:, None], None
+        if starts is not None and self.kernels is not None and self.stage == "warmup" and starts.any():
             self._block_mask = range_mask(self._ranges)
 
     def _select(self, layer: int, indexer: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Callable[..., Tensor]:
