@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,8 +16,23 @@ from indexcache_kernels.page_selection.pages import CachedPages
 from indexcache_kernels.page_selection.triton import due_steps, pages_of, skipped
 from indexcache_kernels.rounded_keys.naive import LEVELS, RoundedKeys
 
-_TILE = 64  # tokens of a product
 _PROGRAMS = 1024  # that keep a device busy
+_LEAST: tl.constexpr = tl.constexpr(-1e30)  # below any product; infinity less infinity is no number
+_LOG2: tl.constexpr = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
+_UNPACK = """
+{
+.reg .b32 low, high;
+and.b32 low, $4, 0x0F0F0F0F;
+shr.u32 high, $4, 4;
+and.b32 high, high, 0x0F0F0F0F;
+prmt.b32 $0, low, EXPONENT, 0x4140;
+prmt.b32 $1, low, EXPONENT, 0x4342;
+prmt.b32 $2, high, EXPONENT, 0x4140;
+prmt.b32 $3, high, EXPONENT, 0x4342;
+}
+"""  # of four bytes: a code is the low byte of a number, whose high byte makes the last bit count 1
+_UNPACK_BFLOAT16: tl.constexpr = tl.constexpr(_UNPACK.replace("EXPONENT", "0x43434343"))
+_UNPACK_FLOAT16: tl.constexpr = tl.constexpr(_UNPACK.replace("EXPONENT", "0x64646464"))
 
 
 @triton.jit
@@ -62,22 +78,81 @@ def _round_kernel(
 
 
 @triton.jit
+def _numbers(codes, dtype: tl.constexpr, FAST: tl.constexpr):
+    """Split bytes into two codes each, as numbers; return also how much too large all of them are."""
+    if not FAST:
+        low, high, excess = (codes & 15).to(dtype), (codes >> 4).to(dtype), 0.0
+    elif dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            _UNPACK_BFLOAT16, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+        excess = 128.0
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _UNPACK_FLOAT16, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+        excess = 1024.0
+    return low, high, excess
+
+
+@triton.jit
+def _log2(x, FAST: tl.constexpr):
+    """Take a logarithm by one instruction; `tl.log2` has 25."""
+    if FAST:
+        found = tl.inline_asm_elementwise(_LOG2, "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        found = tl.log2(x)
+    return found
+
+
+@triton.jit
+def _units(
+    q_first, q_second, whole_q, scale, codes_ptr, ranges_ptr, entries_ptr, first, length, kv_head,
+    KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr,
+    UNIT: tl.constexpr, TABLE_PAGE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Sum what heads give to each UNIT tokens of a tile, in logarithms to base 2: `[TILE // UNIT, BLOCK_H]`."""
+    token, dim = first + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    live = token < length
+    if MASKED:  # other tokens read what lies first in the cache
+        entry = tl.load(entries_ptr + token // TABLE_PAGE, mask=live, other=0).to(tl.int64)
+    else:
+        entry = tl.load(entries_ptr + token // TABLE_PAGE).to(tl.int64)
+    own = (entry * TABLE_PAGE + token % TABLE_PAGE) * KV_HEADS + kv_head
+    ptrs = codes_ptr + own[:, None] * HALF + dim[None, :]  # [TILE, BLOCK_D]
+    codes = tl.load(ptrs) if BLOCK_D == HALF else tl.load(ptrs, mask=(dim < HALF)[None, :], other=0)
+    low_and_step = tl.load(ranges_ptr + own).to(tl.uint32, bitcast=True)
+    low = low_and_step.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    step = (low_and_step >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    near, far, excess = _numbers(codes, q_first.dtype, FAST)
+    product = tl.dot(near, tl.trans(q_first), input_precision=PRECISION)  # [TILE, BLOCK_H]
+    product = tl.dot(far, tl.trans(q_second), product, input_precision=PRECISION)
+    product = product * (step * scale)[:, None] + (low - excess * step)[:, None] * whole_q[None, :]
+    if MASKED:
+        product = tl.where(live[:, None], product, _LEAST)
+    product = tl.reshape(product, [TILE // UNIT, UNIT, BLOCK_H])
+    most = tl.max(product, 1)
+    return _log2(tl.sum(tl.exp2(product - most[:, None, :]), 1), FAST) + most
+
+
+@triton.jit
 def _shares_kernel(
     q_ptr, codes_ptr, ranges_ptr, table_ptr, starts_ptr, lengths_ptr, requests_ptr, steps_ptr, parts_ptr, highest_ptr,
     total_ptr, scale, table_stride, num_heads, room,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
     TILE: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, TABLE_PAGE: tl.constexpr,
     BUDGET: tl.constexpr, LISTED: tl.constexpr, EVERY: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
-    """Sum what the heads of a key head give to each UNIT tokens of a part of a request, in logarithms.
+    """Write the logarithm of what the heads of a key head give to each UNIT tokens of a part of a request.
 
-    Also kept are the part's highest product and its sum.
+    Also kept are the part's highest logarithm and its sum. `scale` is that of powers of 2.
     """
     row, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + row)
     if skipped(tl.cdiv(length, PAGE), requests_ptr, steps_ptr, row, BUDGET, EVERY):
         return
-    entries = tl.load(starts_ptr + row) if LISTED else row * table_stride
+    table_ptr += tl.load(starts_ptr + row) if LISTED else row * table_stride
     group_head, dim = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     head, head_mask = row * num_heads + kv_head * GROUP + group_head, group_head < GROUP
     known = (dim < HALF)[None, :]
@@ -86,37 +161,37 @@ def _shares_kernel(
     q_second = tl.load(ptrs + HALF, mask=head_mask[:, None] & known, other=0.0)
     if UPCAST:
         q_first, q_second = q_first.to(tl.float32), q_second.to(tl.float32)
-    whole_q = tl.sum(q_first.to(tl.float32), 1) + tl.sum(q_second.to(tl.float32), 1)  # [BLOCK_H]
+    whole_q = (tl.sum(q_first.to(tl.float32), 1) + tl.sum(q_second.to(tl.float32), 1)) * scale  # [BLOCK_H]
     size = tl.cdiv(tl.cdiv(length, PARTS), TILE) * TILE
-    highest = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_H,), tl.float32)
-    for first in range(part * size, tl.minimum(part * size + size, length), TILE):
-        token = first + tl.arange(0, TILE)
-        live = token < length
-        entry = tl.load(table_ptr + entries + token // TABLE_PAGE, mask=live, other=0).to(tl.int64)
-        own = (entry * TABLE_PAGE + token % TABLE_PAGE) * KV_HEADS + kv_head
-        mask = live[:, None] & known
-        codes = tl.load(codes_ptr + own[:, None] * HALF + dim[None, :], mask=mask, other=0)  # [TILE, BLOCK_D]
-        low = tl.load(ranges_ptr + own * 2, mask=live, other=0.0).to(tl.float32)
-        step = tl.load(ranges_ptr + own * 2 + 1, mask=live, other=0.0).to(tl.float32)
-        near = (codes & 15).to(q_first.dtype)
-        far = (codes >> 4).to(q_first.dtype)
-        product = tl.dot(q_first, tl.trans(near), input_precision=PRECISION)  # [BLOCK_H, TILE]
-        product = tl.dot(q_second, tl.trans(far), product, input_precision=PRECISION)
-        product = (product * step[None, :] + whole_q[:, None] * low[None, :]) * scale
-        product = tl.where(live[None, :], product, float("-inf"))
-        higher = tl.max(product, 1)
-        weights = tl.exp(product - higher[:, None])
-        by_unit = tl.sum(tl.reshape(weights, [BLOCK_H, TILE // UNIT, UNIT]), 2)
-        unit = first // UNIT + tl.arange(0, TILE // UNIT)
-        found = tl.log(by_unit) + higher[:, None]
-        inside = (unit * UNIT < length)[None, :] & head_mask[:, None]
-        tl.store(parts_ptr + head[:, None] * room + unit[None, :], found, mask=inside)
-        both = tl.maximum(highest, higher)
-        total = total * tl.exp(highest - both) + tl.sum(weights, 1) * tl.exp(higher - both)
+    begin = part * size
+    end = tl.minimum(begin + size, length)
+    unit = tl.arange(0, TILE // UNIT)
+    highest = tl.full((TILE // UNIT, BLOCK_H), _LEAST, tl.float32)
+    total = tl.zeros((TILE // UNIT, BLOCK_H), tl.float32)
+    stored = parts_ptr + head[None, :] * room + unit[:, None]
+    last = begin + tl.maximum(end - begin, 0) // TILE * TILE  # of the tiles, where one is not full
+    for first in range(begin, last, TILE):
+        found = _units(
+            q_first, q_second, whole_q, scale, codes_ptr, ranges_ptr, table_ptr, first, length, kv_head, KV_HEADS, HALF,
+            BLOCK_D, BLOCK_H, TILE, UNIT, TABLE_PAGE, PRECISION, FAST, MASKED=False,
+        )  # fmt: skip
+        tl.store(stored + first // UNIT, found, mask=head_mask[None, :])
+        both = tl.maximum(highest, found)
+        total = total * tl.exp2(highest - both) + tl.exp2(found - both)
         highest = both
-    tl.store(highest_ptr + head * PARTS + part, highest, mask=head_mask)
-    tl.store(total_ptr + head * PARTS + part, total, mask=head_mask)
+    if last < end:
+        found = _units(
+            q_first, q_second, whole_q, scale, codes_ptr, ranges_ptr, table_ptr, last, length, kv_head, KV_HEADS, HALF,
+            BLOCK_D, BLOCK_H, TILE, UNIT, TABLE_PAGE, PRECISION, FAST, MASKED=True,
+        )  # fmt: skip
+        inside = (last + unit * UNIT < length)[:, None]
+        tl.store(stored + last // UNIT, found, mask=inside & head_mask[None, :])
+        both = tl.maximum(highest, found)
+        total = total * tl.exp2(highest - both) + tl.exp2(found - both)
+        highest = both
+    most = tl.max(highest, 0)  # [BLOCK_H]
+    tl.store(highest_ptr + head * PARTS + part, most, mask=head_mask)
+    tl.store(total_ptr + head * PARTS + part, tl.sum(total * tl.exp2(highest - most[None, :]), 0), mask=head_mask)
 
 
 @triton.jit
@@ -144,9 +219,9 @@ def _largest_kernel(
         offset = head[:, None] * PARTS + part[None, :]
         highest = tl.load(highest_ptr + offset, mask=known, other=0.0)  # [BLOCK_H, PARTS]
         most = tl.max(highest, 1)
-        whole = tl.sum(tl.load(total_ptr + offset, mask=known, other=1.0) * tl.exp(highest - most[:, None]), 1)
+        whole = tl.sum(tl.load(total_ptr + offset, mask=known, other=1.0) * tl.exp2(highest - most[:, None]), 1)
         found = tl.load(parts_ptr + head[:, None] * room + unit[None, :], mask=live, other=0.0)
-        shares = tl.where(live, tl.exp(found - (most + tl.log(whole))[:, None]), 0.0)
+        shares = tl.where(live, tl.exp2(found - (most + tl.log2(whole))[:, None]), 0.0)
         by_page = tl.sum(tl.reshape(shares, [BLOCK_H, TILE_N, INSIDE]), 2)
         score += tl.max(by_page, 0)
     tl.store(out_ptr + row * out_stride + page, score, mask=page < pages)
@@ -186,9 +261,10 @@ def rounded_scores(
     """Compute `naive.rounded_scores`."""
     (batch, heads), (_, kv_heads, half) = q.shape[:2], rounded.codes.shape
     page = pages.budget.page_tokens
-    unit = min(page, _TILE)  # tokens whose shares are summed first
+    tile = 32 if q.dtype == torch.float32 else 64  # tokens of a product
+    unit = min(page, tile)  # tokens whose shares are summed first
     room, inside = out.shape[1] * (page // unit), page // unit
-    parts = splits or triton.next_power_of_2(max(1, min(16, _PROGRAMS // max(1, batch * kv_heads))))
+    parts = splits or triton.next_power_of_2(max(1, min(64, _PROGRAMS // max(1, batch * kv_heads))))
     kept, highest, total = (
         torch.empty((batch, heads, count), dtype=torch.float32, device=q.device) for count in (room, parts, parts)
     )
@@ -198,13 +274,15 @@ def rounded_scores(
         **listed, "parts_ptr": kept, "highest_ptr": highest, "total_ptr": total, "num_heads": heads, "room": room,
         "KV_HEADS": kv_heads, "GROUP": group, "UNIT": unit, "PARTS": parts, **due_steps(pages, memory),
     }  # fmt: skip
+    fast = q.is_cuda and torch.version.hip is None and q.dtype != torch.float32  # instructions of NVIDIA's
     _shares_kernel[(batch, kv_heads, parts)](
-        q_ptr=q, codes_ptr=rounded.codes, ranges_ptr=rounded.ranges, scale=scale, HALF=half,
-        BLOCK_D=max(16, triton.next_power_of_2(half)), BLOCK_H=max(16, triton.next_power_of_2(group)), TILE=_TILE,
-        TABLE_PAGE=pages.table_page, **where, **shared, **arithmetic(q),
+        q_ptr=q, codes_ptr=rounded.codes, ranges_ptr=rounded.ranges.view(torch.int32), scale=scale / math.log(2),
+        HALF=half, BLOCK_D=max(16, triton.next_power_of_2(half)), BLOCK_H=max(8, triton.next_power_of_2(group)),
+        TILE=tile, TABLE_PAGE=pages.table_page, FAST=fast, **where, **shared,
+        **arithmetic(q), num_warps=2, num_stages=5,
     )  # fmt: skip
-    tile = max(1, 128 // inside)  # pages of a program
-    _largest_kernel[(batch, triton.cdiv(out.shape[1], tile))](
-        out_ptr=out, out_stride=out.stride(0), BLOCK_H=triton.next_power_of_2(group), TILE_N=tile, INSIDE=inside,
-        **shared,
+    count = max(1, 128 // inside)  # pages of a program
+    _largest_kernel[(batch, triton.cdiv(out.shape[1], count))](
+        out_ptr=out, out_stride=out.stride(0), BLOCK_H=triton.next_power_of_2(group), TILE_N=count, INSIDE=inside,
+        **shared, num_warps=1,
     )  # fmt: skip
