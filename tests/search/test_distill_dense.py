@@ -306,8 +306,11 @@ def test_too_little_memory_is_refused_before_anything_is_written(
     assert code == 2 and "GB are needed in each process" in text and not (tmp_path / "out").exists()
 
 
-def test_what_is_read_of_the_data_is_shown(glm_folder: Path, training: Path, tmp_path: Path) -> None:
-    code, text = distill(glm_folder, training, tmp_path / "out", **SIZE, dry_run=True)
+@pytest.mark.parametrize("more", [{}, {"search_first": "1/2", "write": "tensorboard=yes"}])
+def test_what_is_read_of_the_data_is_shown(
+    glm_folder: Path, training: Path, tmp_path: Path, more: dict[str, str]
+) -> None:
+    code, text = distill(glm_folder, training, tmp_path / "out", **{**SIZE, **more}, dry_run=True)
     assert code == 0 and "training" in text and not (tmp_path / "out").exists()
 
 

@@ -331,7 +331,6 @@ def test_the_speed_of_patterns_is_estimated_and_says_so(model_folder: Path, toke
         (["--speed", "32768:output_tokens=7"], "--speed needs --endpoint for output_tokens and turns"),
         (["--speed", "32768", "--concurrency", "2"], "--concurrency needs --endpoint"),
         (["--concurrency", "2"], "--concurrency needs --speed"),
-        (["--speed", "32768", "--dry-run"], "--speed needs a run without --dry-run"),
         (["--speed", "32768,32768"], "expected each once"),
         (["--speed", "7"], "found 7, expected 64"),
         (["--speed", "long"], "found 'long', expected a whole number"),

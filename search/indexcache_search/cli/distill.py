@@ -157,8 +157,6 @@ def _share(value: str | None) -> str | None:
 
 NEEDS = {
     "pattern": (OptionNeed("a run without --search-first", lambda given: given["search_first"] is None),),
-    "search_first": (OptionNeed("a run without --dry-run", lambda given: not given["dry_run"]),),
-    "write": (OptionNeed("a run without --dry-run", lambda given: not given["dry_run"]),),
     **dict.fromkeys(("index_heads", "index_dim", "index_topk"), (OptionNeed("a dense model with MLA", _dense),)),
 }
 

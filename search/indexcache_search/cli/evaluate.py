@@ -138,7 +138,6 @@ def _times(speed: SpeedChoice) -> bool:
     return speed.output_tokens is not None or speed.turns is not None
 
 
-MEASURED = OptionNeed("a run without --dry-run", lambda given: not given["dry_run"])
 HERE = OptionNeed("patterns of a model that runs here, without --endpoint", lambda given: not given["endpoint"])
 COMPARED = OptionNeed(
     "--evaluation or --tasks beside --harness",
@@ -153,9 +152,8 @@ NEEDS = {
         COMPARED,
         OptionNeed("--evaluation", _reads_sources),
     ),
-    "max_increase": (MEASURED, COMPARED),
+    "max_increase": (COMPARED,),
     "speed": (
-        MEASURED,
         COMPARED,
         OptionNeed(
             "--endpoint for output_tokens and turns", lambda given: given["endpoint"] or not _times(given["speed"])
@@ -248,7 +246,7 @@ def evaluate(
         options.check_runs_here(device, dtype)
         addresses, row_options = tuple(map(Address.of, endpoint or ())), options.row_options(rows)
         worse, compares = False, _compares(harness, evaluation, tasks)
-        if harness is not None and compares:  # before the comparison, which takes long
+        if harness is not None and compares and not dry_run:  # before the comparison, which takes long
             from indexcache_search.harness.run import check
 
             check(addresses)

@@ -155,7 +155,8 @@ def _run(
     _warn_of_whole(lines, seq_len, console)
     speed_prices: list[Prices] = []
     if speed is not None and candidates.endpoints:
-        servers.check(candidates.endpoints, speed.loads())
+        if not data.only_shown:
+            servers.check(candidates.endpoints, speed.loads())
     elif speed is not None:
         speed_prices = prices_at(description.architecture, speed.contexts, speed.prices)
     data = _with_reply(data, lines, seq_len, console)
