@@ -258,10 +258,14 @@ types = {"k": "*bf16", "q": "*bf16", "codes": "*u8", "ranges": "*fp16", "scale":
 types |= dict.fromkeys(("table", "starts", "lengths", "requests", "steps"), "*i32")
 types |= dict.fromkeys(("parts", "highest", "total", "out"), "*fp32")
 types |= dict.fromkeys(("k_slot_stride", "k_head_stride", "table_stride", "out_stride", "num_heads", "room"), "i32")
-sizes = dict(KV_HEADS=4, GROUP=7, HALF=64, BLOCK_D=64, BLOCK_H=16, TABLE_PAGE=1, LISTED=True, EVERY=0, PAGE=16, UNIT=16)
-sizes |= dict(PARTS=4, BUDGET=64, TILE=64, UPCAST=False, PRECISION="tf32")
-assert "mma.sync" in ptx(rounded_keys._shares_kernel, types, sizes)
-ptx(rounded_keys._largest_kernel, types, sizes | dict(BLOCK_H=8, TILE_N=128, INSIDE=1))
+sizes = dict(KV_HEADS=4, GROUP=7, HALF=64, BLOCK_D=64, BLOCK_H=8, TABLE_PAGE=1, LISTED=True, EVERY=0, PAGE=16, UNIT=16)
+sizes |= dict(PARTS=4, BUDGET=64, TILE=64, UPCAST=False, PRECISION="tf32", FAST=True)
+for query in ("*bf16", "*fp16"):
+    given = types | dict(q=query, ranges="*i32")
+    compiled = ptx(rounded_keys._shares_kernel, given, sizes, num_warps=2, num_stages=5)
+    assert "mma.sync" in compiled and "lg2.approx" in compiled and "prmt" in compiled
+    assert "cvt.rn.f32.u8" not in compiled and "cvt.rn.bf16" not in compiled
+ptx(rounded_keys._largest_kernel, types, sizes | dict(TILE_N=128, INSIDE=1), num_warps=1)
 ptx(rounded_keys._round_kernel, types, sizes | dict(TILE=32, LEVELS=15, NEWEST=False, SPLITS=4))
 """
 
