@@ -136,6 +136,13 @@ def _units(
 
 
 @triton.jit
+def _with(found, highest, total):
+    """Add powers of 2 to a sum of such, of which `total` is what is left over the `highest`."""
+    most = tl.maximum(highest, found)
+    return most, total * tl.exp2(highest - most) + tl.exp2(found - most)
+
+
+@triton.jit
 def _shares_kernel(
     q_ptr, codes_ptr, ranges_ptr, table_ptr, starts_ptr, lengths_ptr, requests_ptr, steps_ptr, parts_ptr, highest_ptr,
     total_ptr, scale, table_stride, num_heads, room,
@@ -176,9 +183,7 @@ def _shares_kernel(
             BLOCK_D, BLOCK_H, TILE, UNIT, TABLE_PAGE, PRECISION, FAST, MASKED=False,
         )  # fmt: skip
         tl.store(stored + first // UNIT, found, mask=head_mask[None, :])
-        both = tl.maximum(highest, found)
-        total = total * tl.exp2(highest - both) + tl.exp2(found - both)
-        highest = both
+        highest, total = _with(found, highest, total)
     if last < end:
         found = _units(
             q_first, q_second, whole_q, scale, codes_ptr, ranges_ptr, table_ptr, last, length, kv_head, KV_HEADS, HALF,
@@ -186,9 +191,7 @@ def _shares_kernel(
         )  # fmt: skip
         inside = (last + unit * UNIT < length)[:, None]
         tl.store(stored + last // UNIT, found, mask=inside & head_mask[None, :])
-        both = tl.maximum(highest, found)
-        total = total * tl.exp2(highest - both) + tl.exp2(found - both)
-        highest = both
+        highest, total = _with(found, highest, total)
     most = tl.max(highest, 0)  # [BLOCK_H]
     tl.store(highest_ptr + head * PARTS + part, most, mask=head_mask)
     tl.store(total_ptr + head * PARTS + part, tl.sum(total * tl.exp2(highest - most[None, :]), 0), mask=head_mask)
@@ -278,8 +281,8 @@ def rounded_scores(
     _shares_kernel[(batch, kv_heads, parts)](
         q_ptr=q, codes_ptr=rounded.codes, ranges_ptr=rounded.ranges.view(torch.int32), scale=scale / math.log(2),
         HALF=half, BLOCK_D=max(16, triton.next_power_of_2(half)), BLOCK_H=max(8, triton.next_power_of_2(group)),
-        TILE=tile, TABLE_PAGE=pages.table_page, FAST=fast, **where, **shared,
-        **arithmetic(q), num_warps=2, num_stages=5,
+        TILE=tile, TABLE_PAGE=pages.table_page, FAST=fast, **where, **shared, **arithmetic(q), num_warps=2,
+        num_stages=5,
     )  # fmt: skip
     count = max(1, 128 // inside)  # pages of a program
     _largest_kernel[(batch, triton.cdiv(out.shape[1], count))](
