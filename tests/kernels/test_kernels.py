@@ -265,7 +265,7 @@ for query in ("*bf16", "*fp16"):
     compiled = ptx(rounded_keys._shares_kernel, given, sizes, num_warps=2, num_stages=5)
     assert "mma.sync" in compiled and "lg2.approx" in compiled and "prmt" in compiled
     assert "cvt.rn.f32.u8" not in compiled and "cvt.rn.bf16" not in compiled
-ptx(rounded_keys._largest_kernel, types, sizes | dict(TILE_N=128, INSIDE=1), num_warps=1)
+ptx(rounded_keys._largest_kernel, types, sizes | dict(TILE_N=128, INSIDE=1, BLOCK_P=4), num_warps=1)
 ptx(rounded_keys._round_kernel, types, sizes | dict(TILE=32, LEVELS=15, NEWEST=False, SPLITS=4))
 """
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels import KernelInputError, PageBudget, StepMemory, page_scores, select_pages
+from indexcache_kernels.backends import Backend
 from indexcache_kernels.page_selection import naive
 from indexcache_search.hf.page_selector import PageSelector
 from sglang_indexcache.pattern.reuse import ReusePolicy
@@ -18,6 +19,7 @@ from tests.kernels.interpreter import DEVICE, INTERPRETED, LARGE, poisoned
 __all__ = ["poisoned"]  # a fixture of every test here
 
 
+BOTH: tuple[Backend, ...] = ("naive", "triton")
 SHAPES = [(1, 16, 9, 3, 64), (16, 16, 28, 4, 128), (4, 16, 8, 8, 80), (64, 64, 32, 8, 128), (1, 128, 3, 3, 128)]
 
 
@@ -129,6 +131,25 @@ def test_lists_are_tables_with_rows_of_any_length(table_page: int, backend: Any)
     assert torch.equal(again, tokens)
     expected = torch.cat([rows[row, :count] for row, count in enumerate(kept)]).tolist()
     assert out_table.tolist() == [-7, *expected, -7]  # nothing beside them
+
+
+@pytest.mark.parametrize("values", [5, 2**20])
+@pytest.mark.parametrize(("page_tokens", "table_page", "pages"), [(64, 1, 100), (16, 16, 64), (16, 2, 300)])
+def test_selections_of_any_size_and_with_any_ties_are_the_definition(
+    page_tokens: int, table_page: int, pages: int, values: int
+) -> None:
+    """Their entries take more than one tile; `values` different scores, some of them above 2."""
+    generator = torch.Generator().manual_seed(pages)
+    lengths = torch.tensor([16384, 900, 9001, pages * page_tokens + 1], dtype=torch.int32, device=DEVICE)
+    scores = torch.randint(values, (4, 16384 // page_tokens), generator=generator) * (3 / values)
+    table = torch.stack([torch.randperm(16384 // table_page, generator=generator) for _ in range(4)])
+    given = scores.to(DEVICE), table.int().to(DEVICE), lengths
+    budget = PageBudget(page_tokens, pages, recent_pages=8, sink_pages=1)
+    found = {backend: select_pages(*given, budget=budget, table_page=table_page, backend=backend) for backend in BOTH}
+    assert torch.equal(found["naive"][1], found["triton"][1])
+    for row, tokens in enumerate(found["naive"][1].tolist()):
+        count = -(-tokens // table_page)
+        assert torch.equal(found["naive"][0][row, :count], found["triton"][0][row, :count])
 
 
 @pytest.mark.parametrize("backend", ["naive", "triton"])

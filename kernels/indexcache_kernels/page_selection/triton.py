@@ -127,8 +127,9 @@ def _scores_kernel(
 def _select_kernel(
     scores_ptr, table_ptr, starts_ptr, lengths_ptr, out_table_ptr, out_starts_ptr, out_lengths_ptr, requests_ptr,
     steps_ptr, memory_ptr, scores_stride, table_stride, out_stride, memory_stride, memory_pages, beta,
-    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, BUDGET: tl.constexpr, RECENT: tl.constexpr,
-    SINKS: tl.constexpr, LISTED: tl.constexpr, OUT_LISTED: tl.constexpr, REMEMBERS: tl.constexpr, EVERY: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    BUDGET: tl.constexpr, RECENT: tl.constexpr, SINKS: tl.constexpr, LISTED: tl.constexpr, OUT_LISTED: tl.constexpr,
+    REMEMBERS: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
     """Write the page table of one request.
 
@@ -157,29 +158,41 @@ def _select_kernel(
     # scores are at least 0, so their bits are ordered as they are; pages that are not open rank below all
     bits = tl.where(open_, scores.to(tl.int32, bitcast=True), -1)
     # the highest threshold that leaves enough at or above it, two bits at a time: one sum counts for all three
-    low, one = tl.where(tl.sum((bits >= 0x40000000).to(tl.int32)) >= needed, 0x40000000, 0), 0x10000000
-    for _ in range(15):
+    low, one = tl.full((), 0, tl.int32), tl.full((), 0x20000000, tl.int32)
+    count = tl.where(pages > BUDGET, -1, needed)
+    while (one > 0) & (count != needed):  # as many as are needed: further bits would tell no more
         found = (bits >= low + one).to(tl.int64) + ((bits >= low + 2 * one).to(tl.int64) << 20)
         counts = tl.sum(found + ((bits >= low + 3 * one).to(tl.int64) << 40))
-        enough = ((counts & 0xFFFFF) >= needed).to(tl.int32) + (((counts >> 20) & 0xFFFFF) >= needed).to(tl.int32)
-        low += one * (enough + ((counts >> 40) >= needed).to(tl.int32))
-        one = one // 4
-    above, equal = bits > low, bits == low
-    room = needed - tl.sum(above.to(tl.int32))
-    lower = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= room)  # of equal scores the lower pages
+        first, second, third = (counts & 0xFFFFF).to(tl.int32), ((counts >> 20) & 0xFFFFF).to(tl.int32), counts >> 40
+        count = tl.where(first >= needed, first, count)
+        count = tl.where(second >= needed, second, count)
+        count = tl.where(third >= needed, third.to(tl.int32), count)
+        enough = (first >= needed).to(tl.int32) + (second >= needed).to(tl.int32) + (third >= needed).to(tl.int32)
+        low += one * enough
+        one = tl.where(one == 2, 1, one // 4)  # of 31 bits the last comes alone
+    above, lower = bits > low, bits == low
+    if count != needed:
+        room = needed - tl.sum(above.to(tl.int32))
+        lower = lower & (tl.cumsum(lower.to(tl.int32), axis=0) <= room)  # of equal scores the lower pages
     if EVERY > 0:
         tl.store(own + page, open_ & (above | lower), mask=kept)
     if REMEMBERS:
         tl.store(steps_ptr + request, step + 1, mask=pages > BUDGET)
     taken = (page < pages) & (above | lower | (page < SINKS) | (page >= newest))
     rank = tl.cumsum(taken.to(tl.int32), axis=0) - 1
-    first = tl.load(starts_ptr + row) if LISTED else row * table_stride
-    out_first = tl.load(out_starts_ptr + row) if OUT_LISTED else row * out_stride
-    for number in tl.static_range(ENTRIES):
-        source = page * ENTRIES + number
-        held = taken & (source * (PAGE // ENTRIES) < length)
-        entry = tl.load(table_ptr + first + source, mask=held, other=0)
-        tl.store(out_table_ptr + out_first + rank * ENTRIES + number, entry, mask=held)
+    table_ptr += tl.load(starts_ptr + row) if LISTED else row * table_stride
+    out_table_ptr += tl.load(out_starts_ptr + row) if OUT_LISTED else row * out_stride
+    # Few threads have a page that is taken, so pages are listed where their entries go, for all threads to look up.
+    tl.store(out_table_ptr + rank, page, mask=taken)
+    tl.debug_barrier()
+    for number in range(TILES):
+        place = (TILES - 1 - number) * TILE + tl.arange(0, TILE)  # last ones first: an entry lies behind its page
+        held = place < tl.minimum(pages, BUDGET) * ENTRIES
+        source = tl.load(out_table_ptr + place // ENTRIES, mask=held, other=0) * ENTRIES + place % ENTRIES
+        held = held & (source * (PAGE // ENTRIES) < length)
+        entry = tl.load(table_ptr + source, mask=held, other=0)
+        tl.debug_barrier()
+        tl.store(out_table_ptr + place, entry, mask=held)
     tl.store(out_lengths_ptr + row, tl.minimum(pages, BUDGET) * PAGE - (pages * PAGE - length))
 
 
@@ -221,16 +234,18 @@ def select_pages(
     """Compute `naive.select_pages`."""
     budget, rows = pages.budget, scores if memory is None else memory.rows
     block_n = triton.next_power_of_2(max(scores.shape[1], rows.shape[1]))
+    entries = budget.page_tokens // pages.table_page
+    tile = min(4096, triton.next_power_of_2(budget.pages * entries))
     if rows.dtype == torch.bool:
         rows = rows.view(torch.int8)
     _select_kernel[(len(scores),)](
         scores_ptr=scores, out_table_ptr=out_table, out_starts_ptr=pages.lengths if out_starts is None else out_starts,
         out_lengths_ptr=out_lengths, memory_ptr=rows, scores_stride=scores.stride(0), out_stride=out_table.stride(0),
         memory_stride=rows.stride(0), memory_pages=rows.shape[1], beta=0.0 if memory is None else memory.beta,
-        BLOCK_N=block_n, ENTRIES=budget.page_tokens // pages.table_page, RECENT=budget.recent_pages,
-        SINKS=budget.sink_pages,
+        BLOCK_N=block_n, ENTRIES=entries, TILE=tile, TILES=triton.cdiv(budget.pages * entries, tile),
+        RECENT=budget.recent_pages, SINKS=budget.sink_pages,
         OUT_LISTED=out_starts is not None, REMEMBERS=memory is not None,
-        **pages_of(pages), **due_steps(pages, memory), num_warps=8 if block_n <= 8192 else 32,
+        **pages_of(pages), **due_steps(pages, memory), num_warps=4 if block_n <= 8192 else 32,
     )  # fmt: skip
 
 

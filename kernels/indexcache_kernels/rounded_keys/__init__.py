@@ -88,7 +88,7 @@ def rounded_scores(
         table_page: slots of a page of `table`; divides `budget.page_tokens`.
         starts: as there; `out` must be given then.
         out: `[B, N]`, float32, N the most pages that a request can have; allocated if not given.
-        splits: programs a request and key head, a power of two; chosen by the batch if not given.
+        splits: programs a request and key head; chosen by the batch if not given.
         memory: of the steps before; requests whose step takes held pages are left out.
         backend: as there.
 

@@ -16,7 +16,8 @@ from indexcache_kernels.page_selection.pages import CachedPages
 from indexcache_kernels.page_selection.triton import due_steps, pages_of, skipped
 from indexcache_kernels.rounded_keys.naive import LEVELS, RoundedKeys
 
-_PROGRAMS = 1024  # that keep a device busy
+_PROGRAMS = 1280  # that keep a device busy, and run at once: 10 on each of an H100's 132 multiprocessors
+_UNIT: tl.constexpr = tl.constexpr(16)  # tokens whose shares are summed first; smaller pages are units themselves
 _LEAST: tl.constexpr = tl.constexpr(-1e30)  # below any product; infinity less infinity is no number
 _LOG2: tl.constexpr = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
 _UNPACK = """
@@ -106,22 +107,40 @@ def _log2(x, FAST: tl.constexpr):
 
 
 @triton.jit
+def _tokens(row, TILE: tl.constexpr):
+    """Return which token of a tile a row of its product is, where a unit is `_UNIT` tokens.
+
+    Tensor cores leave rows r, r + 8, r + TILE / 2 and r + TILE / 2 + 8 to one thread. In this order these, and those of
+    the three threads beside it, are a unit, so two shuffles find its sum. In another layout it is as right, but slower.
+    """
+    half: tl.constexpr = TILE // 2
+    unit = row % half // 16 * 2 + row % 8 // 4
+    return unit * _UNIT + row // half * 8 + row % 16 // 8 * 4 + row % 4
+
+
+@triton.jit
+def _rows(
+    entries_ptr, token, length, kv_head, KV_HEADS: tl.constexpr, TABLE_PAGE: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Return which rows of codes and ranges are of these tokens; of tokens behind the last one, such as lie first."""
+    if MASKED:
+        entry = tl.load(entries_ptr + token // TABLE_PAGE, mask=token < length, other=0).to(tl.int64)
+    else:
+        entry = tl.load(entries_ptr + token // TABLE_PAGE).to(tl.int64)
+    return (entry * TABLE_PAGE + token % TABLE_PAGE) * KV_HEADS + kv_head
+
+
+@triton.jit
 def _units(
-    q_first, q_second, whole_q, scale, codes_ptr, ranges_ptr, entries_ptr, first, length, kv_head,
+    q_first, q_second, whole_q, scale, low_and_step, codes_ptr, entries_ptr, token, length, kv_head,
     KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr,
     UNIT: tl.constexpr, TABLE_PAGE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Sum what heads give to each UNIT tokens of a tile, in logarithms to base 2: `[TILE // UNIT, BLOCK_H]`."""
-    token, dim = first + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
-    live = token < length
-    if MASKED:  # other tokens read what lies first in the cache
-        entry = tl.load(entries_ptr + token // TABLE_PAGE, mask=live, other=0).to(tl.int64)
-    else:
-        entry = tl.load(entries_ptr + token // TABLE_PAGE).to(tl.int64)
-    own = (entry * TABLE_PAGE + token % TABLE_PAGE) * KV_HEADS + kv_head
+    dim = tl.arange(0, BLOCK_D)
+    own = _rows(entries_ptr, token, length, kv_head, KV_HEADS, TABLE_PAGE, MASKED)
     ptrs = codes_ptr + own[:, None] * HALF + dim[None, :]  # [TILE, BLOCK_D]
     codes = tl.load(ptrs) if BLOCK_D == HALF else tl.load(ptrs, mask=(dim < HALF)[None, :], other=0)
-    low_and_step = tl.load(ranges_ptr + own).to(tl.uint32, bitcast=True)
     low = low_and_step.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     step = (low_and_step >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     near, far, excess = _numbers(codes, q_first.dtype, FAST)
@@ -129,10 +148,17 @@ def _units(
     product = tl.dot(far, tl.trans(q_second), product, input_precision=PRECISION)
     product = product * (step * scale)[:, None] + (low - excess * step)[:, None] * whole_q[None, :]
     if MASKED:
-        product = tl.where(live[:, None], product, _LEAST)
-    product = tl.reshape(product, [TILE // UNIT, UNIT, BLOCK_H])
-    most = tl.max(product, 1)
-    return _log2(tl.sum(tl.exp2(product - most[:, None, :]), 1), FAST) + most
+        product = tl.where((token < length)[:, None], product, _LEAST)
+    if UNIT == _UNIT:
+        product = tl.reshape(product, [2, TILE // 32, 2, 2, 4, BLOCK_H])
+        most = tl.max(tl.max(tl.max(product, 0), 1), 2)  # [TILE // 32, 2, BLOCK_H]
+        weights = tl.exp2(product - most[None, :, None, :, None, :])
+        found = _log2(tl.sum(tl.sum(tl.sum(weights, 0), 1), 2), FAST) + most
+    else:
+        product = tl.reshape(product, [TILE // UNIT, UNIT, BLOCK_H])
+        most = tl.max(product, 1)
+        found = _log2(tl.sum(tl.exp2(product - most[:, None, :]), 1), FAST) + most
+    return tl.reshape(found, [TILE // UNIT, BLOCK_H])
 
 
 @triton.jit
@@ -172,22 +198,34 @@ def _shares_kernel(
     size = tl.cdiv(tl.cdiv(length, PARTS), TILE) * TILE
     begin = part * size
     end = tl.minimum(begin + size, length)
-    unit = tl.arange(0, TILE // UNIT)
+    unit, row_token = tl.arange(0, TILE // UNIT), tl.arange(0, TILE)
+    if UNIT == _UNIT:
+        row_token = _tokens(row_token, TILE)
     highest = tl.full((TILE // UNIT, BLOCK_H), _LEAST, tl.float32)
     total = tl.zeros((TILE // UNIT, BLOCK_H), tl.float32)
     stored = parts_ptr + head[None, :] * room + unit[:, None]
     last = begin + tl.maximum(end - begin, 0) // TILE * TILE  # of the tiles, where one is not full
+    # The compiler loads ahead what a product needs, codes. Ranges are loaded ahead here, and of which rows before that.
+    ranges_ptr = ranges_ptr.to(tl.pointer_type(tl.uint32))
+    token = begin + row_token
+    own = _rows(table_ptr, token, length, kv_head, KV_HEADS, TABLE_PAGE, MASKED=True)
+    low_and_step = tl.load(ranges_ptr + own)
+    own = _rows(table_ptr, token + TILE, length, kv_head, KV_HEADS, TABLE_PAGE, MASKED=True)
     for first in range(begin, last, TILE):
+        token = first + row_token
+        ahead = tl.load(ranges_ptr + own)
+        own = _rows(table_ptr, token + 2 * TILE, length, kv_head, KV_HEADS, TABLE_PAGE, MASKED=True)
         found = _units(
-            q_first, q_second, whole_q, scale, codes_ptr, ranges_ptr, table_ptr, first, length, kv_head, KV_HEADS, HALF,
-            BLOCK_D, BLOCK_H, TILE, UNIT, TABLE_PAGE, PRECISION, FAST, MASKED=False,
+            q_first, q_second, whole_q, scale, low_and_step, codes_ptr, table_ptr, token, length, kv_head, KV_HEADS,
+            HALF, BLOCK_D, BLOCK_H, TILE, UNIT, TABLE_PAGE, PRECISION, FAST, MASKED=False,
         )  # fmt: skip
         tl.store(stored + first // UNIT, found, mask=head_mask[None, :])
         highest, total = _with(found, highest, total)
+        low_and_step = ahead
     if last < end:
         found = _units(
-            q_first, q_second, whole_q, scale, codes_ptr, ranges_ptr, table_ptr, last, length, kv_head, KV_HEADS, HALF,
-            BLOCK_D, BLOCK_H, TILE, UNIT, TABLE_PAGE, PRECISION, FAST, MASKED=True,
+            q_first, q_second, whole_q, scale, low_and_step, codes_ptr, table_ptr, last + row_token, length, kv_head,
+            KV_HEADS, HALF, BLOCK_D, BLOCK_H, TILE, UNIT, TABLE_PAGE, PRECISION, FAST, MASKED=True,
         )  # fmt: skip
         inside = (last + unit * UNIT < length)[:, None]
         tl.store(stored + last // UNIT, found, mask=inside & head_mask[None, :])
@@ -201,7 +239,8 @@ def _shares_kernel(
 def _largest_kernel(
     lengths_ptr, requests_ptr, steps_ptr, parts_ptr, highest_ptr, total_ptr, out_ptr, out_stride, num_heads, room,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr, TILE_N: tl.constexpr, INSIDE: tl.constexpr,
-    UNIT: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, BUDGET: tl.constexpr, EVERY: tl.constexpr,
+    UNIT: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, PAGE: tl.constexpr, BUDGET: tl.constexpr,
+    EVERY: tl.constexpr,
 ):  # fmt: skip
     """Score `TILE_N` pages of one request, of INSIDE units each: over key heads, the sum of a head's largest share."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -211,18 +250,18 @@ def _largest_kernel(
         return
     if tile * TILE_N >= pages:
         return
-    group_head, part = tl.arange(0, BLOCK_H), tl.arange(0, PARTS)
+    group_head, part = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_P)
     page = tile * TILE_N + tl.arange(0, TILE_N)
     unit = tile * TILE_N * INSIDE + tl.arange(0, TILE_N * INSIDE)
     known = (group_head < GROUP)[:, None]
     live = known & (unit * UNIT < length)[None, :]
     score = tl.zeros((TILE_N,), tl.float32)
-    for kv_head in range(KV_HEADS):
+    for kv_head in tl.range(KV_HEADS, loop_unroll_factor=4):
         head = row * num_heads + kv_head * GROUP + group_head
-        offset = head[:, None] * PARTS + part[None, :]
-        highest = tl.load(highest_ptr + offset, mask=known, other=0.0)  # [BLOCK_H, PARTS]
+        offset, whole_part = head[:, None] * PARTS + part[None, :], known & (part < PARTS)[None, :]
+        highest = tl.load(highest_ptr + offset, mask=whole_part, other=_LEAST)  # [BLOCK_H, BLOCK_P]
         most = tl.max(highest, 1)
-        whole = tl.sum(tl.load(total_ptr + offset, mask=known, other=1.0) * tl.exp2(highest - most[:, None]), 1)
+        whole = tl.sum(tl.load(total_ptr + offset, mask=whole_part, other=1.0) * tl.exp2(highest - most[:, None]), 1)
         found = tl.load(parts_ptr + head[:, None] * room + unit[None, :], mask=live, other=0.0)
         shares = tl.where(live, tl.exp2(found - (most + tl.log2(whole))[:, None]), 0.0)
         by_page = tl.sum(tl.reshape(shares, [BLOCK_H, TILE_N, INSIDE]), 2)
@@ -265,9 +304,9 @@ def rounded_scores(
     (batch, heads), (_, kv_heads, half) = q.shape[:2], rounded.codes.shape
     page = pages.budget.page_tokens
     tile = 32 if q.dtype == torch.float32 else 64  # tokens of a product
-    unit = min(page, tile)  # tokens whose shares are summed first
+    unit = min(page, _UNIT.value)
     room, inside = out.shape[1] * (page // unit), page // unit
-    parts = splits or triton.next_power_of_2(max(1, min(64, _PROGRAMS // max(1, batch * kv_heads))))
+    parts = splits or max(1, min(64, _PROGRAMS // max(1, batch * kv_heads)))
     kept, highest, total = (
         torch.empty((batch, heads, count), dtype=torch.float32, device=q.device) for count in (room, parts, parts)
     )
@@ -282,10 +321,10 @@ def rounded_scores(
         q_ptr=q, codes_ptr=rounded.codes, ranges_ptr=rounded.ranges.view(torch.int32), scale=scale / math.log(2),
         HALF=half, BLOCK_D=max(16, triton.next_power_of_2(half)), BLOCK_H=max(8, triton.next_power_of_2(group)),
         TILE=tile, TABLE_PAGE=pages.table_page, FAST=fast, **where, **shared, **arithmetic(q), num_warps=2,
-        num_stages=5,
+        num_stages=3,
     )  # fmt: skip
-    count = max(1, 128 // inside)  # pages of a program
+    count = max(1, 32 // inside)  # pages of a program
     _largest_kernel[(batch, triton.cdiv(out.shape[1], count))](
         out_ptr=out, out_stride=out.stride(0), BLOCK_H=triton.next_power_of_2(group), TILE_N=count, INSIDE=inside,
-        **shared, num_warps=1,
+        BLOCK_P=triton.next_power_of_2(parts), **shared, num_warps=1,
     )  # fmt: skip
