@@ -257,7 +257,8 @@ for selected in (True, False):
 types = {"k": "*bf16", "q": "*bf16", "codes": "*u8", "ranges": "*fp16", "scale": "fp32"}
 types |= dict.fromkeys(("table", "starts", "lengths", "requests", "steps"), "*i32")
 types |= dict.fromkeys(("parts", "highest", "total", "out"), "*fp32")
-types |= dict.fromkeys(("k_slot_stride", "k_head_stride", "table_stride", "out_stride", "num_heads", "room"), "i32")
+types |= dict.fromkeys(("slots", "k_slot_stride", "k_head_stride", "table_stride"), "i32")
+types |= dict.fromkeys(("out_stride", "num_heads", "room"), "i32")
 sizes = dict(KV_HEADS=4, GROUP=7, HALF=64, BLOCK_D=64, BLOCK_H=8, TABLE_PAGE=1, LISTED=True, EVERY=0, PAGE=16, UNIT=16)
 sizes |= dict(PARTS=4, BUDGET=64, TILE=64, UPCAST=False, PRECISION="tf32", FAST=True)
 for query in ("*bf16", "*fp16"):

@@ -93,7 +93,7 @@ def test_kernels_are_their_definitions(table_page: int, page_tokens: int, heads:
     given = cache(lengths, 1024, table_page, heads, kv_heads, dim)
     rounded = {backend: read(given, backend) for backend in ("naive", "triton")}
     assert same(rounded["triton"], rounded["naive"]) or not INTERPRETED
-    assert int(rounded["triton"].ranges.isfinite().all(2).all(1).sum()) == sum(lengths)
+    assert int(rounded["triton"].ranges.isfinite().all(2).all(0).sum()) == sum(lengths)
     expected = scored(given, rounded["naive"], budget, "naive")
     found = [scored(given, rounded["naive"], budget, "triton", splits=splits) for splits in (1, 3, 4)]
     for row, length in enumerate(lengths):
@@ -163,7 +163,7 @@ def test_it_is_the_same_bits_each_time() -> None:
         assert torch.equal(scored(given, rounded, FEW, "triton").nan_to_num(), first.nan_to_num())
 
 
-KEYS = torch.zeros(64, 2, 16)
+KEYS = torch.zeros(2, 64, 16)
 
 
 @pytest.mark.parametrize(
@@ -171,10 +171,10 @@ KEYS = torch.zeros(64, 2, 16)
     [
         (
             {"q": torch.zeros(1, 3, 16)},
-            r"q is \[1, 3, 16\] and codes \[64, 2, 8\], expected \[1, H, D\] and \[slots, G",
+            r"q is \[1, 3, 16\] and codes \[2, 64, 8\], expected \[1, H, D\] and \[G, slots",
         ),
-        ({"rounded": RoundedKeys.of(KEYS)._replace(ranges=torch.zeros(64, 2, 2))}, "ranges is .* of torch.float16"),
-        ({"rounded": RoundedKeys.of(KEYS.mT)}, r"q is \[1, 4, 16\] and codes \[64, 16, 1\]"),
+        ({"rounded": RoundedKeys.of(KEYS)._replace(ranges=torch.zeros(2, 64, 2))}, "ranges is .* of torch.float16"),
+        ({"rounded": RoundedKeys.of(KEYS.mT)}, r"q is \[1, 4, 16\] and codes \[2, 16, 32\]"),
         ({"lengths": torch.zeros(2, dtype=torch.int32)}, r"lengths is \[2\] of torch.int32, expected \[1\]"),
         ({"table": torch.zeros(64, dtype=torch.int32)}, r"table is \[64\] of torch.int32, expected \[B, M\]"),
         ({"table_page": 3}, r"table_page is 3, expected a divisor of page_tokens \(16\)"),
@@ -196,8 +196,8 @@ def test_what_does_not_fit_the_cache() -> None:
     table, lengths = torch.zeros(1, 64, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     for k, message in (
         (torch.zeros(64, 2, 15), r"k is \[64, 2, 15\], expected \[slots, G, D\] with an even D"),
-        (torch.zeros(63, 2, 16), r"codes is \[64, 2, 8\] of torch.uint8, expected \[63, 2, 8\]"),
-        (torch.zeros(64, 1, 16), r"codes is \[64, 2, 8\] of torch.uint8, expected \[64, 1, 8\]"),
+        (torch.zeros(63, 2, 16), r"codes is \[2, 64, 8\] of torch.uint8, expected \[2, 63, 8\]"),
+        (torch.zeros(64, 1, 16), r"codes is \[2, 64, 8\] of torch.uint8, expected \[1, 64, 8\]"),
     ):
         with pytest.raises(KernelInputError, match=message):
             round_keys(k, RoundedKeys.of(KEYS), table, lengths, backend="naive")

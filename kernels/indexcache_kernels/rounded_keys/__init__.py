@@ -26,7 +26,7 @@ def round_keys(
     newest: bool = False,
     backend: Backend = "auto",
 ) -> None:
-    """Write each key of requests in 4 bits a dimension, where the key lies: slot i has row i.
+    """Write each key of requests in 4 bits a dimension, where the key lies: slot i has row i of its key head.
 
     A key is rounded to one of 16 levels, evenly between its smallest and its largest dimension. It depends on no other
     key, so requests that share slots share rounded keys.
@@ -100,11 +100,11 @@ def rounded_scores(
     """
     pages = CachedPages(table, lengths, starts, table_page, budget)
     batch, most = pages.check("out", out)
-    slots, kv_heads, half = rounded.codes.shape
+    kv_heads, slots, half = rounded.codes.shape
     if q.ndim != 3 or q.shape[0] != batch or q.shape[2] != 2 * half or q.shape[1] % kv_heads:
         raise KernelInputError(
             f"q is {list(q.shape)} and codes {list(rounded.codes.shape)}, expected [{batch}, H, D] and"
-            " [slots, G, D / 2]"
+            " [G, slots, D / 2]"
         )
     _check_rounded(rounded, slots, kv_heads, 2 * half)
     if out is None:
@@ -124,7 +124,7 @@ def rounded_scores(
 
 def _check_rounded(rounded: RoundedKeys, slots: int, heads: int, dim: int) -> None:
     """Check what holds rounded keys."""
-    expect("codes", rounded.codes, (slots, heads, dim // 2), torch.uint8)
-    expect("ranges", rounded.ranges, (slots, heads, 2), torch.float16)
+    expect("codes", rounded.codes, (heads, slots, dim // 2), torch.uint8)
+    expect("ranges", rounded.ranges, (heads, slots, 2), torch.float16)
     if not rounded.codes.is_contiguous() or not rounded.ranges.is_contiguous():
         raise KernelInputError("codes or ranges have strides of their own, expected contiguous tensors")

@@ -16,11 +16,11 @@ LEVELS = 15  # steps from the smallest dimension of a key to the largest
 
 
 class RoundedKeys(NamedTuple):
-    """Keys of a cache in 4 bits a dimension.
+    """Keys of a cache in 4 bits a dimension, those of a key head side by side.
 
     Attributes:
-        codes: `[slots, G, D / 2]`, uint8: byte d holds dimension d in its low bits, and d + D / 2 in its high bits.
-        ranges: `[slots, G, 2]`, float16: a key's smallest dimension, and the step from one level to the next.
+        codes: `[G, slots, D / 2]`, uint8: byte d holds dimension d in its low bits, and d + D / 2 in its high bits.
+        ranges: `[G, slots, 2]`, float16: a key's smallest dimension, and the step from one level to the next.
     """
 
     codes: Tensor
@@ -30,8 +30,8 @@ class RoundedKeys(NamedTuple):
     def allocate(cls, k: Tensor) -> RoundedKeys:
         """Allocate room for the keys of a cache, `[slots, G, D]`."""
         slots, heads, dim = k.shape
-        codes = torch.zeros(slots, heads, dim // 2, dtype=torch.uint8, device=k.device)
-        return cls(codes, torch.zeros(slots, heads, 2, dtype=torch.float16, device=k.device))
+        codes = torch.zeros(heads, slots, dim // 2, dtype=torch.uint8, device=k.device)
+        return cls(codes, torch.zeros(heads, slots, 2, dtype=torch.float16, device=k.device))
 
     @classmethod
     def of(cls, k: Tensor) -> RoundedKeys:
@@ -46,7 +46,7 @@ class RoundedKeys(NamedTuple):
 
     @property
     def keys(self) -> Tensor:
-        """Rounded keys, float32: `[slots, G, D]`, or with the axes that `of` was given."""
+        """Rounded keys, float32: `[G, slots, D]`, or with the axes that `of` was given."""
         codes = torch.cat([self.codes & 15, self.codes >> 4], -1).float()
         low, step = self.ranges.float()[..., None].unbind(-2)
         return low + step * codes
@@ -65,7 +65,7 @@ def round_keys(
     for row, length in enumerate(lengths.tolist()):
         entries = row_of(table, starts, row)[: -(-length // table_page)]
         slots = slots_of(entries, table_page)[:length][-1 if newest else 0 :]
-        rounded.codes[slots], rounded.ranges[slots] = RoundedKeys.of(k[slots])
+        rounded.codes[:, slots], rounded.ranges[:, slots] = RoundedKeys.of(k[slots].transpose(0, 1))
 
 
 def rounded_scores(
@@ -79,7 +79,7 @@ def rounded_scores(
             continue
         entries = row_of(pages.table, pages.starts, row)[: -(-length // table_page)]
         slots = slots_of(entries, table_page)[:length]
-        keys = RoundedKeys(rounded.codes[slots], rounded.ranges[slots]).keys.transpose(0, 1)  # [G, L, D]
+        keys = RoundedKeys(rounded.codes[:, slots], rounded.ranges[:, slots]).keys  # [G, L, D]
         heads = q[row].float().view(len(keys), -1, q.shape[2])  # [G, H / G, D]
         shares = (heads @ keys.mT * scale).softmax(-1)  # [G, H / G, L]
         padded = F.pad(shares, (0, live * budget.page_tokens - length))

@@ -38,9 +38,9 @@ _UNPACK_FLOAT16: tl.constexpr = tl.constexpr(_UNPACK.replace("EXPONENT", "0x6464
 
 @triton.jit
 def _round_kernel(
-    k_ptr, codes_ptr, ranges_ptr, table_ptr, starts_ptr, lengths_ptr, k_slot_stride, k_head_stride, table_stride,
-    KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TABLE_PAGE: tl.constexpr,
-    LEVELS: tl.constexpr, NEWEST: tl.constexpr, SPLITS: tl.constexpr, LISTED: tl.constexpr,
+    k_ptr, codes_ptr, ranges_ptr, table_ptr, starts_ptr, lengths_ptr, slots, k_slot_stride, k_head_stride, table_stride,
+    HALF: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TABLE_PAGE: tl.constexpr, LEVELS: tl.constexpr,
+    NEWEST: tl.constexpr, SPLITS: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """Round a part of one request's keys of one key head; NEWEST: the newest one."""
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -72,7 +72,7 @@ def _round_kernel(
         high_bits = tl.floor((second_half - base[:, None]) / unit[:, None] + 0.5)
         low_bits = tl.minimum(tl.maximum(low_bits, 0.0), LEVELS).to(tl.int32)
         high_bits = tl.minimum(tl.maximum(high_bits, 0.0), LEVELS).to(tl.int32)
-        own = slot * KV_HEADS + kv_head
+        own = kv_head.to(tl.int64) * slots + slot
         tl.store(codes_ptr + own[:, None] * HALF + dim[None, :], (low_bits | (high_bits << 4)).to(tl.uint8), mask=mask)
         tl.store(ranges_ptr + own * 2, low, mask=live)
         tl.store(ranges_ptr + own * 2 + 1, step, mask=live)
@@ -119,27 +119,25 @@ def _tokens(row, TILE: tl.constexpr):
 
 
 @triton.jit
-def _rows(
-    entries_ptr, token, length, kv_head, KV_HEADS: tl.constexpr, TABLE_PAGE: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
-    """Return which rows of codes and ranges are of these tokens; of tokens behind the last one, such as lie first."""
+def _slots(entries_ptr, token, length, TABLE_PAGE: tl.constexpr, MASKED: tl.constexpr):
+    """Return the slots of these tokens; for tokens behind the last one such as lie first."""
     if MASKED:
         entry = tl.load(entries_ptr + token // TABLE_PAGE, mask=token < length, other=0).to(tl.int64)
     else:
         entry = tl.load(entries_ptr + token // TABLE_PAGE).to(tl.int64)
-    return (entry * TABLE_PAGE + token % TABLE_PAGE) * KV_HEADS + kv_head
+    return entry * TABLE_PAGE + token % TABLE_PAGE
 
 
 @triton.jit
 def _units(
-    q_first, q_second, whole_q, scale, low_and_step, codes_ptr, entries_ptr, token, length, kv_head,
-    KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr,
-    UNIT: tl.constexpr, TABLE_PAGE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, MASKED: tl.constexpr,
+    q_first, q_second, whole_q, scale, low_and_step, codes_ptr, entries_ptr, token, length,
+    HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr,
+    TABLE_PAGE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Sum what heads give to each UNIT tokens of a tile, in logarithms to base 2: `[TILE // UNIT, BLOCK_H]`."""
     dim = tl.arange(0, BLOCK_D)
-    own = _rows(entries_ptr, token, length, kv_head, KV_HEADS, TABLE_PAGE, MASKED)
-    ptrs = codes_ptr + own[:, None] * HALF + dim[None, :]  # [TILE, BLOCK_D]
+    slot = _slots(entries_ptr, token, length, TABLE_PAGE, MASKED)
+    ptrs = codes_ptr + slot[:, None] * HALF + dim[None, :]  # [TILE, BLOCK_D]
     codes = tl.load(ptrs) if BLOCK_D == HALF else tl.load(ptrs, mask=(dim < HALF)[None, :], other=0)
     low = low_and_step.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     step = (low_and_step >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -171,11 +169,10 @@ def _with(found, highest, total):
 @triton.jit
 def _shares_kernel(
     q_ptr, codes_ptr, ranges_ptr, table_ptr, starts_ptr, lengths_ptr, requests_ptr, steps_ptr, parts_ptr, highest_ptr,
-    total_ptr, scale, table_stride, num_heads, room,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
-    TILE: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, TABLE_PAGE: tl.constexpr,
-    BUDGET: tl.constexpr, LISTED: tl.constexpr, EVERY: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    FAST: tl.constexpr,
+    total_ptr, scale, slots, table_stride, num_heads, room,
+    GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr,
+    UNIT: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, TABLE_PAGE: tl.constexpr, BUDGET: tl.constexpr,
+    LISTED: tl.constexpr, EVERY: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Write the logarithm of what the heads of a key head give to each UNIT tokens of a part of a request.
 
@@ -205,27 +202,28 @@ def _shares_kernel(
     total = tl.zeros((TILE // UNIT, BLOCK_H), tl.float32)
     stored = parts_ptr + head[None, :] * room + unit[:, None]
     last = begin + tl.maximum(end - begin, 0) // TILE * TILE  # of the tiles, where one is not full
-    # The compiler loads ahead what a product needs, codes. Ranges are loaded ahead here, and of which rows before that.
-    ranges_ptr = ranges_ptr.to(tl.pointer_type(tl.uint32))
+    # The compiler loads ahead what a product needs, codes. Ranges are loaded ahead here, and before that their slots.
+    codes_ptr += kv_head.to(tl.int64) * slots * HALF
+    ranges_ptr = ranges_ptr.to(tl.pointer_type(tl.uint32)) + kv_head.to(tl.int64) * slots
     token = begin + row_token
-    own = _rows(table_ptr, token, length, kv_head, KV_HEADS, TABLE_PAGE, MASKED=True)
-    low_and_step = tl.load(ranges_ptr + own)
-    own = _rows(table_ptr, token + TILE, length, kv_head, KV_HEADS, TABLE_PAGE, MASKED=True)
+    slot = _slots(table_ptr, token, length, TABLE_PAGE, MASKED=True)
+    low_and_step = tl.load(ranges_ptr + slot)
+    slot = _slots(table_ptr, token + TILE, length, TABLE_PAGE, MASKED=True)
     for first in range(begin, last, TILE):
         token = first + row_token
-        ahead = tl.load(ranges_ptr + own)
-        own = _rows(table_ptr, token + 2 * TILE, length, kv_head, KV_HEADS, TABLE_PAGE, MASKED=True)
+        ahead = tl.load(ranges_ptr + slot)
+        slot = _slots(table_ptr, token + 2 * TILE, length, TABLE_PAGE, MASKED=True)
         found = _units(
-            q_first, q_second, whole_q, scale, low_and_step, codes_ptr, table_ptr, token, length, kv_head, KV_HEADS,
-            HALF, BLOCK_D, BLOCK_H, TILE, UNIT, TABLE_PAGE, PRECISION, FAST, MASKED=False,
+            q_first, q_second, whole_q, scale, low_and_step, codes_ptr, table_ptr, token, length, HALF, BLOCK_D,
+            BLOCK_H, TILE, UNIT, TABLE_PAGE, PRECISION, FAST, MASKED=False,
         )  # fmt: skip
         tl.store(stored + first // UNIT, found, mask=head_mask[None, :])
         highest, total = _with(found, highest, total)
         low_and_step = ahead
     if last < end:
         found = _units(
-            q_first, q_second, whole_q, scale, low_and_step, codes_ptr, table_ptr, last + row_token, length, kv_head,
-            KV_HEADS, HALF, BLOCK_D, BLOCK_H, TILE, UNIT, TABLE_PAGE, PRECISION, FAST, MASKED=True,
+            q_first, q_second, whole_q, scale, low_and_step, codes_ptr, table_ptr, last + row_token, length, HALF,
+            BLOCK_D, BLOCK_H, TILE, UNIT, TABLE_PAGE, PRECISION, FAST, MASKED=True,
         )  # fmt: skip
         inside = (last + unit * UNIT < length)[:, None]
         tl.store(stored + last // UNIT, found, mask=inside & head_mask[None, :])
@@ -284,7 +282,7 @@ def round_keys(
     _round_kernel[(batch, kv_heads, splits)](
         k_ptr=k, codes_ptr=rounded.codes, ranges_ptr=rounded.ranges, table_ptr=table,
         starts_ptr=lengths if starts is None else starts, lengths_ptr=lengths, k_slot_stride=k.stride(0),
-        k_head_stride=k.stride(1), table_stride=table.stride(0), KV_HEADS=kv_heads, HALF=half,
+        k_head_stride=k.stride(1), table_stride=table.stride(0), slots=rounded.codes.shape[1], HALF=half,
         BLOCK_D=triton.next_power_of_2(half), TILE=1 if newest else 32, TABLE_PAGE=table_page, LEVELS=LEVELS,
         NEWEST=newest, SPLITS=splits, LISTED=starts is not None,
     )  # fmt: skip
@@ -301,7 +299,7 @@ def rounded_scores(
     memory: StepMemory | None,
 ) -> None:
     """Compute `naive.rounded_scores`."""
-    (batch, heads), (_, kv_heads, half) = q.shape[:2], rounded.codes.shape
+    (batch, heads), (kv_heads, slots, half) = q.shape[:2], rounded.codes.shape
     page = pages.budget.page_tokens
     tile = 32 if q.dtype == torch.float32 else 64  # tokens of a product
     unit = min(page, _UNIT.value)
@@ -314,17 +312,17 @@ def rounded_scores(
     where = {name: listed.pop(name) for name in ("table_ptr", "starts_ptr", "table_stride", "LISTED")}
     shared: dict[str, Any] = {
         **listed, "parts_ptr": kept, "highest_ptr": highest, "total_ptr": total, "num_heads": heads, "room": room,
-        "KV_HEADS": kv_heads, "GROUP": group, "UNIT": unit, "PARTS": parts, **due_steps(pages, memory),
+        "GROUP": group, "UNIT": unit, "PARTS": parts, **due_steps(pages, memory),
     }  # fmt: skip
     fast = q.is_cuda and torch.version.hip is None and q.dtype != torch.float32  # instructions of NVIDIA's
     _shares_kernel[(batch, kv_heads, parts)](
         q_ptr=q, codes_ptr=rounded.codes, ranges_ptr=rounded.ranges.view(torch.int32), scale=scale / math.log(2),
-        HALF=half, BLOCK_D=max(16, triton.next_power_of_2(half)), BLOCK_H=max(8, triton.next_power_of_2(group)),
-        TILE=tile, TABLE_PAGE=pages.table_page, FAST=fast, **where, **shared, **arithmetic(q), num_warps=2,
-        num_stages=3,
+        slots=slots, HALF=half, BLOCK_D=max(16, triton.next_power_of_2(half)),
+        BLOCK_H=max(8, triton.next_power_of_2(group)), TILE=tile, TABLE_PAGE=pages.table_page, FAST=fast, **where,
+        **shared, **arithmetic(q), num_warps=2, num_stages=3,
     )  # fmt: skip
     count = max(1, 32 // inside)  # pages of a program
     _largest_kernel[(batch, triton.cdiv(out.shape[1], count))](
-        out_ptr=out, out_stride=out.stride(0), BLOCK_H=triton.next_power_of_2(group), TILE_N=count, INSIDE=inside,
-        BLOCK_P=triton.next_power_of_2(parts), **shared, num_warps=1,
+        out_ptr=out, out_stride=out.stride(0), KV_HEADS=kv_heads, BLOCK_H=triton.next_power_of_2(group), TILE_N=count,
+        INSIDE=inside, BLOCK_P=triton.next_power_of_2(parts), **shared, num_warps=1,
     )  # fmt: skip
