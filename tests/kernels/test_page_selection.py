@@ -152,6 +152,20 @@ def test_selections_of_any_size_and_with_any_ties_are_the_definition(
         assert torch.equal(found["naive"][0][row, :count], found["triton"][0][row, :count])
 
 
+@pytest.mark.parametrize("score", [float("nan"), -float("nan"), float("inf"), -0.0])
+@pytest.mark.parametrize("table_page", [1, 16])
+def test_scores_that_are_no_numbers_take_no_room_of_others(table_page: int, score: float) -> None:
+    lengths, budget = torch.full((3,), 512, dtype=torch.int32, device=DEVICE), PageBudget(16, 8, 2, 1)
+    scores = torch.rand(3, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    table = torch.arange(3 * 512 // table_page, dtype=torch.int32, device=DEVICE).view(3, -1)
+    expected, _ = select_pages(scores, table, lengths, budget=budget, table_page=table_page, backend="triton")
+    scores[1] = torch.tensor(score, device=DEVICE).copysign(torch.tensor(score))
+    found, tokens = select_pages(scores, table, lengths, budget=budget, table_page=table_page, backend="triton")
+    assert tokens.tolist() == [128] * 3 and torch.equal(found[::2], expected[::2])
+    own = found[1].tolist()
+    assert own == sorted(set(own)) and set(own) <= set(table[1].tolist())
+
+
 @pytest.mark.parametrize("backend", ["naive", "triton"])
 def test_of_equal_scores_the_lower_pages_win(backend: Any) -> None:
     scores = torch.tensor([[0.5, 0.25, 0.25, 0.25, 0.0, 0.25, 0.0, 0.0]], device=DEVICE)
