@@ -164,12 +164,11 @@ def _select_kernel(
     while (one > 0) & (count != needed):  # as many as are needed: further bits would tell no more
         found = (bits >= low + one).to(tl.int64) + ((bits >= low + 2 * one).to(tl.int64) << 20)
         counts = tl.sum(found + ((bits >= low + 3 * one).to(tl.int64) << 40))
-        first, second, third = (counts & 0xFFFFF).to(tl.int32), ((counts >> 20) & 0xFFFFF).to(tl.int32), counts >> 40
-        count = tl.where(first >= needed, first, count)
-        count = tl.where(second >= needed, second, count)
-        count = tl.where(third >= needed, third.to(tl.int32), count)
-        enough = (first >= needed).to(tl.int32) + (second >= needed).to(tl.int32) + (third >= needed).to(tl.int32)
+        enough = ((counts & 0xFFFFF) >= needed).to(tl.int32) + (((counts >> 20) & 0xFFFFF) >= needed).to(tl.int32)
+        enough += ((counts >> 40) >= needed).to(tl.int32)
         low += one * enough
+        counts = counts >> 20 * tl.maximum(enough - 1, 0)  # that of the highest such threshold comes first
+        count = tl.where(enough > 0, (counts & 0xFFFFF).to(tl.int32), count)
         one = tl.where(one == 2, 1, one // 4)  # of 31 bits the last comes alone
     above, lower = bits > low, bits == low
     if count != needed:

@@ -203,8 +203,9 @@ def _shares_kernel(
     stored = parts_ptr + head[None, :] * room + unit[:, None]
     last = begin + tl.maximum(end - begin, 0) // TILE * TILE  # of the tiles, where one is not full
     # The compiler loads ahead what a product needs, codes. Ranges are loaded ahead here, and before that their slots.
-    codes_ptr += kv_head.to(tl.int64) * slots * HALF
-    ranges_ptr = ranges_ptr.to(tl.pointer_type(tl.uint32)) + kv_head.to(tl.int64) * slots
+    first_row = kv_head.to(tl.int64) * slots
+    codes_ptr += first_row * HALF
+    ranges_ptr = ranges_ptr.to(tl.pointer_type(tl.uint32)) + first_row
     token = begin + row_token
     slot = _slots(table_ptr, token, length, TABLE_PAGE, MASKED=True)
     low_and_step = tl.load(ranges_ptr + slot)
@@ -256,10 +257,10 @@ def _largest_kernel(
     score = tl.zeros((TILE_N,), tl.float32)
     for kv_head in tl.range(KV_HEADS, loop_unroll_factor=4):
         head = row * num_heads + kv_head * GROUP + group_head
-        offset, whole_part = head[:, None] * PARTS + part[None, :], known & (part < PARTS)[None, :]
-        highest = tl.load(highest_ptr + offset, mask=whole_part, other=_LEAST)  # [BLOCK_H, BLOCK_P]
+        offset, mask = head[:, None] * PARTS + part[None, :], known & (part < PARTS)[None, :]
+        highest = tl.load(highest_ptr + offset, mask=mask, other=_LEAST)  # [BLOCK_H, BLOCK_P]
         most = tl.max(highest, 1)
-        whole = tl.sum(tl.load(total_ptr + offset, mask=whole_part, other=1.0) * tl.exp2(highest - most[:, None]), 1)
+        whole = tl.sum(tl.load(total_ptr + offset, mask=mask, other=1.0) * tl.exp2(highest - most[:, None]), 1)
         found = tl.load(parts_ptr + head[:, None] * room + unit[None, :], mask=live, other=0.0)
         shares = tl.where(live, tl.exp2(found - (most + tl.log2(whole))[:, None]), 0.0)
         by_page = tl.sum(tl.reshape(shares, [BLOCK_H, TILE_N, INSIDE]), 2)

@@ -1,10 +1,10 @@
 """Keep digests of keys and memory of steps for a layer that selects pages, beside SGLang's cache.
 
 Digests lie where their keys lie. Means are of 16 keys: row i is of slots 16 i to 16 i + 15. Rounded keys have a row for
-each slot. Every pass that reads a part of a request writes the digests of all that the request has by then, whoever
-wrote its keys: an earlier request with the same prefix, or a copy from the host. Every decoded token writes that of its
-group, once it completes one, or its own. So a slot that is used again has no digest of its former keys by the time that
-it is read.
+each slot and key head. Every pass that reads a part of a request writes the digests of all that the request has by
+then, whoever wrote its keys: an earlier request with the same prefix, or a copy from the host. Every decoded token
+writes that of its group, once it completes one, or its own. So a slot that is used again has no digest of its former
+keys by the time that it is read.
 
 Memory of earlier decode steps is of a row of SGLang's table of requests. It begins anew with each pass that reads a
 part of the request: when it starts, and when it is read again after a retraction.
