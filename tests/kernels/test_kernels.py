@@ -263,7 +263,7 @@ sizes = dict(KV_HEADS=4, GROUP=7, HALF=64, BLOCK_D=64, BLOCK_H=8, TABLE_PAGE=1, 
 sizes |= dict(PARTS=20, BUDGET=64, TILE=64, UPCAST=False, PRECISION="tf32", FAST=True)
 for query in ("*bf16", "*fp16"):
     given = types | dict(q=query, ranges="*i32")
-    compiled = ptx(rounded_keys._shares_kernel, given, sizes, num_warps=2, num_stages=3)
+    compiled = ptx(rounded_keys._shares_kernel, given, sizes, num_warps=2, num_stages=2)
     assert "mma.sync" in compiled and "lg2.approx" in compiled and "prmt" in compiled
     assert "cvt.rn.f32.u8" not in compiled and "cvt.rn.bf16" not in compiled
 ptx(rounded_keys._largest_kernel, types, sizes | dict(TILE_N=32, INSIDE=1, BLOCK_P=32), num_warps=1)

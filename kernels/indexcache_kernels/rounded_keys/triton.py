@@ -320,7 +320,7 @@ def rounded_scores(
         q_ptr=q, codes_ptr=rounded.codes, ranges_ptr=rounded.ranges.view(torch.int32), scale=scale / math.log(2),
         slots=slots, HALF=half, BLOCK_D=max(16, triton.next_power_of_2(half)),
         BLOCK_H=max(8, triton.next_power_of_2(group)), TILE=tile, TABLE_PAGE=pages.table_page, FAST=fast, **where,
-        **shared, **arithmetic(q), num_warps=2, num_stages=3,
+        **shared, **arithmetic(q), num_warps=2, num_stages=2,
     )  # fmt: skip
     count = max(1, 32 // inside)  # pages of a program
     _largest_kernel[(batch, triton.cdiv(out.shape[1], count))](
