@@ -75,7 +75,7 @@ def run(condition: str, options: argparse.Namespace, model: Path, engine: dict[s
     arguments += ["--engine", json.dumps(engine), *more, *(["--one-layer"] if options.one_layer else [])]
     found, _ = child.result_of(child.start("scripts.bench.serving.delta", arguments, pattern))
     if bool(pattern) != found.get("backend", "").startswith("Choosing"):
-        raise SystemExit(f"{condition}: ran {found['backend']}; is the plugin installed, not only on PYTHONPATH?")
+        raise SystemExit(f"{condition}: ran {found['backend']}; patterns need the plugin installed")
     return found
 
 
