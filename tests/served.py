@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -142,6 +143,39 @@ class SglangIndexer:
                 topk_indices_offset_override=None if offsets is None else offsets[rows],
             )
         return topk_result
+
+
+@dataclass(frozen=True)
+class Call:
+    """One way in which SGLang 0.5.17 and 0.5.23 call `_get_topk_ragged`.
+
+    Attributes:
+        queries: rows of padding behind the queries.
+        gates: those behind the gates.
+        buffer: those behind the selections in a graph's buffer; `None` where the method makes one.
+    """
+
+    queries: int
+    gates: int
+    buffer: int | None
+
+    def given(self, q: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The arguments; padding of rows is what must not be read."""
+        q, w = (
+            torch.cat([rows, rows.new_full((more, *rows.shape[1:]), torch.nan)])
+            for rows, more in ((q, self.queries), (w, self.gates))
+        )
+        rows = None if self.buffer is None else len(q) - self.queries + self.buffer
+        return q, w, None if rows is None else torch.full((rows, TOPK), -1, dtype=torch.int32)
+
+
+CALLS = {
+    "eager": Call(0, 0, None),
+    "eager, ranks padded alike": Call(3, 3, None),  # data-parallel attention
+    "graph of prompts, fused": Call(0, 0, 5),  # breakable or piecewise: the indexer runs between its parts
+    "graph of prompts, unfused": Call(0, 5, 5),  # DeepSeek-V3.2: `q_fp8[:extend_num_tokens]` beside all gates
+    "graph of prompts without padding": Call(0, 0, 0),
+}
 
 
 @pytest.fixture

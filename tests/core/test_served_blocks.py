@@ -23,12 +23,14 @@ from sglang_indexcache.serving.preflight import refused_flags
 from sglang_indexcache.serving.proof import other_indexers
 from sglang_indexcache.serving.ranks import RankReport, read_back
 from tests.served import (
+    CALLS,
     DIM,
     HEADS,
     PAGED,
     RAGGED,
     TOPK,
     UNFUSED,
+    Call,
     Metadata,
     SglangIndexer,
     sglang_modules,
@@ -110,25 +112,25 @@ def test_positions_come_back_from_every_index_space(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [PAGED, RAGGED, UNFUSED])
 @pytest.mark.parametrize("chunk", [None, 37])
-@pytest.mark.parametrize("given", [True, False])
-def test_selections_are_the_definitions(kind: str, chunk: int | None, given: bool) -> None:
-    """Of three requests, two with a prefix, in every index space; with padding rows, and a graph's buffer."""
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_selections_are_the_definitions(kind: str, chunk: int | None, call: Call) -> None:
+    """Of three requests, two with a prefix, in every index space, however SGLang calls the method."""
     torch.manual_seed(0)
     queries, prefixes, lengths = 4, [0, 70, 128], [200, 300, 1]
     totals = [prefix + length for prefix, length in zip(prefixes, lengths, strict=True)]
     keys, metadata = torch.randn(sum(totals), DIM), Metadata(prefixes, lengths, kind)
     indexer = SglangIndexer(keys)
     indexer.chunk = chunk
-    q, w = torch.randn(sum(lengths) + 3, HEADS, DIM), torch.rand(sum(lengths) + 3, HEADS, 1)
+    q, w = torch.randn(sum(lengths), HEADS, DIM), torch.rand(sum(lengths), HEADS, 1)
     batch = SimpleNamespace(extend_prefix_lens_cpu=prefixes, extend_seq_lens_cpu=lengths)
-    buffer = torch.full((len(q), TOPK), -1, dtype=torch.int32) if given else None
-    found = blocks.BlockSelection(indexer, queries)(False, batch, 0, q, w, metadata, buffer)
-    assert buffer is None or found is buffer
+    given_q, given_w, buffer = call.given(q, w)
+    found = blocks.BlockSelection(indexer, queries)(False, batch, 0, given_q, given_w, metadata, buffer)
+    assert found is buffer or (buffer is None and len(found) == len(given_q))
     assert (found[sum(lengths) :] == -1).all()
 
     plan = single_blocks(blocks.blocks_of(prefixes, lengths, queries, TOPK), queries)
     assert {request for _, _, request in plan} == {0, 1}
-    exact = indexer._get_topk_ragged(False, batch, 0, q[: sum(lengths)], w[: sum(lengths)], metadata)
+    exact = indexer._get_topk_ragged(False, batch, 0, q, w, metadata)
     row = 0
     for number, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
         own, base = slice(row, row + length), sum(totals[:number])
@@ -164,6 +166,20 @@ def test_short_prompts_are_sglangs_alone() -> None:
     indexer = SglangIndexer(keys)
     found = blocks.BlockSelection(indexer, 64)(False, batch, 0, q, w, metadata)
     assert torch.equal(found, indexer._get_topk_ragged(False, batch, 0, q, w, metadata))
+
+
+def test_some_rows_of_a_prompt_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """As of an SGLang that shares out rows by itself: a mean of queries of other rows would be a silent mistake."""
+    keys, batch = torch.randn(300, DIM), SimpleNamespace(extend_prefix_lens_cpu=[0], extend_seq_lens_cpu=[300])
+    q, w = torch.randn(300, HEADS, DIM), torch.rand(300, HEADS, 1)
+    for rows, gates in ((150, 150), (150, 300), (300, 299)):
+        with pytest.raises(SystemExit):
+            blocks.BlockSelection(SglangIndexer(keys), 4)(
+                False, batch, 0, q[:rows], w[:gates], Metadata([0], [300], PAGED)
+            )
+        assert f"selects for {rows} queries with {gates} gates at once, expected at least the 300" in (
+            capsys.readouterr().err
+        )
 
 
 def test_errors_of_ours_end_the_process_and_sglangs_pass(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from sglang_indexcache.families.dsa.rows import PrefillSelection
 from sglang_indexcache.families.dsa.shards import ALONE, Shards
 from sglang_indexcache.serving.proven import Proof, ProofHolder
 from sglang_indexcache.serving.ranks import RankReport, disagreement
-from tests.served import DIM, HEADS, PAGED, RAGGED, TOPK, UNFUSED, Metadata, SglangIndexer, sglang_modules
+from tests.served import CALLS, DIM, HEADS, PAGED, RAGGED, UNFUSED, Call, Metadata, SglangIndexer, sglang_modules
 
 __all__ = ["sglang_modules"]
 pytestmark = pytest.mark.usefixtures("sglang_modules")
@@ -76,26 +76,25 @@ def test_every_row_is_selected_for_once_and_stands_where_it_was(seed: int) -> No
 @pytest.mark.parametrize("kind", [PAGED, RAGGED, UNFUSED])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("queries", [None, 4], ids=["exact", "blocks"])
-def test_selections_are_those_of_one_rank(kind: str, ranks: int, queries: int | None) -> None:
-    """Of three requests, two with a prefix, a graph's buffer and rows of padding; exact layers are SGLang's own."""
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_selections_are_those_of_one_rank(kind: str, ranks: int, queries: int | None, call: Call) -> None:
+    """Of three requests, two with a prefix, however SGLang calls the method; exact layers are SGLang's own."""
     torch.manual_seed(0)
     prefixes, lengths = [0, 70, 128], [200, 300, 1]
     keys, metadata = torch.randn(sum(prefixes) + sum(lengths), DIM), Metadata(prefixes, lengths, kind)
-    q, w = torch.randn(sum(lengths) + 3, HEADS, DIM), torch.rand(sum(lengths) + 3, HEADS, 1)
+    q, w = torch.randn(sum(lengths), HEADS, DIM), torch.rand(sum(lengths), HEADS, 1)
 
     def run(own: Shards) -> Tensor:
         indexer = SglangIndexer(keys)
         batch = SimpleNamespace(extend_prefix_lens_cpu=prefixes, extend_seq_lens_cpu=lengths)
-        buffer = torch.full((len(q), TOPK), -1, dtype=torch.int32)
+        given_q, given_w, buffer = call.given(q, w)
         made = PrefillSelection(indexer, own) if queries is None else blocks.BlockSelection(indexer, queries, own)
-        return made(False, batch, 0, q, w, metadata, buffer)
+        return made(False, batch, 0, given_q, given_w, metadata, buffer)
 
     wanted = run(ALONE)
     if queries is None:
-        rows = slice(sum(lengths))
-        assert torch.equal(
-            wanted[rows], SglangIndexer(keys)._get_topk_ragged(False, None, 0, q[rows], w[rows], metadata)
-        )
+        own = SglangIndexer(keys)._get_topk_ragged(False, None, 0, q, w, metadata)
+        assert torch.equal(wanted[: sum(lengths)], own)
     assert (wanted[sum(lengths) :] == -1).all()
     assert all(torch.equal(found, wanted) for found in on_ranks(ranks, run))
 

@@ -192,7 +192,7 @@ class BlockSelection(PrefillSelection):
         chosen = prefill.select(*mean_queries(queries, gates, own.first, own.sizes), own.rows(prefill.metadata))
         if part is not None:
             chosen = self.shards.exchange(chosen, part)
-        result = prefill.result(self.indexer.index_topk, plan.count)
+        result = prefill.result(self.indexer.index_topk)
         expand_blocks(chosen, plan.first, plan.sizes, plan.begins, plan.space(prefill.metadata), result)
         plan.layers.add(prefill.layer)
         return result

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from sglang_indexcache.errors import ProofError
 from sglang_indexcache.families.dsa.needs import PREFILL
 from sglang_indexcache.families.dsa.shards import ALONE, Shards
 from sglang_indexcache.sglang.hooks import refusing_around
@@ -24,16 +25,34 @@ _REQUESTS, _PART, _KEYS = "_indexcache_requests", "_indexcache_part", "_indexcac
 class Prefill:
     """The arguments of one call of `Indexer._get_topk_ragged`, for rows of it.
 
+    Rows of padding may stand behind those of the requests: of queries and gates alike where data-parallel ranks have
+    prompts of different lengths, of gates alone where a graph of prompts runs an indexer that is not fused.
+
     Args:
         sglangs: the method.
         arguments: by name.
+
+    Attributes:
+        count: rows of all requests, T.
+        queries: `[T, heads, dim]`.
+        gates: `[T, heads, 1]`.
+
+    Raises:
+        ProofError: if there are fewer rows than the requests have, so that they are some of the rows.
     """
 
     def __init__(self, sglangs: Callable[..., Tensor], arguments: dict[str, Any]) -> None:
         self._sglangs, self._arguments = sglangs, arguments
-        self.queries: Tensor = arguments["q_fp8"]
-        self.gates: Tensor = arguments["weights"]
         self.metadata, self.forward_batch = arguments["metadata"], arguments["forward_batch"]
+        self.count = sum(self.lengths)
+        queries, gates = arguments["q_fp8"], arguments["weights"]
+        if min(len(queries), len(gates)) < self.count:
+            raise ProofError(
+                f"SGLang selects for {len(queries)} queries with {len(gates)} gates at once, expected at least the"
+                f" {self.count} of all requests"
+            )
+        self.queries: Tensor = queries[: self.count]
+        self.gates: Tensor = gates[: self.count]
 
     def all(self) -> Tensor:
         """Select for all rows, as SGLang does."""
@@ -44,13 +63,14 @@ class Prefill:
         changes = {"q_fp8": queries, "weights": gates, "metadata": rows, "topk_result": None}
         return self._sglangs(**self._arguments | changes)
 
-    def result(self, index_topk: int, count: int) -> Tensor:
-        """Return what to write the selections of `count` rows to: SGLang's buffer, or a new one; -1 for the others."""
+    def result(self, index_topk: int) -> Tensor:
+        """Return what to write the selections of all rows to: SGLang's buffer, or a new one; -1 for padding."""
         given: Tensor | None = self._arguments.get("topk_result")
         if given is not None:
             return given
-        made = torch.empty((len(self.queries), index_topk), device=self.queries.device, dtype=torch.int32)
-        made[count:] = -1
+        rows = len(self._arguments["q_fp8"])
+        made = torch.empty((rows, index_topk), device=self.queries.device, dtype=torch.int32)
+        made[self.count :] = -1
         return made
 
     @property
@@ -117,16 +137,15 @@ class PrefillSelection:
 
     def _select(self, prefill: Prefill) -> Tensor:
         """Select for all rows of a prefill, each for itself."""
-        count = sum(prefill.lengths)
-        if not self.shards.pays(count, prefill.keys):
+        if not self.shards.pays(prefill.count, prefill.keys):
             return prefill.all()
-        part = self.shards.part(count, prefill.queries.device, prefill.kept)
+        part = self.shards.part(prefill.count, prefill.queries.device, prefill.kept)
         if _PART not in prefill.kept:
             prefill.kept[_PART] = Rows.take(prefill.metadata, part.own, prefill.requests()[part.own])
         rows = prefill.kept[_PART].over(prefill.metadata)
         chosen = prefill.select(take(prefill.queries, part.own), prefill.gates[part.own], rows)
-        result = prefill.result(self.indexer.index_topk, count)
-        result[:count] = self.shards.exchange(chosen, part)
+        result = prefill.result(self.indexer.index_topk)
+        result[: prefill.count] = self.shards.exchange(chosen, part)
         return result
 
 
