@@ -1,6 +1,6 @@
 """python -m sglang_indexcache.launch_server: SGLang's server with a pattern, or no server.
 
-All flags of `sglang.launch_server`, and five of ours:
+All flags of `sglang.launch_server`, and six of ours:
 
     --indexcache-pattern PATTERN            what to serve: a pattern file (deploy/glm5/pattern.yaml), a retention of one
                                             (deploy/glm5/pattern.yaml@1/4), letters (FSSSFSSS...), or a file on the hub
@@ -10,6 +10,7 @@ All flags of `sglang.launch_server`, and five of ours:
                                             the rows of prompts, and the ranks exchange what they selected
     --indexcache-no-grouping                attend from each prompt query alone where layers select for blocks of them,
                                             as SGLang does; together is faster, with fewer than 64 heads a rank
+    --indexcache-allow-unread-source        replace methods of an SGLang whose source none of us has read
     --indexcache-calibrate                  instead of a pattern: a server on which indexcache-search switches patterns
                                             (SGLANG_INDEXCACHE_ADMIN_API_KEY: its --admin-api-key and --api-key, unseen)
 """
@@ -47,6 +48,8 @@ from sglang_indexcache.sglang.refusal import (
     PATTERN_VARIABLE,
     SHARD_FLAG,
     SHARD_VARIABLE,
+    UNREAD_FLAG,
+    UNREAD_VARIABLE,
     refuse,
     refuse_unforeseen,
 )
@@ -75,6 +78,7 @@ class Arguments:
         rest: arguments for SGLang.
         shard: whether ranks share out the rows of prompts.
         ungrouped: whether each query of a block is attended from alone.
+        unread: whether methods may be replaced whose source nobody has read.
     """
 
     pattern: str | None
@@ -83,6 +87,7 @@ class Arguments:
     rest: tuple[str, ...]
     shard: bool = False
     ungrouped: bool = False
+    unread: bool = False
 
 
 class _LauncherParser(argparse.ArgumentParser):
@@ -102,11 +107,12 @@ def split_arguments(arguments: Sequence[str]) -> Arguments:
     parser.add_argument(ALLOW_FLAG, action="store_true", dest="allow")
     parser.add_argument(SHARD_FLAG, action="store_true", dest="shard")
     parser.add_argument(GROUPING_FLAG, action="store_true", dest="ungrouped")
+    parser.add_argument(UNREAD_FLAG, action="store_true", dest="unread")
     parser.add_argument(CALIBRATE_FLAG, action="store_true", dest="calibrate")
     ours, rest = parser.parse_known_args(list(arguments))
     for word in rest:
         if word.replace("_", "-").startswith(_PREFIX):
-            flags = ", ".join((PATTERN_FLAG, ALLOW_FLAG, SHARD_FLAG, GROUPING_FLAG, CALIBRATE_FLAG))
+            flags = ", ".join((PATTERN_FLAG, ALLOW_FLAG, SHARD_FLAG, GROUPING_FLAG, UNREAD_FLAG, CALIBRATE_FLAG))
             raise LaunchError(f"{word.partition('=')[0]} is no flag, expected one of {flags}")
     if "" in ours.patterns:
         raise LaunchError(f"{PATTERN_FLAG} has no value, expected a pattern file")
@@ -116,7 +122,7 @@ def split_arguments(arguments: Sequence[str]) -> Arguments:
         if given and ours.calibrate:
             raise LaunchError(f"{flag} and {CALIBRATE_FLAG} are given, expected one of them")
     pattern = next(iter(ours.patterns), None)
-    return Arguments(pattern, ours.allow, ours.calibrate, tuple(rest), ours.shard, ours.ungrouped)
+    return Arguments(pattern, ours.allow, ours.calibrate, tuple(rest), ours.shard, ours.ungrouped, ours.unread)
 
 
 def check_plugin_is_found() -> None:
@@ -172,6 +178,8 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
         check_plugin_is_found()
         return split.rest
     check_plugin_is_found()
+    if split.unread:
+        os.environ[UNREAD_VARIABLE] = "1"
     if split.calibrate:
         os.environ[CALIBRATE_VARIABLE] = "1"
         key = os.environ.pop(ADMIN_KEY_VARIABLE, None)

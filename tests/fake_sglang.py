@@ -280,6 +280,9 @@ class Source:
             return None
         return next((reason for reason in map(self.missing, feature.needs) if reason is not None), None)
 
+    def unread(self, feature: Feature) -> None:
+        return None
+
     def require(self, *features: Feature) -> None:
         if any(feature.name == "ray" for feature in features):
             raise SglangError("no load_plugins")

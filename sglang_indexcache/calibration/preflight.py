@@ -89,6 +89,7 @@ class Calibration(EnginePlan):
                     " --engine sglang"
                 )
             self.sglang.require(checkpoint.family.sglang.serving)
+            self.require_read(checkpoint.family.sglang.serving)
             self._family = checkpoint.family
             self.pattern = Pattern.full(checkpoint.model.num_layers, checkpoint.locked)
             self.config_sha256, folder = checkpoint.model.config_sha256, ModelName.parse(model).folder

@@ -103,6 +103,7 @@ class SglangAdapter(ABC):
         refused_with_blocks: like `refused_flags`, for patterns with such layers.
         sharding: what SGLang must have so that tensor-parallel ranks share out the rows of prompts; `None` where they
             can't.
+        grouping: what SGLang must have so that the queries of a block attend together; `None` where they never do.
     """
 
     checkpoint: CheckpointReader
@@ -119,6 +120,7 @@ class SglangAdapter(ABC):
     blocks: ClassVar[Feature | None] = None
     refused_with_blocks: ClassVar[Mapping[str, str]] = {}
     sharding: ClassVar[Feature | None] = None
+    grouping: ClassVar[Feature | None] = None
 
     # -- before SGLang loads the model
 

@@ -40,6 +40,7 @@ from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.hooks import Hooks, bound_arguments, bound_to, installed_source, refusing_around
 from sglang_indexcache.sglang.overrides import parse_overrides
+from sglang_indexcache.sglang.read_sources import never_run
 from sglang_indexcache.sglang.requested import KEY
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,9 @@ def _launch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if any(base.__module__.startswith("sglang.srt.ray.") for base in getattr(arguments.get("cls"), "__mro__", ())):
         plan.require(probes.RAY, "RayEngine")
     plan.check(server_args)
+    unknown = never_run(plan.sglang.version)
+    if unknown is not None:
+        logger.warning("indexcache: %s", unknown)
     return ready.launch(plan, server_args, lambda: original(*args, **kwargs))
 
 

@@ -15,7 +15,7 @@ from sglang_indexcache.serving.proven import ProofHolder
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.probes import Feature, SglangSource
-from sglang_indexcache.sglang.refusal import SHARD_FLAG
+from sglang_indexcache.sglang.refusal import SHARD_FLAG, UNREAD_FLAG
 
 FOREIGN_CACHES = ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
 _REFUSED = {
@@ -84,6 +84,7 @@ class EnginePlan(ABC):
         source: origin of the pattern, for people.
         shard: whether each tensor-parallel rank selects for its part of the rows of prompts.
         group: whether the queries of a block are attended from together, where that can be done.
+        allow_unread: whether methods of SGLang may be replaced whose source nobody has read.
         pattern: the pattern that the engine must run; known at the latest after `family_at`.
         proven: proof of the engine in this process.
     """
@@ -95,6 +96,7 @@ class EnginePlan(ABC):
     pattern: Pattern
     shard = False
     group = False
+    allow_unread = False
 
     def __init__(self, sglang: SglangSource) -> None:
         self.sglang, self.proven = sglang, ProofHolder()
@@ -144,6 +146,17 @@ class EnginePlan(ABC):
         if reason is not None:
             raise self.error(f"{flag} can't be combined with {self.subject} on this SGLang: {reason}")
 
+    def require_read(self, *features: Feature) -> None:
+        """Refuse an SGLang whose source of what these features replace is none that was read, unless that is allowed.
+
+        Raises:
+            IndexCacheError: naming the function.
+        """
+        for feature in () if self.allow_unread else features:
+            unread = self.sglang.unread(feature)
+            if unread is not None:
+                raise self.error(f"{unread}; expected one of those, or {UNREAD_FLAG}")
+
     def refuse(self, refused: Mapping[str, str], server_args: Any) -> None:
         """Refuse flags that are among `refused`: attributes of SGLang's server arguments, and why.
 
@@ -164,7 +177,7 @@ class Preflight(EnginePlan):
     def __init__(self, request: PatternRequest, sglang: SglangSource) -> None:
         super().__init__(sglang)
         self._request, self.source = request, request.source
-        self.shard, self.group = request.shard, request.group
+        self.shard, self.group, self.allow_unread = request.shard, request.group, request.allow_unread
         if request.pattern is not None:
             self.pattern = request.pattern
         self._families: dict[str, Family] = {}  # of checked models
@@ -202,6 +215,18 @@ class Preflight(EnginePlan):
                 if family.sglang.sharding is None:
                     raise PreflightError(f"{SHARD_FLAG} is not served on {family.name}; expected a DSA model")
                 self.require(family.sglang.sharding, SHARD_FLAG)
+            self.require_read(*self._replacing(family))
             self._families[model] = family
             self._family = self._family or family
         return self._families[model]
+
+    def _replacing(self, family: Family) -> tuple[Feature, ...]:
+        """Return the features that the pattern needs on this family, and that may replace methods of SGLang."""
+        adapter = family.sglang
+        found = [] if self.pattern.is_full else [adapter.serving]
+        found += adapter.needed(self.pattern)
+        if self.shard and adapter.sharding is not None:
+            found.append(adapter.sharding)
+        if self.pattern.indexers and self.group and adapter.grouping is not None:
+            found.append(adapter.grouping)
+        return tuple(found)

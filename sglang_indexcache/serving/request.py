@@ -26,6 +26,7 @@ class PatternRequest:
         allow_config_mismatch: whether the file may be made for another config.json.
         shard: whether each tensor-parallel rank selects for its part of the rows.
         group: whether the queries of a block are attended from together, where that can be done.
+        allow_unread: whether methods of SGLang may be replaced whose source nobody has read.
     """
 
     source: str
@@ -34,6 +35,7 @@ class PatternRequest:
     allow_config_mismatch: bool = False
     shard: bool = False
     group: bool = True
+    allow_unread: bool = False
 
     @classmethod
     def load(cls, spec: str, allow_config_mismatch: bool = False) -> Self:
@@ -52,7 +54,7 @@ class PatternRequest:
         Raises:
             IndexCacheError: if it can't be used, or the environment and the engine's own overrides differ.
         """
-        how = {"shard": asked["shard"], "group": not asked["ungrouped"]}
+        how = {"shard": asked["shard"], "group": not asked["ungrouped"], "allow_unread": asked["unread"]}
         if "carried" in asked:
             return replace(cls._read_back(asked["carried"]), **how)
         allow, spec, own = asked["allow"], asked["spec"], asked["own"]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from sglang_indexcache.families import FAMILIES
 from sglang_indexcache.sglang.probes import FEATURES, REQUIRED, Feature, SglangSource
+from sglang_indexcache.sglang.read_sources import never_run
+from sglang_indexcache.sglang.refusal import UNREAD_FLAG
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,8 @@ class FeatureRow:
     Attributes:
         required: a server is refused without it.
         refused: why it is not enabled; `None` if it is.
+        unread: one line if it replaces a function whose source is none that was read; a server is refused then, too,
+            unless that is allowed.
         otherwise: what happens without it.
     """
 
@@ -24,6 +28,7 @@ class FeatureRow:
     required: bool
     refused: str | None
     otherwise: str
+    unread: str | None = None
 
 
 def family_features() -> tuple[Feature, ...]:
@@ -32,11 +37,17 @@ def family_features() -> tuple[Feature, ...]:
         item
         for served in (family.sglang for family in FAMILIES)
         for item in (
-            *(served.serving, served.pipeline, served.rule, served.blocks, served.sharding, served.selection_capture),
+            *(served.serving, served.pipeline, served.rule, served.blocks, served.sharding, served.grouping),
+            served.selection_capture,
             *served.variants,
         )
     )
     return tuple(dict.fromkeys(item for item in features if item is not None))
+
+
+def all_features() -> tuple[Feature, ...]:
+    """List every feature."""
+    return (*FEATURES, *family_features())
 
 
 @dataclass(frozen=True)
@@ -51,8 +62,15 @@ class Environment:
     def of(cls, source: SglangSource) -> Environment:
         """Check an SGLang for all features."""
         rows = tuple(
-            FeatureRow(feature.name, feature.does, feature in REQUIRED, source.refusal(feature), feature.otherwise)
-            for feature in (*FEATURES, *family_features())
+            FeatureRow(
+                feature.name,
+                feature.does,
+                feature in REQUIRED,
+                source.refusal(feature),
+                feature.otherwise,
+                source.unread(feature),
+            )
+            for feature in all_features()
         )
         return cls(source.version, str(source.root), rows)
 
@@ -69,12 +87,16 @@ class Environment:
         width = max(len(row.name) for row in self.features) + 2
         margin = " " * (9 + width)
         for row in self.features:
-            state = "enabled" if row.refused is None else "refused"
+            why = row.refused or row.unread
+            state = "enabled" if why is None else "refused" if row.refused else "unread"
             lines.append(f"{state:<9}{row.name:<{width}}{row.does}")
-            if row.refused is not None:
+            if why is not None:
                 lines += textwrap.wrap(
-                    row.refused, 100, initial_indent=margin, subsequent_indent=margin, break_long_words=False
+                    why, 100, initial_indent=margin, subsequent_indent=margin, break_long_words=False
                 )
-                lines.append(f"{margin}then: {row.otherwise}")
+                otherwise = row.otherwise if row.refused else f"no server with it, without {UNREAD_FLAG}"
+                lines.append(f"{margin}then: {otherwise}")
+        unknown = never_run(self.sglang)
         lines += ["", "patterns can be served" if self.can_serve else "patterns can't be served with this SGLang"]
+        lines += [f"warning: {unknown}"] if unknown is not None and self.can_serve else []
         return "\n".join(lines)

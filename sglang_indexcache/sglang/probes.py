@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.sglang.read_sources import READ, digest
 
 
 class SglangError(IndexCacheError):
@@ -55,12 +56,15 @@ class Feature:
         does: use of it for a user.
         needs: all of them, or the feature is refused.
         otherwise: what happens without it.
+        reads: functions that it replaces, and those that call them: their source must be one that was read
+            (`read_sources`), since what they mean can change without another name or parameter.
     """
 
     name: str
     does: str
     needs: tuple[Need, ...]
     otherwise: str
+    reads: tuple[Need, ...] = ()
 
 
 MODEL_CONFIG = Need(
@@ -172,6 +176,7 @@ class SglangSource:
     root: Path
     version: str
     _trees: dict[str, ast.Module | None] = field(default_factory=dict, repr=False, compare=False)
+    _lines: dict[str, list[str]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def installed(cls) -> SglangSource | None:
@@ -234,6 +239,30 @@ class SglangSource:
         """Return why this SGLang does not have `feature`: its first missing need, or `None`."""
         return next((reason for reason in map(self.missing, feature.needs) if reason is not None), None)
 
+    def unread(self, feature: Feature) -> str | None:
+        """Return one line if the source of a function that `feature` replaces is none that was read, or `None`."""
+        for need in feature.reads:
+            found = self.definition(need)
+            known = READ.get(need.target, {})
+            if found is not None and digest(found) not in known:
+                return (
+                    f"nobody here has read {need.target} as it is in SGLang {self.version}, and {feature.name} of this"
+                    f" plugin replaces what it does; read: {', '.join(known.values()) or 'none'}"
+                )
+        return None
+
+    def definition(self, need: Need) -> str | None:
+        """Return the source of a function or class, decorators included, as it stands in its file; `None` without."""
+        tree = self._tree(need.module)
+        node: ast.AST | None = tree
+        for part in need.name.split("."):
+            if node is not None:
+                node = next((child for child in _definitions(node) if _name(child) == part), None)
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            return None
+        first = min(item.lineno for item in (node, *node.decorator_list))
+        return "\n".join(self._lines[need.module][first - 1 : node.end_lineno])
+
     def require(self, *features: Feature) -> None:
         """Check that this SGLang has all of `features`.
 
@@ -249,7 +278,9 @@ class SglangSource:
             path = self.root.joinpath(*module.split("."))
             files = (path.with_suffix(".py"), path / "__init__.py")
             source = next((file for file in files if file.is_file()), None)
-            self._trees[module] = None if source is None else ast.parse(source.read_text(encoding="utf-8"))
+            text = "" if source is None else source.read_text(encoding="utf-8")
+            self._trees[module] = None if source is None else ast.parse(text)
+            self._lines[module] = text.splitlines()
         return self._trees[module]
 
 

@@ -18,13 +18,14 @@ from sglang_indexcache.sglang.refusal import (
     GROUPING_VARIABLE,
     PATTERN_VARIABLE,
     SHARD_VARIABLE,
+    UNREAD_VARIABLE,
     refuse,
 )
 
 KEY = "indexcache"  # in SGLang's model overrides, in /server_info and in what a scheduler says when it is ready
 ATTRIBUTE = "_indexcache"  # SGLang seals and shows the fields of its server arguments; others are pickled along
 _OFF = ("", "0")  # values of a variable that is off
-_REQUESTED = ("calibrate", "spec", "own", "allow", "shard", "ungrouped")
+_REQUESTED = ("calibrate", "spec", "own", "allow", "shard", "ungrouped", "unread")
 _MEMOS = ("_model_config", "model_config")  # SGLang makes them of server arguments, with the pattern in them
 
 
@@ -49,6 +50,12 @@ def asked_of(server_args: Any) -> dict[str, Any]:
         asked = _decide(server_args)
         setattr(server_args, ATTRIBUTE, asked)
     return asked
+
+
+def allows_unread(server_args: Any) -> bool:
+    """Return whether the engine with these server arguments may replace methods whose source nobody has read."""
+    asked: dict[str, Any] | None = getattr(server_args, ATTRIBUTE, None)
+    return bool(asked and asked.get("unread"))
 
 
 def ask_again(server_args: Any) -> dict[str, Any]:
@@ -100,6 +107,7 @@ def _decide(server_args: Any) -> dict[str, Any]:
         "allow": allow,
         "shard": shard,
         "ungrouped": _is_on(GROUPING_VARIABLE),
+        "unread": _is_on(UNREAD_VARIABLE),
     }
 
 

@@ -203,7 +203,7 @@ def test_check_says_which_commit_it_read(hub: FakeHub, tmp_path: Path, capsys: p
 
 def test_an_engine_carries_the_commit(hub: FakeHub) -> None:
     """The main process reads the file once; schedulers get letters, and the name with the commit for their status."""
-    asked = {"spec": f"{NAME}@1/3", "own": None, "allow": False, "shard": False, "ungrouped": False}
+    asked = {"spec": f"{NAME}@1/3", "own": None, "allow": False, "shard": False, "ungrouped": False, "unread": False}
     assert PatternRequest.of(asked).source == f"{PINNED}@1/3"
     hub.requests.clear()
     hub.put("org/name", "pattern.yaml", content("FFFSSS", "FFSSSS"), OTHER_COMMIT)

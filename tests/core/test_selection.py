@@ -154,7 +154,14 @@ def _yaml(content: Any) -> str:
 
 def test_the_selection_travels_with_the_server_arguments(tmp_path: Path) -> None:
     FILE.save(tmp_path / "pattern.yaml")
-    asked = {"spec": str(tmp_path / "pattern.yaml"), "own": None, "allow": False, "shard": False, "ungrouped": False}
+    asked = {
+        "spec": str(tmp_path / "pattern.yaml"),
+        "own": None,
+        "allow": False,
+        "shard": False,
+        "ungrouped": False,
+        "unread": False,
+    }
     PatternRequest.of(asked)
     assert PatternRequest.of(asked | {"spec": None}).pattern == Pattern("DSSDSS", DEFAULT)
 

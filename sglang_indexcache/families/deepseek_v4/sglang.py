@@ -43,7 +43,9 @@ def keep_selection(*args: Any, **kwargs: Any) -> None:
 class DeepseekV4Sglang(SglangAdapter):
     """An adapter that writes the roles once SGLang has loaded the model."""
 
-    serving = Feature("deepseek_v4", "patterns of F and S on DeepSeek-V4", _NEEDS, "no server for DeepSeek-V4")
+    serving = Feature(
+        "deepseek_v4", "patterns of F and S on DeepSeek-V4", _NEEDS, "no server for DeepSeek-V4", (INDEXER,)
+    )
     pipeline: ClassVar[Feature | None] = Feature(
         "pipeline (V4)",
         "pipeline stages of DeepSeek-V4, each beginning with an F",

@@ -9,7 +9,9 @@ from typing import Any
 
 from sglang_indexcache.errors import ProofError
 from sglang_indexcache.sglang.probes import Feature, Need, SglangSource
+from sglang_indexcache.sglang.refusal import UNREAD_FLAG
 
+_REPLACED = ("forward_decode", "forward_extend", "init_forward_metadata", "init_forward_metadata_out_graph")
 _STOCK = "indexcache_stock"  # on a subclass: the class that it was made of
 
 
@@ -38,9 +40,9 @@ class Backend:
             Need(self.module, f"{self.stock}.{method}", parameters, mentions)
             for method, parameters, mentions in self.methods
         )
-        return Feature(
-            self.name, f"dense models with --attention-backend {self.name}", needs, "no server with that backend"
-        )
+        replaced = tuple(need for need in needs if need.name.rpartition(".")[2] in _REPLACED)
+        does = f"dense models with --attention-backend {self.name}"
+        return Feature(self.name, does, needs, "no server with that backend", replaced)
 
 
 _DECODE = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")
@@ -80,8 +82,12 @@ FLASH_ATTENTION = Backend(
 BACKENDS = (TORCH_NATIVE, FLASHINFER, FLASH_ATTENTION)
 
 
-def make_backend_class(stock: Any) -> Any:
+def make_backend_class(stock: Any, allow_unread: bool = False) -> Any:
     """Make the subclass of an attention backend that decodes by each `LayerRole`; return such a subclass as it is.
+
+    Args:
+        stock: SGLang's class.
+        allow_unread: whether the source of what the subclass replaces may be none that was read.
 
     Raises:
         ProofError: if nobody wrote a subclass for the backend, or this SGLang lacks what the subclass needs.
@@ -100,6 +106,9 @@ def make_backend_class(stock: Any) -> Any:
     reason = None if source is None else source.refusal(backend.feature)
     if reason is not None:
         raise ProofError(f"--attention-backend {backend.name} {reason}")
+    unread = None if source is None or allow_unread else source.unread(backend.feature)
+    if unread is not None:
+        raise ProofError(f"{unread}; expected one of those, or {UNREAD_FLAG}")
     make: Callable[[Any], Any] = import_module(f"{__package__}.{backend.home}").make_backend_class
     made = make(stock)
     made.__name__ = made.__qualname__ = f"Choosing{stock.__name__}"

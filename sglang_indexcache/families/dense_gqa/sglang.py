@@ -21,6 +21,7 @@ from sglang_indexcache.pattern.reuse import NO_MEMORY
 from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, JOINT, OWN_SCORES, STRIDE, Selection
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import LOAD_BACKENDS, LOAD_GRAPHS, Feature, Need
+from sglang_indexcache.sglang.requested import allows_unread
 
 LAYER = Need("srt.layers.radix_attention", "RadixAttention.__init__", ("layer_id", "sliding_window_size"))
 _NEEDS = (LOAD_BACKENDS, LOAD_GRAPHS, LAYER)
@@ -178,7 +179,7 @@ class DenseGqaSglang(SglangAdapter):
         for name in BACKEND_ATTRIBUTES:
             backend = getattr(runner, name, None)
             if backend is not None:
-                backend.__class__ = make_backend_class(type(backend))
+                backend.__class__ = make_backend_class(type(backend), allows_unread(runner.server_args))
                 backend.indexcache_selection = chosen
         self.switch(runner, pattern)
         self.keep_pages(runner, pattern)

@@ -49,11 +49,35 @@ PAGE_SIZE = Need("srt.layers.attention.dsa_backend", "DSAMetadata.page_size")
 PREFILL_KERNEL = Need(
     "srt.layers.attention.dsa_backend", "DeepseekSparseAttnBackend.__init__", mentions=("dsa_prefill_impl",)
 )
+EAGER = Need(_MODULE + "dsa_indexer", "Indexer.forward_cuda")
+IN_GRAPHS = Need(_MODULE + "dsa_prefill_cuda_graph", "pcg_dsa_indexer_prefill_split")
+SELECTING = (RAGGED, EAGER, IN_GRAPHS, TRANSFORM)  # what selects for prompts, and all that calls it
 BLOCKS = Feature(
     "blocks",
     "F layers of DSA models that select for blocks of prompt queries",
     (RAGGED, TRANSFORM, TOPK, PAGES, PAGE_SIZE, PREFILL_KERNEL, LOAD_GRAPHS),
     "no server for patterns with +6q16",
+    SELECTING,
+)
+EXTEND = Need(
+    "srt.layers.attention.dsa_backend",
+    "DeepseekSparseAttnBackend.forward_extend",
+    ("q", "k", "layer", "forward_batch", "topk_indices"),
+)
+SPARSE = tuple(
+    Need(
+        "srt.layers.attention.dsa_backend",
+        f"DeepseekSparseAttnBackend.{kernel}",
+        ("q_all", "kv_cache", "v_head_dim", "page_table_1", "sm_scale", "topk_length"),
+    )
+    for kernel in ("_forward_flashmla_sparse", "_forward_triton_sparse_mla")  # the second from 0.5.22 on
+)
+GROUPING = Feature(
+    "grouping",
+    "the queries of a block attend together",
+    (EXTEND, SPARSE[0]),
+    "each query of a block attends alone",
+    (EXTEND, *SPARSE),
 )
 ATTENTION_GROUP = Need("srt.distributed.parallel_state", "get_attn_tp_group")
 SHARDING = Feature(
@@ -61,6 +85,7 @@ SHARDING = Feature(
     "indexers of DSA models whose rows of prompts are shared out over tensor-parallel ranks",
     (RAGGED, TRANSFORM, ATTENTION_GROUP),
     "no server with --indexcache-shard-indexers",
+    SELECTING,
 )
 POSITIONS = Feature(
     "misses",

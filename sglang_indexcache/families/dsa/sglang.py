@@ -52,6 +52,7 @@ class DsaSglang(SglangAdapter):
     selection_capture: ClassVar[Feature | None] = needs.POSITIONS
     blocks: ClassVar[Feature | None] = needs.BLOCKS
     sharding: ClassVar[Feature | None] = needs.SHARDING
+    grouping: ClassVar[Feature | None] = needs.GROUPING
     refused_with_blocks: ClassVar[Mapping[str, str]] = dict.fromkeys(
         """
         enable_prefill_cp enable_prefill_context_parallel enable_dsa_prefill_context_parallel attn_cp_size dcp_size

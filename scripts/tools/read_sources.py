@@ -1,0 +1,32 @@
+"""What this plugin replaces in published SGLang versions, and whether each source of it was read.
+
+python -m scripts.tools.read_sources 0.5.22 0.5.23 --folder build/wheels
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from scripts.tools.probe_wheels import unpacked
+from sglang_indexcache.sglang.environment import all_features
+from sglang_indexcache.sglang.read_sources import READ, digest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="+")
+    parser.add_argument("--folder", type=Path, default=Path("build/wheels"))
+    options = parser.parse_args()
+    sources = [unpacked(version, options.folder) for version in options.versions]
+    for need in dict.fromkeys(need for feature in all_features() for need in feature.reads):
+        print(need.target)
+        for source in sources:
+            text = source.definition(need)
+            if text is not None:
+                known = READ.get(need.target, {})
+                print(f"    {source.version:<12} {digest(text)} {'read' if digest(text) in known else 'NOT READ'}")
+
+
+if __name__ == "__main__":
+    main()

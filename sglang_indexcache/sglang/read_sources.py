@@ -1,0 +1,115 @@
+"""The functions of SGLang that this plugin replaces, or that call them, as they were read: a digest for each version.
+
+What takes the place of a method relies on more than its name and parameters: on which rows it gets, in which order, and
+what its callers do with the result. So a source that nobody has read is refused by name. Whoever reads a new version
+runs `python -m scripts.tools.read_sources VERSION`, compares what it shows, and adds the digest here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+
+
+def digest(source: str) -> str:
+    """Return the digest of a definition's source text, decorators included, without spaces at ends of lines."""
+    return sha256("\n".join(line.rstrip() for line in source.splitlines()).encode()).hexdigest()[:16]
+
+
+RAN = ("0.5.17", "0.5.23")
+"""The versions that patterns were served with; others are judged by what their source has."""
+
+
+def never_run(version: str) -> str | None:
+    """Return one line for a version of SGLang that no pattern was ever served with, or `None`."""
+    if version.partition("+")[0] in RAN:
+        return None
+    return f"patterns were never run on SGLang {version}, only on {' and '.join(RAN)}"
+
+
+READ: Mapping[str, Mapping[str, str]] = {
+    "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer._get_topk_ragged": {
+        "c2934dc18b77258d": "0.5.17 to 0.5.19",
+        "baf9c1c74e39602b": "0.5.20",
+        "0a7e9e83e89ca292": "0.5.21",
+        "f85d3447388f441a": "0.5.22",
+        "86cb2052d2e1f948": "0.5.23",
+    },
+    "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda": {
+        "497cd8d1fe99f14e": "0.5.17 to 0.5.19",
+        "39309772c5ff5b80": "0.5.20",
+        "7975e1bf89db3531": "0.5.21",
+        "442056bcecd0c111": "0.5.22",
+        "000615b747c672be": "0.5.23",
+    },
+    "sglang.srt.layers.attention.dsa.dsa_prefill_cuda_graph.pcg_dsa_indexer_prefill_split": {
+        "6cf25ae2d4ed7b87": "0.5.17 to 0.5.22",
+        "6f92cfd3d7ed0dcc": "0.5.23",
+    },
+    "sglang.srt.layers.attention.dsa.dsa_indexer_metadata.DSAIndexerMetadata.topk_transform": {
+        "5d98708fd3299112": "0.5.17 to 0.5.23",
+    },
+    "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend.forward_extend": {
+        "70cdc9bc500b3ddb": "0.5.17 to 0.5.19",
+        "a705e67b67261ed9": "0.5.20",
+        "3f41f5523a7d5e0c": "0.5.21",
+        "1049c86b7d78d23e": "0.5.22",
+        "5aae99e178bf086b": "0.5.23",
+    },
+    "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_flashmla_sparse": {
+        "84b900aaf84f6696": "0.5.17 to 0.5.19",
+        "870d66920f685572": "0.5.20 to 0.5.22",
+        "500c7e8aa8224e34": "0.5.23",
+    },
+    "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_triton_sparse_mla": {
+        "29e4859f40ead4fe": "0.5.22 to 0.5.23",
+    },
+    "sglang.srt.layers.attention.dsv4.indexer.C4Indexer.forward": {
+        "b12d6812dc59737e": "0.5.12 to 0.5.12.post1",
+        "fd32abf2e09e1775": "0.5.13 to 0.5.22",
+        "1fb1991968750c2a": "0.5.23",
+    },
+    "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_decode": {
+        "678899f80451bb42": "0.5.15 to 0.5.23",
+    },
+    "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend": {
+        "20ccf37226af9ec8": "0.5.15 to 0.5.23",
+    },
+    "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend.forward_decode": {
+        "41f39221f33c7423": "0.5.15 to 0.5.15.post1",
+        "7c0b209531d656a9": "0.5.16 to 0.5.21",
+        "bb6f7694f5468594": "0.5.22 to 0.5.23",
+    },
+    "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend.forward_extend": {
+        "7d6e5f9c667fe2b5": "0.5.15 to 0.5.15.post1",
+        "b4b636aceef68a30": "0.5.16 to 0.5.17",
+        "6d13f66cc370534f": "0.5.18 to 0.5.19",
+        "ecc28f11287cd397": "0.5.20 to 0.5.21",
+        "40d8876e7e4964ff": "0.5.22 to 0.5.23",
+    },
+    "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend.init_forward_metadata": {
+        "192f2551030f9c4b": "0.5.15 to 0.5.15.post1",
+        "d1efcc00e8d9525a": "0.5.16 to 0.5.18",
+        "0fcf084616d90dfd": "0.5.19",
+        "15cfea1841e87b4c": "0.5.20 to 0.5.21",
+        "46e244425899781f": "0.5.22 to 0.5.23",
+    },
+    "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend.init_forward_metadata_out_graph": {
+        "aa3aa0eae7331e19": "0.5.15 to 0.5.15.post1",
+        "75e395d0894d1b50": "0.5.16 to 0.5.18",
+        "0d6f7ecc3c852edc": "0.5.19",
+        "9ef57e967bacace4": "0.5.20 to 0.5.21",
+        "b124b8b305bd4961": "0.5.22",
+        "245415dc49c8f7ee": "0.5.23",
+    },
+    "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.forward_decode": {
+        "1e0612fd133cbd87": "0.5.21",
+        "ee15604594162fb1": "0.5.22 to 0.5.23",
+    },
+    "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.forward_extend": {
+        "136088e20629e5ac": "0.5.21",
+        "569e7e12d1595808": "0.5.22",
+        "ed04397bce383e32": "0.5.23",
+    },
+}
+"""By dotted path of the function: digests, and the versions of SGLang that have it."""

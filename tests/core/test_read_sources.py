@@ -1,0 +1,162 @@
+"""An SGLang whose replaced methods nobody has read is refused by name: names and parameters stay, meanings change."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_indexcache import Pattern
+from sglang_indexcache.errors import ProofError
+from sglang_indexcache.families import FAMILIES
+from sglang_indexcache.families.dense_gqa import backends
+from sglang_indexcache.launch_server import split_arguments
+from sglang_indexcache.serving.preflight import Preflight, PreflightError
+from sglang_indexcache.serving.request import PatternRequest
+from sglang_indexcache.sglang import probes, read_sources
+from sglang_indexcache.sglang.environment import Environment, all_features
+from sglang_indexcache.sglang.probes import Need, SglangSource
+from sglang_indexcache.sglang.read_sources import READ, digest, never_run
+from sglang_indexcache.sglang.refusal import UNREAD_VARIABLE
+from sglang_indexcache.sglang.requested import asked_of
+from tests.conftest import V4_LAYERS, tiny_config, tiny_v4_config
+from tests.core.test_probes import ALL_NEEDS, write_sglang
+
+REPLACING = [feature for feature in all_features() if feature.reads]
+
+
+@pytest.fixture
+def newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SglangSource:
+    """An SGLang that has all names and parameters; what is in it is as if it had been read."""
+    source = write_sglang(tmp_path / "newer", [*ALL_NEEDS, *(need for item in REPLACING for need in item.reads)])
+    texts = {need.target: source.definition(need) for feature in REPLACING for need in feature.reads}
+    read = {target: {digest(text): "0.5.99"} for target, text in texts.items() if text is not None}
+    assert read.keys() == {need.target for feature in REPLACING for need in feature.reads}
+    monkeypatch.setattr(probes, "READ", read)
+    return source
+
+
+def changed(source: SglangSource, need: Need) -> SglangSource:
+    """The same SGLang with another line in one function."""
+    path = source.root.joinpath(*need.module.split(".")).with_suffix(".py")
+    name = need.name.rpartition(".")[2]
+    indent = "    " if "." in need.name else ""
+    path.write_text(path.read_text().replace(f"def {name}(", f"@rows_are_shared_out\n{indent}def {name}("))
+    return SglangSource.at(source.root.parent)
+
+
+def preflight(
+    source: SglangSource, model: str, pattern: str, *, shard: bool = False, group: bool = True, allow: bool = False
+) -> Any:
+    request = PatternRequest("here", Pattern.parse(pattern), shard=shard, group=group, allow_unread=allow)
+    return Preflight(request, source).family_at(model)
+
+
+def model(folder: Path, config: dict[str, Any]) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def named(family: str) -> Any:
+    return next(item.sglang for item in FAMILIES if item.name == family)
+
+
+def test_every_function_that_is_replaced_has_a_row_for_its_versions() -> None:
+    assert READ.keys() == {need.target for feature in REPLACING for need in feature.reads}
+    assert all(read for read in READ.values())
+    assert all(len(text) == 16 for read in READ.values() for text in read)
+
+
+@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("what", ["blocks", "shared out"])
+def test_dsa_models(number: int, what: str, newer: SglangSource, tmp_path: Path) -> None:
+    """Each function of blocks, sharing out and grouping, its callers among them; a plain pattern replaces none."""
+    glm = model(tmp_path, tiny_config(layers=6))
+    needs = dict.fromkeys([*named("dsa").blocks.reads, *named("dsa").grouping.reads])
+    need = list(needs)[number]
+    pattern, shard = ("FSSFSS+3q4", False) if what == "blocks" else ("FSSFSS", True)
+    preflight(newer, glm, pattern, shard=shard)
+    other = changed(newer, need)
+    if what == "blocks" or need in named("dsa").sharding.reads:
+        with pytest.raises(PreflightError) as refused:
+            preflight(other, glm, pattern, shard=shard)
+        line = str(refused.value)
+        assert need.target in line and "0.5.99" in line and "--indexcache-allow-unread-source" in line
+        assert "\n" not in line
+    preflight(other, glm, pattern, shard=shard, allow=True)
+    preflight(other, glm, "FSSFSS")
+    if need in named("dsa").grouping.reads:
+        preflight(other, glm, pattern, shard=shard, group=False)
+
+
+def test_deepseek_v4(newer: SglangSource, tmp_path: Path) -> None:
+    v4, shared, full = model(tmp_path, tiny_v4_config()), "F" + "S" * (len(V4_LAYERS) - 1), "F" * len(V4_LAYERS)
+    preflight(newer, v4, shared)
+    other = changed(newer, named("deepseek_v4").serving.reads[0])
+    with pytest.raises(PreflightError, match=r"C4Indexer\.forward as it is in SGLang unknown"):
+        preflight(other, v4, shared)
+    preflight(other, v4, full)
+    preflight(other, v4, shared, allow=True)
+
+
+@pytest.mark.parametrize("backend", backends.BACKENDS, ids=lambda item: item.name)
+def test_dense_models(backend: backends.Backend, newer: SglangSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = type(backend.stock, (), {"__module__": f"sglang.{backend.module}"})
+    made: list[Any] = []
+    home = SimpleNamespace(make_backend_class=lambda found: made.append(found) or type("Made", (found,), {}))
+    monkeypatch.setattr(backends, "import_module", lambda name: home)
+    for need in backend.feature.reads:
+        other = changed(newer, need)
+        monkeypatch.setattr(SglangSource, "installed", classmethod(lambda cls, other=other: other))
+        with pytest.raises(ProofError, match=rf"{backend.stock}\.\w+ as it is in SGLang unknown"):
+            backends.make_backend_class(stock)
+        assert made == []
+    backends.make_backend_class(stock, allow_unread=True)
+    assert made == [stock]
+
+
+def test_the_flag_and_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert split_arguments(["--indexcache-pattern", "FSF", "--indexcache-allow-unread-source"]).unread
+    assert not split_arguments(["--indexcache-pattern", "FSF"]).unread
+    monkeypatch.setenv("SGLANG_INDEXCACHE_PATTERN", "FSF")
+    for value, wanted in (("1", True), ("0", False)):
+        monkeypatch.setenv(UNREAD_VARIABLE, value)
+        assert PatternRequest.of(asked_of(SimpleNamespace())).allow_unread is wanted
+    monkeypatch.setenv(UNREAD_VARIABLE, "yes")
+    with pytest.raises(SystemExit):
+        asked_of(SimpleNamespace())
+    assert os.environ[UNREAD_VARIABLE] == "yes"
+
+
+def test_the_table_of_an_sglang_says_what_nobody_has_read(newer: SglangSource) -> None:
+    assert "unread" not in Environment.of(newer).as_text()
+    text = " ".join(Environment.of(changed(newer, named("dsa").blocks.reads[0])).as_text().split())
+    assert "unread blocks" in text and "unread sharding" in text and "_get_topk_ragged as it is" in text
+    assert "no server with it, without --indexcache-allow-unread-source" in text
+
+
+def test_versions_that_patterns_ran_on() -> None:
+    assert [never_run(version) for version in (*read_sources.RAN, "0.5.23+cu130")] == [None] * 3
+    line = "patterns were never run on SGLang 0.5.24, only on 0.5.17 and 0.5.23"
+    assert never_run("0.5.24") == line and never_run("unknown") is not None
+
+
+def test_a_digest_is_of_the_text_with_its_decorators(tmp_path: Path) -> None:
+    path = tmp_path / "sglang/srt/x.py"
+    path.parent.mkdir(parents=True)
+    need, found = Need("srt.x", "A.f"), []
+    for text in (
+        "class A:\n    @a\n    def f(self):\n        return 1\n",
+        "\n\nclass A:\n    @a\n    def f(self):   \n        return 1\n\n    def g(self): ...\n",
+        "class A:\n    @b\n    def f(self):\n        return 1\n",
+        "class A:\n    @a\n    def f(self):\n        return 2\n",
+    ):
+        path.write_text(text)
+        found.append(digest(SglangSource.at(tmp_path).definition(need) or ""))
+    assert found[0] == found[1] and len({*found}) == 3
+    assert SglangSource.at(tmp_path).definition(Need("srt.x", "A.h")) is None
+    assert SglangSource.at(tmp_path).definition(Need("srt.y", "f")) is None
