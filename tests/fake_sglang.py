@@ -116,6 +116,7 @@ def install(monkeypatch: pytest.MonkeyPatch, between: Callable[[], None]) -> Any
         def __init__(self, model_path: str, model_override_args: str, is_draft_model: bool = False) -> None:
             self.model_path, self.overrides = model_path, json.loads(model_override_args)
             self.layers = json.loads(Path(model_path, "config.json").read_text())["num_hidden_layers"]
+            self.context_len = 256
 
         @staticmethod
         def from_server_args(server_args: Any, is_draft_model: bool = False) -> ModelConfig:

@@ -14,6 +14,7 @@ The hooks, and when each runs:
 | around `Scheduler.__init__` | `metrics` | metrics, if they are on |
 | after `Scheduler.get_init_info` | `ready` | a scheduler is not ready without its proof, and sends it along |
 | after `Scheduler.get_internal_state` | here | `/server_info` |
+| around `_wait_and_warmup` of HTTP servers | `warm_up` | a prompt that selects is counted before a server is ready |
 | in the first passes, with module hooks of PyTorch's | `counted` | how often each indexer runs |
 | around updates of weights | `updates` | proven again, or known not to be proven any more |
 | after `HiCacheController._generate_storage_config` | `identity` | keys of HiCache storage |
@@ -35,7 +36,7 @@ from threading import RLock
 from typing import Any
 
 from sglang_indexcache.model.name import at_revision
-from sglang_indexcache.serving import counted, engines, identity, metrics, proof, ready, updates
+from sglang_indexcache.serving import counted, engines, identity, metrics, proof, ready, updates, warm_up
 from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.hooks import Hooks, bound_arguments, bound_to, installed_source, refusing_around
@@ -78,6 +79,8 @@ def _launch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if any(base.__module__.startswith("sglang.srt.ray.") for base in getattr(arguments.get("cls"), "__mro__", ())):
         plan.require(probes.RAY, "RayEngine")
     plan.check(server_args)
+    if installed_source(probes.REQUIRED).refusal(probes.WARMED) is None:
+        warm_up.hook(engines.plan_of)
     unknown = never_run(plan.sglang.version)
     if unknown is not None:
         logger.warning("indexcache: %s", unknown)

@@ -3,9 +3,10 @@
 Roles that are read back say what a layer would do, and a server was seen elsewhere that ran every indexer although the
 roles were right. So in the first passes each call of an attention module is looked at: an F layer must have run its
 indexer once by its end, an S layer never. Where prompts attend to everything an indexer only writes its keys; SGLang up
-to 0.5.14 lets S layers do that, too, and nobody reads them. Graphs are counted while they are captured, on every rank.
-PyTorch's module hooks do it; they are taken away once every kind of pass that the server makes was seen, and all graphs
-are captured.
+to 0.5.14 lets S layers do that, too, and nobody reads them. So prompts count once one was longer than a selection.
+Graphs are counted while they are captured, on every rank; where one of prompts is replayed, the method that selects is
+watched. PyTorch's module hooks do the rest. All is taken away once every kind of pass that the server makes was seen,
+and all graphs are captured.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import ProofError
-from sglang_indexcache.sglang.attention import CountedAttention, makes_graphs
+from sglang_indexcache.sglang.attention import CountedAttention, Watched, makes_graphs
 from sglang_indexcache.sglang.hooks import refusing
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXTEND, DECODE, VERIFY, DRAFT_EXTEND = "extend", "decode", "target verify", "draft extend"
+SHORT, REPLAYED = "extend, all selected", "extend (replayed)"
 _KINDS = {  # by the name of SGLang's ForwardMode
     "EXTEND": EXTEND,
     "MIXED": "mixed",
@@ -55,10 +57,17 @@ def watch(plan: EnginePlan, runner: Any, draft: bool) -> None:
         draft: whether it runs the draft model.
     """
     found = list(plan.family.sglang.attentions(runner.model, plan.pattern, draft))
-    if found:
-        counter = Counter(found, "layer of the draft model" if draft else "letter")
-        plan.proven.counters.append(counter)
-        counter.begin(kinds_of(runner.server_args, draft))
+    if not found:
+        return
+    if draft:
+        counter = Counter(found, "layer of the draft model")
+    else:
+        selects_after: int | None = plan.selects_after
+        if selects_after >= runner.model_config.context_len:
+            selects_after = None  # nothing ever selects
+        counter = Counter(found, "letter", selects_after)
+    plan.proven.counters.append(counter)
+    counter.begin(kinds_of(runner.server_args, draft))
 
 
 class Counter:
@@ -67,16 +76,27 @@ class Counter:
     Args:
         attentions: its attention modules.
         name: what a site is called in messages.
+        selects_after: prompts are counted once one had more tokens, of which something was selected; `None` if that
+            does not matter.
+
+    Attributes:
+        passes: passes that were counted, by kind.
+        longest: tokens of the longest prompt in a pass that selected.
     """
 
-    def __init__(self, attentions: Iterable[CountedAttention], name: str = "letter") -> None:
-        self._attentions, self._name = list(attentions), name
+    def __init__(
+        self, attentions: Iterable[CountedAttention], name: str = "letter", selects_after: int | None = None
+    ) -> None:
+        self._attentions, self._name, self._selects_after = list(attentions), name, selects_after
         self._missing: set[str] = set()
+        self._kinds = self._captured = frozenset[str]()
         self._last = max((item.site for item in self._attentions), default=-1)
         self._ran: list[tuple[int, bool]] | None = None  # indexers that ran in the open call, and whether they selected
+        self._replayed: list[int] = []  # sites that selected in the open pass, in which no module is called
         self._handles: list[Any] = []
         self._check: Callable[[], None] | None = None
         self.passes: dict[str, int] = {}
+        self.longest = 0
 
     @property
     def missing(self) -> frozenset[str]:
@@ -89,26 +109,37 @@ class Counter:
         return bool(self._handles)
 
     def begin(self, kinds: Iterable[str]) -> None:
-        """Count from now on, until passes of all `kinds` were seen."""
+        """Count from now on, until passes of all `kinds` were seen, which are those that the server makes."""
+        self._kinds = frozenset(kinds)
+        self._begin(self._kinds)
+
+    def again(self, check: Callable[[], None] = lambda: None) -> None:
+        """Count the next prompts, as after an update of weights; graphs that were captured stay as they are.
+
+        A server that reads no prompts counts what else it does, unless it does that in graphs.
+
+        Args:
+            check: called before the first of them; its error ends the process.
+        """
+        self._captured |= {kind.removesuffix(CAPTURED) for kind in self.passes if kind.endswith(CAPTURED)}
+        self._begin(self._kinds & {EXTEND} or self._kinds - self._captured)
+        self._check = refusing(check)
+
+    def _begin(self, kinds: frozenset[str]) -> None:
         self.end()
         self.passes.clear()
+        self.longest = 0
+        self._replayed.clear()
         self._missing = set(kinds) if self._attentions else set()
-        for item in self._attentions:
+        for item in self._attentions if kinds else ():
             before, after = _eager(self._before), _eager(refusing(self._after(item)))
             self._handles.append(item.module.register_forward_pre_hook(before))
             self._handles.append(item.module.register_forward_hook(after, with_kwargs=True))
             if item.indexer is not None:
                 runs = _eager(self._runs(item.site))
                 self._handles.append(item.indexer.register_forward_pre_hook(runs, with_kwargs=True))
-
-    def again(self, check: Callable[[], None] = lambda: None) -> None:
-        """Count the next prompts, as after an update of weights; graphs that were captured stay as they are.
-
-        Args:
-            check: called before the first of them; its error ends the process.
-        """
-        self.begin({EXTEND})
-        self._check = refusing(check)
+                if item.selects is not None and hasattr(item.indexer, item.selects):
+                    self._handles.append(Watched(item.indexer, item.selects, refusing(self._selects(item))))
 
     def end(self) -> None:
         """Take everything away that counts."""
@@ -142,25 +173,66 @@ class Counter:
             if kind is None or ran is None:  # counting began within this call
                 return
             allowed, selected = item.allowed(kwargs), sum(selects for _, selects in ran)
-            if len(ran) not in allowed and selected not in allowed:
+            if selected not in allowed and (len(ran) not in allowed or self._must_select(kind, batch)):
+                of_them = "" if selected == len(ran) else f" and selected {selected} times"
                 raise ProofError(
-                    f"{self._name} {item.site} ran an indexer {len(ran)} times in a pass ({kind}), expected"
+                    f"{self._name} {item.site} ran an indexer {len(ran)} times{of_them} in a pass ({kind}), expected"
                     f" {' or '.join(map(str, allowed))}"
                 )
             for site, _ in ran:
                 if site != item.site:
                     raise ProofError(f"{self._name} {item.site} ran the indexer of {site} in a pass ({kind})")
             if item.site == self._last:
-                self._seen(kind)
+                self._seen(kind, batch)
 
         return after
 
-    def _seen(self, kind: str) -> None:
+    def _selects(self, item: CountedAttention) -> Callable[..., None]:
+        """Note that a site selects for prompts where no module is called: a graph of prompts is replayed."""
+        expected = [item.site for item in self._attentions if 1 in item.allowed({})]
+
+        def selects(*args: Any, **kwargs: Any) -> None:
+            batch = batch_of(args, kwargs)
+            if self._ran is not None or batch is None:  # within a module that is counted
+                return
+            due = expected[len(self._replayed)] if expected else None
+            if item.site != due:
+                self._replayed.clear()
+                raise ProofError(
+                    f"{self._name} {item.site} selected for a prompt ({REPLAYED}) where {self._name} {due} was next"
+                )
+            self._replayed.append(item.site)
+            if self._replayed == expected:
+                self._replayed.clear()
+                self._seen(REPLAYED, batch)
+
+        return selects
+
+    def _must_select(self, kind: str, batch: Any) -> bool:
+        """Return whether a pass is one of prompts that have more than a selection."""
+        return kind == EXTEND and self._selects_after is not None and longest_in(batch) > self._selects_after
+
+    def _seen(self, kind: str, batch: Any) -> None:
+        seen = EXTEND if kind == REPLAYED else kind.removesuffix(CAPTURED)
+        if seen == EXTEND and self._selects_after is not None:
+            longest = 0 if kind == EXTEND + CAPTURED else longest_in(batch)
+            if longest <= self._selects_after:  # a prompt that attends to everything shows nothing of a selection
+                seen, kind = SHORT, SHORT if kind == EXTEND else kind
+            self.longest = max(self.longest, longest if seen == EXTEND else 0)
         self.passes[kind] = self.passes.get(kind, 0) + 1
-        self._missing.discard(kind.removesuffix(CAPTURED))
+        self._missing.discard(seen)
         if not self._missing and not makes_graphs():  # a pass runs before it is captured
             self.end()
             logger.info("indexcache: indexers ran as the pattern says, counted in passes: %s", self.passes)
+
+
+def longest_in(batch: Any) -> int:
+    """Return the tokens of the longest request in a `ForwardBatch`, with those read before; 0 if nothing says so."""
+    lengths = getattr(batch, "seq_lens_cpu", None)
+    if lengths is None:
+        parts = (getattr(batch, name, None) or () for name in ("extend_prefix_lens_cpu", "extend_seq_lens_cpu"))
+        lengths = [before + more for before, more in zip(*parts, strict=False)]
+    return max((int(length) for length in lengths), default=0)
 
 
 def batch_of(args: Any, kwargs: Mapping[str, Any]) -> Any:

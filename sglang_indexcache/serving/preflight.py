@@ -86,6 +86,7 @@ class EnginePlan(ABC):
         group: whether the queries of a block are attended from together, where that can be done.
         allow_unread: whether methods of SGLang may be replaced whose source nobody has read.
         pattern: the pattern that the engine must run; known at the latest after `family_at`.
+        selects_after: tokens up to which a prompt attends to everything; known then, too.
         proven: proof of the engine in this process.
     """
 
@@ -94,6 +95,7 @@ class EnginePlan(ABC):
     error: ClassVar[type[IndexCacheError]]
     source: str
     pattern: Pattern
+    selects_after = 0
     shard = False
     group = False
     allow_unread = False
@@ -217,7 +219,8 @@ class Preflight(EnginePlan):
                 self.require(family.sglang.sharding, SHARD_FLAG)
             self.require_read(*self._replacing(family))
             self._families[model] = family
-            self._family = self._family or family
+            if self._family is None:
+                self._family, self.selects_after = family, checkpoint.model.first_sparse_position
         return self._families[model]
 
     def _replacing(self, family: Family) -> tuple[Feature, ...]:

@@ -78,12 +78,20 @@ class ProofHolder:
         return None if self._lost is None else "not proven since {}: {}".format(*self._lost)
 
     def _counted(self) -> dict[str, Any]:
-        """Return the passes in which indexers were counted, by kind, and the kinds that are still to come."""
+        """Return the passes in which indexers were counted, by kind, and the kinds that are still to come.
+
+        `longest_prompt` has the tokens of the longest prompt in a pass that selected.
+        """
         passes = Counts[str]()
         for counter in self.counters:
             passes.update(counter.passes)
         missing = sorted({kind for counter in self.counters for kind in counter.missing})
-        return {"passes": dict(sorted(passes.items())), **({"to_come": missing} if missing else {})}
+        longest = max(counter.longest for counter in self.counters)
+        return {
+            "passes": dict(sorted(passes.items())),
+            **({"longest_prompt": longest} if longest else {}),
+            **({"to_come": missing} if missing else {}),
+        }
 
     def _since_start(self, pattern: Pattern) -> dict[str, int]:
         """Return how often indexers ran, and how often that was saved, by all layers of `pattern`."""

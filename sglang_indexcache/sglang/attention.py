@@ -17,12 +17,50 @@ class CountedAttention:
         module: called once in each pass.
         indexer: a module that is called whenever the layer selects; `None` if it has none.
         allowed: returns from the keyword arguments of a call how often the indexer may run in it.
+        selects: the name of the indexer's method that selects for prompts, which SGLang calls with its `ForwardBatch`
+            also where a graph of prompts is replayed, and no module is called; `None` where there is no such method.
     """
 
     site: int
     module: Any
     indexer: Any
     allowed: Callable[[Mapping[str, Any]], tuple[int, ...]]
+    selects: str | None = None
+
+
+class Watched:
+    """A method of one object that is watched for a while: it stands on the object, and calls what stood there.
+
+    Args:
+        owner: the object.
+        name: name of the method.
+        note: called with the method's arguments before it.
+    """
+
+    def __init__(self, owner: Any, name: str, note: Callable[..., None]) -> None:
+        self._owner, self._name, self._note = owner, name, note
+        self.before = vars(owner).get(name)
+        self._method = getattr(owner, name)
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method."""
+        self._note(*args, **kwargs)
+        return self._method(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Put back what stood there, unless something else took the place since."""
+        if vars(self._owner).get(self._name) is self:
+            delattr(self._owner, self._name)
+            if self.before is not None:
+                setattr(self._owner, self._name, self.before)
+
+
+def unwatched(placed: Any) -> Any:
+    """Return what stands on an object below a `Watched`; `None` for nothing."""
+    while isinstance(placed, Watched):
+        placed = placed.before
+    return placed
 
 
 def exactly(count: int) -> Callable[[Mapping[str, Any]], tuple[int, ...]]:

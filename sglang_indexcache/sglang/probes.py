@@ -106,6 +106,7 @@ CAPTURER = Need("srt.state_capturer.indexer_topk", "set_global_indexer_capturer"
 CAPTURE = Need("srt.state_capturer.indexer_topk", "maybe_capture_indexer_topk", ("layer_id", "topk_indices"))
 ROUTING = Need("srt.managers.io_struct", "GenerateReqInput.routed_dp_rank")
 RAY_ACTOR = Need("srt.ray.scheduler_actor", "SchedulerActor", mentions=("load_plugins",))
+WARM_UP = Need("srt.entrypoints.http_server", "_wait_and_warmup", ("server_args", "execute_warmup_func"))
 HTTP = Need("srt.entrypoints.http_server", "_setup_and_run_http_server", ("server_args", "tokenizer_manager"))
 
 UPDATES = tuple(
@@ -156,9 +157,15 @@ WATCH_UPDATES = Feature(
     UPDATES[:6],
     "a warning in the log",
 )
+WARMED = Feature(
+    "warm-up",
+    "a prompt that selects is counted before a server is ready",
+    (WARM_UP,),
+    "the first long prompt is counted",
+)
 RAY = Feature("ray", "schedulers that are Ray actors and load plugins", (RAY_ACTOR,), "no server with --use-ray")
 FEATURES = (
-    *(SERVE, PROVE, WEIGHTS, WATCH_UPDATES, STATUS, PROMETHEUS, CACHE_KEYS, PEERS),
+    *(SERVE, PROVE, WEIGHTS, WARMED, WATCH_UPDATES, STATUS, PROMETHEUS, CACHE_KEYS, PEERS),
     *(CALIBRATE, DIVERGENCE, SAMPLING),
 )
 REQUIRED = (SERVE, PROVE, WEIGHTS)

@@ -19,6 +19,7 @@ from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.serving import counted
 from sglang_indexcache.serving.counted import Counter, batch_of, kind_of, kinds_of
 from sglang_indexcache.serving.proven import Proof, ProofHolder
+from sglang_indexcache.sglang.attention import Watched, unwatched
 
 PATTERN = Pattern("FSSF")
 
@@ -26,6 +27,9 @@ PATTERN = Pattern("FSSF")
 class Indexer(nn.Module):
     def forward(self, x: Tensor, return_indices: bool = True) -> Tensor:
         return x
+
+    def _get_topk_ragged(self, enable_dual_stream: bool, forward_batch: Any) -> str:
+        return "selected"
 
 
 class Attention(nn.Module):
@@ -53,14 +57,19 @@ class Model(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Attention(layer, letter == "S") for layer, letter in enumerate(pattern.roles))
 
-    def run(self, mode: str, rows: int = 2, **given: Any) -> None:
-        batch = SimpleNamespace(forward_mode=SimpleNamespace(name=mode))
+    def run(self, mode: str, rows: int = 2, tokens: int = 0, **given: Any) -> None:
+        batch = batch_like(mode, tokens)
         for layer in self.layers:
             layer(hidden_states=torch.zeros(rows, 1), forward_batch=batch, **given)
 
 
-def counter_of(model: nn.Module, draft: bool = False) -> Counter:
-    return Counter(DSA.sglang.attentions(model, PATTERN, draft), "layer of the draft model" if draft else "letter")
+def batch_like(mode: str, tokens: int) -> Any:
+    return SimpleNamespace(forward_mode=SimpleNamespace(name=mode), seq_lens_cpu=torch.tensor([1, tokens]))
+
+
+def counter_of(model: nn.Module, draft: bool = False, selects_after: int | None = None) -> Counter:
+    name = "layer of the draft model" if draft else "letter"
+    return Counter(DSA.sglang.attentions(model, PATTERN, draft), name, selects_after)
 
 
 def hooks(model: nn.Module) -> int:
@@ -265,3 +274,112 @@ def test_server_info_says_what_was_counted_and_what_is_to_come() -> None:
     assert holder.status("p.yaml")["counted"] == {"passes": {"extend": 1}, "to_come": ["decode"]}
     model.run("DECODE")
     assert holder.status("p.yaml")["counted"] == {"passes": {"decode": 1, "extend": 1}}
+
+
+def test_prompts_count_once_one_is_longer_than_a_selection() -> None:
+    """A warm-up of three tokens attends to everything, whatever the pattern."""
+    model, holder = Model(), ProofHolder()
+    holder.set(Proof(PATTERN, 4, 1))
+    counter = counter_of(model, selects_after=64)
+    holder.counters.append(counter)
+    counter.begin({"extend", "decode"})
+    for tokens in (3, 64):
+        model.run("EXTEND", tokens=tokens)
+        model.run("DECODE", tokens=tokens + 1)
+    counted = {"passes": {"decode": 2, "extend, all selected": 2}, "to_come": ["extend"]}
+    assert holder.status("p.yaml")["counted"] == counted
+    model.run("EXTEND", tokens=65)
+    assert holder.status("p.yaml")["counted"] == {
+        "passes": {"decode": 2, "extend": 1, "extend, all selected": 2},
+        "longest_prompt": 65,
+    }
+    assert not counter.counting
+
+
+def test_a_long_prompt_whose_f_layers_select_nothing_ends_the_process(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model()
+    counter_of(model, selects_after=64).begin({"extend"})
+    for layer in model.layers:
+        layer.dense = True
+    model.run("EXTEND", tokens=64)
+    assert ended_by(capsys, model, "EXTEND", tokens=65) == (
+        "indexcache: letter 0 ran an indexer 1 times and selected 0 times in a pass (extend), expected 1"
+    )
+
+
+def test_the_capture_of_a_graph_of_prompts_shows_no_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    counter = counter_of(model, selects_after=64)
+    counter.begin({"extend"})
+    with monkeypatch.context() as capturing:
+        capturing.setattr(counted, "_capturing", lambda: True)
+        model.run("EXTEND", tokens=9000)  # made up
+    assert counter.missing == {"extend"} and counter.passes == {"extend (captured)": 1} and counter.longest == 0
+
+
+def replay(model: Model, letters: str, tokens: int = 65) -> None:
+    """A graph of prompts: no module is called, SGLang calls the indexers' method between its parts."""
+    batch = batch_like("EXTEND", tokens)
+    for layer in map(int, letters):
+        assert model.layers[layer].indexer._get_topk_ragged(False, batch) == "selected"
+
+
+def test_graphs_of_prompts_that_are_replayed_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model()
+    counter = counter_of(model, selects_after=64)
+    counter.begin({"extend"})
+    replay(model, "0")
+    assert counter.missing == {"extend"}
+    replay(model, "3")
+    assert counter.passes == {"extend (replayed)": 1} and counter.longest == 65 and not counter.counting
+    assert not any("_get_topk_ragged" in vars(layer.indexer) for layer in model.layers if layer.indexer is not None)
+    for letters, line in (
+        ("3", "letter 3 selected for a prompt (extend (replayed)) where letter 0 was next"),
+        ("00", "letter 0 selected for a prompt (extend (replayed)) where letter 3 was next"),
+        ("01", "letter 1 selected for a prompt (extend (replayed)) where letter 3 was next"),
+    ):
+        model.layers[1].indexer = Indexer()  # as in SGLang 0.5.17
+        counter = counter_of(model, selects_after=64)
+        counter.begin({"extend"})
+        with pytest.raises(SystemExit):
+            replay(model, letters)
+        assert capsys.readouterr().err.splitlines()[-1] == f"indexcache: {line}"
+        counter.end()
+
+
+def test_what_is_watched_goes_back_to_what_stood_there() -> None:
+    indexer, calls = Indexer(), list[Any]()
+    watched = [Watched(indexer, "_get_topk_ragged", lambda *args: calls.append(args)) for _ in range(2)]
+    assert indexer._get_topk_ragged(False, None) == "selected" and len(calls) == 2
+    assert unwatched(vars(indexer)["_get_topk_ragged"]) is None
+    watched[1].remove()
+    watched[0].remove()
+    assert "_get_topk_ragged" not in vars(indexer)
+    placed = vars(indexer)["_get_topk_ragged"] = lambda *args: "placed"
+    found = Watched(indexer, "_get_topk_ragged", lambda *args: None)
+    assert indexer._get_topk_ragged(False, None) == "placed" and unwatched(indexer._get_topk_ragged) is placed
+    found.remove()
+    assert indexer._get_topk_ragged is placed
+    found = Watched(indexer, "_get_topk_ragged", lambda *args: None)
+    vars(indexer)["_get_topk_ragged"] = print  # somebody else's, who came later
+    found.remove()
+    assert vars(indexer)["_get_topk_ragged"] is print
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_server_that_only_decodes_waits_for_no_prompt_after_an_update(
+    graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, looked = Model(), list[int]()
+    counter = counter_of(model, selects_after=64)
+    counter.begin(kinds_of(SimpleNamespace(disaggregation_mode="decode")))
+    with monkeypatch.context() as capturing:
+        capturing.setattr(counted, "_capturing", lambda: graphs)
+        model.run("DECODE")
+    assert not counter.counting
+    for _ in range(2):  # graphs stay through several updates
+        counter.again(lambda: looked.append(1))
+        assert counter.missing == (set() if graphs else {"decode"}) and counter.counting is not graphs
+        model.run("DECODE")
+        assert not counter.counting
+    assert len(looked) == (0 if graphs else 2)

@@ -10,8 +10,9 @@ import operator
 import random
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -20,6 +21,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from dsa_cpu_platform import recorder
 from indexcache_search import demo
 from scripts.bench.serving.soak import KINDS, Storm
 from scripts.tools import random_models
@@ -27,6 +29,7 @@ from scripts.tools.inprocess import Served
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa.spellings import to_sglang
+from sglang_indexcache.serving.counted import SHORT
 from tests.live.server import LAUNCHER, REQUEST_TIMEOUT, Server, command, ended, running
 from tests.live.test_server import PLAIN, states
 
@@ -60,12 +63,40 @@ def flags(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
     return ("--indexcache-pattern", file, "--skip-tokenizer-init", "--chunked-prefill-size", "256")
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What a server without any other feature answers; it is proven against transformers in test_server.py.
+
+    Attributes:
+        answers: to `prompts`.
+        crowd: the ids that it answers to `crowd`.
+    """
+
+    answers: list[Served]
+    crowd: list[list[int]]
+
+
 @pytest.fixture(scope="module")
-def expected(folder: Path, flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
-    """What a server without any other feature answers; it is proven against transformers in test_server.py."""
+def expected(folder: Path, flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Expected:
     with running(folder, tmp_path_factory.mktemp("plain") / "log", *flags) as server:
-        assert counted(server) == [{"passes": {"decode": 1, "extend": 1}}]
-        yield answers(server)
+        [found] = counted(server)
+        assert {*found["passes"]} - {SHORT} == {"decode", "extend"} and "to_come" not in found
+        assert found["longest_prompt"] == random_models.TOPK + 128  # of the warm-up
+        return Expected(answers(server), crowd(server))
+
+
+def crowd(server: Server) -> list[list[int]]:
+    """Ids that are decoded while other prompts are read; without logprobs, with which SGLang mixes nothing."""
+    rng = random.Random(11)
+    asked = [[rng.randrange(2, random_models.VOCAB) for _ in range(rng.randrange(100, 700))] for _ in range(20)]
+
+    def ask(prompt: list[int]) -> list[int]:
+        sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+        found: list[int] = server.post("/generate", input_ids=prompt, sampling_params=sampling)["output_ids"]
+        return found
+
+    with ThreadPoolExecutor(6) as pool:
+        return list(pool.map(ask, asked))
 
 
 def prompts() -> list[list[int]]:
@@ -107,10 +138,10 @@ def counted(server: Server) -> list[dict[str, Any]]:
     return [state["counted"] for state in found]
 
 
-def check(server: Server, expected: list[Served], kinds: set[str]) -> None:
+def check(server: Server, expected: Expected, kinds: set[str]) -> None:
     """Every scheduler has counted these kinds of passes, before any request of ours; then tokens and logprobs."""
-    assert all(set(item["passes"]) == kinds and "to_come" not in item for item in counted(server))
-    for served, wanted in zip(answers(server), expected, strict=True):
+    assert all(set(item["passes"]) - {SHORT} == kinds and "to_come" not in item for item in counted(server))
+    for served, wanted in zip(answers(server), expected.answers, strict=True):
         assert served.ids == wanted.ids
         assert served.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
 
@@ -120,7 +151,6 @@ CELLS = {
     "data-parallel-attention": (DATA_PARALLEL, {"extend", "decode"}),
     "experts": (("--tp-size", "2", "--ep-size", "2"), {"extend", "decode"}),
     "pipeline": (("--pp-size", "2"), {"extend", "decode"}),
-    "mixed-chunk": (("--enable-mixed-chunk", "--chunked-prefill-size", "64"), {"extend", "decode"}),
     "context": (CONTEXT, {"extend", "decode"}),
     "everything": ((*DATA_PARALLEL, "--enable-dp-lm-head", "--ep-size", "2", *DRAFTS), TARGET | DRAFT),
 }
@@ -129,12 +159,26 @@ FAST = ("mtp", "everything")
 
 @pytest.mark.parametrize("cell", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CELLS])
 def test_it_serves_what_it_serves_alone(
-    cell: str, folder: Path, flags: tuple[str, ...], expected: list[Served], tmp_path: Path
+    cell: str, folder: Path, flags: tuple[str, ...], expected: Expected, tmp_path: Path
 ) -> None:
     more, kinds = CELLS[cell]
     launcher, changes = how(more)
     with running(folder, tmp_path / "log", *flags, *more, launcher=launcher, **changes) as server:
         check(server, expected, kinds)
+
+
+def test_chunks_in_which_others_decode(
+    folder: Path, flags: tuple[str, ...], expected: Expected, tmp_path: Path
+) -> None:
+    """In mixed passes S layers attend to what the F layer below selected, for rows of prompts and decoded ones."""
+    record = tmp_path / "record"
+    record.mkdir()
+    more = ("--enable-mixed-chunk", "--chunked-prefill-size", "192")
+    with running(folder, tmp_path / "log", *flags, *more, DSA_CPU_RECORD=str(record)) as server:
+        assert crowd(server) == expected.crowd
+    mixed = [run for run in recorder.read(record) if run.mode == "MIXED"]
+    assert {run.layer for run in mixed} == {*PATTERN.full_layers}
+    assert len(mixed) >= 10 and any(run.selected is not None and len({*run.requests}) > 1 for run in mixed)
 
 
 @pytest.mark.slow
@@ -175,7 +219,7 @@ def test_indexers_are_counted_again_after_an_update(
 ) -> None:
     log = tmp_path / "log"
     with running(folder, log, *flags, **({"DSA_CPU_BREAK": broken} if broken else {})) as server:
-        assert counted(server) == [{"passes": {"decode": 1, "extend": 1}}]
+        assert "to_come" not in counted(server)[0]
         assert server.post("/update_weights_from_disk", model_path=str(folder))["success"]
         assert counted(server) == [{"passes": {}, "to_come": ["extend"]}]
         if broken:
@@ -183,8 +227,10 @@ def test_indexers_are_counted_again_after_an_update(
                 server.generate([prompts()[1]], ["one"], 2)
             assert "indexcache: letter 3 ran an indexer 0 times in a pass (extend), expected 1" in log.read_text()
             return
+        server.generate([[5, 6, 7]], ["short"], 2)
+        assert counted(server) == [{"passes": {SHORT: 1, "decode": 1}, "to_come": ["extend"]}]
         server.generate([prompts()[1]], ["one"], 2)
-        assert counted(server) == [{"passes": {"extend": 1}}]
+        assert counted(server) == [{"passes": {SHORT: 1, "decode": 1, "extend": 1}, "longest_prompt": 40}]
 
 
 def test_a_storm_of_requests(folder: Path, flags: tuple[str, ...], tmp_path: Path) -> None:
@@ -201,7 +247,7 @@ def test_without_a_warm_up_the_first_request_is_counted(folder: Path, flags: tup
         assert "decode" in before["to_come"]  # a look at /health may have been a prompt
         server.generate([prompts()[1]], ["one"], 2)
         [after] = counted(server)
-        assert {*after["passes"]} == {"decode", "extend"} and "to_come" not in after
+        assert {*after["passes"]} - {SHORT} == {"decode", "extend"} and "to_come" not in after
 
 
 def how(more: Sequence[str]) -> tuple[Sequence[str], dict[str, str]]:

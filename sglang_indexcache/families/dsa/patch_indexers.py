@@ -14,6 +14,7 @@ from sglang_indexcache.families.dsa.rows import PrefillSelection
 from sglang_indexcache.families.dsa.shards import Shards
 from sglang_indexcache.pattern import FULL, Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
+from sglang_indexcache.sglang.attention import unwatched
 from sglang_indexcache.sglang.refusal import SHARD_FLAG
 
 Modules = Iterable[tuple[int, Any]]
@@ -98,7 +99,8 @@ def _placed(modules: Modules) -> Iterator[tuple[int, PrefillSelection]]:
     for layer, module in modules:
         indexer = getattr(module, "indexer", None)
         own = {} if indexer is None else vars(indexer)
-        patches = {name: own[name] for name in (PREFILL, DECODING) if name in own}
+        found = {name: unwatched(own.get(name)) for name in (PREFILL, DECODING)}
+        patches = {name: patch for name, patch in found.items() if patch is not None}
         selection = patches.get(PREFILL)
         if isinstance(selection, PrefillSelection) and len(patches) == 1:
             yield layer, selection

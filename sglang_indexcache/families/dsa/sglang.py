@@ -180,7 +180,8 @@ class DsaSglang(SglangAdapter):
                 yield CountedAttention(number, module, self.indexer(module), partial(_of_a_draft, module))
             return
         for site, module in self.modules(model):
-            yield CountedAttention(site, module, self.indexer(module), exactly(int(pattern[site] == FULL)))
+            allowed = exactly(int(pattern[site] == FULL))
+            yield CountedAttention(site, module, self.indexer(module), allowed, needs.PREFILL)
 
     def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
         """See `SglangAdapter.modules`."""

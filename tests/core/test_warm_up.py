@@ -1,0 +1,139 @@
+"""The warm-up prompt that selects: sent before SGLang's own, to a server on this machine, whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("requests")
+
+from sglang_indexcache.serving import warm_up
+
+
+class Answers(BaseHTTPRequestHandler):
+    said: dict[str, Any]
+    asked: list[tuple[str, Any, str | None]]
+
+    def do_GET(self) -> None:
+        self.reply(self.said.get(self.path))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append((self.path, body, self.headers["Authorization"]))
+        self.reply(self.said.get(self.path))
+
+    def reply(self, content: Any) -> None:
+        self.send_response(200 if content is not None else 400)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    said = {"/model_info": {"is_generation": True}, "/server_info": {"max_req_input_len": 4000}, "/generate": {}}
+    handler = type("Handler", (Answers,), {"said": said, "asked": []})
+    found = HTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=found.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{found.server_port}"
+    yield SimpleNamespace(
+        asked=handler.asked,  # type: ignore[attr-defined]
+        said=said,
+        args=SimpleNamespace(url=lambda: url, api_key=None, ssl_ca_certs=None, ssl_certfile=None),
+    )
+    found.shutdown()
+
+
+def test_the_prompt_is_longer_than_a_selection_and_comes_first(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    server.args.api_key = "secret"
+    before: list[int] = []
+    assert warm_up.run(2048, lambda args: before.append(len(server.asked)) is None, server.args)
+    [(path, body, key)] = server.asked
+    assert before == [1] and path == "/generate" and key == "Bearer secret"
+    assert len(body["input_ids"]) == 2048 + 128 and body["sampling_params"]["max_new_tokens"] == 8
+    assert not warm_up.run(2048, lambda args: False, server.args)  # what SGLang's own says counts
+
+
+def test_it_fits_into_the_context(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    server.said["/server_info"]["max_req_input_len"] = 2100
+    warm_up.run(2048, lambda args: True, server.args)
+    assert len(server.asked[0][1]["input_ids"]) == 2092
+    server.said["/server_info"]["max_req_input_len"] = 2056
+    warm_up.run(2048, lambda args: True, server.args)
+    assert len(server.asked) == 1 and "one has at most 2048 tokens, a selection 2048" in caplog.text
+
+
+def test_every_replica_gets_one(server: Any) -> None:
+    server.args.dp_size = 3
+    warm_up.run(10, lambda args: True, server.args)
+    prompts = server.asked[0][1]["input_ids"]
+    assert len(prompts) == 3 and {len(prompt) for prompt in prompts} == {138}
+    assert len({tuple(prompt) for prompt in prompts}) == 3  # none is in a cache already
+
+
+def test_prefill_servers_hand_over_to_nobody_and_decode_servers_read_no_prompts(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utils = ModuleType("sglang.srt.disaggregation.utils")
+    utils.FAKE_BOOTSTRAP_HOST = "nobody"  # type: ignore[attr-defined]
+    for name in ("sglang", "sglang.srt", "sglang.srt.disaggregation"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    server.args.disaggregation_mode, server.args.dp_size = "prefill", 2
+    warm_up.run(10, lambda args: True, server.args)
+    sent = [(body["bootstrap_host"], body["bootstrap_room"], body["routed_dp_rank"]) for _, body, _ in server.asked]
+    assert sent == [("nobody", 0, 0), ("nobody", 1, 1)]
+    server.args.disaggregation_mode = "decode"
+    warm_up.run(10, lambda args: True, server.args)
+    assert len(server.asked) == 2
+
+
+@pytest.mark.parametrize("path", ["/generate", "/server_info", "/model_info"])
+def test_a_server_that_answers_otherwise_is_a_warning(
+    path: str, server: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_up, "_TRIES", 2)
+    monkeypatch.setattr(warm_up.time, "sleep", lambda seconds: None)
+    server.said[path] = None
+    with caplog.at_level(logging.WARNING):
+        assert warm_up.run(10, lambda args: True, server.args)
+    assert "no warm-up prompt that selects (400: null): the first long prompts are counted" in caplog.text
+
+
+def test_embedding_models_get_none(server: Any) -> None:
+    server.said["/model_info"] = {"is_generation": False}
+    warm_up.run(10, lambda args: True, server.args)
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "sends"),
+    [
+        (None, False),
+        (SimpleNamespace(serves=False), False),
+        (SimpleNamespace(serves=True, pattern=SimpleNamespace(dense=True, is_full=False)), False),
+        (SimpleNamespace(serves=True, pattern=SimpleNamespace(dense=False, is_full=True)), False),
+        (SimpleNamespace(serves=True, pattern=SimpleNamespace(dense=False, is_full=False), selects_after=64), True),
+    ],
+)
+def test_only_servers_whose_indexers_are_counted_get_one(plan: Any, sends: bool) -> None:
+    def theirs(server_args: Any) -> bool:
+        return True
+
+    def wait_and_warmup(server_args: Any, launch_callback: Any = None, execute_warmup_func: Any = theirs) -> Any:
+        return execute_warmup_func
+
+    found = warm_up._around(lambda args: plan, wait_and_warmup, server_args="args")
+    assert (found is not theirs) == sends
+    assert not sends or found.args == (64, theirs)
