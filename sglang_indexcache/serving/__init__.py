@@ -35,8 +35,9 @@ from collections.abc import Callable
 from threading import RLock
 from typing import Any
 
+from sglang_indexcache.errors import ProofError
 from sglang_indexcache.model.name import at_revision
-from sglang_indexcache.serving import counted, engines, identity, metrics, proof, ready, updates, warm_up
+from sglang_indexcache.serving import counted, engines, identity, metrics, proof, ready, storage, updates, warm_up
 from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.hooks import Hooks, bound_arguments, bound_to, installed_source, refusing_around
@@ -229,10 +230,20 @@ def status(reply: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _cache_keys(config: Any, *args: Any, **kwargs: Any) -> None:
-    """Mark the keys of HiCache storage (after `HiCacheController._generate_storage_config`)."""
+    """Mark the keys of HiCache storage (after `HiCacheController._generate_storage_config`).
+
+    Storage can be attached to a running server, too.
+
+    Raises:
+        ProofError: if the keys of this storage don't show the mark.
+    """
     plan = engines.plan_of_process()
     if plan is not None and plan.serves:
         identity.mark_cache_keys(plan.pattern, config)
+        backend = getattr(args[0], "storage_backend_type", None)
+        problem = storage.unmarked(plan.sglang, backend, getattr(config, "extra_config", None))
+        if problem is not None and not plan.pattern.is_full:
+            raise ProofError(f"HiCache storage {backend} can't be combined with a pattern: {problem}")
 
 
 def _handshake(*args: Any, **kwargs: Any) -> None:

@@ -13,6 +13,7 @@ from sglang_indexcache.model.name import at_revision
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.proven import ProofHolder
 from sglang_indexcache.serving.request import PatternRequest
+from sglang_indexcache.serving.storage import unmarked
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.probes import Feature, SglangSource
 from sglang_indexcache.sglang.refusal import SHARD_FLAG, UNREAD_FLAG
@@ -201,7 +202,12 @@ class Preflight(EnginePlan):
         if getattr(server_args, "pp_size", 1) > 1 and family.sglang.pipeline is not None:
             self.require(family.sglang.pipeline, f"--pp-size {server_args.pp_size}")
         if getattr(server_args, "hicache_storage_backend", None):
-            self.require(probes.CACHE_KEYS, f"--hicache-storage-backend {server_args.hicache_storage_backend}")
+            given = f"--hicache-storage-backend {server_args.hicache_storage_backend}"
+            self.require(probes.CACHE_KEYS, given)
+            extra = getattr(server_args, "hicache_storage_backend_extra_config", None)
+            problem = unmarked(self.sglang, server_args.hicache_storage_backend, extra)
+            if problem is not None:
+                raise PreflightError(f"{given} can't be combined with {self.subject}: {problem}")
 
     def family_at(self, model: str) -> Family:
         """See `EnginePlan.family_at`; checked once for an engine, however many configurations SGLang builds of it."""

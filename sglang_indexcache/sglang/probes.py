@@ -212,7 +212,7 @@ class SglangSource:
 
     def missing(self, need: Need) -> str | None:
         """Return one line if this SGLang lacks `need`, or `None`."""
-        tree = self._tree(need.module)
+        tree = self.tree(need.module)
         if tree is None:
             return f"needs sglang.{need.module}, which is not in SGLang {self.version}"
         node: ast.AST = tree
@@ -260,7 +260,7 @@ class SglangSource:
 
     def definition(self, need: Need) -> str | None:
         """Return the source of a function or class, decorators included, as it stands in its file; `None` without."""
-        tree = self._tree(need.module)
+        tree = self.tree(need.module)
         node: ast.AST | None = tree
         for part in need.name.split("."):
             if node is not None:
@@ -280,7 +280,8 @@ class SglangSource:
             if reason is not None:
                 raise SglangError(reason)
 
-    def _tree(self, module: str) -> ast.Module | None:
+    def tree(self, module: str) -> ast.Module | None:
+        """Return the parsed source of a module, dotted below `sglang.`; `None` without one."""
         if module not in self._trees:
             path = self.root.joinpath(*module.split("."))
             files = (path.with_suffix(".py"), path / "__init__.py")
