@@ -19,6 +19,7 @@ The hooks, and when each runs:
 | around updates of weights | `updates` | proven again, or known not to be proven any more |
 | after `HiCacheController._generate_storage_config` | `identity` | keys of HiCache storage |
 | before `CommonKVManager.__init__` | `identity` | the handshake of prefill and decode servers |
+| around `CommonKVManager.try_ensure_parallel_info` | here | decode servers outlive prefill servers of other patterns |
 
 The first three and `Scheduler.__init__` are watched from the start (`plugin`); the others are applied once an engine
 has a request. Hooks can't be taken back, and a process may have several engines: each hook looks up the plan of the
@@ -146,6 +147,7 @@ def _serving_hooks() -> Hooks:
         (probes.STATUS, "AFTER", probes.STATE, status),
         (probes.CACHE_KEYS, "AFTER", probes.STORAGE, _cache_keys),
         (probes.PEERS, "BEFORE", probes.PEER, _handshake),
+        (probes.PEERS, "AROUND", probes.MEETING, _meet),
     ):
         if source.refusal(feature) is None:
             hooks.add(kind, need, function)
@@ -250,5 +252,31 @@ def _handshake(*args: Any, **kwargs: Any) -> None:
     """Mark the handshake of prefill and decode servers (before `CommonKVManager.__init__`)."""
     arguments = bound_arguments(probes.PEER, args, kwargs).arguments
     plan = engines.plan_of(arguments["server_args"])
-    if plan is not None and plan.serves:
-        identity.mark_handshake(plan.pattern, arguments["args"])
+    if plan is not None and plan.serves and identity.mark_handshake(plan.pattern, arguments["args"]):
+        logger.info(
+            "indexcache: peers meet this server as %s: they must run its pattern", arguments["args"].kv_cache_dtype_str
+        )
+
+
+def _meet(original: Callable[..., Any], manager: Any, bootstrap_addr: str) -> Any:
+    """Take no KV of another pattern (around `CommonKVManager.try_ensure_parallel_info`).
+
+    SGLang ends the decode server where KV differs in its type, which is how it sees a pattern. Told that the prefill
+    server does not answer, it aborts the requests that this one hands over, and serves those of others.
+    """
+    plan = engines.plan_of_process()
+    try:
+        return original(manager, bootstrap_addr)
+    except RuntimeError as error:
+        theirs = None if plan is None or not plan.serves else identity.of_another(plan.pattern, str(error))
+        if plan is None or theirs is None:
+            raise
+        logger.error(
+            "indexcache: the prefill server at %s runs another pattern (%s), this one %s (%s): its KV is not taken, and"
+            " requests that it hands over are aborted",
+            bootstrap_addr,
+            theirs,
+            plan.pattern,
+            identity.tag(plan.pattern),
+        )
+        return False

@@ -7,9 +7,12 @@ HiCache storage, and into the data type that prefill and decode servers compare 
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from sglang_indexcache.pattern import Pattern
+
+_REFUSAL = re.compile(r"prefill server has kv_cache_dtype=([^\s,]+),")
 
 
 def tag(pattern: Pattern) -> str:
@@ -22,13 +25,26 @@ def mark_cache_keys(pattern: Pattern, config: Any) -> None:
     config.model_name = f"{config.model_name or ''}-{tag(pattern)}"
 
 
-def mark_handshake(pattern: Pattern, args: Any) -> None:
+def mark_handshake(pattern: Pattern, args: Any) -> bool:
     """Add the pattern to `kv_cache_dtype_str`, which peers compare (before `CommonKVManager.__init__`).
 
     Peers refuse each other if it differs. A decode server then says: KV cache dtype mismatch: prefill server has
     kv_cache_dtype=bfloat16+indexcache-...
+
+    Returns:
+        Whether it is marked; all layers of a dense model write their keys, whoever prefills.
     """
     if pattern.dense:
-        return  # all layers of a dense model write their keys, whoever prefills
+        return False
     if not args.kv_cache_dtype_str.endswith(tag(pattern)):
         args.kv_cache_dtype_str = f"{args.kv_cache_dtype_str}+{tag(pattern)}"
+    return True
+
+
+def of_another(pattern: Pattern, error: str) -> str | None:
+    """Return what a prefill server's KV is of, if SGLang refuses it for its pattern, or `None` for another reason."""
+    found = _REFUSAL.search(error)
+    if found is None or pattern.dense or found[1].endswith(tag(pattern)):
+        return None
+    theirs = found[1].partition("+")[2]
+    return theirs or "none of ours"

@@ -93,6 +93,7 @@ STORAGE_CONFIG = Need("srt.mem_cache.hicache_storage", "HiCacheStorageConfig.mod
 PEER = Need(
     "srt.disaggregation.common.conn", "CommonKVManager.__init__", ("args", "server_args"), ("kv_cache_dtype_str",)
 )
+MEETING = Need("srt.disaggregation.common.conn", "CommonKVManager.try_ensure_parallel_info", ("bootstrap_addr",))
 CONTROL = Need("srt.managers.scheduler", "Scheduler.handle_dumper_control", ("recv_req",))
 CONTROL_REPLY = Need("srt.managers.io_struct", "DumperControlReqOutput.response")
 CONTROL_REQUEST = Need("srt.managers.io_struct", "DumperControlReqInput.body")
@@ -139,7 +140,10 @@ CACHE_KEYS = Feature(
     "L3 keys", "the fingerprint in the keys of HiCache storage", (STORAGE, STORAGE_CONFIG), "no server with HiCache L3"
 )
 PEERS = Feature(
-    "P/D peers", "prefill and decode servers with different patterns refuse each other", (PEER,), "a warning in the log"
+    "P/D peers",
+    "prefill and decode servers with different patterns refuse each other",
+    (PEER, MEETING),
+    "a warning in the log",
 )
 CALIBRATE = Feature(
     "calibrate",

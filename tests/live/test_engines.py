@@ -27,6 +27,7 @@ from tests.live.server import LAUNCHER, command, environment
 pytestmark = pytest.mark.sglang
 
 FIRST, SECOND = Pattern("FSSFSS"), Pattern("FSFSFS")
+ONCE = {"passes": {"extend": 1}, "longest_prompt": 80}
 
 PROGRAM = """
 import json, os, sys, sglang
@@ -121,7 +122,7 @@ def test_engines_of_one_program(tmp_path: Path) -> None:
     assert "the update has ended, but the pattern is not proven" in broken["message"]
     assert not healed["meanwhile"] and healed["success"] and healed["state"]["proven"], healed
     assert healed["state"]["counted"]["to_come"] == ["extend"]
-    assert updated["ids"] == said["first-again"]["ids"] and updated["state"]["counted"] == {"passes": {"extend": 1}}
+    assert updated["ids"] == said["first-again"]["ids"] and updated["state"]["counted"] == ONCE
 
 
 def updated(model: Path, lacking: Path, torn: Path) -> list[dict[str, Any]]:

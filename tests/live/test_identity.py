@@ -114,9 +114,14 @@ def prefill(model: Path, port: int, stop: str) -> str:
 
 def decode(model: Path, port: int) -> str:
     """What a decode server says when it meets the prefill server: an empty line if it takes its KV."""
-    manager = kv_manager(model, "decode", port)
+    import logging
+
+    manager, lines = kv_manager(model, "decode", port), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sglang_indexcache").addHandler(handler)
     try:
-        return "" if manager.try_ensure_parallel_info(f"127.0.0.1:{port}") else "no answer"
+        return "" if manager.try_ensure_parallel_info(f"127.0.0.1:{port}") else "lives on: " + lines[-1]
     except RuntimeError as error:
         return str(error)
 
@@ -143,9 +148,11 @@ def test_prefill_and_decode_servers_with_different_patterns_refuse_each_other(
         thread.join()
     assert answer == [f"{KV_TYPES[kind]}+indexcache-{PATTERNS[0].fingerprint[:16]}"]
     assert same == ""
-    for line, tag in (
-        (other, f"{KV_TYPES[kind]}+indexcache-{PATTERNS[1].fingerprint[:16]}"),
-        (without, KV_TYPES[kind]),
-    ):
-        assert line.startswith("KV cache dtype mismatch: prefill server has kv_cache_dtype=" + answer[0])
-        assert f"decode server has kv_cache_dtype={tag}." in line
+    assert other == (
+        f"lives on: indexcache: the prefill server at 127.0.0.1:{port} runs another pattern"
+        f" (indexcache-{PATTERNS[0].fingerprint[:16]}), this one {PATTERNS[1]}"
+        f" (indexcache-{PATTERNS[1].fingerprint[:16]}): its KV is not taken, and requests that it hands over are"
+        " aborted"
+    )
+    assert without.startswith("KV cache dtype mismatch: prefill server has kv_cache_dtype=" + answer[0])
+    assert f"decode server has kv_cache_dtype={KV_TYPES[kind]}." in without
