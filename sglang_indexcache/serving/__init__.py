@@ -49,7 +49,7 @@ from sglang_indexcache.sglang.requested import KEY
 logger = logging.getLogger(__name__)
 
 _WATCHED = (probes.LAUNCH, probes.SERVER_ARGS, probes.SCHEDULER, probes.START)  # the functions that `plugin` watches
-_lock = RLock()
+_lock, _launching = RLock(), RLock()
 _applied: set[str] = set()
 
 
@@ -86,7 +86,8 @@ def _launch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     unknown = never_run(plan.sglang.version)
     if unknown is not None:
         logger.warning("indexcache: %s", unknown)
-    return ready.launch(plan, server_args, lambda: original(*args, **kwargs))
+    with _launching:  # one after the other, if threads launch engines: processes get what they need by the environment
+        return ready.launch(plan, server_args, lambda: original(*args, **kwargs))
 
 
 def _start(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
