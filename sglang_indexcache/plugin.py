@@ -67,8 +67,8 @@ def _follower(target: str, original: Callable[..., Any], args: Any, kwargs: Any)
         return None
     if target == SCHEDULE and not is_decided(server_args) and asked_of(server_args):
         refuse(
-            "the process that launched this engine had not loaded the plugin, so it would not wait for a proof; expected"
-            " sglang.srt.plugins.load_plugins() before threads launch engines, and server arguments as they were sent"
+            "the process that launched this engine had not loaded the plugin, so it would not wait for a proof;"
+            " expected sglang.srt.plugins.load_plugins() before threads launch engines, and server arguments as sent"
         )
     if not (ask_again(server_args) if target == LAUNCH else asked_of(server_args)):
         return None
