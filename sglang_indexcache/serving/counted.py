@@ -170,6 +170,8 @@ class Counter:
                 )
                 return
             kind = kind_of(batch, kwargs)
+            if kind == EXTEND and makes_graphs():  # its rows are made up, though it may run before it is captured
+                kind = EXTEND + CAPTURED
             if kind is None or ran is None:  # counting began within this call
                 return
             allowed, selected = item.allowed(kwargs), sum(selects for _, selects in ran)
@@ -221,7 +223,8 @@ class Counter:
             self.longest = max(self.longest, longest if seen == EXTEND else 0)
         self.passes[kind] = self.passes.get(kind, 0) + 1
         self._missing.discard(seen)
-        if not self._missing and not makes_graphs():  # a pass runs before it is captured
+        # A pass runs before it is captured; a graph of prompts is replayed as if it were captured again.
+        if not self._missing and (kind == REPLAYED or not makes_graphs()):
             self.end()
             logger.info("indexcache: indexers ran as the pattern says, counted in passes: %s", self.passes)
 

@@ -115,7 +115,7 @@ def test_it_does_not_end_between_a_pass_and_its_capture(monkeypatch: pytest.Monk
     module.get_is_capture_mode = lambda: False
     model.run("EXTEND")
     assert not counter.counting
-    assert counter.passes == {"extend": 2, "decode": 1, "decode (captured)": 1}
+    assert counter.passes == {"extend": 1, "extend (captured)": 1, "decode": 1, "decode (captured)": 1}
 
 
 @pytest.mark.parametrize("mode", ["EXTEND", "DECODE", "TARGET_VERIFY", "MIXED"])
@@ -311,10 +311,15 @@ def test_the_capture_of_a_graph_of_prompts_shows_no_selection(monkeypatch: pytes
     model = Model()
     counter = counter_of(model, selects_after=64)
     counter.begin({"extend"})
+    module = SimpleNamespace(get_is_capture_mode=lambda: True)
+    monkeypatch.setitem(sys.modules, "sglang.srt.model_executor.runner_utils.capture_mode", module)
+    model.run("EXTEND", tokens=9000)  # made up, before it is captured
     with monkeypatch.context() as capturing:
         capturing.setattr(counted, "_capturing", lambda: True)
-        model.run("EXTEND", tokens=9000)  # made up
-    assert counter.missing == {"extend"} and counter.passes == {"extend (captured)": 1} and counter.longest == 0
+        model.run("EXTEND", tokens=9000)
+    assert counter.missing == {"extend"} and counter.passes == {"extend (captured)": 2} and counter.longest == 0
+    replay(model, "03")  # SGLang says that it captures all the while
+    assert counter.passes == {"extend (captured)": 2, "extend (replayed)": 1} and not counter.counting
 
 
 def replay(model: Model, letters: str, tokens: int = 65) -> None:
