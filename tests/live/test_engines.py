@@ -79,6 +79,32 @@ if __name__ == "__main__":
     ask(start(moe, None, json.dumps({"indexcache": second})), "second")
 """
 
+THREADS = """
+import json, os, sys, threading, sglang
+from sglang.srt.plugins import load_plugins
+
+def run(number, own):
+    engine = sglang.Engine(model_path=model, skip_tokenizer_init=True, json_model_override_args=own, **arguments)
+    sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
+    barrier.wait()  # a scheduler ends with the thread that launched it
+    answer = engine.generate(input_ids=[list(range(2, 82))], sampling_params=sampling, rid=[f"from-{number}"])
+    [state] = engine.get_server_info()["internal_states"]
+    print("SAY " + json.dumps({"name": number, "state": state.get("indexcache"), "ids": answer[0]["output_ids"]}), flush=True)
+    barrier.wait()
+
+if __name__ == "__main__":
+    model, text, *patterns = sys.argv[1:]
+    arguments, barrier = json.loads(text), threading.Barrier(len(patterns))
+    load_plugins()  # SGLang says that they are loaded before they are
+    owns = [json.dumps({"indexcache": pattern}) for pattern in patterns]
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(owns)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os._exit(0)
+"""
+
 
 def without_an_indexer(model: Path, folder: Path, torn: bool = False) -> Path:
     """The model without the indexer of layer 3; `torn`: with an index that says it is there."""
@@ -123,6 +149,19 @@ def test_engines_of_one_program(tmp_path: Path) -> None:
     assert not healed["meanwhile"] and healed["success"] and healed["state"]["proven"], healed
     assert healed["state"]["counted"]["to_come"] == ["extend"]
     assert updated["ids"] == said["first-again"]["ids"] and updated["state"]["counted"] == ONCE
+
+
+@pytest.mark.slow
+def test_threads_that_launch_engines_at_once(tmp_path: Path) -> None:
+    """Each engine is launched behind the other, and runs its own pattern."""
+    model = random_models.build("glm-dense", tmp_path / "glm")
+    (tmp_path / "program.py").write_text(THREADS)
+    words = [str(tmp_path / "program.py"), str(model), json.dumps(ARGUMENTS), FIRST.letters, SECOND.letters]
+    result = subprocess.run([sys.executable, *words], env=environment(), capture_output=True, text=True, timeout=600)
+    lines = [line.removeprefix("SAY ") for line in result.stdout.splitlines() if line.startswith("SAY ")]
+    said = {item["name"]: item["state"] for item in map(json.loads, lines)}
+    assert [said[number]["fingerprint"] for number in (0, 1)] == [FIRST.fingerprint, SECOND.fingerprint], result.stderr
+    assert all(state["proven"] for state in said.values())
 
 
 def updated(model: Path, lacking: Path, torn: Path) -> list[dict[str, Any]]:
