@@ -86,6 +86,7 @@ def _counted(counted: Counted | None) -> str:
     if counted is None:
         return "-"
     seen = [f"{number} {kind}" for kind, number in counted.passes.items()]
+    seen += [] if counted.longest_prompt is None else [f"up to {counted.longest_prompt} tokens"]
     return one_line(", ".join(seen + [f"{kind} to come" for kind in counted.to_come]), 120) or "-"
 
 

@@ -18,6 +18,7 @@ class Counted(BaseModel):
     """The first passes in which indexers were counted, by kind, and the kinds that are still to come."""
 
     passes: dict[str, _Count] = {}
+    longest_prompt: _Count | None = None
     to_come: list[str] = []
 
 
@@ -29,8 +30,8 @@ class Served(BaseModel):
     source: str | None = None
     version: str | None = None
     proven: bool = True
-    since: str = "its weights were updated"
-    reason: str = "no reason is given"
+    since: str | None = None
+    reason: str | None = None
     selection: dict[str, Any] | None = None
     proven_ranks: _Count | None = None
     full_layers: _Count | None = None
@@ -44,6 +45,12 @@ class Served(BaseModel):
     indexer_runs: _Count | None = None
     indexer_skips: _Count | None = None
     decode_passes: _Count | None = None
+
+    @property
+    def since_when(self) -> str:
+        """Return since when a server is not proven, and why."""
+        since = self.since or "its weights were updated"
+        return f"since {since}: {one_line(self.reason or 'no reason is given', 200)}"
 
 
 class _ServerState(BaseModel):
@@ -85,7 +92,7 @@ class ServedRank(BaseModel):
         if served.fingerprint != pattern.fingerprint:
             return f"{self.name} serves fingerprint {served.fingerprint[:16]}, the pattern file has {expected}"
         if not served.proven:
-            return one_line(f"{self.name} is not proven to serve it since {served.since}: {served.reason}", 400)
+            return one_line(f"{self.name} is not proven to serve it {served.since_when}", 400)
         return None
 
 
@@ -126,9 +133,7 @@ def fingerprint(server: str | Address) -> str | None:
         raise ServerError(f"{address}: its data-parallel ranks serve different patterns, expected one")
     for state in states:
         if state is not None and not state.proven:
-            raise ServerError(
-                f"{address}: is not proven to serve its pattern since {state.since}: {one_line(state.reason, 200)}"
-            )
+            raise ServerError(f"{address}: is not proven to serve its pattern {state.since_when}")
         if state is not None and state.selection is not None:
             raise ServerError(f"{address}: serves a dense model, which reads prompts without its pattern")
     return found.pop()

@@ -14,6 +14,7 @@ The hooks, and when each runs:
 | around `Scheduler.__init__` | `metrics` | metrics, if they are on |
 | after `Scheduler.get_init_info` | `ready` | a scheduler is not ready without its proof, and sends it along |
 | after `Scheduler.get_internal_state` | here | `/server_info` |
+| around `kill_process_tree` | `ready` | the line of a scheduler that was refused while it served is the last |
 | around `_wait_and_warmup` of HTTP servers | `warm_up` | a prompt that selects is counted before a server is ready |
 | in the first passes, with module hooks of PyTorch's | `counted` | how often each indexer runs |
 | around updates of weights | `updates` | proven again, or known not to be proven any more |
@@ -141,6 +142,8 @@ def _serving_hooks() -> Hooks:
     if source.missing(probes.LOAD_GRAPHS) is None:
         hooks.add("AFTER", probes.LOAD_GRAPHS, _captured)
     hooks.add("AFTER", probes.READY, scheduler_ready)
+    if source.missing(probes.KILL) is None:
+        hooks.add("AROUND", probes.KILL, ready.kill)
     for need in probes.UPDATES:
         if source.missing(need) is None:
             hooks.add("AROUND", need, updates.around(need.name.rpartition(".")[2]))

@@ -1,18 +1,22 @@
-"""The proofs of schedulers: no server is ready before the main process has one from each.
+"""The proofs of schedulers: no server is ready before the main process has one from each, and says why it ended.
 
 A scheduler sends its proof with the message that it is ready. A data-parallel controller keeps that message to itself,
 so schedulers also leave their proof in a folder. The main process makes the folder for the engine, and names it on its
-server arguments.
+server arguments. A process that is refused leaves its line there, also long after the launch: logs are read from their
+end, where SGLang prints at length that a process ended.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -29,6 +33,7 @@ from sglang_indexcache.sglang.requested import KEY, asked_of
 _PROOFS = "proofs"  # key of the folder, beside what the server arguments carry
 _REFUSED = "refused"  # file in it
 _LIMIT = 1 << 20
+_kept: list[Path] = []  # folders of the engines that this process has launched
 
 
 def report(plan: EnginePlan, info: dict[str, Any], scheduler: Any) -> None:
@@ -83,20 +88,50 @@ def _new_folder(server_args: Any) -> Path:
 
 @contextmanager
 def _last_word(folder: Path) -> Iterator[None]:
-    """End with the line of a process that was refused, after what SGLang prints of that: logs are read from their end.
+    """End with the line of a process that was refused, after what SGLang prints of that.
 
-    The folder is removed when the block ends.
+    The folder is removed if the block fails, else when this process ends.
     """
     try:
         yield
-    except Exception:
-        refused = folder / _REFUSED
-        if refused.exists():
-            refuse(refused.read_text().partition("\n")[0])
+    except BaseException as error:
+        line = _left_in(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        if line is not None and isinstance(error, Exception):
+            refuse(line)
         raise
     finally:
         os.environ.pop(LEFT_VARIABLE, None)
-        shutil.rmtree(folder, ignore_errors=True)
+    if not _kept:
+        atexit.register(_forget)
+    _kept.append(folder)
+
+
+def _left_in(folder: Path) -> str | None:
+    with suppress(OSError):
+        return (folder / _REFUSED).read_text().partition("\n")[0]
+    return None
+
+
+def _forget() -> None:
+    while _kept:
+        shutil.rmtree(_kept.pop(), ignore_errors=True)
+
+
+def kill(
+    original: Callable[..., Any], parent_pid: int | None, include_parent: bool = True, *more: Any, **by: Any
+) -> Any:
+    """End with the line of a scheduler that was refused while it served (around `kill_process_tree`)."""
+    own = include_parent and parent_pid == os.getpid()
+    line = next((line for line in map(_left_in, _kept if own else ()) if line is not None), None)
+    if line is None:
+        return original(parent_pid, include_parent, *more, **by)
+    _forget()
+    with suppress(Exception):
+        original(parent_pid, False, *more, **by)
+    sys.stderr.write(f"indexcache: {line}\n")
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _check_node(plan: EnginePlan, server_args: Any, launched: Any, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterable
 from pkgutil import resolve_name
 from typing import Any
@@ -117,11 +118,17 @@ class Hooks:
         missing = {need.target for need in registered} - HookRegistry._patched
         if missing:
             raise _not_applied(min(missing))
-        for target, hooks in sorted(self._wanted.items()):
-            try:
-                HookRegistry._apply_target(target, [(HookType[kind], hook, None) for kind, hook in hooks])
-            except (ImportError, AttributeError):
-                raise _not_applied(target) from None
+        registry = logging.getLogger(HookRegistry.__module__)
+        level = registry.level
+        registry.setLevel(max(logging.WARNING, registry.getEffectiveLevel()))  # a line each, in every process
+        try:
+            for target, hooks in sorted(self._wanted.items()):
+                try:
+                    HookRegistry._apply_target(target, [(HookType[kind], hook, None) for kind, hook in hooks])
+                except (ImportError, AttributeError):
+                    raise _not_applied(target) from None
+        finally:
+            registry.setLevel(level)
 
 
 def _not_applied(target: str) -> SglangError:

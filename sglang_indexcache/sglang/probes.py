@@ -108,6 +108,7 @@ CAPTURE = Need("srt.state_capturer.indexer_topk", "maybe_capture_indexer_topk", 
 ROUTING = Need("srt.managers.io_struct", "GenerateReqInput.routed_dp_rank")
 RAY_ACTOR = Need("srt.ray.scheduler_actor", "SchedulerActor", mentions=("load_plugins",))
 WARM_UP = Need("srt.entrypoints.http_server", "_wait_and_warmup", ("server_args", "execute_warmup_func"))
+KILL = Need("srt.utils.common", "kill_process_tree", ("parent_pid", "include_parent"))
 HTTP = Need("srt.entrypoints.http_server", "_setup_and_run_http_server", ("server_args", "tokenizer_manager"))
 
 UPDATES = tuple(

@@ -79,7 +79,7 @@ SAYS = {
     "shared_layers": 4,
     "saved_kv_bytes_per_token": 528,
     "saved_weight_bytes": 1_250_000_000,
-    "counted": {"passes": {"extend": 3}, "to_come": ["decode"]},
+    "counted": {"passes": {"extend": 3}, "longest_prompt": 2176, "to_come": ["decode"]},
     "indexer_runs": 20,
     "indexer_skips": 40,
     "of_a_newer_version": [1],
@@ -97,9 +97,10 @@ def test_everything_a_server_says_is_a_row_of_a_table(
     assert cells == [
         "server proven ranks F layers SGLang plugin sharded grouped layers saved KV saved weights runs skips"
         " counted in",
-        f"{server} DP rank 0 yes 8 2 of 6 0.5.23 0.2.0 no 0 528 B/token 1.25 GB 20 40 3 extend, decode to come",
+        f"{server} DP rank 0 yes 8 2 of 6 0.5.23 0.2.0 no 0 528 B/token 1.25 GB 20 40"
+        " 3 extend, up to 2176 tokens, decode to come",
         f"{server} DP rank 1 yes 8 2 of 6 0.5.23 0.2.0 2 layers, 8 ranks 1 528 B/token 1.25 GB 20 40"
-        " 3 extend, decode to come",
+        " 3 extend, up to 2176 tokens, decode to come",
     ]
     assert differs == [
         f"differs: sharded: no: {server} DP rank 0; 2 layers, 8 ranks: {server} DP rank 1",
@@ -114,6 +115,7 @@ def test_what_servers_say_as_json(server: str, file: str, capsys: pytest.Capture
     assert found["differs"] == {} and len(found["ranks"]) == 2
     assert found["ranks"][0] == found["ranks"][1]
     said = found["ranks"][0]
+    assert said["served"]["since"] is said["served"]["reason"] is None  # it is proven
     assert (said["server"], said["dp_rank"], said["sglang"]) == (server, None, "0.5.23")
     assert {name: said["served"][name] for name in SAYS if name in said["served"]} == {
         name: value for name, value in SAYS.items() if name != "of_a_newer_version"

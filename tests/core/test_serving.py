@@ -23,7 +23,7 @@ from sglang_indexcache import Pattern, __version__, launch_server, plugin, servi
 from sglang_indexcache.errors import ModelConfigError, ProofError
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.launch_server import Arguments, LaunchError, check_plugin_is_found, split_arguments
-from sglang_indexcache.serving import engines, identity, proof, ranks, ready
+from sglang_indexcache.serving import engines, identity, proof, ranks
 from sglang_indexcache.serving.preflight import Preflight
 from sglang_indexcache.serving.proof import effective_roles, mark_unloaded, mismatch
 from sglang_indexcache.serving.proven import Proof, ProofHolder
@@ -358,52 +358,6 @@ def test_nothing_is_reported_without_a_proof(monkeypatch: pytest.MonkeyPatch) ->
     for hook in (serving.status, serving.scheduler_ready):
         with pytest.raises(ProofError, match="was not compared with the pattern"):
             hook(SimpleNamespace(internal_state={}), SimpleNamespace(dp_rank=None, server_args=None))
-
-
-def test_a_scheduler_that_is_ready_sends_its_proof(tmp_path: Path) -> None:
-    info: dict[str, Any] = {"status": "ready"}
-    server_args = SimpleNamespace(_indexcache={"proofs": str(tmp_path)})
-    ready.report(plan(PROVEN), info, SimpleNamespace(dp_rank=1, server_args=server_args))
-    [left] = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
-    assert info["indexcache"] == left and left["dp_rank"] == 1 and left["pattern"] == "FSSFSS"
-
-
-def test_the_server_waits_for_every_proof() -> None:
-    own = {**PROVEN.status("p"), "dp_rank": 0}
-    other = {**own, "dp_rank": 1}
-    ready.check(PATTERN, [own, own], [], 1)  # two tensor-parallel ranks
-    ready.check(PATTERN, [None], [own, other, other], 2)  # a data-parallel controller says nothing
-    ready.check(PATTERN, [None], [own], 2, together=True)  # the other rank of attention is on another node
-    with pytest.raises(ProofError, match="has not proven"):
-        ready.check(PATTERN, [None], [], 2, together=True)
-    for sent, left, replicas in (([own, None], [own], 1), ([], [], 1), ([None], [own], 2), ([None], [], 2)):
-        with pytest.raises(ProofError, match="has not proven that it runs the pattern; expected the plugin"):
-            ready.check(PATTERN, sent, left, replicas)
-    wrong = {**own, "pattern": "FFFFFF", "fingerprint": Pattern("FFFFFF").fingerprint}
-    with pytest.raises(ProofError, match="a scheduler runs FFFFFF, the pattern is FSSFSS"):
-        ready.check(PATTERN, [own, wrong], [], 1)
-
-
-def test_the_line_of_a_refused_scheduler_is_the_last_that_a_launch_prints(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """SGLang prints at length that a process ended; whoever reads the end of a log reads why."""
-    server_args = SimpleNamespace(_indexcache={"engine": "a"})
-
-    def start(refused: bool) -> Any:
-        if refused:
-            with pytest.raises(SystemExit):  # in a process of its own
-                refusal.refuse("letter 1 would run as F")
-            capsys.readouterr()
-        raise RuntimeError("Initialization failed")
-
-    with pytest.raises(SystemExit, match="2"):
-        ready.launch(plan(PROVEN), server_args, lambda: start(True))
-    assert capsys.readouterr().err == "indexcache: letter 1 would run as F\n"
-    for _ in range(2):  # what one launch left is not the next one's
-        with pytest.raises(RuntimeError, match="Initialization failed"):
-            ready.launch(plan(PROVEN), server_args, lambda: start(False))
-    assert refusal.LEFT_VARIABLE not in os.environ and not Path(server_args._indexcache["proofs"]).exists()
 
 
 # -- status and identity
