@@ -31,7 +31,14 @@ EVIDENCE = [*DOCS.glob("evidence/*.md"), *DOCS.glob("lab/[!R]*.md")]
 COMMANDS = ("indexcache-search", "indexcache-eval", "indexcache-distill", "indexcache-offload", "indexcache-watch")
 OF_THE_LAUNCHER = {
     f"--indexcache-{name}"
-    for name in ("pattern", "calibrate", "allow-config-mismatch", "shard-indexers", "no-grouping")
+    for name in (
+        "pattern",
+        "calibrate",
+        "allow-config-mismatch",
+        "allow-unread-source",
+        "shard-indexers",
+        "no-grouping",
+    )
 }
 OF_OTHERS = {
     f"--{name}"
@@ -41,7 +48,8 @@ OF_OTHERS = {
         " enable-dp-lm-head enable-flexkv enable-hisparse enable-lmcache enable-metrics enable-mixed-chunk enable-pdmux"
         " enable-prefill-cp enable-return-indexer-topk enable-torch-compile enable-two-batch-overlap"
         " enable-unified-cache-external-linker enable-unified-memory exclude from-literal hisparse-config host"
-        " max-running-requests max-total-tokens mem-fraction-static nproc-per-node page-size pp-size"
+        " hicache-storage-backend max-running-requests max-total-tokens mem-fraction-static nproc-per-node page-size"
+        " pp-size skip-server-warmup"
         " revision speculative-algorithm tp use-ray"
         " cp-strategy cuda-graph-backend-prefill disaggregation-mode enable-deterministic-inference"
         " enable-hierarchical-cache enable-lora enable-pd-role-switch"
