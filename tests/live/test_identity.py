@@ -53,6 +53,7 @@ def storage_suffix(model: Path, folder: Path) -> str:
     controller.mem_pool_host = controller.storage_host_pool = SimpleNamespace(
         layout="page_first", storage_format_tag=None
     )
+    controller.storage_backend_type = "file"
     controller.attn_cp_group, controller.enable_storage_metrics, controller.page_size = None, False, 64
     config = controller._generate_storage_config("org/glm", None)
     return str(HiCacheFile(config, file_path=str(folder)).config_suffix)
