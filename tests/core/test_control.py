@@ -154,7 +154,7 @@ def test_a_rank_that_does_not_run_what_its_configuration_says_ends(capsys: pytes
         ("baseline", {"data": "x", "ranges": [[3, 3]]}, "a range is empty"),
         ("baseline", {"data": "x", "ranges": [[0, 10**12]]}, "GB of host memory on each rank, allowed are 1"),
         ("kl", {}, "requests is missing"),
-        ("kl", {"requests": {"indexcache:kl:0:n": [[1, 2]]}}, "it was not run"),
+        ("kl", {"requests": {"indexcache:kl:0::n": [[1, 2]]}}, "it was not run"),
         ("sample", {"positions": "all"}, "positions is missing"),
         ("record", {}, "first is 0 and tokens 0, expected 0 < first < tokens"),
         ("record", {"first": 8, "tokens": 8}, "first is 8 and tokens 8"),
