@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,46 +23,47 @@ from typer.testing import CliRunner
 pytest.importorskip("sglang")
 
 from indexcache_search import demo
-from indexcache_search.data.packing import Packer
-from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerBusyError
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
-from indexcache_search.hf.loading import describe_model, load_tokenizer
 from indexcache_search.lab.offload import cli
 from indexcache_search.strategies.greedy import greedy
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.lru_buffer import hisparse_misses
 from sglang_indexcache.sglang.refusal import ADMIN_KEY_VARIABLE
+from tests.live.calibrating import (
+    CALIBRATE,
+    CHUNK,
+    LENGTH,
+    MODEL,
+    PATTERNS,
+    close_engines,
+    live_engine,
+    losses,
+    sequences,
+)
 from tests.live.server import FLAGS, Server, command, ended, environment, running
 
 pytestmark = pytest.mark.sglang
 
-MODEL = describe_model(str(demo.MODEL))
-CHUNK, LENGTH = 64, 192
-CALIBRATE = ("--indexcache-calibrate", "--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK))
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # of the ranks of a replica; all replicas take the same ones
 PLAIN = (sys.executable, "-m", "sglang.launch_server")
 ENGINES_DIFFER = 1e-4  # nats a token
 FULL_UNTIL = 14  # F layers that the trajectories end with: 29 evaluations
-PATTERNS = [Pattern("F" * 16), Pattern("FS" * 8), Pattern("F" + "S" * 15), Pattern("FSSS" * 4)]
 
 
 @pytest.fixture(scope="module")
 def data() -> TokenSet:
-    reader = TokenReader(lambda: load_tokenizer(str(demo.MODEL)), 4096, LENGTH)
-    packer = Packer(reader, MODEL, LENGTH)
-    packer.held_out(("demo:text",), 1)
-    return packer.collect(demo.CALIBRATION, 2, 0, "calibration")
+    return sequences(2)
 
 
 @pytest.fixture(scope="module")
-def single(data: TokenSet) -> TokenSet:
+def single() -> TokenSet:
     """One of them, for servers whose processes have to share two cores."""
-    return dataclasses.replace(data, tokens=data.tokens[:1], scored=data.scored[:1], source_of=data.source_of[:1])
+    return sequences(1)
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +77,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
-def live_engine(*servers: Server, patience: float = 60) -> SglangEngine:
-    return SglangEngine([CalibrationServer(one.url) for one in servers], MODEL, patience=patience)
-
-
-def losses(
-    engine: Any, data: TokenSet, objective: Objective = "nll", patterns: Sequence[Pattern] = PATTERNS
-) -> dict[Pattern, tuple[float, ...]]:
-    return {item.pattern: item.losses for item in engine.evaluate(patterns, data, objective)}
+@pytest.fixture(autouse=True)
+def _given_back() -> Iterator[None]:
+    """A test that fails must not keep a server from the next one."""
+    yield
+    close_engines()
 
 
 def trajectory(engine: Any, data: TokenSet) -> list[tuple[int, dict[int, float]]]:
@@ -163,6 +161,7 @@ def test_misses_are_what_they_are_on_transformers(
                 rows = [(chosen, LENGTH - steps + 1 + at) for at, chosen in enumerate(selected[layer][0])]
                 wanted = [sum(hisparse_misses(rows, size, LENGTH - steps)) for size in sizes]
                 assert counts == pytest.approx(wanted, rel=0.01, abs=3) and counts[-1] == 0 < counts[1] < counts[0]
+    engine.close()
     options = ["--model", str(demo.MODEL), "--evaluation", "demo:text", "--seq-len", str(LENGTH), "--num-sequences",
                "2", "--decode-steps", str(steps), "--pattern", PATTERNS[3].letters, "--buffers", "1,2", "--server",
                "bandwidth=50,step_ms=5"]  # fmt: skip
