@@ -339,6 +339,7 @@ def test_two_servers_and_kills_end_in_the_identical_file(
 
     with running(demo.MODEL, tmp_path / "log", *CALIBRATE) as second:
         check_trajectory(live_engine(server, second), single, expected)
+        close_engines()
         assert CalibrationServer(second.url).status().pattern != PATTERNS[0].roles  # it did its part
         arguments = search(shared, "--endpoint", server.url, "--endpoint", second.url)
         scheduler = CalibrationServer(second.url).status().process

@@ -132,6 +132,21 @@ def test_a_baseline_is_only_what_ran_with_the_baseline_s_pattern() -> None:
         divergence.sums({"indexcache:kl:0:data:n": [(8, 29)]})
 
 
+def test_requests_of_another_data_set_measure_nothing() -> None:
+    """A client that slept while another took its place sends the rest of its baseline: it must not become theirs."""
+    divergence = Divergence(1)
+    divergence.announce("theirs", [(8, 29)], 8)
+    run(divergence, [("indexcache:keep:0:theirs:n", 0, LENGTH, 8)], hidden(0, 8, LENGTH))
+    run(divergence, [("indexcache:keep:0:data:n", 0, LENGTH, 8)], hidden(7, 8, LENGTH))
+    divergence.switched(False)
+    run(divergence, [("indexcache:kl:0:data:m", 0, LENGTH, 8)], hidden(7, 8, LENGTH, 0.3))
+    run(divergence, [("indexcache:kl:0:theirs:n", 0, LENGTH, 8)], hidden(0, 8, LENGTH, 0.3))
+    with pytest.raises(CalibrationError, match="busy: another data set was announced meanwhile"):
+        divergence.sums({"indexcache:kl:0:data:m": [(8, 29)]})
+    total, _, _ = divergence.sums({"indexcache:kl:0:theirs:n": [(8, 29)]})["indexcache:kl:0:theirs:n"]
+    assert total == pytest.approx(sum(expected_kl(0, range(8, 29), 0.3)), rel=1e-5)
+
+
 def test_baselines_of_another_data_set_are_forgotten() -> None:
     divergence = Divergence(1)
     divergence.announce("data", [(8, 29)], 8)

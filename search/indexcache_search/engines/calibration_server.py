@@ -49,8 +49,8 @@ class CalibrationServer:
         self, url: str | Address, dp_rank: int | None = None, key: str | None = None, lease: Lease | None = None
     ) -> None:
         self.address, self.dp_rank, self._key = Address.of(url), dp_rank, key
-        self.url, self._control_of = self.address.label, Control(self.address, key)
-        self._lease = lease or Lease(self._control_of)
+        self.url, self._server = self.address.label, Control(self.address, key)
+        self._lease = lease or Lease(self._server)
         self._switched: dict[int, Rank] = {}  # what this client's last switch left, by data-parallel rank
 
     def hold(self, notice: Callable[[str], None] = lambda line: None) -> None:
@@ -125,7 +125,7 @@ class CalibrationServer:
             body["routed_dp_rank"] = self.dp_rank
         tokens = sum(map(len, sequences))
         limit = _BYTES + tokens * _BYTES_A_TOKEN
-        answers = self._control_of.ask("/generate", body, GENERATED, REQUEST_SECONDS, limit)
+        answers = self._server.ask("/generate", body, GENERATED, REQUEST_SECONDS, limit)
         if len(answers) != len(sequences):
             raise SearchError(f"{self.url}: /generate gave {len(answers)} answers to {len(sequences)} sequences")
         try:
@@ -216,7 +216,7 @@ class CalibrationServer:
             content |= {"protocol": protocol.VERSION, "token": self._lease.token}
         seconds = STATUS_SECONDS if action == protocol.STATUS else CONTROL_SECONDS
         try:
-            ranks = self._control_of.ask(protocol.path(action), content, RANKS, seconds, 16 * _BYTES).ranks
+            ranks = self._server.ask(protocol.path(action), content, RANKS, seconds, 16 * _BYTES).ranks
         except LeaseEndedError:
             self._lease.lost()
             raise
