@@ -336,6 +336,19 @@ def test_a_key_that_no_header_may_hold_is_refused_unseen(monkeypatch: pytest.Mon
         assert "22" not in str(caught.value)
 
 
+def test_a_proxy_that_refuses_says_nothing_of_the_key(
+    answering: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    answering(b"", 403)
+    with pytest.raises(ServerLostError, match="the proxy http://127.0.0.1:9 of HTTP_PROXY answers 403"):
+        server().status()
+    with pytest.raises(IndexCacheError, match="the proxy http://127.0.0.1:9 of HTTP_PROXY answers 403"):
+        endpoint().generate(PROMPT, 1)
+
+
 @pytest.mark.parametrize("action", ["status", "baseline", "kl", "overlap", "misses"])
 def test_a_server_that_is_busy_is_lost_for_a_while(action: str, answering: Callable[..., None]) -> None:
     answering(b'{"error": "busy: requests are running"}', 409)
