@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from indexcache_search import demo
@@ -15,7 +19,7 @@ from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.hf.loading import describe_model, load_tokenizer
 from sglang_indexcache import Pattern
-from tests.live.server import Server
+from tests.live.server import Server, environment
 
 MODEL = describe_model(str(demo.MODEL))
 CHUNK, LENGTH = 64, 192
@@ -52,3 +56,27 @@ def losses(
     engine: Any, data: TokenSet, objective: Objective = "nll", patterns: Sequence[Pattern] = PATTERNS
 ) -> dict[Pattern, tuple[float, ...]]:
     return {item.pattern: item.losses for item in engine.evaluate(patterns, data, objective)}
+
+
+def search(folder: Path, *arguments: str, objective: str = "nll") -> list[str]:
+    """A search on the command line: 29 evaluations."""
+    return [
+        *(sys.executable, "-m", "indexcache_search", "--engine", "sglang", "--objective", objective),
+        *("--model", str(demo.MODEL), "--calibration", demo.CALIBRATION[1], "--seq-len", str(LENGTH)),
+        *("--num-sequences", "1", "--num-eval-sequences", "1", "--retain", "7/8"),
+        *("--strategy", "greedy"),
+        *("--output", str(folder), *arguments),
+    ]
+
+
+def finished(arguments: list[str]) -> str:
+    result = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
+
+
+def wait_for_evaluations(folder: Path, number: int, process: subprocess.Popen[bytes]) -> None:
+    journal = folder / "work" / "journal.jsonl"
+    while process.poll() is None and (not journal.exists() or journal.read_text().count("\n") < number):
+        time.sleep(0.05)
+    assert process.poll() is None

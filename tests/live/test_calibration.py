@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,12 @@ from tests.live.calibrating import (
     MODEL,
     PATTERNS,
     close_engines,
+    finished,
     live_engine,
     losses,
+    search,
     sequences,
+    wait_for_evaluations,
 )
 from tests.live.server import FLAGS, Server, command, ended, environment, running
 
@@ -295,30 +297,6 @@ def test_a_busy_server_does_not_switch_and_is_waited_for(server: Server) -> None
     calibration.switch(PATTERNS[1])
     decoding.join()
     assert calibration.status().pattern == PATTERNS[1].roles
-
-
-def search(folder: Path, *arguments: str, objective: str = "nll") -> list[str]:
-    """A search on the command line: 29 evaluations."""
-    return [
-        *(sys.executable, "-m", "indexcache_search", "--engine", "sglang", "--objective", objective),
-        *("--model", str(demo.MODEL), "--calibration", demo.CALIBRATION[1], "--seq-len", str(LENGTH)),
-        *("--num-sequences", "1", "--num-eval-sequences", "1", "--retain", "7/8"),
-        *("--strategy", "greedy"),
-        *("--output", str(folder), *arguments),
-    ]
-
-
-def finished(arguments: list[str]) -> str:
-    result = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout
-
-
-def wait_for_evaluations(folder: Path, number: int, process: subprocess.Popen[bytes]) -> None:
-    journal = folder / "work" / "journal.jsonl"
-    while process.poll() is None and (not journal.exists() or journal.read_text().count("\n") < number):
-        time.sleep(0.05)
-    assert process.poll() is None
 
 
 @pytest.mark.slow

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import threading
 import urllib.error
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +22,19 @@ from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
 from sglang_indexcache.calibration import protocol
-from tests.live.calibrating import CALIBRATE, MODEL, PATTERNS, close_engines, live_engine, losses, sequences
-from tests.live.server import Server, running
+from tests.live.calibrating import (
+    CALIBRATE,
+    MODEL,
+    PATTERNS,
+    close_engines,
+    finished,
+    live_engine,
+    losses,
+    search,
+    sequences,
+    wait_for_evaluations,
+)
+from tests.live.server import Server, environment, running
 
 pytestmark = pytest.mark.sglang
 
@@ -90,3 +104,21 @@ def test_a_lease_that_ends_during_an_evaluation(server: Server, single: TokenSet
     with pytest.raises(SearchError, match=f"somebody else switched it to {PATTERNS[2].roles}"):
         losses(searching, single, patterns=PATTERNS[1:2])
     assert losses(live_engine(server), single, patterns=PATTERNS[1:2]) == wanted
+
+
+def test_two_searches_on_the_command_line(server: Server, tmp_path: Path) -> None:
+    """The second ends with one line; the first, interrupted and run again, finds what it finds alone."""
+    whole, first, second = (search(tmp_path / name, "--endpoint", server.url) for name in ("whole", "first", "second"))
+    finished(whole)
+    process = subprocess.Popen(first, env=environment(), stderr=subprocess.DEVNULL)
+    wait_for_evaluations(tmp_path / "first", 4, process)
+    refused = subprocess.run(second, env=environment(), capture_output=True, text=True, timeout=300)
+    lines = refused.stderr.splitlines()
+    assert refused.returncode == 2 and len(lines) == 1, refused.stderr
+    assert f"{server.url}: process {process.pid} on " in lines[0] and "expected one search a server" in lines[0]
+    assert not (tmp_path / "second" / "work" / "journal.jsonl").exists()
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    finished(first)
+    assert (tmp_path / "first" / "pattern.yaml").read_bytes() == (tmp_path / "whole" / "pattern.yaml").read_bytes()

@@ -343,9 +343,9 @@ def test_a_proxy_that_refuses_says_nothing_of_the_key(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     answering(b"", 403)
-    with pytest.raises(ServerLostError, match="the proxy http://127.0.0.1:9 of HTTP_PROXY answers 403"):
+    with pytest.raises(ServerLostError, match=r"the proxy http://127\.0\.0\.1:9 of HTTP_PROXY answers 403"):
         server().status()
-    with pytest.raises(IndexCacheError, match="the proxy http://127.0.0.1:9 of HTTP_PROXY answers 403"):
+    with pytest.raises(IndexCacheError, match=r"the proxy http://127\.0\.0\.1:9 of HTTP_PROXY answers 403"):
         endpoint().generate(PROMPT, 1)
 
 

@@ -21,6 +21,7 @@ from sglang_indexcache.errors import one_line
 SECONDS = 30.0  # for an answer
 RELEASE_SECONDS = 3.0  # a process that ends does not wait for long
 _BEATS = 12  # renewals in the time after which a lease ends
+_SHORTEST = 0.02  # seconds between two requests for a lease
 _BYTES = 1 << 16
 
 
@@ -100,17 +101,17 @@ class Lease:
         with self._lock:
             if holder.held:
                 return
-            if holder.released:
-                raise SearchError(f"{url}: this client has released its lease")
             began, first, told = time.monotonic(), None, False
-            while not (state := holder.take()).granted:
+            while holder.released or not (state := holder.take()).granted:
+                if holder.released:
+                    raise SearchError(f"{url}: this client has released its lease")
                 first, waited = first or state, time.monotonic() - began
                 if state.beats != first.beats or waited > 2 * protocol.LEASE_SECONDS:
                     raise SearchError(f"{url}: {_held_by(state)}; expected one search a server")
                 if not told and waited > 2 * holder.seconds / _BEATS:
                     told = True
-                    notice(f"{url}: {_held_by(state)}, and seems to be gone; waiting for that")
-                time.sleep(min(holder.seconds / _BEATS / 5, state.ends_in_s + 0.01))
+                    notice(f"{url}: waiting for a search that seems to be gone: {_held_by(state)}")
+                time.sleep(max(_SHORTEST, min(holder.seconds / _BEATS / 5, state.ends_in_s)))
             holder.held = True
             if not holder.begun:
                 holder.begun = True
@@ -128,12 +129,9 @@ def _host() -> str:
 
 def _held_by(state: LeaseState) -> str:
     """Say who holds a lease, by the server's clock."""
-    own = (
-        " (this very process: is the server named twice?)"
-        if (state.host, state.process) == (_host(), os.getpid())
-        else ""
-    )
+    mine = (state.host, state.process) == (_host(), os.getpid())
     return (
-        f"process {state.process} on {state.host} has switched its patterns for {state.held_s:.0f} s{own}; its lease"
-        f" ends in {state.ends_in_s:.0f} s unless it renews it"
+        f"process {state.process} on {state.host} has switched its patterns for {state.held_s:.0f} s"
+        f"{' (this very process: is the server named twice?)' if mine else ''}; its lease ends in"
+        f" {state.ends_in_s:.0f} s unless it renews it"
     )
