@@ -17,6 +17,7 @@ from sglang_indexcache.calibration.divergence import Divergence, limit_gb
 from sglang_indexcache.calibration.lm_head import around_logits
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration
+from sglang_indexcache.calibration.route import Route
 from sglang_indexcache.calibration.selections import Selections
 from sglang_indexcache.serving import engines
 from sglang_indexcache.serving.preflight import EnginePlan
@@ -116,15 +117,14 @@ def _with_route(tokenizer_manager: Any) -> Iterator[None]:
     from sglang.srt.managers.io_struct import DumperControlReqInput
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
+    async def ask(body: dict[str, Any]) -> Any:
+        return await tokenizer_manager.dumper_control(DumperControlReqInput(method=METHOD, body=body))
+
+    route = Route(ask)
+
     async def control(action: str, body: dict[str, Any] = Body(default={})) -> Any:  # noqa: B008
-        # two phases: what one data-parallel rank can't do, none does
-        for phase in (protocol.CHECK, action) if action == protocol.SWITCH else (action,):
-            request = DumperControlReqInput(method=METHOD, body={**body, "action": phase})
-            replies: list[Any] = await tokenizer_manager.dumper_control(request)
-            errors = [reply.error for reply in replies if not reply.success]
-            if errors:
-                return JSONResponse({"error": errors[0]}, status_code=protocol.status_code(errors[0]))
-        return JSONResponse({"ranks": [rank for reply in replies for rank in reply.response]})
+        code, answer = await route.answer(action, body)
+        return JSONResponse(answer, status_code=code)
 
     before = list(app.router.routes)
     app.add_api_route(protocol.path("{action}"), auth_level(AuthLevel.ADMIN_OPTIONAL)(control), methods=["POST"])

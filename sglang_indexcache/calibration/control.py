@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Annotated, Any
+from uuid import uuid4
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -44,6 +45,7 @@ class Controller:
 
     def __init__(self, calibration: Calibration, measures: Mapping[str, Any]) -> None:
         self._calibration, self.measures = calibration, measures
+        self._boot, self._switches = uuid4().hex, 0
         self._actions: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {
             protocol.STATUS: lambda scheduler, body: {},
             protocol.CHECK: self._check,
@@ -76,7 +78,7 @@ class Controller:
             body: `action`, its arguments, and `dp_rank` if it is meant for one data-parallel rank; others only answer.
 
         Returns:
-            The pattern that this rank runs now, and the result of the action.
+            The pattern that this rank runs now, how often it was switched since `boot`, and the result of the action.
 
         Raises:
             IndexCacheError: if it can't be done; nothing has changed then.
@@ -94,6 +96,9 @@ class Controller:
         if wrong or len(pattern) != len(self._calibration.pattern):
             refuse(f"layer {min(wrong, default=0)} does not run what the configuration says")
         return {
+            "protocol": protocol.VERSION,
+            "boot": self._boot,
+            "switches": self._switches,
             "pattern": pattern,
             "fingerprint": Pattern(pattern).fingerprint,
             "layers": len(layers),
@@ -120,6 +125,7 @@ class Controller:
     def _switch(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         self._check(scheduler, body)
         pattern = Pattern(body["pattern"])
+        self._switches += 1
         try:
             self._calibration.family.sglang.switch(scheduler.tp_worker.model_runner, pattern)
         except Exception as error:

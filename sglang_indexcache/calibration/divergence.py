@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.calibration.passes import Part, parts
 from sglang_indexcache.calibration.preflight import CalibrationError
-from sglang_indexcache.calibration.protocol import KEEP, KL, Range
+from sglang_indexcache.calibration.protocol import KEEP, KL, Measured, Range, busy, tag
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,12 +93,15 @@ class Divergence:
         A value that is not finite is `None`, since JSON has no number for it.
 
         Raises:
-            CalibrationError: if a position was not measured.
+            CalibrationError: if a position was not measured, or another data set was announced since.
         """
         import torch
 
         answer = {}
         for rid, ranges in requests.items():
+            measured = Measured.parse(rid)
+            if measured is not None and measured.data != tag(self._data):
+                raise CalibrationError(busy("another data set was announced meanwhile; expected to run it again"))
             rows, values = self._found.pop(rid, Rows()), []
             for first, last in ranges:
                 states = rows.take(first, last)
@@ -137,8 +140,9 @@ class Divergence:
     def _keep(self, states: Tensor) -> None:
         row = 0
         for part in self._parts:
-            if part.measured is not None and part.measured.what == KEEP and self.keeping:
-                number, first = part.measured.sequence, part.first + part.tokens - part.scored
+            number = self._sequence(part, KEEP)
+            if number is not None and self.keeping:
+                first = part.first + part.tokens - part.scored
                 start, stop = self._overlap(number, first, first + part.scored)
                 if start < stop:
                     kept = _to_host(states[row + start - first : row + stop - first])
@@ -157,11 +161,12 @@ class Divergence:
             logits = get_logits(states, *args, **kwargs)
             row = 0
             for part in self._parts:
-                if part.measured is not None and part.measured.what == KL:
+                number = self._sequence(part, KL)
+                if part.measured is not None and number is not None:
                     shift = part.first + part.tokens - part.scored - row  # from row to position
                     rows = max(row, begin), min(row + part.scored, done)
-                    start, stop = self._overlap(part.measured.sequence, rows[0] + shift, rows[1] + shift)
-                    kept = self._kept.get(part.measured.sequence, Rows()).take(start, stop)
+                    start, stop = self._overlap(number, rows[0] + shift, rows[1] + shift)
+                    kept = self._kept.get(number, Rows()).take(start, stop)
                     if kept:
                         truth = torch.cat([piece.to(states.device, non_blocking=True) for piece in kept])
                         own = logits[start - shift - begin : stop - shift - begin]
@@ -171,6 +176,13 @@ class Divergence:
             return logits
 
         return measured
+
+    def _sequence(self, part: Part, what: str) -> int | None:
+        """Return the number of a request's sequence if `what` is measured on it, and it is of the announced data."""
+        measured = part.measured
+        if measured is None or (measured.what, measured.data) != (what, tag(self._data)):
+            return None
+        return measured.sequence
 
     def _overlap(self, sequence: int, first: int, last: int) -> Range:
         """Return the announced part of `[first, last)` of a sequence; empty if it was not announced."""

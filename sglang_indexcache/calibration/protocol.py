@@ -1,7 +1,9 @@
 """The protocol of a calibration server and its client: routes, actions, status codes, and ids of measured requests.
 
 `POST /indexcache/{action}` with a JSON body answers `{"ranks": [...]}`, one entry a data-parallel rank, or
-`{"error": "..."}`. The id of a request says what is measured on its forward pass.
+`{"error": "..."}`. All actions but `status` are for the one client that holds the lease: their body has its `token`,
+and `protocol`, the version that it speaks. Every entry has `boot` and `switches`: if both are what they were, nobody
+switched the pattern in between. The id of a request says what is measured on its forward pass.
 """
 
 from __future__ import annotations
@@ -10,16 +12,22 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from uuid import uuid4
 
+from sglang_indexcache.errors import one_line
+
+VERSION = 2  # of this protocol: 1 had no lease
 STATUS, CHECK, SWITCH = "status", "check", "switch"
+LEASE, RELEASE = "lease", "release"
 BASELINE, KL, SAMPLE, OVERLAP = "baseline", "kl", "sample", "overlap"
 RECORD, MISSES = "record", "misses"
 KEEP = "keep"  # on a request: the baseline's hidden states
-BAD_REQUEST, CONFLICT = int(HTTPStatus.BAD_REQUEST), int(HTTPStatus.CONFLICT)
+BAD_REQUEST, CONFLICT, LOCKED = int(HTTPStatus.BAD_REQUEST), int(HTTPStatus.CONFLICT), int(HTTPStatus.LOCKED)
+LEASE_SECONDS = 60.0  # the longest time that a lease outlives its client
 
 Range = tuple[int, int]
 """Positions of a sequence, the last one excluded."""
 
 _MEASURED = (KEEP, KL, OVERLAP, MISSES)
+_TAG = 16  # characters of a data set's digest in the id of a request
 _BUSY = "busy: "
 _PREFIX = "indexcache"
 
@@ -39,34 +47,49 @@ def status_code(error: str) -> int:
     return CONFLICT if error.startswith(_BUSY) else BAD_REQUEST
 
 
+def differing(server: object, client: object) -> str:
+    """Return the error of two ends that speak different versions of this protocol."""
+    return (
+        f"the server speaks version {one_line(server, 20)} of the calibration protocol, the client version"
+        f" {one_line(client, 20)}; expected the same sglang-indexcache on both"
+    )
+
+
+def tag(data: str) -> str:
+    """Return what stands for a data set in the id of a request."""
+    return data[:_TAG]
+
+
 @dataclass(frozen=True)
 class Measured:
     """A measurement on a request.
 
     Attributes:
         what: `keep` the baseline's hidden states, `kl` to them, index `overlap`, or the `misses` of a buffer.
-        sequence: number of the sequence in the data set that the control request announced.
+        sequence: number of the sequence in the data set.
+        data: `tag` of the data set, so that nothing of another one is taken for it.
         nonce: makes the id unique among all requests.
     """
 
     what: str
     sequence: int
+    data: str
     nonce: str
 
     @classmethod
-    def new(cls, what: str, sequence: int) -> Measured:
-        """Create one more request that measures `what`."""
-        return cls(what, sequence, uuid4().hex)
+    def new(cls, what: str, sequence: int, data: str) -> Measured:
+        """Create one more request that measures `what` on a sequence of the data set with the digest `data`."""
+        return cls(what, sequence, tag(data), uuid4().hex)
 
     @property
     def rid(self) -> str:
         """Request id that says so."""
-        return f"{_PREFIX}:{self.what}:{self.sequence}:{self.nonce}"
+        return f"{_PREFIX}:{self.what}:{self.sequence}:{self.data}:{self.nonce}"
 
     @classmethod
     def parse(cls, rid: str) -> Measured | None:
         """Read the measurement from `rid`; `None` for an ordinary request."""
         words = rid.split(":")
-        if len(words) != 4 or words[0] != _PREFIX or words[1] not in _MEASURED or not words[2].isdecimal():
+        if len(words) != 5 or words[0] != _PREFIX or words[1] not in _MEASURED or not words[2].isdecimal():
             return None
-        return cls(words[1], int(words[2]), words[3])
+        return cls(words[1], int(words[2]), words[3], words[4])

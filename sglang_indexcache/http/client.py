@@ -18,7 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from sglang_indexcache.errors import IndexCacheError, one_line
 from sglang_indexcache.http.address import Address
-from sglang_indexcache.http.connection import Budget, BudgetError, connections
+from sglang_indexcache.http.connection import Budget, BudgetError, NoProxyError, connections
+from sglang_indexcache.http.proxy import Proxy
 from sglang_indexcache.http.redaction import KEY_VARIABLE, keep_secret
 
 SECONDS = 30.0
@@ -72,12 +73,14 @@ def ask(
 
     Raises:
         AddressError: if `url` is invalid.
-        NoAnswerError: if nothing comes in time, or more than `max_bytes`, or something that is not HTTP.
+        ProxyError: if the environment names a proxy that can't be used.
+        NoAnswerError: if nothing comes in time, or more than `max_bytes`, or something that is not HTTP, or a proxy
+            answers in the server's place.
         StatusError: if the code is not 200.
         ServerError: if the key can't be sent, or the answer has another form.
     """
     address, budget = Address.of(url), Budget(seconds, max_bytes)
-    place, content = f"{address}: {path}", None if body is None else encoded(body)
+    place, content = _place(address, path, Proxy.of(address)), None if body is None else encoded(body)
     with answering(address, path, content, budget, key) as response:
         kind, answer = _content_type(response.headers), response.read()
     if kind not in ("", "application/json") and not kind.endswith("+json"):
@@ -105,7 +108,8 @@ def answering(
     Raises:
         ServerError: as `ask`, also while bytes are read inside the `with` block.
     """
-    place, method = f"{address}: {path}", "GET" if content is None else "POST"
+    proxy, method = Proxy.of(address), "GET" if content is None else "POST"
+    place = _place(address, path, proxy)
     headers = [("Accept", "*/*"), ("Content-Type", "application/json"), *_authorization(address, key)]
     try:
         with (
@@ -114,6 +118,9 @@ def answering(
         ):
             if response.status != HTTPStatus.OK:
                 detail = one_line(response.read()[:_DETAIL_BYTES].decode(errors="replace"), 300)
+                refusal = None if proxy is None else proxy.refusal(response.status, response.headers)
+                if refusal is not None:
+                    raise NoAnswerError(f"{address}: {path}: {refusal}")
                 raise StatusError(
                     f"{place} answers {response.status}{_hint(response.status, address)}", response.status, detail
                 )
@@ -122,8 +129,17 @@ def answering(
         raise NoAnswerError(f"{place} {error}") from None
     except httpcore.TimeoutException:
         raise NoAnswerError(f"{place} {budget.late()}") from None
-    except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.ProxyError, OSError) as error:
+    except httpcore.ProxyError as error:
+        how = "can't be reached" if isinstance(error, NoProxyError) else "does not connect to it"
+        expected = "expected another" if proxy is None else proxy.way_out
+        raise NoAnswerError(f"{address}: {path}: {proxy} {how}: {one_line(error, 200)}; {expected}") from None
+    except (httpcore.NetworkError, httpcore.ProtocolError, OSError) as error:
         raise NoAnswerError(f"{place} can't be read: {one_line(error, 200) or type(error).__name__}") from None
+
+
+def _place(address: Address, path: str, proxy: Proxy | None) -> str:
+    """Say what was asked, and through which proxy."""
+    return f"{address}: {path}" if proxy is None else f"{address}: {path} through {proxy}"
 
 
 def _authorization(address: Address, key: str | None) -> list[tuple[str, str]]:

@@ -7,16 +7,18 @@ import time
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import httpcore
 
 from sglang_indexcache.http.address import Address
+from sglang_indexcache.http.proxy import Proxy
 
 BEGUN_SECONDS = 8.0  # an answer that has begun is whole by then
 BYTES_A_SECOND = 64 << 10  # or goes on at least as fast
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class NoProxyError(httpcore.ProxyError):
+    """A proxy to which there is no connection."""
 
 
 class BudgetError(Exception):
@@ -102,8 +104,8 @@ class _Stream(httpcore.NetworkStream):
 
 
 class _Backend(httpcore.NetworkBackend):
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
+    def __init__(self, budget: Budget, proxy: Proxy | None) -> None:
+        self._budget, self._proxy = budget, proxy
 
     def connect_tcp(
         self,
@@ -113,7 +115,12 @@ class _Backend(httpcore.NetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
-        inner = httpcore.SyncBackend().connect_tcp(host, port, self._budget.left(), local_address, socket_options)
+        try:
+            inner = httpcore.SyncBackend().connect_tcp(host, port, self._budget.left(), local_address, socket_options)
+        except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+            if self._proxy is None:
+                raise
+            raise NoProxyError(str(error)) from None
         return _Stream(inner, self._budget)
 
 
@@ -121,18 +128,17 @@ def connections(address: Address, budget: Budget) -> httpcore.ConnectionPool:
     """Return the connections to `address`: direct, or through the proxy that the environment names.
 
     Raises:
-        AddressError: if the proxy's URL is invalid.
+        ProxyError: if the environment names none that can be used.
     """
-    parts = urlsplit(address.label)
-    host, given = parts.hostname or "", getproxies()
-    proxy = given.get(parts.scheme) or given.get("all")
-    certificates = _certificates() if parts.scheme == "https" else None  # they take 30 ms to load
-    if not proxy or host in _LOOPBACK or proxy_bypass(host):
-        return httpcore.ConnectionPool(certificates, network_backend=_Backend(budget))
-    through = Address.of(proxy if "://" in proxy else f"http://{proxy}")
-    headers = [] if through.authorization is None else [("Proxy-Authorization", through.authorization)]
+    certificates = _certificates() if address.label.startswith("https") else None  # they take 30 ms to load
+    proxy = Proxy.of(address)
+    backend = _Backend(budget, proxy)
+    if proxy is None:
+        return httpcore.ConnectionPool(certificates, network_backend=backend)
+    user = proxy.address.authorization
+    headers = [] if user is None else [("Proxy-Authorization", user)]
     return httpcore.HTTPProxy(
-        through.label, proxy_headers=headers, ssl_context=certificates, network_backend=_Backend(budget)
+        proxy.address.label, proxy_headers=headers, ssl_context=certificates, network_backend=backend
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sglang_indexcache import IndexCacheError, Pattern
+from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.control import Controller
 from sglang_indexcache.calibration.divergence import Divergence
 from sglang_indexcache.calibration.overlap import Overlap
@@ -138,6 +139,21 @@ def test_requests_for_one_data_parallel_rank_leave_the_others_alone() -> None:
     assert ask(second, "status")["dp_rank"] == 1
 
 
+def test_every_answer_counts_the_switches_of_its_rank_since_its_start() -> None:
+    """By whomever: a client that compares them knows that all between ran the pattern it set."""
+    control, scheduler = controller(), Scheduler(0)
+    first = ask(scheduler, "status", control)
+    for number, (pattern, rank) in enumerate([("FSSFSS", None), ("FSSFSS", 0), ("FFFFSF", 0)], start=1):
+        answer = ask(scheduler, "switch", control, pattern=pattern, dp_rank=rank)
+        assert (answer["boot"], answer["switches"]) == (first["boot"], number)
+    ask(scheduler, "switch", control, pattern="FSSFSS", dp_rank=1)  # another rank's
+    with pytest.raises(IndexCacheError):
+        ask(scheduler, "switch", control, pattern="FS")
+    assert ask(scheduler, "status", control)["switches"] == 3
+    again = ask(scheduler, "status", controller())
+    assert again["boot"] != first["boot"] and again["switches"] == 0 and again["protocol"] == protocol.VERSION
+
+
 def test_a_rank_that_does_not_run_what_its_configuration_says_ends(capsys: pytest.CaptureFixture[str]) -> None:
     scheduler = Scheduler()
     scheduler.tp_worker.model_runner.model[3].skip_topk = True
@@ -154,7 +170,7 @@ def test_a_rank_that_does_not_run_what_its_configuration_says_ends(capsys: pytes
         ("baseline", {"data": "x", "ranges": [[3, 3]]}, "a range is empty"),
         ("baseline", {"data": "x", "ranges": [[0, 10**12]]}, "GB of host memory on each rank, allowed are 1"),
         ("kl", {}, "requests is missing"),
-        ("kl", {"requests": {"indexcache:kl:0:n": [[1, 2]]}}, "it was not run"),
+        ("kl", {"requests": {"indexcache:kl:0::n": [[1, 2]]}}, "it was not run"),
         ("sample", {"positions": "all"}, "positions is missing"),
         ("record", {}, "first is 0 and tokens 0, expected 0 < first < tokens"),
         ("record", {"first": 8, "tokens": 8}, "first is 8 and tokens 8"),

@@ -31,9 +31,9 @@ from sglang_indexcache.families import describe
 from sglang_indexcache.http.redaction import KEY_VARIABLE
 from sglang_indexcache.sglang.refusal import ADMIN_KEY_VARIABLE
 from tests.conftest import tiny_config
+from tests.search.calibration_stub import Stub as Calibration
 from tests.search.test_compare import Stub as Completions
 from tests.search.test_fuzz import server
-from tests.search.test_sglang_engine import Stub as Calibration
 
 USER, PASSWORD, QUERY, KEY = "ann-of-research", "hunter-22", "open-sesame", "key-of-server-1"
 BASIC = b64encode(f"{USER}:{PASSWORD}".encode()).decode()

@@ -11,8 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,46 +22,50 @@ from typer.testing import CliRunner
 pytest.importorskip("sglang")
 
 from indexcache_search import demo
-from indexcache_search.data.packing import Packer
-from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerBusyError
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
-from indexcache_search.hf.loading import describe_model, load_tokenizer
 from indexcache_search.lab.offload import cli
 from indexcache_search.strategies.greedy import greedy
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.lru_buffer import hisparse_misses
 from sglang_indexcache.sglang.refusal import ADMIN_KEY_VARIABLE
+from tests.live.calibrating import (
+    CALIBRATE,
+    CHUNK,
+    LENGTH,
+    MODEL,
+    PATTERNS,
+    close_engines,
+    finished,
+    live_engine,
+    losses,
+    search,
+    sequences,
+    wait_for_evaluations,
+)
 from tests.live.server import FLAGS, Server, command, ended, environment, running
 
 pytestmark = pytest.mark.sglang
 
-MODEL = describe_model(str(demo.MODEL))
-CHUNK, LENGTH = 64, 192
-CALIBRATE = ("--indexcache-calibrate", "--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK))
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # of the ranks of a replica; all replicas take the same ones
 PLAIN = (sys.executable, "-m", "sglang.launch_server")
 ENGINES_DIFFER = 1e-4  # nats a token
 FULL_UNTIL = 14  # F layers that the trajectories end with: 29 evaluations
-PATTERNS = [Pattern("F" * 16), Pattern("FS" * 8), Pattern("F" + "S" * 15), Pattern("FSSS" * 4)]
 
 
 @pytest.fixture(scope="module")
 def data() -> TokenSet:
-    reader = TokenReader(lambda: load_tokenizer(str(demo.MODEL)), 4096, LENGTH)
-    packer = Packer(reader, MODEL, LENGTH)
-    packer.held_out(("demo:text",), 1)
-    return packer.collect(demo.CALIBRATION, 2, 0, "calibration")
+    return sequences(2)
 
 
 @pytest.fixture(scope="module")
-def single(data: TokenSet) -> TokenSet:
+def single() -> TokenSet:
     """One of them, for servers whose processes have to share two cores."""
-    return dataclasses.replace(data, tokens=data.tokens[:1], scored=data.scored[:1], source_of=data.source_of[:1])
+    return sequences(1)
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +79,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
-def live_engine(*servers: Server, patience: float = 60) -> SglangEngine:
-    return SglangEngine([CalibrationServer(one.url) for one in servers], MODEL, patience=patience)
-
-
-def losses(
-    engine: Any, data: TokenSet, objective: Objective = "nll", patterns: Sequence[Pattern] = PATTERNS
-) -> dict[Pattern, tuple[float, ...]]:
-    return {item.pattern: item.losses for item in engine.evaluate(patterns, data, objective)}
+@pytest.fixture(autouse=True)
+def _given_back() -> Iterator[None]:
+    """A test that fails must not keep a server from the next one."""
+    yield
+    close_engines()
 
 
 def trajectory(engine: Any, data: TokenSet) -> list[tuple[int, dict[int, float]]]:
@@ -163,6 +163,7 @@ def test_misses_are_what_they_are_on_transformers(
                 rows = [(chosen, LENGTH - steps + 1 + at) for at, chosen in enumerate(selected[layer][0])]
                 wanted = [sum(hisparse_misses(rows, size, LENGTH - steps)) for size in sizes]
                 assert counts == pytest.approx(wanted, rel=0.01, abs=3) and counts[-1] == 0 < counts[1] < counts[0]
+    engine.close()
     options = ["--model", str(demo.MODEL), "--evaluation", "demo:text", "--seq-len", str(LENGTH), "--num-sequences",
                "2", "--decode-steps", str(steps), "--pattern", PATTERNS[3].letters, "--buffers", "1,2", "--server",
                "bandwidth=50,step_ms=5"]  # fmt: skip
@@ -298,30 +299,6 @@ def test_a_busy_server_does_not_switch_and_is_waited_for(server: Server) -> None
     assert calibration.status().pattern == PATTERNS[1].roles
 
 
-def search(folder: Path, *arguments: str, objective: str = "nll") -> list[str]:
-    """A search on the command line: 29 evaluations."""
-    return [
-        *(sys.executable, "-m", "indexcache_search", "--engine", "sglang", "--objective", objective),
-        *("--model", str(demo.MODEL), "--calibration", demo.CALIBRATION[1], "--seq-len", str(LENGTH)),
-        *("--num-sequences", "1", "--num-eval-sequences", "1", "--retain", "7/8"),
-        *("--strategy", "greedy"),
-        *("--output", str(folder), *arguments),
-    ]
-
-
-def finished(arguments: list[str]) -> str:
-    result = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout
-
-
-def wait_for_evaluations(folder: Path, number: int, process: subprocess.Popen[bytes]) -> None:
-    journal = folder / "work" / "journal.jsonl"
-    while process.poll() is None and (not journal.exists() or journal.read_text().count("\n") < number):
-        time.sleep(0.05)
-    assert process.poll() is None
-
-
 @pytest.mark.slow
 def test_two_servers_and_kills_end_in_the_identical_file(
     server: Server, single: TokenSet, expected: list[tuple[int, dict[int, float]]], tmp_path: Path
@@ -340,6 +317,7 @@ def test_two_servers_and_kills_end_in_the_identical_file(
 
     with running(demo.MODEL, tmp_path / "log", *CALIBRATE) as second:
         check_trajectory(live_engine(server, second), single, expected)
+        close_engines()
         assert CalibrationServer(second.url).status().pattern != PATTERNS[0].roles  # it did its part
         arguments = search(shared, "--endpoint", server.url, "--endpoint", second.url)
         scheduler = CalibrationServer(second.url).status().process

@@ -16,10 +16,13 @@ import pytest
 from pydantic import TypeAdapter
 
 from indexcache_search.compare.endpoints import Endpoint
+from indexcache_search.engines.answers import Rank
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
+from indexcache_search.engines.lease import Lease
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
 from sglang_indexcache import IndexCacheError, Pattern
+from sglang_indexcache.calibration import protocol
 from sglang_indexcache.families import describe
 from sglang_indexcache.http import client, served_table, servers
 from sglang_indexcache.http.client import NoAnswerError, ServerError, StatusError, ask
@@ -30,6 +33,9 @@ PROMPT = [5, 7, 11, 13, 17]
 PATTERN = Pattern("FSSFSS")
 LAYERS, STEPS, TOPK = 6, 4, 8
 RANK = {
+    "protocol": protocol.VERSION,
+    "boot": "b" * 32,
+    "switches": 3,
     "dp_rank": 0,
     "pattern": PATTERN.roles,
     "fingerprint": PATTERN.fingerprint,
@@ -73,8 +79,23 @@ def ranks(**more: Any) -> dict[str, Any]:
     return {"ranks": [{**RANK, **more}]}
 
 
+class Held(Lease):
+    """A lease that needs no server."""
+
+    def __init__(self) -> None: ...
+
+    token, held = "its", True  # type: ignore[assignment]
+
+    def lost(self) -> None: ...
+
+    def release(self) -> None: ...  # type: ignore[override]
+
+
 def server() -> CalibrationServer:
-    return CalibrationServer("http://host:1")
+    """A client that has switched to `PATTERN`, and asks nobody for its lease."""
+    client = CalibrationServer("http://host:1", lease=Held())
+    client._switched = {0: Rank.model_validate(RANK)}
+    return client
 
 
 def sane_logprobs(found: list[tuple[float, bool]]) -> bool:
@@ -313,6 +334,19 @@ def test_a_key_that_no_header_may_hold_is_refused_unseen(monkeypatch: pytest.Mon
         with pytest.raises(ServerError, match="the key holds what no header may") as caught:
             ask("http://host:1", "/x", ANY, key=key)
         assert "22" not in str(caught.value)
+
+
+def test_a_proxy_that_refuses_says_nothing_of_the_key(
+    answering: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    answering(b"", 403)
+    with pytest.raises(ServerLostError, match=r"the proxy http://127\.0\.0\.1:9 of HTTP_PROXY answers 403"):
+        server().status()
+    with pytest.raises(IndexCacheError, match=r"the proxy http://127\.0\.0\.1:9 of HTTP_PROXY answers 403"):
+        endpoint().generate(PROMPT, 1)
 
 
 @pytest.mark.parametrize("action", ["status", "baseline", "kl", "overlap", "misses"])

@@ -68,16 +68,17 @@ def expected_kl(sequence: int, rows: Sequence[int], shift: float) -> list[float]
 
 
 def test_request_ids() -> None:
-    measured = Measured(KL, 12, "abc")
+    measured = Measured(KL, 12, "data", "abc")
     assert Measured.parse(measured.rid) == measured
-    for rid in ("abc", "indexcache:kl:1", "indexcache:what:1:x", "indexcache:kl:one:x", "other:kl:1:x"):
+    assert Measured.new(KL, 12, "0123456789abcdef" * 4).data == "0123456789abcdef"
+    for rid in ("abc", "indexcache:kl:1:x", "indexcache:what:1:d:x", "indexcache:kl:one:d:x", "other:kl:1:d:x"):
         assert Measured.parse(rid) is None
 
 
 def test_where_the_requests_of_a_pass_are() -> None:
-    found = list(parts(forward_batch([("a", 0, 10, 4), ("indexcache:kl:3:n", 20, 5, 5)])))
+    found = list(parts(forward_batch([("a", 0, 10, 4), ("indexcache:kl:3:data:n", 20, 5, 5)])))
     assert [(part.row, part.first, part.tokens, part.scored) for part in found] == [(0, 0, 10, 6), (10, 20, 5, 1)]
-    assert found[0].measured is None and found[1].measured == Measured(KL, 3, "n")
+    assert found[0].measured is None and found[1].measured == Measured(KL, 3, "data", "n")
     assert list(parts(forward_batch([("a", 0, 1, 0)], extend=False))) == []
 
 
@@ -95,9 +96,9 @@ def test_divergence_of_two_requests_in_one_pass(chunk: int, pieces: list[int]) -
             start = min(max(8 - first, 0), piece)
             begin = first + min(start, piece - 1)  # one row is always there, for the next token
             requests = [
-                (f"indexcache:{what}:0:n", first, piece, start),
+                (f"indexcache:{what}:0:data:n", first, piece, start),
                 ("other", first, piece, start),
-                (f"indexcache:{what}:1:n", first, piece, start),
+                (f"indexcache:{what}:1:data:n", first, piece, start),
             ]
             stop = first + piece
             states = torch.cat([hidden(sequence, begin, stop, shift) for sequence in (0, 9, 1)])
@@ -106,18 +107,18 @@ def test_divergence_of_two_requests_in_one_pass(chunk: int, pieces: list[int]) -
             first = stop
         if what == KEEP:
             assert divergence.announce("data", ranges, 2 * HIDDEN) == []
-    sums = divergence.sums({"indexcache:kl:0:n": [(8, 12), (20, 29)], "indexcache:kl:1:n": [(28, 29)]})
+    sums = divergence.sums({"indexcache:kl:0:data:n": [(8, 12), (20, 29)], "indexcache:kl:1:data:n": [(28, 29)]})
     for sequence, rows in ((0, [*range(8, 12), *range(20, 29)]), (1, [28])):
         values = expected_kl(sequence, rows, 0.3)
-        total, squares, count = sums[f"indexcache:kl:{sequence}:n"]
+        total, squares, count = sums[f"indexcache:kl:{sequence}:data:n"]
         assert total == pytest.approx(sum(values), rel=1e-5) and count == len(rows)
         assert squares == pytest.approx(sum(value * value for value in values), rel=1e-5)
-    with pytest.raises(CalibrationError, match="no divergence for indexcache:kl:0:n"):
-        divergence.sums({"indexcache:kl:0:n": [(8, 12)]})
+    with pytest.raises(CalibrationError, match="no divergence for indexcache:kl:0:data:n"):
+        divergence.sums({"indexcache:kl:0:data:n": [(8, 12)]})
 
 
 def keep(divergence: Divergence, sequence: int = 0) -> None:
-    run(divergence, [(f"indexcache:keep:{sequence}:n", 0, LENGTH, 8)], hidden(sequence, 8, LENGTH))
+    run(divergence, [(f"indexcache:keep:{sequence}:data:n", 0, LENGTH, 8)], hidden(sequence, 8, LENGTH))
 
 
 def test_a_baseline_is_only_what_ran_with_the_baseline_s_pattern() -> None:
@@ -126,9 +127,24 @@ def test_a_baseline_is_only_what_ran_with_the_baseline_s_pattern() -> None:
     divergence.switched(False)
     keep(divergence)
     assert divergence.announce("data", [(8, 29)], 8) == [0]
-    run(divergence, [("indexcache:kl:0:n", 0, LENGTH, 8)], hidden(0, 8, LENGTH))
+    run(divergence, [("indexcache:kl:0:data:n", 0, LENGTH, 8)], hidden(0, 8, LENGTH))
     with pytest.raises(CalibrationError, match="not run, or without a baseline"):
-        divergence.sums({"indexcache:kl:0:n": [(8, 29)]})
+        divergence.sums({"indexcache:kl:0:data:n": [(8, 29)]})
+
+
+def test_requests_of_another_data_set_measure_nothing() -> None:
+    """A client that slept while another took its place sends the rest of its baseline: it must not become theirs."""
+    divergence = Divergence(1)
+    divergence.announce("theirs", [(8, 29)], 8)
+    run(divergence, [("indexcache:keep:0:theirs:n", 0, LENGTH, 8)], hidden(0, 8, LENGTH))
+    run(divergence, [("indexcache:keep:0:data:n", 0, LENGTH, 8)], hidden(7, 8, LENGTH))
+    divergence.switched(False)
+    run(divergence, [("indexcache:kl:0:data:m", 0, LENGTH, 8)], hidden(7, 8, LENGTH, 0.3))
+    run(divergence, [("indexcache:kl:0:theirs:n", 0, LENGTH, 8)], hidden(0, 8, LENGTH, 0.3))
+    with pytest.raises(CalibrationError, match="busy: another data set was announced meanwhile"):
+        divergence.sums({"indexcache:kl:0:data:m": [(8, 29)]})
+    total, _, _ = divergence.sums({"indexcache:kl:0:theirs:n": [(8, 29)]})["indexcache:kl:0:theirs:n"]
+    assert total == pytest.approx(sum(expected_kl(0, range(8, 29), 0.3)), rel=1e-5)
 
 
 def test_baselines_of_another_data_set_are_forgotten() -> None:
@@ -147,10 +163,10 @@ def test_divergences_of_an_earlier_pattern_are_forgotten() -> None:
     divergence = Divergence(1)
     divergence.announce("data", [(8, 29)], 8)
     keep(divergence)
-    run(divergence, [("indexcache:kl:0:n", 0, LENGTH, 8)], hidden(0, 8, LENGTH))
+    run(divergence, [("indexcache:kl:0:data:n", 0, LENGTH, 8)], hidden(0, 8, LENGTH))
     divergence.switched(False)
     with pytest.raises(CalibrationError, match="not run"):
-        divergence.sums({"indexcache:kl:0:n": [(8, 29)]})
+        divergence.sums({"indexcache:kl:0:data:n": [(8, 29)]})
 
 
 def test_too_much_memory_is_refused_before_anything_runs() -> None:
@@ -172,8 +188,8 @@ def test_a_broken_model_gives_no_number() -> None:
     divergence = Divergence(1)
     divergence.announce("data", [(8, 29)], 8)
     keep(divergence)
-    run(divergence, [("indexcache:kl:0:n", 0, LENGTH, 8)], hidden(0, 8, LENGTH) * float("nan"))
-    assert divergence.sums({"indexcache:kl:0:n": [(8, 29)]}) == {"indexcache:kl:0:n": (None, None, 21)}
+    run(divergence, [("indexcache:kl:0:data:n", 0, LENGTH, 8)], hidden(0, 8, LENGTH) * float("nan"))
+    assert divergence.sums({"indexcache:kl:0:data:n": [(8, 29)]}) == {"indexcache:kl:0:data:n": (None, None, 21)}
 
 
 def test_the_lm_head_hook_leaves_float32_and_cpu_alone() -> None:
@@ -235,7 +251,7 @@ def test_overlap_on_sampled_rows(registered: list[Any]) -> None:
     overlap.begin([9, 13], layers=3)
     assert registered == [overlap]
     for first, last in ((0, 10), (10, 16)):
-        requests = [("other", 0, 4, 0), (Measured(OVERLAP, 0, "n").rid, first, last - first, 0)]
+        requests = [("other", 0, 4, 0), (Measured(OVERLAP, 0, "data", "n").rid, first, last - first, 0)]
         overlap.before_forward(SimpleNamespace(device="cpu"), forward_batch(requests))
         for layer in range(3):
             rows = torch.cat([torch.zeros(4, 6, dtype=torch.long), indices[layer, first:last]])
@@ -292,14 +308,16 @@ def test_misses_are_those_of_the_recorded_selections(registered: list[Any]) -> N
     selections = Selections(Told())  # type: ignore[arg-type]
     selections.begin(first=25, tokens=40, roles="FSF")
     assert registered == [selections]
-    recorded(selections, indices, [(0, 20), (20, 30), (30, 40)], Measured(MISSES, 0, "n").rid)
+    recorded(selections, indices, [(0, 20), (20, 30), (30, 40)], Measured(MISSES, 0, "data", "n").rid)
     found = selections.end([6, 12, 64])
     assert registered[-1] is None and sorted(found["misses"]) == ["0", "2"]
     for layer in (0, 2):
         steps = [(indices[layer, at].int().numpy(), at + 1) for at in range(25, 40)]
         assert found["misses"][str(layer)] == [sum(hisparse_misses(steps, size, 25)) for size in (6, 12, 64)]
         assert found["misses"][str(layer)][0] > found["misses"][str(layer)][1] > found["misses"][str(layer)][2] == 0
-    selections.before_forward(SimpleNamespace(device="cpu"), forward_batch([(Measured(MISSES, 0, "m").rid, 0, 4, 0)]))
+    selections.before_forward(
+        SimpleNamespace(device="cpu"), forward_batch([(Measured(MISSES, 0, "data", "m").rid, 0, 4, 0)])
+    )
     selections.capture(layer_id=0, topk_indices=torch.zeros(4, 6))  # nothing is recorded any more
 
 
@@ -317,7 +335,7 @@ def test_what_was_not_recorded_once_is_an_error(registered: list[Any], requests:
     selections = Selections(Told())  # type: ignore[arg-type]
     selections.begin(25, 40, "FSF")
     for passes, nonce in requests:
-        recorded(selections, indices, passes, Measured(MISSES, 0, nonce).rid)
+        recorded(selections, indices, passes, Measured(MISSES, 0, "data", nonce).rid)
     with pytest.raises(CalibrationError, match="recorded others than 15 queries of one request"):
         selections.end([6])
     assert registered[-1] is None
@@ -326,6 +344,6 @@ def test_what_was_not_recorded_once_is_an_error(registered: list[Any], requests:
 def test_a_buffer_that_holds_too_little_is_an_error(registered: list[Any]) -> None:
     selections = Selections(Told())  # type: ignore[arg-type]
     selections.begin(25, 40, "FSF")
-    recorded(selections, torch.arange(6).expand(3, 40, 6), [(0, 40)], Measured(MISSES, 0, "n").rid)
+    recorded(selections, torch.arange(6).expand(3, 40, 6), [(0, 40)], Measured(MISSES, 0, "data", "n").rid)
     with pytest.raises(IndexCacheError, match="a buffer of 5 items can't hold 6"):
         selections.end([5])

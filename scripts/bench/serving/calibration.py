@@ -119,7 +119,7 @@ class Bench:
         logprobs, sums = [], []
         start = int(np.flatnonzero(self.data.scored[0])[0])
         for row, sequence in enumerate(self.data.tokens.tolist()):
-            rid = Measured.new(KL, row).rid
+            rid = Measured.new(KL, row, self.data.sha256).rid
             [answer] = self.server.logprobs([sequence], start, [rid])
             logprobs += [logprob for logprob, _ in answer]
             sums.append(self.server.divergences({rid: [(start - 1, len(sequence) - 1)]})[rid])

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, WrapValidator, field_validator, model_validator
 
 from sglang_indexcache import Pattern
+from sglang_indexcache.calibration.protocol import LEASE_SECONDS
 from sglang_indexcache.files.fields import Count, Finite
 from sglang_indexcache.http.redaction import redacted
 
@@ -33,6 +34,9 @@ class Rank(_Frozen):
     """Answer of one data-parallel rank to a control request: its state, and the requested data.
 
     Attributes:
+        protocol: version that the server speaks; 1 did not say so, and had neither `boot` nor `switches`.
+        boot: made up anew each time that the rank starts.
+        switches: of its pattern since then, by whomever.
         pattern: roles, whose digest is `fingerprint`.
         weights_sha256: digest of the loaded checkpoint.
         versions: versions and settings on which losses depend.
@@ -41,6 +45,9 @@ class Rank(_Frozen):
         misses: tokens that buffers would miss, by selecting layer, one count per buffer size.
     """
 
+    protocol: Count = 1
+    boot: Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$")] = ""
+    switches: Count = 0
     dp_rank: Annotated[int, Field(ge=0, lt=_MOST_RANKS)]
     pattern: Annotated[str, Field(pattern=r"^[A-Z]{1,4096}$")]
     fingerprint: _Digest
@@ -83,6 +90,26 @@ class Ranks(_Frozen):
         return ranks
 
 
+class LeaseState(_Frozen):
+    """Answer about the lease of a server.
+
+    Attributes:
+        granted: whether the client that asks holds it.
+        beats: how often it was given or renewed, whoever held it.
+        host: the machine of the holder.
+        process: the holder's id there.
+        held_s: seconds since it was given.
+        ends_in_s: seconds until it ends, unless it is renewed.
+    """
+
+    granted: bool
+    beats: Count
+    host: _Word = "?"
+    process: Count = 0
+    held_s: Annotated[Finite, Field(ge=0)] = 0.0
+    ends_in_s: Annotated[Finite, Field(ge=0, le=LEASE_SECONDS)] = 0.0
+
+
 class _Meta(_Frozen):
     input_token_logprobs: list[_Token]
     input_top_logprobs: list[list[_Token] | None]
@@ -95,6 +122,7 @@ class Generated(_Frozen):
 
 
 RANKS: TypeAdapter[Ranks] = TypeAdapter(Ranks)
+LEASE: TypeAdapter[LeaseState] = TypeAdapter(LeaseState)
 GENERATED: TypeAdapter[list[Generated]] = TypeAdapter(list[Generated])
 
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from indexcache_search.engines.answers import GENERATED, RANKS, Rank, check_divergence, token_logprobs
+from indexcache_search.engines.control import Control, LeaseEndedError, ServerBusyError, ServerLostError
+from indexcache_search.engines.lease import Lease
 from indexcache_search.errors import SearchError
 from indexcache_search.speed.request import Burst, send
 from sglang_indexcache import Pattern
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.protocol import Range
 from sglang_indexcache.http.address import Address
-from sglang_indexcache.http.client import NoAnswerError, ServerError, StatusError, ask
-from sglang_indexcache.http.redaction import KEY_VARIABLE
+from sglang_indexcache.http.client import NoAnswerError
 
+__all__ = ["CalibrationServer", "ServerBusyError", "ServerLostError"]
 STATUS_SECONDS = 30.0
 CONTROL_SECONDS = 300.0  # a switch is quick; announcing a baseline takes megabytes
 REQUEST_SECONDS = 3600.0  # one sequence of hundreds of thousands of tokens on a busy machine
@@ -26,35 +27,41 @@ BUSY_SECONDS = 120
 _ROUNDING = 1e-6  # tolerance for means of counts
 _BYTES, _BYTES_A_TOKEN = 4 << 20, 1 << 10  # limits of an answer
 
-_Answer = TypeVar("_Answer")
-
-
-class ServerLostError(Exception):
-    """Failure of a server that went away or broke, and may come back."""
-
-
-class ServerBusyError(ServerLostError):
-    """Refusal by a server that still runs other requests."""
-
 
 class CalibrationServer:
     """Client that switches patterns and requests losses.
 
-    All methods raise a `ServerLostError` if the server does not answer, and a `SearchError` if it is not a calibration
-    server, refuses the key or the request, or answers something that can't be.
+    It takes the server's lease before it switches or measures anything, and holds it until `release`. All methods raise
+    a `ServerLostError` if the server does not answer, and a `SearchError` if it is not a calibration server, another
+    client holds its lease, it refuses the key or the request, or it answers something that can't be.
 
     Args:
         url: such as `http://host:30000`.
         dp_rank: the data-parallel rank to work with; by default the server as a whole.
         key: the admin key; by default the value of `SGLANG_API_KEY`.
+        lease: of this server; by default one of its own.
 
     Attributes:
         url: the address without secrets, for messages.
     """
 
-    def __init__(self, url: str | Address, dp_rank: int | None = None, key: str | None = None) -> None:
+    def __init__(
+        self, url: str | Address, dp_rank: int | None = None, key: str | None = None, lease: Lease | None = None
+    ) -> None:
         self.address, self.dp_rank, self._key = Address.of(url), dp_rank, key
-        self.url = self.address.label
+        self.url, self._server = self.address.label, Control(self.address, key)
+        self._lease = lease or Lease(self._server)
+        self._switched: dict[int, Rank] = {}  # what this client's last switch left, by data-parallel rank
+
+    def hold(self, notice: Callable[[str], None] = lambda line: None) -> None:
+        """Take the server's lease, unless it is held; see `Lease.hold`."""
+        if not self._lease.held:
+            self.status()  # refuses another version of the protocol
+            self._lease.hold(notice)
+
+    def release(self) -> None:
+        """Give the lease back; afterwards this client, and its `lanes`, can only ask for the status."""
+        self._lease.release()
 
     def status(self) -> Rank:
         """Return the server's pattern, fingerprint, versions, supported measurements and model digests."""
@@ -63,7 +70,20 @@ class CalibrationServer:
     def lanes(self) -> list[CalibrationServer]:
         """Return a client for each data-parallel rank, each of which can run its own pattern."""
         ranks = sorted(rank.dp_rank for rank in self._control(protocol.STATUS))
-        return [self] if len(ranks) == 1 else [CalibrationServer(self.address, rank, self._key) for rank in ranks]
+        if len(ranks) == 1:
+            return [self]
+        return [CalibrationServer(self.address, rank, self._key, self._lease) for rank in ranks]
+
+    def undisturbed(self) -> Rank:
+        """Return the status, if all that was answered since the last `switch` is of its pattern.
+
+        Raises:
+            ServerLostError: if the server was restarted since.
+            SearchError: if somebody else switched it since.
+        """
+        ranks = self._control(protocol.STATUS)
+        self._check_undisturbed(ranks)
+        return ranks[0]
 
     def switch(self, pattern: Pattern) -> None:
         """Switch all ranks to `pattern`; wait while requests are running, but not for long."""
@@ -80,6 +100,7 @@ class CalibrationServer:
         for rank in ranks:
             if rank.fingerprint != pattern.fingerprint:
                 raise SearchError(f"{self.url}: rank {rank.dp_rank} runs {rank.pattern}, expected {pattern}")
+        self._switched = {rank.dp_rank: rank for rank in ranks}
 
     def logprobs(
         self, sequences: Sequence[Sequence[int]], start: int, ids: Sequence[str] | None = None
@@ -103,7 +124,8 @@ class CalibrationServer:
         if self.dp_rank is not None:
             body["routed_dp_rank"] = self.dp_rank
         tokens = sum(map(len, sequences))
-        answers = self._ask("/generate", body, GENERATED, REQUEST_SECONDS, _BYTES + tokens * _BYTES_A_TOKEN)
+        limit = _BYTES + tokens * _BYTES_A_TOKEN
+        answers = self._server.ask("/generate", body, GENERATED, REQUEST_SECONDS, limit)
         if len(answers) != len(sequences):
             raise SearchError(f"{self.url}: /generate gave {len(answers)} answers to {len(sequences)} sequences")
         try:
@@ -151,7 +173,9 @@ class CalibrationServer:
 
     def index_overlap(self, layers: int) -> tuple[list[list[float]], int]:
         """Stop sampling; return the mean overlap of each two of `layers` layers, and the number of sampled queries."""
-        answer = self._control(protocol.OVERLAP)[0]
+        ranks = self._control(protocol.OVERLAP)
+        self._check_undisturbed(ranks)
+        answer = ranks[0]
         if len(answer.overlap) != layers or {len(row) for row in answer.overlap} != {layers}:
             raise SearchError(f"{self.url}: gave no overlap of all {layers} layers")
         found = np.asarray(answer.overlap)
@@ -174,7 +198,9 @@ class CalibrationServer:
             sizes: buffer sizes in tokens.
             most: tokens that a layer selects in all steps, an upper bound of misses.
         """
-        found = self._control(protocol.MISSES, sizes=list(sizes))[0].misses
+        ranks = self._control(protocol.MISSES, sizes=list(sizes))
+        self._check_undisturbed(ranks)
+        found = ranks[0].misses
         if sorted(found) != sorted(layers) or any(len(counts) != len(sizes) for counts in found.values()):
             raise SearchError(f"{self.url}: counted layers {sorted(found)}, expected {sorted(layers)}")
         worst = max((count for counts in found.values() for count in counts), default=0)
@@ -184,31 +210,34 @@ class CalibrationServer:
 
     def _control(self, action: str, **body: Any) -> list[Rank]:
         """Send `action`; return the answers of all ranks it addresses."""
-        path, content = protocol.path(action), {**body, "dp_rank": self.dp_rank}
+        content: dict[str, Any] = {**body, "dp_rank": self.dp_rank}
+        if action != protocol.STATUS:
+            self.hold()
+            content |= {"protocol": protocol.VERSION, "token": self._lease.token}
         seconds = STATUS_SECONDS if action == protocol.STATUS else CONTROL_SECONDS
-        ranks = self._ask(path, content, RANKS, seconds, 16 * _BYTES).ranks
+        try:
+            ranks = self._server.ask(protocol.path(action), content, RANKS, seconds, 16 * _BYTES).ranks
+        except LeaseEndedError:
+            self._lease.lost()
+            raise
+        for rank in ranks:
+            if rank.protocol != protocol.VERSION:
+                raise SearchError(f"{self.url}: {protocol.differing(rank.protocol, protocol.VERSION)}")
         meant = [rank for rank in ranks if self.dp_rank in (None, rank.dp_rank)]
         if not meant:
             raise SearchError(f"{self.url}: has no data-parallel rank {self.dp_rank}")
         return meant
 
-    def _ask(
-        self, path: str, body: dict[str, Any], form: TypeAdapter[_Answer], seconds: float, max_bytes: int
-    ) -> _Answer:
-        try:
-            return ask(self.address, path, form, body, seconds=seconds, max_bytes=max_bytes, key=self._key)
-        except NoAnswerError as error:
-            raise ServerLostError(str(error)) from None
-        except StatusError as error:
-            control = path.startswith(protocol.path(""))
-            if error.code == protocol.CONFLICT and control:
-                raise ServerBusyError(f"{self.url}: {error.detail}") from None
-            if error.code in (401, 403):
-                raise SearchError(f"{self.url}: refuses the key; expected the admin key in {KEY_VARIABLE}") from None
-            if error.code == 404 and control:
-                raise SearchError(f"{self.url}: is not in calibration mode; expected --indexcache-calibrate") from None
-            if error.code >= 500:
-                raise ServerLostError(f"{self.url}: answers {error.code}") from None
-            raise SearchError(f"{error}: {error.detail}") from None
-        except ServerError as error:
-            raise SearchError(f"{error}; expected a server with this version of sglang-indexcache") from None
+    def _check_undisturbed(self, ranks: Sequence[Rank]) -> None:
+        """Compare `ranks` with what this client's last switch left."""
+        for rank in ranks:
+            left = self._switched.get(rank.dp_rank)
+            if left is None:
+                raise SearchError(f"{self.url}: has no pattern of this client")
+            if rank.boot != left.boot:
+                raise ServerLostError(f"{self.url}: was restarted, and what it answered meanwhile is not kept")
+            if (rank.switches, rank.pattern) != (left.switches, left.pattern):
+                raise SearchError(
+                    f"{self.url}: somebody else switched it to {rank.pattern}, and what it answered meanwhile is not"
+                    " kept; expected one search a server"
+                )

@@ -17,7 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
-from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
+from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.control import ServerLostError
 from indexcache_search.errors import SearchError
 from sglang_indexcache.http.redaction import KEY_VARIABLE, keep_secret, redacted
 from sglang_indexcache.model.name import ModelName

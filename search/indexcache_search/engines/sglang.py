@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from indexcache_search.data.tokens import TokenSet, sampled_queries
 from indexcache_search.engines.answers import Rank
 from indexcache_search.engines.base import Evaluation
-from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
+from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.control import ServerLostError
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.results.held_out import SpeedRow
@@ -52,6 +53,9 @@ class SglangEngine:
     chunked prefill, one request is sent ahead, so that the server never waits. A lane is a server, or one of its
     data-parallel ranks.
 
+    The engine holds the lease of its servers until `close`: nobody else switches them. An evaluation during which
+    somebody did, by whatever means, is thrown away.
+
     Args:
         servers: servers in calibration mode, with the same model.
         description: the model's layers, read from config.json.
@@ -60,8 +64,8 @@ class SglangEngine:
         notice: called with one line when a server is lost or back.
 
     Raises:
-        SearchError: if a server does not answer, is not in calibration mode, or has another model or other versions
-            than the first.
+        SearchError: if a server does not answer, is not in calibration mode, is another search's, or has another model
+            or other versions than the first.
     """
 
     def __init__(
@@ -74,7 +78,7 @@ class SglangEngine:
     ) -> None:
         self.model, self.batch_size = description, batch_size
         self._patience, self._notice = patience, notice
-        self._lost: dict[CalibrationServer, _Loss] = {}
+        self._servers, self._lost = tuple(servers), dict[CalibrationServer, _Loss]()
         try:
             self._lanes = [lane for server in servers for lane in server.lanes()]
             first = self._lanes[0].status()
@@ -82,10 +86,21 @@ class SglangEngine:
             self.weights_sha256, self._measures = first.weights_sha256, frozenset(first.measures)
             for lane in self._lanes:
                 self._check_same(lane, lane.status())
+            for server in self._servers:
+                server.hold(notice)
         except ServerLostError as error:
+            self.close()
             raise SearchError(str(error)) from None
+        except SearchError:
+            self.close()
+            raise
         chunk = self.settings.get("chunk", "")
         self._chunk = int(chunk) if chunk.isdecimal() else 0  # `None` or -1 without chunked prefill
+
+    def close(self) -> None:
+        """Give the leases of all servers back, so that others can switch them at once."""
+        for server in self._servers:
+            server.release()
 
     @property
     def lanes(self) -> int:
@@ -177,7 +192,7 @@ class SglangEngine:
         def count(lane: CalibrationServer) -> dict[int, list[int]]:
             lane.switch(pattern)
             lane.record_selections(data.seq_len - steps, data.seq_len)
-            lane.logprobs([data.tokens[row].tolist()], data.seq_len - 1, [Measured.new(MISSES, row).rid])
+            lane.logprobs([data.tokens[row].tolist()], data.seq_len - 1, [Measured.new(MISSES, row, data.sha256).rid])
             return lane.misses(pattern.full_layers, sizes, most=steps * min(self.model.index_topk, data.seq_len))
 
         return self._anywhere(count)
@@ -200,7 +215,9 @@ class SglangEngine:
         def timed(lane: CalibrationServer) -> list[SpeedRow]:
             def run(pattern: Pattern, prompts: Prompts, output_tokens: int) -> Burst:
                 lane.switch(pattern)
-                return lane.time(prompts, output_tokens)
+                burst = lane.time(prompts, output_tokens)
+                lane.undisturbed()
+                return burst
 
             items = [Timed(line, partial(run, line.pattern)) for line in lines if isinstance(line.pattern, Pattern)]
             return measured(items, load, data.tokens.ravel(), SPEED_BASIS)
@@ -299,13 +316,13 @@ class SglangEngine:
         if objective == "kl":
             ranges = [_ranges(scored) for scored in data.scored]
             self._run_baselines(lane, data, ranges)
-            ids = {row: Measured.new(KL, row).rid for row in rows}
+            ids = {row: Measured.new(KL, row, data.sha256).rid for row in rows}
         lane.switch(pattern)
         losses, correct = zip(*self._likelihoods(lane, data, rows, ids), strict=True)
         if ids is not None:
             sums = lane.divergences({ids[row]: ranges[row] for row in rows})
             losses = tuple(sums[ids[row]][0] for row in rows)
-        self._check_same(lane, lane.status())  # somebody may have updated its weights meanwhile
+        self._check_same(lane, lane.undisturbed())  # somebody may have switched it or updated its weights meanwhile
         return Evaluation(
             pattern=pattern,
             rows=rows,
@@ -341,7 +358,8 @@ class SglangEngine:
         lane.switch(self.model.native)
         for row in missing:
             first = ranges[row][0][0] + 1
-            lane.logprobs([data.tokens[row].tolist()], first, [Measured.new(KEEP, row).rid])
+            lane.logprobs([data.tokens[row].tolist()], first, [Measured.new(KEEP, row, data.sha256).rid])
+        lane.undisturbed()
         missing = lane.missing_baselines(data.sha256, whole)
         if missing:
             raise SearchError(f"{lane.url}: kept no baseline of sequence {missing[0]}")
@@ -351,7 +369,7 @@ class SglangEngine:
         lane.switch(self.model.native)
         lane.sample_indices(positions.tolist())
         for row in range(data.num_sequences):
-            lane.logprobs([data.tokens[row].tolist()], data.seq_len - 1, [Measured.new(OVERLAP, row).rid])
+            lane.logprobs([data.tokens[row].tolist()], data.seq_len - 1, [Measured.new(OVERLAP, row, data.sha256).rid])
         overlap, queries = lane.index_overlap(self.model.num_layers)
         if queries != len(positions) * data.num_sequences:
             raise SearchError(f"{lane.url}: sampled {queries} queries, expected {len(positions) * data.num_sequences}")

@@ -285,7 +285,9 @@ def _load_engine(model: str, runtime: EngineSettings, out: Outputs, stack: ExitS
         log = out.work.growing(SERVER_LOG)
         own = own_server(model, runtime.server_flags, log, partial(announce, console))
         servers = [stack.enter_context(own)]
-    return SglangEngine(servers, describe_model(model), runtime.batch_size, notice=lambda line: warn(console, line))
+    engine = SglangEngine(servers, describe_model(model), runtime.batch_size, notice=lambda line: warn(console, line))
+    stack.callback(engine.close)
+    return engine
 
 
 def _search(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -96,16 +97,23 @@ def run(
     set_quiet()
     reads = {"--model": [model], "--pattern": file_names(asked.patterns), "--evaluation": asked.data.sources}
     names = [*result.FILES, "pattern.yaml"]
-    with outputs("indexcache-offload", output, output / "work", names, reads) as out:
-        found, file = _run(model, asked, server, runtime, out, restart, console)
+    with outputs("indexcache-offload", output, output / "work", names, reads) as out, ExitStack() as stack:
+        found, file = _run(model, asked, server, runtime, out, restart, console, stack)
         out.replace({**result.texts(found), **({} if file is None else {"pattern.yaml": file.dumps()})}, console)
     return found
 
 
 def _run(
-    model: str, asked: PlanRequest, server: Server, runtime: Runtime, out: Outputs, restart: bool, console: Console
+    model: str,
+    asked: PlanRequest,
+    server: Server,
+    runtime: Runtime,
+    out: Outputs,
+    restart: bool,
+    console: Console,
+    stack: ExitStack,
 ) -> tuple[OffloadResult, PatternFile | None]:
-    """Return all counts, and the pattern file of the best plan."""
+    """Return all counts, and the pattern file of the best plan; `stack` gives servers back."""
     given = asked.selections[0] if asked.selections else None
     specs = [(name, PatternSpec.read(text, given, DEFAULT)) for name, text in map(split_name, asked.patterns)]
     fewest = min(asked.selections, key=lambda item: item.tokens, default=None)
@@ -137,6 +145,7 @@ def _run(
     if asked.endpoints:
         servers = [CalibrationServer(url) for url in asked.endpoints]
         engine = SglangEngine(servers, description, notice=partial(warn, console))
+        stack.callback(engine.close)
     else:
         engine = TransformersEngine.load(
             model,

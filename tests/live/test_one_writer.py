@@ -1,0 +1,124 @@
+"""Two searches on one calibration server of real SGLang: one has it, and nothing of the other gets into its results."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from indexcache_search import demo
+from indexcache_search.data.tokens import TokenSet
+from indexcache_search.engines.answers import Rank
+from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.sglang import SglangEngine
+from indexcache_search.errors import SearchError
+from sglang_indexcache.calibration import protocol
+from tests.live.calibrating import (
+    CALIBRATE,
+    MODEL,
+    PATTERNS,
+    close_engines,
+    finished,
+    live_engine,
+    losses,
+    search,
+    sequences,
+    wait_for_evaluations,
+)
+from tests.live.server import Server, environment, running
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.fixture(scope="module")
+def single() -> TokenSet:
+    return sequences(1)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(demo.MODEL, tmp_path_factory.mktemp("server") / "log", *CALIBRATE) as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def _given_back() -> Iterator[None]:
+    """A test that fails must not keep the server from the next one."""
+    yield
+    close_engines()
+
+
+def test_two_searches_on_one_server(server: Server, single: TokenSet) -> None:
+    """One has it, and finds what it finds alone; the other ends with one line, and so does a switch without a token."""
+    alone = losses(live_engine(server), single)
+    alone_kl = losses(live_engine(server), single, "kl")
+    first, refused = live_engine(server), list[str]()
+
+    def second() -> None:
+        with pytest.raises(SearchError, match="expected one search a server") as caught:
+            SglangEngine([CalibrationServer(server.url)], MODEL)
+        refused.append(str(caught.value))
+        for token in ("", "t" * 32):
+            with pytest.raises(urllib.error.HTTPError, match="Locked"):
+                server.post("/indexcache/switch", pattern=PATTERNS[2].roles, protocol=protocol.VERSION, token=token)
+        with pytest.raises(urllib.error.HTTPError, match="Bad Request"):  # a client that knows of no lease
+            server.post("/indexcache/switch", pattern=PATTERNS[2].roles)
+
+    other = threading.Thread(target=second)
+    other.start()
+    assert losses(first, single) == alone and losses(first, single, "kl") == alone_kl
+    other.join()
+    [line] = refused
+    assert f"process {os.getpid()} on " in line and "\n" not in line
+    switches = first._lanes[0].status().switches
+    assert first._lanes[0].undisturbed().switches == switches > 2 * len(PATTERNS)
+
+
+def test_a_lease_that_ends_during_an_evaluation(server: Server, single: TokenSet) -> None:
+    """Another client switches in the middle, as after a nap of this one: nothing of it is kept, and it says so."""
+    searching = live_engine(server)
+    wanted = losses(searching, single, patterns=PATTERNS[1:2])
+    lane, taken = searching._lanes[0], list[Rank]()
+    logprobs = lane.logprobs
+
+    def napping(*arguments: Any) -> Any:
+        found = logprobs(*arguments)
+        if not taken:
+            server.post("/indexcache/release", protocol=protocol.VERSION, token=lane._lease.token)
+            thief = CalibrationServer(server.url)
+            thief.switch(PATTERNS[2])
+            taken.append(thief.status())
+            thief.release()
+        return found
+
+    lane.logprobs = napping  # type: ignore[method-assign]
+    with pytest.raises(SearchError, match=f"somebody else switched it to {PATTERNS[2].roles}"):
+        losses(searching, single, patterns=PATTERNS[1:2])
+    assert losses(live_engine(server), single, patterns=PATTERNS[1:2]) == wanted
+
+
+def test_two_searches_on_the_command_line(server: Server, tmp_path: Path) -> None:
+    """The second ends with one line; the first, interrupted and run again, finds what it finds alone."""
+    whole, first, second = (search(tmp_path / name, "--endpoint", server.url) for name in ("whole", "first", "second"))
+    finished(whole)
+    process = subprocess.Popen(first, env=environment(), stderr=subprocess.DEVNULL)
+    wait_for_evaluations(tmp_path / "first", 4, process)
+    refused = subprocess.run(second, env=environment(), capture_output=True, text=True, timeout=300)
+    lines = refused.stderr.splitlines()
+    assert refused.returncode == 2 and len(lines) == 1, refused.stderr
+    assert f"{server.url}: process {process.pid} on " in lines[0] and "expected one search a server" in lines[0]
+    assert not (tmp_path / "second" / "work" / "journal.jsonl").exists()
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    finished(first)
+    assert (tmp_path / "first" / "pattern.yaml").read_bytes() == (tmp_path / "whole" / "pattern.yaml").read_bytes()
