@@ -1,4 +1,4 @@
-"""indexcache-watch: the sequential test, logs of requests, the record, metrics, refusals."""
+"""indexcache-watch: logs of requests, the record, metrics, refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -23,87 +22,8 @@ from indexcache_search.cli.watch import app
 from indexcache_search.engines.own_server import free_port
 from indexcache_search.errors import DataError
 from indexcache_search.watch import run as run_module
-from indexcache_search.watch.drift import DriftTest
 from indexcache_search.watch.requests import RequestLog
 from tests.search.test_fuzz import mutated, one_line_or
-
-STREAMS, REQUESTS = 1_000, 200
-ALLOWED, ALPHA, EDGES = 0.1, 0.005, (2048, 8192, 32768, 131072)
-Stream = Callable[[np.random.Generator, int], tuple[int, float]]
-
-
-def breaches(stream: Stream, streams: int = STREAMS) -> float:
-    """The share of simulated streams with an alarm within so many requests."""
-    found = 0
-    for seed in range(streams):
-        rng, test = np.random.default_rng(seed), DriftTest(EDGES, ALLOWED, ALPHA)
-        for number in range(REQUESTS):
-            length, change = stream(rng, number)
-            if test.add(length, change, 16).breached:
-                found += 1
-                break
-    print(f"{stream.__name__}: alarms in {found} of {streams} streams of {REQUESTS} requests")
-    return found / streams
-
-
-# -- the sequential test
-
-
-def own_replies(rng: np.random.Generator, number: int) -> tuple[int, float]:
-    """Of a pattern whose mean change is all that is allowed, on what it wrote itself."""
-    return 9000, rng.normal(-ALLOWED, 0.2)
-
-
-def rare_and_large(rng: np.random.Generator, number: int) -> tuple[int, float]:
-    """Most requests lose nothing, one of twenty loses 2 nats a token: the mean is what is allowed."""
-    return 9000, 2.0 if rng.random() < ALLOWED / 2 else 0.0
-
-
-def drifting(rng: np.random.Generator, number: int) -> tuple[int, float]:
-    """Traffic that grows longer, changes its kind and its spread; the pattern bears all of it."""
-    share = number / REQUESTS
-    return int(1000 * 200**share), rng.normal(ALLOWED * np.cos(9 * share), 0.02 + 0.6 * share)
-
-
-@pytest.mark.parametrize("stream", [own_replies, rare_and_large, drifting])
-def test_of_a_thousand_streams_less_than_one_in_a_hundred_is_a_false_alarm(stream: Stream) -> None:
-    assert breaches(stream) < 0.01
-
-
-def losing(rng: np.random.Generator, number: int) -> tuple[int, float]:
-    """Of four requests one asks for what the pattern can't find any more; the others hardly change."""
-    return 9000, rng.normal(1.2, 0.8) if rng.random() < 0.25 else rng.normal(0.03, 0.1)
-
-
-def losing_on_its_own_replies(rng: np.random.Generator, number: int) -> tuple[int, float]:
-    """The same pattern where it wrote the replies: it takes for likely what the reference does not."""
-    return 9000, -losing(rng, number)[1]
-
-
-@pytest.mark.parametrize("stream", [losing, losing_on_its_own_replies])
-def test_in_streams_that_lose_too_much_it_is_found_within_two_hundred_requests(stream: Stream) -> None:
-    assert breaches(stream) > 0.95
-
-
-def test_a_bucket_is_found_beside_others_that_lose_nothing() -> None:
-    test = DriftTest(EDGES, ALLOWED, ALPHA)
-    for _ in range(50):
-        test.add(100, 0.0, 16)
-        test.add(2049, 0.9, 16)
-    assert [bucket.name for bucket in test.buckets if bucket.breached] == ["2049-8192"]
-    bucket = test.buckets[1]
-    assert (bucket.requests, bucket.tokens, bucket.mean, bucket.stderr) == (50, 800, pytest.approx(0.9), 0.0)
-    assert test.evidence(bucket) > 1 > test.evidence(test.buckets[0])
-
-
-def test_what_was_found_stays_found() -> None:
-    test = DriftTest((10,), ALLOWED, ALPHA)
-    while not test.add(5, 0.9, 1).breached:
-        pass
-    for _ in range(100):
-        test.add(5, 0.0, 1)
-    assert test.breached is test.buckets[0] and test.evidence(test.buckets[0]) < 1
-
 
 # -- logs
 
