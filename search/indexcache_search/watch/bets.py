@@ -57,9 +57,12 @@ class Bets:
         """Return the stakes of the next bets, `[2, *streams]`, from what was added before."""
         beyond = np.maximum(self._signs * self._mean - self._allowed, 0.0)
         variance = np.maximum(self._square - self._mean**2, _LEAST_VARIANCE)
-        return np.minimum(beyond / (variance + beyond**2), _MOST / (self._cuts[::-1] + self._allowed))
+        most = _MOST / (self._cuts[::-1] + self._allowed)
+        found: NDArray[np.float64] = np.minimum(beyond / (variance + beyond**2), most)
+        return found
 
     @property
     def log_evidence(self) -> NDArray[np.float64]:
         """Logarithm of the mean wealth of both bets, `[*streams]`."""
-        return np.logaddexp(self._log_wealth[0], self._log_wealth[1]) - np.log(2)
+        found: NDArray[np.float64] = np.logaddexp(self._log_wealth[0], self._log_wealth[1]) - np.log(2)
+        return found
