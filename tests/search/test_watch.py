@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import time
@@ -235,3 +236,23 @@ def test_one_server_is_not_compared_with_itself(pair: tuple[Stub, Stub], log: Pa
 def test_a_port_that_is_taken_is_one_line(pair: tuple[Stub, Stub], log: Path) -> None:
     result = watch(pair, log, "--port", pair[0].url.rpartition(":")[2])
     assert result.exit_code == 2 and "which can't be had" in result.stderr
+
+
+@pytest.mark.parametrize("first", ["prefill_0.log", "decode_0.log"])
+def test_two_servers_of_one_request_log_it_once(pair: tuple[Stub, Stub], log: Path, tmp_path: Path, first: str) -> None:
+    """Prefill and decode servers share an id or a room, and the prompt; one has the first token alone."""
+    log.unlink()
+    replies = {"prefill_0.log": [7], "decode_0.log": [7, 8, 9]}
+    for age, name in enumerate(sorted(replies, key=lambda name: name != first)):
+        lines = "".join(
+            finished([number, 1, 2], replies[name], **more)
+            for number in range(20)
+            for more in ({}, {"bootstrap_room": 500 + number})
+        )
+        path = log.parent / name
+        path.write_text(lines)
+        os.utime(path, (1e9 + age, 1e9 + age))
+    result = watch(pair, log.parent)
+    assert result.exit_code == 0, result.output
+    assert len(pair[0].asked) == 20
+    assert "another server's log has it as well" in result.stderr
