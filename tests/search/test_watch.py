@@ -252,7 +252,7 @@ def test_two_servers_of_one_request_log_it_once(pair: tuple[Stub, Stub], log: Pa
         path = log.parent / name
         path.write_text(lines)
         os.utime(path, (1e9 + age, 1e9 + age))
-    result = watch(pair, log.parent)
+    result = watch(pair, log.parent, "--output", str(tmp_path / "out"))
     assert result.exit_code == 0, result.output
     assert len(pair[0].asked) == 20
     assert "another server's log has it as well" in result.stderr

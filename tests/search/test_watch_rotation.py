@@ -236,5 +236,5 @@ def test_a_log_without_tokens_names_its_level(tmp_path: Path, more: dict[str, An
 )
 def test_the_output_of_a_container_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "0.log").write_text(line)
-    with pytest.raises(DataError, match="line 1: is a container's output, .* --log-requests-target FOLDER"):
+    with pytest.raises(DataError, match=r"line 1: is a container's output, .* --log-requests-target FOLDER"):
         list(RequestLog(tmp_path).new())
