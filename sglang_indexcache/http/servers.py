@@ -62,6 +62,7 @@ class _ServerState(BaseModel):
 class _ServerInfo(BaseModel):
     internal_states: Annotated[list[_ServerState], Field(min_length=1)]
     version: str | None = None
+    model: str | None = Field(None, alias="model_path")
 
 
 class ServedRank(BaseModel):
@@ -71,12 +72,14 @@ class ServedRank(BaseModel):
         server: its URL, without secrets.
         dp_rank: number of the rank; `None` where there is only one.
         sglang: version of SGLang, if the server says it.
+        model: its path or name, if the server says it.
         served: the pattern; `None` where none is served.
     """
 
     server: str
     dp_rank: int | None
     sglang: str | None
+    model: Annotated[str | None, Field(exclude=True)] = None
     served: Served | None
 
     @property
@@ -113,6 +116,7 @@ def ranks(server: str | Address) -> list[ServedRank]:
             server=address.label,
             dp_rank=number if several else None,
             sglang=info.version,
+            model=info.model,
             served=state.indexcache,
         )
         for number, state in enumerate(info.internal_states)
@@ -126,14 +130,22 @@ def fingerprint(server: str | Address) -> str | None:
         ServerError: if the server does not answer, ranks differ, one is not proven any more, or the model is dense,
             whose prompts are read without the pattern.
     """
-    address = Address.of(server)
-    states = [rank.served for rank in ranks(address)]
-    found = {None if state is None else state.fingerprint for state in states}
-    if len(found) > 1:
+    return pattern_for_prompts(ranks(server))
+
+
+def pattern_for_prompts(found: list[ServedRank]) -> str | None:
+    """Return the fingerprint of the pattern by which all of a server's ranks read prompts; `None` without a pattern.
+
+    Raises:
+        ServerError: as `fingerprint`, of what was answered.
+    """
+    address, states = found[0].server, [rank.served for rank in found]
+    fingerprints = {None if state is None else state.fingerprint for state in states}
+    if len(fingerprints) > 1:
         raise ServerError(f"{address}: its data-parallel ranks serve different patterns, expected one")
     for state in states:
         if state is not None and not state.proven:
             raise ServerError(f"{address}: is not proven to serve its pattern {state.since_when}")
         if state is not None and state.selection is not None:
             raise ServerError(f"{address}: serves a dense model, which reads prompts without its pattern")
-    return found.pop()
+    return fingerprints.pop()

@@ -109,6 +109,10 @@ FIRING = {  # series that raise one alert, and series of the same metrics that d
         ['indexcache_watch_skipped_total{instance="w"} 0+2x90', 'indexcache_watch_requests{instance="w"} 0+1x90'],
         ['indexcache_watch_skipped_total{instance="w"} 0+2x90', 'indexcache_watch_requests{instance="w"} 0+4x90'],
     ),
+    "IndexcacheWatchOutage": (
+        ['indexcache_watch_outage_seconds_total{instance="w"} 0+30x90'],
+        ['indexcache_watch_outage_seconds_total{instance="w"} 0+1x90'],
+    ),
     "SglangQueue": ([f"sglang:num_queue_reqs{{{SERVER}}} 20x90"], [f"sglang:num_queue_reqs{{{SERVER}}} 0 90 0x90"]),
     "SglangSlowFirstToken": (
         [
@@ -158,6 +162,14 @@ def values_of(line: str) -> str:
 def used() -> set[str]:
     names = set(NAME.findall(" ".join(queries()) + ALERTS.read_text()))
     return {name.removesuffix("_bucket") for name in names}
+
+
+def test_every_metric_of_a_watch_is_described() -> None:
+    families = Metrics(DriftTest((10,), 0.1, 0.01), 0.1, served="").registry.collect()
+    page = (DEPLOY.parent / "reference" / "metrics.md").read_text()
+    for family in families:
+        name = family.name.removesuffix("_stderr") + ("_total" if family.type == "counter" else "")
+        assert f"`{name}" in page, name
 
 
 def test_metrics_of_ours_exist() -> None:

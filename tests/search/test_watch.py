@@ -1,289 +1,35 @@
-"""indexcache-watch: the sequential test, logs of requests, the record, metrics, refusals."""
+"""indexcache-watch on servers: what is asked, the record, metrics, refusals."""
 
 from __future__ import annotations
 
-import json
 import math
-import random
+import os
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from indexcache_search.cli.watch import app
 from indexcache_search.engines.own_server import free_port
-from indexcache_search.errors import DataError
 from indexcache_search.watch import run as run_module
-from indexcache_search.watch.drift import DriftTest
-from indexcache_search.watch.requests import RequestLog
-from tests.search.test_fuzz import mutated, one_line_or
-
-STREAMS, REQUESTS = 1_000, 200
-ALLOWED, ALPHA, EDGES = 0.1, 0.005, (2048, 8192, 32768, 131072)
-Stream = Callable[[np.random.Generator, int], tuple[int, float]]
-
-
-def breaches(stream: Stream, streams: int = STREAMS) -> float:
-    """The share of simulated streams with an alarm within so many requests."""
-    found = 0
-    for seed in range(streams):
-        rng, test = np.random.default_rng(seed), DriftTest(EDGES, ALLOWED, ALPHA)
-        for number in range(REQUESTS):
-            length, change = stream(rng, number)
-            if test.add(length, change, 16).breached:
-                found += 1
-                break
-    print(f"{stream.__name__}: alarms in {found} of {streams} streams of {REQUESTS} requests")
-    return found / streams
-
-
-# -- the sequential test
-
-
-def own_replies(rng: np.random.Generator, number: int) -> tuple[int, float]:
-    """Of a pattern whose mean change is all that is allowed, on what it wrote itself."""
-    return 9000, rng.normal(-ALLOWED, 0.2)
-
-
-def rare_and_large(rng: np.random.Generator, number: int) -> tuple[int, float]:
-    """Most requests lose nothing, one of twenty loses 2 nats a token: the mean is what is allowed."""
-    return 9000, 2.0 if rng.random() < ALLOWED / 2 else 0.0
-
-
-def drifting(rng: np.random.Generator, number: int) -> tuple[int, float]:
-    """Traffic that grows longer, changes its kind and its spread; the pattern bears all of it."""
-    share = number / REQUESTS
-    return int(1000 * 200**share), rng.normal(ALLOWED * np.cos(9 * share), 0.02 + 0.6 * share)
-
-
-@pytest.mark.parametrize("stream", [own_replies, rare_and_large, drifting])
-def test_of_a_thousand_streams_less_than_one_in_a_hundred_is_a_false_alarm(stream: Stream) -> None:
-    assert breaches(stream) < 0.01
-
-
-def losing(rng: np.random.Generator, number: int) -> tuple[int, float]:
-    """Of four requests one asks for what the pattern can't find any more; the others hardly change."""
-    return 9000, rng.normal(1.2, 0.8) if rng.random() < 0.25 else rng.normal(0.03, 0.1)
-
-
-def losing_on_its_own_replies(rng: np.random.Generator, number: int) -> tuple[int, float]:
-    """The same pattern where it wrote the replies: it takes for likely what the reference does not."""
-    return 9000, -losing(rng, number)[1]
-
-
-@pytest.mark.parametrize("stream", [losing, losing_on_its_own_replies])
-def test_in_streams_that_lose_too_much_it_is_found_within_two_hundred_requests(stream: Stream) -> None:
-    assert breaches(stream) > 0.95
-
-
-def test_a_bucket_is_found_beside_others_that_lose_nothing() -> None:
-    test = DriftTest(EDGES, ALLOWED, ALPHA)
-    for _ in range(50):
-        test.add(100, 0.0, 16)
-        test.add(2049, 0.9, 16)
-    assert [bucket.name for bucket in test.buckets if bucket.breached] == ["2049-8192"]
-    bucket = test.buckets[1]
-    assert (bucket.requests, bucket.tokens, bucket.mean, bucket.stderr) == (50, 800, pytest.approx(0.9), 0.0)
-    assert test.evidence(bucket) > 1 > test.evidence(test.buckets[0])
-
-
-def test_what_was_found_stays_found() -> None:
-    test = DriftTest((10,), ALLOWED, ALPHA)
-    while not test.add(5, 0.9, 1).breached:
-        pass
-    for _ in range(100):
-        test.add(5, 0.0, 1)
-    assert test.breached is test.buckets[0] and test.evidence(test.buckets[0]) < 1
-
-
-# -- logs
-
-
-def finished(tokens: list[int], reply: list[int], **more: Any) -> str:
-    """A line of SGLang's log."""
-    content = {"event": "request.finished", "rid": "1", "obj": {"input_ids": tokens, "text": None, **more}}
-    return f"[2026-11-28 07:13:41] {json.dumps({**content, 'out': {'output_ids': reply, 'meta_info': {}}})}\n"
-
-
-def found(path: Path) -> list[tuple[list[int], list[bool]]]:
-    return [(request.tokens.tolist(), request.counts.tolist()) for request in RequestLog(path).new()]
-
-
-def test_logs_of_sglang_are_read_with_those_that_it_renamed(tmp_path: Path) -> None:
-    received = json.dumps({"event": "request.received", "rid": "1", "obj": {"input_ids": [1]}})
-    (tmp_path / "host_0.log.2026-11-28_06").write_text(finished([1, 2], [3]))
-    (tmp_path / "host_0.log").write_text(f"[2026-11-28 07:13:41] {received}\n" + finished([4], [5, 6]))
-    (tmp_path / ".hidden.log").write_text("no JSON")
-    (tmp_path / "notes.txt").write_text("no JSON")
-    assert sorted(found(tmp_path)) == [([1, 2, 3], [False, False, True]), ([4, 5, 6], [False, True, True])]
-
-
-def test_what_is_no_request_of_a_client_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "a.log").write_text(
-        finished([1], [2], log_metrics=False)  # a health check, or one of the watch itself
-        + finished([1], [])
-        + json.dumps(
-            {"event": "request.finished", "obj": {"text": "hi", "input_ids": None}, "out": {"output_ids": [1]}}
-        )
-        + "\n"
-        + finished([1, "...", 2], [3])
-        + finished([1, 2], [3]).replace('"meta_info": {}', '"meta_info": {"prompt_tokens": 9}')
-        + finished([1, 2], [3]).replace('"meta_info": {}', '"meta_info": {"prompt_tokens": 2, "completion_tokens": 7}')
-    )
-    log = RequestLog(tmp_path)
-    assert list(log.new()) == []
-    assert log.skipped == {
-        "none of its tokens count": 1,
-        "its log has the prompt as text, or not at all": 1,
-        "its log is cut, expected --log-requests-level 3": 1,
-        "its log has not all of its input_ids": 1,
-        "its log has not all of its output_ids": 1,
-    }
-
-
-def test_rows_of_a_searchs_data_are_requests(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    rows = [
-        {"input_ids": [1, 2, 3, 4], "loss_mask": [1, 0, 1, 0]},
-        {"input_ids": [1, 2], "labels": [-100, 2]},
-        {"input_ids": [7, 8], "output_ids": [9]},
-    ]
-    path.write_text("\n".join(map(json.dumps, rows)))  # no line break at the end
-    assert found(path) == [
-        ([1, 2, 3, 4], [False, False, True, False]),
-        ([1, 2], [False, True]),
-        ([7, 8, 9], [False, False, True]),
-    ]
-
-
-def test_a_log_is_read_on_from_its_end_and_a_line_when_it_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "a.log"
-    line = finished([3], [4])
-    path.write_text(finished([1], [2]) + line[:30])
-    log = RequestLog(path)
-    assert [request.place for request in log.new(last=False)] == [f"{path}: line 1"]
-    assert list(log.new()) == []  # cut off, so still being written
-    path.write_text(finished([1], [2]) + line)
-    assert [request.place for request in log.new()] == [f"{path}: line 2"]
-    path.rename(tmp_path / "a.log.2026-11-28_07")
-    log.path = tmp_path / "a.log.2026-11-28_07"
-    assert list(log.new()) == []
-
-
-def test_a_log_that_was_cut_is_read_anew(tmp_path: Path) -> None:
-    path = tmp_path / "a.log"
-    path.write_text(finished([1], [2]) + finished([3], [4]))
-    log = RequestLog(tmp_path)
-    assert len(list(log.new())) == 2
-    path.write_text(finished([5], [6]))
-    assert [request.tokens.tolist() for request in log.new()] == [[5, 6]]
-
-
-def test_as_many_bad_rows_are_left_out_as_allowed(tmp_path: Path) -> None:
-    path = tmp_path / "a.log"
-    path.write_text('{"torn' + finished([1], [2]) + finished([3], [4]) + "{}\n")
-    log = RequestLog(path, skip_bad=2)
-    assert [request.place for request in log.new()] == [f"{path}: line 2"]
-    assert log.skipped == {"it can't be understood": 2}
-    with pytest.raises(DataError, match=r"line 3: has no input_ids, .*; --skip-bad N leaves out up to N such rows"):
-        list(RequestLog(path, skip_bad=1).new())
-
-
-def test_a_thousand_mutated_logs(tmp_path: Path) -> None:
-    rng, accepted, path = random.Random(11), 0, tmp_path / "a.log"
-    for _ in range(1_000):
-        lines = [finished([rng.randrange(99) for _ in range(8)], [rng.randrange(99)]) for _ in range(2)]
-        lines += [json.dumps({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}) + "\n"]
-        path.write_bytes(mutated("".join(lines), rng).encode("utf-8", "surrogatepass"))
-        requests = one_line_or(lambda: list(RequestLog(path).new()))
-        accepted += requests is not None
-        for request in requests or ():
-            assert request.counts.any() and len(request.counts) == len(request.tokens) and request.tokens.min() >= 0
-    assert 0.01 < accepted / 1_000 < 0.95
-
-
-# -- servers
-
-
-class Stub:
-    """A server on which token t has the loss `loss(t)`; a prompt above `longest` is refused."""
-
-    def __init__(self, loss: Callable[[int], float], fingerprint: str | None, longest: int = 1000) -> None:
-        stub = self
-        self.asked: list[dict[str, Any]] = []
-        self.fingerprint, self.proven, self.loss = fingerprint, True, loss
-        self.selection: dict[str, int] | None = None
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                state = {"fingerprint": stub.fingerprint, "proven": stub.proven, "selection": stub.selection}
-                self.reply(200, {"internal_states": [{"indexcache": state if stub.fingerprint else None}]})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                stub.asked.append(body)
-                if len(body["input_ids"]) > longest:
-                    self.reply(400, {"error": {"message": "too long"}})
-                    return
-                tokens = body["input_ids"][body["logprob_start_len"] :]
-                logprobs = [[None, tokens[0], None], *([stub.logprob(token), token, None] for token in tokens[1:])]
-                tops = [None, *([[0.0, 0, None]] for _ in tokens[1:])]
-                self.reply(200, {"meta_info": {"input_token_logprobs": logprobs, "input_top_logprobs": tops}})
-
-            def reply(self, code: int, content: Any) -> None:
-                self.send_response(code)
-                self.end_headers()
-                self.wfile.write(json.dumps(content).encode())
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
-
-    def logprob(self, token: int) -> float | None:
-        """As JSON has it: null for what is not a number."""
-        loss = self.loss(token)
-        return -loss if math.isfinite(loss) else None
+from tests.search.watching import Stub, finished, log_of_forty, losing_requests, pair_of_servers, watch
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Stub, Stub]]:
-    """A served pattern that loses 0.3 on each token from 50 on, and its reference."""
-    served, reference = Stub(lambda token: 1.3 if token >= 50 else 1.0, "a" * 64), Stub(lambda token: 1.0, None)
-    yield served, reference
-    for stub in (served, reference):
-        stub.http.shutdown()
-        stub.http.server_close()
+    with pair_of_servers() as servers:
+        yield servers
 
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """Forty requests that lose nothing."""
-    path = tmp_path / "log" / "host_0.log"
-    path.parent.mkdir()
-    path.write_text("".join(finished([number, 1, 2], [3, 4]) for number in range(40)))
-    return path
-
-
-def losing_requests(count: int) -> str:
-    return "".join(finished([number, 1, 2], [50, 60, 70]) for number in range(count))
-
-
-def watch(pair: tuple[Stub, Stub], log: Path, *more: str) -> Any:
-    urls = ["--served", pair[0].url, "--reference", f"{pair[1].url}/v1"]
-    output = ["--output", str(log.parent.parent / "out")]
-    return CliRunner().invoke(app, [*urls, "--requests", str(log), *output, "--rate", "1000", *more])
+    return log_of_forty(tmp_path)
 
 
 def test_a_pattern_that_loses_nothing_passes(pair: tuple[Stub, Stub], log: Path) -> None:
@@ -423,31 +169,6 @@ def test_a_loss_that_is_not_finite_ends_the_watch(pair: tuple[Stub, Stub], log: 
     assert result.stderr == f"indexcache-watch: {pair[0].url}: the loss of {log}: line 1 is nan\n"
 
 
-def test_a_pattern_that_is_exchanged_meanwhile_ends_the_watch(
-    pair: tuple[Stub, Stub], log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_module, "RECHECK", 10)
-
-    def exchange(token: int) -> float:
-        pair[0].fingerprint = "b" * 64
-        return 1.0
-
-    pair[0].loss = exchange
-    result = watch(pair, log)
-    assert result.exit_code == 2 and "serves another pattern than when this watch began" in result.stderr
-    assert len(pair[0].asked) == 10
-
-
-def test_a_breach_is_not_blamed_on_a_pattern_that_is_served_no_more(pair: tuple[Stub, Stub], log: Path) -> None:
-    def exchange(token: int) -> float:
-        pair[0].fingerprint = "b" * 64
-        return 9.0
-
-    pair[0].loss = exchange
-    result = watch(pair, log)
-    assert result.exit_code == 2 and "serves another pattern than when this watch began" in result.stderr
-
-
 def test_a_damaged_record_is_refused_and_a_cut_off_line_is_not(
     pair: tuple[Stub, Stub], log: Path, tmp_path: Path
 ) -> None:
@@ -515,3 +236,23 @@ def test_one_server_is_not_compared_with_itself(pair: tuple[Stub, Stub], log: Pa
 def test_a_port_that_is_taken_is_one_line(pair: tuple[Stub, Stub], log: Path) -> None:
     result = watch(pair, log, "--port", pair[0].url.rpartition(":")[2])
     assert result.exit_code == 2 and "which can't be had" in result.stderr
+
+
+@pytest.mark.parametrize("first", ["prefill_0.log", "decode_0.log"])
+def test_two_servers_of_one_request_log_it_once(pair: tuple[Stub, Stub], log: Path, tmp_path: Path, first: str) -> None:
+    """Prefill and decode servers share an id or a room, and the prompt; one has the first token alone."""
+    log.unlink()
+    replies = {"prefill_0.log": [7], "decode_0.log": [7, 8, 9]}
+    for age, name in enumerate(sorted(replies, key=lambda name: name != first)):
+        lines = "".join(
+            finished([number, 1, 2], replies[name], **more)
+            for number in range(20)
+            for more in ({}, {"bootstrap_room": 500 + number})
+        )
+        path = log.parent / name
+        path.write_text(lines)
+        os.utime(path, (1e9 + age, 1e9 + age))
+    result = watch(pair, log.parent, "--output", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    assert len(pair[0].asked) == 20
+    assert "another server's log has it as well" in result.stderr

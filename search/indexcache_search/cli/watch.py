@@ -58,6 +58,12 @@ def _checked(text: str) -> str:
     return text
 
 
+def _address(text: str) -> str:
+    if not text.strip():
+        raise typer.BadParameter("is empty, expected an address such as 127.0.0.1; 0.0.0.0 is all")
+    return text
+
+
 SERVES_METRICS = OptionNeed("--port", lambda given: given["port"] is not None)
 
 
@@ -73,7 +79,9 @@ def watch(
             metavar="FILE_OR_DIR",
         ),
     ],
-    allowed: Annotated[float, number("Mean loss change that is allowed in each bucket, nats a token.", LOSS)] = 0.1,
+    allowed: Annotated[
+        float, number("Mean loss change, cut off, that is allowed in each bucket, nats a token.", LOSS)
+    ] = 0.1,
     alpha: Annotated[float, number("Largest probability of a false alarm, however long it runs.", PROBABILITY)] = 0.005,
     buckets: Annotated[
         str, option("Lengths at which buckets of requests end, in tokens.", metavar="TOKENS,...", callback=_checked)
@@ -84,8 +92,13 @@ def watch(
         int | None, number("End after so many scored requests, earlier runs included.", REQUESTS)
     ] = None,
     skip_bad: Annotated[int, number("Rows of the log that may be left out because they can't be understood.", BAD)] = 0,
-    follow: Annotated[bool, option("Wait for further requests instead of ending.", "--follow")] = False,
+    follow: Annotated[
+        bool, option("Wait for further requests, and for servers, instead of ending.", "--follow")
+    ] = False,
     port: Annotated[int | None, number("Serve metrics for Prometheus on this port.", PORT)] = None,
+    host: Annotated[
+        str, option("Address on which --port listens; 0.0.0.0 is all.", metavar="ADDRESS", callback=_address)
+    ] = "127.0.0.1",
     hold: Annotated[float, number("Seconds for which the metrics stay after a breach.", SECONDS)] = 120.0,
     output: Annotated[Path, option("Folder of the record; the same command goes on from it.")] = Path(
         "indexcache-watch"
@@ -96,9 +109,10 @@ def watch(
 ) -> None:
     """Score finished requests on a served pattern and on a reference, and end where more is lost than allowed.
 
-    The test is sequential: it may be looked at after every request, and its false alarms stay below --alpha.
+    The test is sequential: it may be looked at after every request, and its false alarms stay below --alpha. What one
+    request may count is cut off, at 2 nats a token, or at the largest change so far, up to 10.
     """
-    with running(context, {"hold": (SERVES_METRICS,)}) as console:
+    with running(context, {"hold": (SERVES_METRICS,), "host": (SERVES_METRICS,)}) as console:
         from indexcache_search.watch.run import WatchOptions, run
 
         watched = WatchOptions(
@@ -113,6 +127,7 @@ def watch(
             num_requests=num_requests,
             skip_bad=skip_bad,
             follow=follow,
+            host=host,
             port=port,
             hold=hold,
         )

@@ -1,12 +1,7 @@
 """A sequential test whether the losses of two servers differ by more than allowed, at whatever time one looks.
 
-Each request bets against the null hypothesis, with constant stakes: the wealth of a bet is a supermartingale while the
-hypothesis holds, so it ever exceeds 1 / alpha with a probability of at most alpha (Ville 1939). A mean of bets is one,
-too, so nobody chooses the stake. See Waudby-Smith and Ramdas, "Estimating means of bounded random variables by
-betting", Journal of the Royal Statistical Society B 86(1), 2024 (arXiv 2010.09686).
-
-What it assumes: whatever came before, the next request's expected difference is within what is allowed. Requests need
-not be independent, nor of one distribution, so traffic may change.
+Requests need not be independent, nor of one distribution, so traffic may change. What is tested, and why the bound on
+false alarms holds, is in `bets`.
 """
 
 from __future__ import annotations
@@ -15,12 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 
-import numpy as np
-
-FLOOR = 1.0
-"""Nats a token that one request may count against a finding; no bet loses more than all of its wealth."""
-_STAKES = np.tile(np.geomspace(1 / 64, 0.95, 12), 2)  # shares of a bet's wealth that the worst request takes
-_SIGNS = np.repeat([1.0, -1.0], 12)  # half of the bets are that the loss rises, half that it falls
+from indexcache_search.watch.bets import Bets
 
 
 class Bucket:
@@ -31,13 +21,13 @@ class Bucket:
         requests: how many were added.
         tokens: how many of their tokens counted.
         mean: mean difference, nats a token; each request counts the same.
+        cut_mean: the same of the differences as they were tested, cut off.
         breached: whether the evidence has ever reached the limit.
     """
 
     def __init__(self, name: str, allowed: float) -> None:
-        self.name, self.requests, self.tokens, self.mean, self.breached = name, 0, 0, 0.0, False
-        self._allowed, self._squares = allowed, 0.0
-        self._factors, self._wealth = _STAKES / (FLOOR + allowed), np.zeros(len(_STAKES))
+        self.name, self.requests, self.tokens, self.breached = name, 0, 0, False
+        self.mean, self.cut_mean, self._squares, self._bets = 0.0, 0.0, 0.0, Bets(allowed)
 
     @property
     def stderr(self) -> float | None:
@@ -46,9 +36,8 @@ class Bucket:
 
     @property
     def log_evidence(self) -> float:
-        """Logarithm of the mean wealth of all bets: an e-value against the null hypothesis."""
-        most = float(self._wealth.max())
-        return most + math.log(float(np.exp(self._wealth - most).mean()))
+        """Logarithm of the evidence against the hypothesis, see `Bets`."""
+        return float(self._bets.log_evidence)
 
     def add(self, change: float, tokens: int) -> None:
         """Add a request whose loss differs by `change` nats a token, over so many `tokens`."""
@@ -56,11 +45,11 @@ class Bucket:
         self.tokens += tokens
         before, self.mean = self.mean, self.mean + (change - self.mean) / self.requests
         self._squares += (change - before) * (change - self.mean)
-        self._wealth += np.log1p(self._factors * (np.maximum(_SIGNS * change, -FLOOR) - self._allowed))
+        self.cut_mean += (float(self._bets.add(change)) - self.cut_mean) / self.requests
 
 
 class DriftTest:
-    """Test of the null hypothesis that in each bucket the mean difference is between -`allowed` and `allowed`.
+    """Test of the hypothesis that in each bucket the next cut-off difference is expected to be within what is allowed.
 
     Both signs count: text that a server wrote itself is likelier to it than to any other, so a broken pattern lowers
     the loss of its own replies, and raises the loss of others'.

@@ -32,26 +32,33 @@ class Metrics:
         gauge("info", "1; which servers are compared, and the pattern that is served.", *labels).labels(**labels).set(1)
         gauge("allowed_loss_change", "Largest mean difference allowed, nats a token.").set(allowed)
         self._requests = gauge("requests", "Requests scored on both servers.", "bucket")
-        self._change = gauge("loss_change", "Mean loss above the reference's, nats a token.", "bucket")
+        self._change = gauge("loss_change", "Mean loss above the reference's, nats a token, not cut off.", "bucket")
+        self._cut = gauge("cut_loss_change", "The same of changes cut off on both sides, as tested.", "bucket")
         self._stderr = gauge("loss_change_stderr", "Standard error of loss_change.", "bucket")
-        self._evidence = gauge("evidence", "Evidence that more is lost than allowed; at 1 it is found.", "bucket")
+        self._evidence = gauge(
+            "evidence", "Evidence that cut_loss_change leaves what is allowed; 1 is a breach.", "bucket"
+        )
         self._breached = gauge("breached", "1 since the evidence has reached 1, else 0.", "bucket")
         self._last = gauge("last_request_timestamp_seconds", "When the last request was scored; 0 before.")
         self._skipped = Counter(
             "indexcache_watch_skipped", "Requests that can't be scored, by reason.", ["reason"], registry=registry
         )
+        self._outage = Counter(
+            "indexcache_watch_outage_seconds", "Time in which a server gave no answer.", registry=registry
+        )
         self.update()
 
-    def serve(self, port: int) -> None:
-        """Answer Prometheus on a port of all addresses, until the process ends.
+    def serve(self, host: str, port: int) -> None:
+        """Answer Prometheus on a port of one address, until the process ends.
 
         Raises:
-            SearchError: if the port can't be had.
+            SearchError: if they can't be had.
         """
         try:
-            start_http_server(port, registry=self.registry)
+            start_http_server(port, addr=host, registry=self.registry)
         except OSError as error:
-            raise SearchError(f"--port is {port}, which can't be had: {error.strerror}") from None
+            place = f"--port is {port} and --host {host}"
+            raise SearchError(f"{place}, which can't be had: {error.strerror}") from None
 
     def update(self, scored: bool = False) -> None:
         """Take over the state of the test; `scored` if a request was added just now."""
@@ -61,6 +68,7 @@ class Metrics:
             self._breached.labels(bucket.name).set(bucket.breached)
             if bucket.requests:
                 self._change.labels(bucket.name).set(bucket.mean)
+                self._cut.labels(bucket.name).set(bucket.cut_mean)
             if bucket.stderr is not None:
                 self._stderr.labels(bucket.name).set(bucket.stderr)
         if scored:
@@ -69,3 +77,7 @@ class Metrics:
     def skip(self, reason: str, count: int = 1) -> None:
         """Count requests that can't be scored."""
         self._skipped.labels(reason).inc(count)
+
+    def outage(self, seconds: float) -> None:
+        """Count time in which a server gave no answer."""
+        self._outage.inc(seconds)

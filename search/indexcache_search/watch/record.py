@@ -10,10 +10,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from indexcache_search.errors import JournalError
 from indexcache_search.evaluation.records import Sealer, append, check_identity, complete, damaged, opened
 from sglang_indexcache.files.fields import Finite
 
 FILE = "watch.jsonl"
+SCHEMA = "indexcache-watch/v2"
 
 
 class Scored(BaseModel):
@@ -25,6 +27,8 @@ class Scored(BaseModel):
         tokens: how many of them count.
         served: summed loss of these on the served server, nats.
         reference: the same on the reference server.
+        fingerprint: fingerprint of the pattern that the served server had before and after, or `none`.
+        reference_fingerprint: the same of the reference server.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -34,6 +38,8 @@ class Scored(BaseModel):
     tokens: Annotated[int, Field(ge=1)]
     served: Finite
     reference: Finite
+    fingerprint: str
+    reference_fingerprint: str
 
     @property
     def change(self) -> float:
@@ -46,7 +52,7 @@ class Record:
 
     Args:
         path: the file, whose folder exists; created if missing.
-        identity: conditions under which losses belong together.
+        identity: conditions under which losses belong together; with `fingerprint` and `reference_fingerprint`.
         restart: discard what it holds.
 
     Attributes:
@@ -67,14 +73,21 @@ class Record:
             self._file.truncate(len(whole))
             for number, line in opened(whole, str(path), self._sealer):
                 if number == 1:
-                    check_identity(path, "watch", "--output", line, identity)
+                    if "schema" not in line:
+                        raise JournalError(
+                            f"{path}: an earlier version wrote it, whose losses do not say of which patterns they are;"
+                            " choose another --output, or --restart to discard it"
+                        )
+                    check_identity(path, "watch", "--output", line, {"schema": SCHEMA, **identity})
                     continue
                 try:
                     self.scored.append(Scored.model_validate(line))
                 except ValidationError:
                     raise damaged(path, number) from None
+                if any(line[key] != identity[key] for key in ("fingerprint", "reference_fingerprint")):
+                    raise damaged(path, number)
             if not whole:
-                append(self._file, self._sealer, identity)
+                append(self._file, self._sealer, {"schema": SCHEMA, **identity})
         except BaseException:
             self._file.close()
             raise

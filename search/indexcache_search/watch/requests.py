@@ -10,8 +10,7 @@ A row is one of
 from __future__ import annotations
 
 import hashlib
-import json
-import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +19,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.data.formats import Record, kind_of, records
+from indexcache_search.data.formats import Record
 from indexcache_search.data.shapes import Section, shape_of
 from indexcache_search.errors import DataError, RowError
+from indexcache_search.watch.files import GrowingFiles, files_of
 from sglang_indexcache.errors import one_line
-from sglang_indexcache.files.atomic import reason
 
 LARGEST_ID = (1 << 31) - 1
-_LINES = re.compile(r"\.(jsonl|ndjson|log|log\.[\d_-]+)$")  # SGLang renames its log every hour
-_STAMP = re.compile(rb"\[[\d :,.-]+\] (?=\{)")  # before each line of SGLang's log
 BAD = "it can't be understood"
 _EVENT, _FINISHED = "event", "request.finished"
-_ENDINGS = ".log, .jsonl, .ndjson, .json, .parquet or .arrow"
+_MEDIA = ("image_data", "video_data", "audio_data")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +39,13 @@ class Request:
         place: where it stands, such as `FILE: line 3`.
         tokens: `[n]` int, its prompt and what was written.
         counts: `[n]` bool, the tokens whose loss is compared; at least one, never the first token.
+        name: what servers that work on one request together call it; `None` if nobody says.
     """
 
     place: str
     tokens: NDArray[np.int64]
     counts: NDArray[np.bool_]
+    name: str | None = None
 
     @property
     def digest(self) -> str:
@@ -55,12 +54,17 @@ class Request:
         digest.update(np.packbits(self.counts).tobytes())
         return digest.hexdigest()[:16]
 
+    @property
+    def origin(self) -> str | None:
+        """Digest of its name, prompt and first written token: of a prefill server's line and of the decode server's."""
+        if self.name is None:
+            return None
+        until = self.tokens[: int(self.counts.argmax()) + 1]
+        return hashlib.sha256(f"{self.name} ".encode() + until.astype("<i8").tobytes()).hexdigest()[:16]
+
 
 class RequestLog:
-    """A file or folder of requests that may still grow.
-
-    Files of lines are read on from where the last reading ended, and from their beginning if they were cut; other files
-    are read once.
+    """A file or folder of requests that may still grow; each of its rows is read once, see `GrowingFiles`.
 
     Args:
         path: the file or folder.
@@ -68,100 +72,45 @@ class RequestLog:
 
     Attributes:
         skipped: number of rows that hold no request to score, by reason.
+        left_out: files that look like logs, but have an ending that is not known.
     """
 
     def __init__(self, path: Path, skip_bad: int = 0) -> None:
         self.path, self._skip_bad = path, skip_bad
-        self.skipped: dict[str, int] = {}
-        self._ends: dict[tuple[int, int], tuple[int, int]] = {}  # by device and inode: bytes and lines read
+        self.skipped: Counter[str] = Counter()
+        self.left_out: list[Path] = []
+        self._growing = GrowingFiles()
 
     def new(self, last: bool = True) -> Iterator[Request]:
         """Yield the requests that were not read yet.
 
         Args:
-            last: also read a last line without a line break: no more will follow.
+            last: also read what files get while they are read, and a last line without a line break: no more will
+                follow.
 
         Raises:
             DataError: if the path can't be read, or more than `skip_bad` rows can't be understood.
         """
-        for file in self._files():
-            for place, record in self._records(file, last):
-                try:
-                    request = read(place, record)
-                except RowError as error:
-                    if self.skipped.get(BAD, 0) >= self._skip_bad:
-                        raise DataError(f"{place}: {error}; --skip-bad N leaves out up to N such rows") from None
-                    request = BAD
-                if isinstance(request, Request):
-                    yield request
-                elif request is not None:
-                    self.skipped[request] = self.skipped.get(request, 0) + 1
+        more = True
+        while more:
+            more = False
+            files, self.left_out = files_of(self.path)
+            for file in files:
+                for place, record in self._growing.records(file, last):
+                    more = last
+                    request = self._read(place, record)
+                    if isinstance(request, Request):
+                        yield request
+                    elif request is not None:
+                        self.skipped[request] += 1
 
-    def _files(self) -> list[Path]:
-        """Return the files with requests, the oldest first."""
+    def _read(self, place: str, record: Record) -> Request | str | None:
         try:
-            if not self.path.is_dir():
-                if not self.path.is_file():
-                    raise DataError(f"--requests: {self.path}: no such file or folder")
-                if not _LINES.search(self.path.name.lower()) and kind_of(self.path) in (None, "text", "csv"):
-                    raise DataError(f"--requests: {self.path}: ending is not known, expected {_ENDINGS}")
-                return [self.path]
-            files = [
-                path
-                for path in self.path.rglob("*")
-                if not any(part.startswith(".") for part in path.relative_to(self.path).parts)
-                and path.is_file()
-                and (_LINES.search(path.name.lower()) or kind_of(path) in ("json", "parquet", "arrow"))
-            ]
-            if not files:
-                raise DataError(f"--requests: {self.path}: no file in this folder ends with {_ENDINGS}")
-            return sorted(files, key=_age)
-        except OSError as error:
-            raise DataError(f"--requests: {self.path}: {reason(error)}") from None
-
-    def _records(self, file: Path, last: bool) -> Iterator[tuple[str, Record]]:
-        try:
-            status = file.stat()
-        except FileNotFoundError:  # renamed meanwhile: the next reading finds it
-            return
-        key = (status.st_dev, status.st_ino)
-        if not _LINES.search(file.name.lower()):
-            if key not in self._ends:
-                yield from records(file)
-            self._ends[key] = (status.st_size, 0)
-            return
-        start, number = self._ends.get(key, (0, 0))
-        if status.st_size < start:  # cut, or another file in the place of one that was deleted
-            start, number = 0, 0
-        try:
-            with file.open("rb") as lines:
-                lines.seek(start)
-                for line in lines:
-                    record = _line(line)
-                    if not line.endswith(b"\n") and (not last or isinstance(record, RowError)):
-                        break  # still being written
-                    start, number = start + len(line), number + 1
-                    self._ends[key] = (start, number)
-                    if line.strip():
-                        yield f"{file}: line {number}", record
-        except OSError as error:
-            raise DataError(f"{file}: can't be read: {one_line(reason(error), 200)}") from None
-
-
-def _age(path: Path) -> tuple[int, Path]:
-    try:
-        return path.stat().st_mtime_ns, path
-    except FileNotFoundError:  # renamed meanwhile
-        return 0, path
-
-
-def _line(line: bytes) -> Record:
-    stamp = _STAMP.match(line)
-    try:
-        content = json.loads(line[0 if stamp is None else stamp.end() :].decode())
-    except (ValueError, RecursionError):
-        return RowError("not JSON; expected SGLang's log with --log-requests-format json, or rows with input_ids")
-    return content if isinstance(content, dict) else RowError("not an object such as {...}")
+            return read(place, record)
+        except RowError as error:
+            if self.skipped[BAD] >= self._skip_bad:
+                raise DataError(f"{place}: {error}; --skip-bad N leaves out up to N such rows") from None
+            return BAD
 
 
 def read(place: str, record: Record) -> Request | str | None:
@@ -172,25 +121,29 @@ def read(place: str, record: Record) -> Request | str | None:
     """
     if isinstance(record, RowError):
         raise record
+    name = None
     if _EVENT in record:
         if record[_EVENT] != _FINISHED:
             return None
         sent, out = (_object(record.get(name), name) for name in ("obj", "out"))
         if sent.get("log_metrics") is False:  # health checks, and what a watch sends itself
             return None
-        if sent.get("input_ids") is None and out.get("prompt_token_ids") is None:
-            return "its log has the prompt as text, or not at all"
+        why_not = _unlike(sent, out)
+        if why_not is not None:
+            return why_not
+        room = sent.get("bootstrap_room")
+        name = None if room is None and not isinstance(record.get("rid"), str) else one_line(room or record["rid"], 80)
         prompt = out.get("prompt_token_ids") if sent.get("input_ids") is None else sent["input_ids"]
-        if "output_ids" not in out:
-            return "its log has no output_ids"
         record = {"input_ids": prompt, "output_ids": out["output_ids"]}
         if any(isinstance(ids, list) and "..." in ids for ids in record.values()):
             return "its log is cut, expected --log-requests-level 3"
+        if any(isinstance(ids, list) and ids and isinstance(ids[0], list) for ids in record.values()):
+            return "it is several requests at once"
         counted = _object(out.get("meta_info", {}), "out.meta_info")
-        for name, count in (("input_ids", "prompt_tokens"), ("output_ids", "completion_tokens")):
-            ids = record[name]  # not all with images, or with --incremental-streaming-output
+        for key, count in (("input_ids", "prompt_tokens"), ("output_ids", "completion_tokens")):
+            ids = record[key]  # not all with --incremental-streaming-output, or in a session
             if isinstance(ids, list) and counted.get(count, len(ids)) != len(ids):
-                return f"its log has not all of its {name}"
+                return f"its log has not all of its {key}"
     if record.get("input_ids") is None:
         raise RowError("has no input_ids, expected them with output_ids, loss_mask or labels, or SGLang's log")
     if record.get("output_ids") is not None:
@@ -202,7 +155,28 @@ def read(place: str, record: Record) -> Request | str | None:
         assert isinstance(section, Section)  # the first shape is that of input_ids
         tokens, counts = _ids(section.tokens.tolist(), "input_ids"), section.mask.astype(np.bool_)
     counts = counts & (np.arange(len(tokens)) > 0)
-    return Request(place, tokens, counts) if counts.any() else "none of its tokens count"
+    return Request(place, tokens, counts, name) if counts.any() else "none of its tokens count"
+
+
+def _unlike(sent: Mapping[str, Any], out: Mapping[str, Any]) -> str | None:
+    """Say why a logged request can't be scored as tokens alone, or `None`."""
+    if sent.get("lora_path"):
+        return f"a LoRA adapter wrote its reply: {one_line(sent['lora_path'], 80)}"
+    if any(sent.get(name) for name in _MEDIA):
+        return "it has images, video or audio"
+    if sent.get("input_embeds") is not None:
+        return "its prompt is embeddings, not tokens"
+    meta = out.get("meta_info")
+    finish = meta.get("finish_reason") if isinstance(meta, dict) else None
+    ended = finish if isinstance(finish, dict) else {}
+    if sent.get("bootstrap_room") is not None and ended.get("type") == "length" and ended.get("length") == 0:
+        return "a prefill server logged it, which writes one token: expected the decode server's log"
+    if "output_ids" not in out:
+        hidden = "text" not in sent and "input_ids" not in sent
+        return "its log has no tokens, expected --log-requests-level 3" if hidden else "its log has no output_ids"
+    if sent.get("input_ids") is None and out.get("prompt_token_ids") is None:
+        return "its log has the prompt as text, or not at all"
+    return None
 
 
 def _object(value: Any, name: str) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from indexcache_search.engines.answers import Generated, token_logprobs
 from indexcache_search.errors import NonFiniteLossError, SearchError
+from indexcache_search.watch.outage import described, temporary
 from indexcache_search.watch.requests import Request
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.http.client import StatusError, ask
@@ -32,7 +33,7 @@ def loss(server: Address, request: Request) -> float:
     Raises:
         RefusedError: if the server refuses this request.
         NonFiniteLossError: if the loss is NaN or infinite.
-        IndexCacheError: if it does not answer, or not with logprobs of these tokens.
+        IndexCacheError: if it does not answer, which may be `temporary`, or not with logprobs of these tokens.
     """
     start = int(request.counts.argmax())
     body = {
@@ -47,9 +48,9 @@ def loss(server: Address, request: Request) -> float:
     try:
         answer = ask(server, "/generate", _GENERATED, body, seconds=REQUEST_SECONDS, max_bytes=limit)
     except StatusError as error:
-        if error.code == HTTPStatus.BAD_REQUEST:
+        if error.code in (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
             raise RefusedError(error.detail) from None
-        raise SearchError(f"{error}: {error.detail}") from None
+        raise error if temporary(error) else SearchError(described(error)) from None
     try:
         found = token_logprobs(answer, request.tokens[start:].tolist())
     except ValueError as error:
