@@ -9,7 +9,6 @@ if __name__ == "__main__":  # before the other imports, so that Ctrl-C while the
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,11 +26,12 @@ from sglang_indexcache.http import served_table, servers
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.known import patterns as known
 from sglang_indexcache.known.warnings import provenance, warnings_about
+from sglang_indexcache.launch_server import PATTERN_FLAG, split_arguments
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.process import exit_line
-from sglang_indexcache.serving import combinations
+from sglang_indexcache.serving.judge import family_in, judge
 from sglang_indexcache.sglang.environment import Environment
-from sglang_indexcache.sglang.launch_line import LaunchLine
+from sglang_indexcache.sglang.launch_line import Readings, split_text
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 
@@ -102,7 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("--server-args", options.pattern is None and options.server_args is not None, "a pattern"),
         (FLAG, options.model is None and options.json_model_override_args != "{}", "--model"),
         ("--allow-config-mismatch", options.model is None and options.allow_config_mismatch, "--model"),
-        ("--sglang", options.model is None and not options.environment and options.sglang, "--model or --environment"),
+        (
+            "--sglang",
+            options.model is None and not options.environment and options.server_args is None and options.sglang,
+            "--model, --server-args or --environment",
+        ),
     ):
         if given:
             parser.error(f"{flag} is used with {wanted} alone")
@@ -177,15 +181,32 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         pinned = [f"source    {spec.text}"] if spec.text != options.pattern else []
         text += ["\n".join([*pinned, *remarks(notes, doubts)])] if pinned or notes or doubts else []
     if options.server_args is not None:
-        arguments = LaunchLine.parse(shlex.split(options.server_args))
-        found = list(combinations.verdicts(pattern, combinations.family_in(spec), arguments))
-        refused = [verdict.why for verdict in found if verdict.state == combinations.REFUSED]
-        result["problems"] += refused
-        result["combinations"] = [asdict(verdict) for verdict in found]
-        lines = [verdict.line for verdict in found if verdict.state != combinations.REFUSED]
-        text.append("\n".join([combinations.proven_first(arguments), *lines, *(f"problem: {why}" for why in refused)]))
+        _check_launch(options, spec, pattern, result, text)
     if options.server:
         _check_servers([Address.of(url) for url in options.server], pattern, result, text)
+
+
+def _check_launch(
+    options: argparse.Namespace, spec: PatternSpec, pattern: Pattern, result: dict[str, Any], text: list[str]
+) -> None:
+    """Check a launch line as `launch_server` would; variables are those in front of it, not those of this shell."""
+    variables, words = split_text(options.server_args)
+    ours = split_arguments(words)
+    installed = SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
+    readings = Readings.of(ours.rest, installed)
+    family = family_in(spec, options.model or readings.lines[-1].model_path)
+    found = judge(pattern, family, readings, ours.shard, variables)
+    problems = found.problems
+    if ours.calibrate:
+        problems.insert(0, "--server-args starts a calibration server, which serves no pattern")
+    elif ours.pattern is not None and PatternSpec.read(ours.pattern).known() != pattern:
+        problems.insert(
+            0, f"--server-args has {PATTERN_FLAG} {ours.pattern}, which is another pattern than {spec.text}"
+        )
+    result["problems"] += problems
+    result["proven_first"], result["launch_notes"] = found.proven, list(found.notes)
+    result["combinations"] = [asdict(verdict) for verdict in found.verdicts]
+    text.append("\n".join([*found.lines, *(f"problem: {why}" for why in problems)]))
 
 
 def _check_servers(addresses: Sequence[Address], pattern: Pattern, result: dict[str, Any], text: list[str]) -> None:

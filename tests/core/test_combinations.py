@@ -18,8 +18,10 @@ from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.files.spec import PatternSpec
 from sglang_indexcache.pattern.reuse import ReusePolicy
 from sglang_indexcache.pattern.selection import Selection
-from sglang_indexcache.serving.combinations import COMBINATIONS, NOT_RUN, RAN, REFUSED, family_in, verdicts
-from sglang_indexcache.sglang.launch_line import LaunchLine
+from sglang_indexcache.serving.combinations import COMBINATIONS, NOT_RUN, RAN, REFUSED
+from sglang_indexcache.serving.judge import family_in, judge, proven_first, verdicts
+from sglang_indexcache.sglang.launch_line import LaunchLine, Readings
+from sglang_indexcache.sglang.options import parser_of
 from tests.conftest import tiny_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
@@ -29,8 +31,13 @@ COMPRESSED = Selection(page_tokens=16, pages=4, recent_pages=1, sink_pages=0, sc
 
 
 def states(line: str, pattern: Pattern = SHARED, shard: bool = False) -> dict[str, str]:
-    found = verdicts(pattern, DSA, LaunchLine.parse(line.split()), shard)
+    """Verdicts of a line on a CPU, where nothing is on by default."""
+    found = verdicts(pattern, DSA, on_cpu(line), shard)
     return {verdict.name: verdict.state for verdict in found}
+
+
+def on_cpu(line: str) -> LaunchLine:
+    return LaunchLine.parse(f"{line} --device cpu".split())
 
 
 def test_launch_lines_are_read_without_sglang() -> None:
@@ -58,7 +65,24 @@ def test_launch_lines_are_read_without_sglang() -> None:
         ("--dcp-size 2", {"other context parallelism": NOT_RUN}),
         ("--disaggregation-mode prefill", {"prefill and decode apart": RAN}),
         ("--kv-cache-dtype fp8_e4m3", {"fp8 KV cache": RAN}),
-        ("--kv-cache-dtype fp4_e2m1", {"fp4 KV cache": NOT_RUN}),
+        ("--kv-cache-dtype fp8_e5m2", {"other types of KV cache": NOT_RUN}),
+        ("--kv-cache-dtype nvfp4", {"other types of KV cache": NOT_RUN}),
+        ("--kv-cache-dtype bfloat16 --page-size 64 --dtype auto", {}),
+        ("--page-size 32", {"--page-size 32": NOT_RUN}),
+        ("--attn-dp-size 8 --enable-hicache", {"data-parallel attention": RAN, "HiCache": RAN}),
+        ("--speculative-algo NEXTN", {"MTP/NextN, EAGLE": RAN}),
+        ("--enable-two-batch", {"--enable-two-batch-overlap": REFUSED}),
+        ("--use-ray", {"--use-ray": REFUSED}),
+        ("--enable-single-batch", {"--enable-single-batch, which is --enable-single-batch-overlap": NOT_RUN}),
+        ("--dsa-prefill-backend fa3", {"--dsa-prefill-backend fa3": NOT_RUN}),
+        (
+            "--dsa-prefill-backend flashmla_kv --dsa-decode-backend trtllm",
+            {"kernels of sparse attention in prompts": RAN, "--dsa-decode-backend trtllm": NOT_RUN},
+        ),
+        ("--no-enable-dsa-fused-indexer", {"--no-enable-dsa-fused-indexer": NOT_RUN}),
+        ("--cuda-graph-backend-decode breakable", {"--cuda-graph-backend-decode breakable": NOT_RUN}),
+        ('--cuda-graph-config {"prefill":{"backend":"breakable"}}', {"graphs of prompts": RAN}),
+        ("--port 1 --api-key secret --mem-fraction-static 0.8 --chunked-prefill-size 8192", {}),
         ("--enable-two-batch-overlap", {"--enable-two-batch-overlap": REFUSED}),
         ("--cuda-graph-backend-prefill disabled", {}),
     ],
@@ -72,7 +96,7 @@ def test_refusals_depend_on_pattern_and_family() -> None:
     assert states(line, SHARED.selecting_for(0, 4))["--attn-cp-size"] == REFUSED
     assert states(line, Pattern("FFF"), shard=True)["--attn-cp-size"] == REFUSED
     assert states("--enable-two-batch-overlap", Pattern("FFF")) == {}
-    [found] = verdicts(SHARED, DEEPSEEK_V4, LaunchLine.parse(["--enable-hisparse"]))
+    [found] = verdicts(SHARED, DEEPSEEK_V4, on_cpu("--enable-hisparse"))
     assert found.state == REFUSED and "--enable-hisparse can't be combined with a pattern" in found.why
     file = PatternSpec("glm.yaml", pattern_file(SHARED, tiny_config()))
     assert family_in(file) is family_of("GlmMoeDsaForCausalLM") and family_in(PatternSpec.read("FSSF")) is DSA
@@ -89,7 +113,8 @@ def test_refusals_of_what_is_kept_while_prompts_are_read() -> None:
         ("--enable-pd-role-switch", "--enable-pd-role-switch"),
         ("--enable-piecewise-cuda-graph", "--enable-piecewise-cuda-graph"),
     ):
-        arguments = LaunchLine.parse(line.split())
+        older = "0.5.13.post1" if "piecewise-cuda" in line else "0.5.20"
+        arguments = LaunchLine.parse([*line.split(), "--device", "cpu"], parser_of(older))
         for pattern, what in (
             (kept, "score compressed_keys"),
             (rounded, "score rounded_keys"),
@@ -98,15 +123,15 @@ def test_refusals_of_what_is_kept_while_prompts_are_read() -> None:
             [found] = [item for item in verdicts(pattern, DENSE_GQA, arguments) if item.state == REFUSED]
             assert found.name == flag and found.why.startswith(f"{line} can't be combined with {what}: ")
         assert not [item for item in verdicts(plain, DENSE_GQA, arguments) if item.state == REFUSED]
-    mixed = LaunchLine.parse(["--enable-mixed-chunk"])
+    mixed = on_cpu("--enable-mixed-chunk")
     for pattern, state in ((kept, REFUSED), (Pattern("DDD", COMPRESSED), NOT_RUN)):
         assert [item.state for item in verdicts(pattern, DENSE_GQA, mixed)] == [state]
-    prefill = LaunchLine.parse("--disaggregation-mode prefill".split())
+    prefill = on_cpu("--disaggregation-mode prefill")
     assert [item.state for item in verdicts(kept, DENSE_GQA, prefill)] == [NOT_RUN]
 
 
 def test_what_ran_with_f_and_s_on_dsa_models_is_said_of_nothing_else() -> None:
-    line = LaunchLine.parse(["--speculative-algorithm", "EAGLE"])
+    line = on_cpu("--speculative-algorithm EAGLE")
     for pattern, family, shard in (
         (SHARED.selecting_for(0, 4), DSA, False),
         (SHARED, DSA, True),
