@@ -263,13 +263,16 @@ COMBINATIONS = (
     *(
         Combination(
             f"kernels of sparse attention in {where}",
-            (f"--dsa-{word}-backend flashmla_sparse, flashmla_sparse_q8, flashmla_kv, flashmla_auto",),
+            (f"--dsa-{word}-backend {', '.join(ran)}",),
             _GPU,
             (f"dsa_{word}_backend",),
-            _one_of(f"dsa_{word}_backend", "flashmla_sparse", "flashmla_sparse_q8", "flashmla_kv", "flashmla_auto"),
+            _one_of(f"dsa_{word}_backend", *ran),
             "other kernels",
         )
-        for word, where in (("prefill", "prompts"), ("decode", "decoding"))
+        for word, where, ran in (
+            ("prefill", "prompts", ("flashmla_sparse", "flashmla_sparse_q8", "flashmla_kv", "flashmla_auto")),
+            ("decode", "decoding", ("flashmla_sparse", "flashmla_kv")),
+        )
     ),
     Combination(
         "backend of sparse attention",
