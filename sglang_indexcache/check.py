@@ -84,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--allow-config-mismatch", action="store_true", help="accept a file made for another config.json"
     )
     parser.add_argument(
-        "--server-args", metavar="FLAGS", help="a launch line of SGLang's: what was run together, and what is refused"
+        "--server-args",
+        metavar="FLAGS",
+        help="a launch line of SGLang's: what was run together, what is refused, and what can't be judged",
     )
     parser.add_argument("--environment", action="store_true", help="show what this SGLang offers, feature by feature")
     parser.add_argument("--known", action="store_true", help="list the patterns that others published")

@@ -219,7 +219,7 @@ COMBINATIONS = (
         _GPU,
         ("enable_hierarchical_cache",),
         _given("enable_hierarchical_cache"),
-        "its storage, whose keys carry the pattern",
+        "its storage",
     ),
     Combination(
         "storage of HiCache",
@@ -227,7 +227,6 @@ COMBINATIONS = (
         "",
         ("hicache_storage_backend",),
         _given("hicache_storage_backend"),
-        "its keys carry the pattern",
     ),
     Combination("HiSparse", ("--enable-hisparse",), _GPU, ("enable_hisparse",), _given("enable_hisparse")),
     Combination(

@@ -173,8 +173,8 @@ def _is_judged(name: str, line: LaunchLine, meant: Meaning, family: Family) -> b
     if name in HARMLESS or name in line.plain:
         return True
     for meaning in [meaning for meaning, sources in SOURCES.items() if name in sources] or [name]:
-        said = getattr(meant, meaning)
-        if said is None or said in PLAIN.get(meaning, ()):
+        said, plain = getattr(meant, meaning), PLAIN.get(meaning, ())
+        if said is None or (said in plain and (meaning, family) != ("page_size", DENSE_GQA)):
             continue
         readers = (item for item in COMBINATIONS if meaning in item.reads and item.family in (family, DSA))
         if not any(item.asked(meant) for item in readers):
