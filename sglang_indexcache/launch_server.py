@@ -36,7 +36,7 @@ from sglang_indexcache import __version__, process
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.files.spec import PatternSpec
 from sglang_indexcache.model.name import ModelName
-from sglang_indexcache.serving.combinations import REFUSED
+from sglang_indexcache.serving.combinations import REFUSED, UNJUDGED
 from sglang_indexcache.serving.judge import family_in, judge
 from sglang_indexcache.sglang.launch_line import Readings
 from sglang_indexcache.sglang.probes import SglangSource
@@ -143,16 +143,17 @@ def tell(spec: PatternSpec, split: Arguments) -> None:
         LaunchError: if one of them can't be combined with it.
         ModelConfigError: if the model is a path of nothing.
     """
-    pattern, readings = spec.known(), Readings.of(split.rest, SglangSource.installed())
+    pattern, variables = spec.known(), dict(os.environ)  # SGLang sets some while it is imported
+    readings = Readings.of(split.rest, SglangSource.installed())
     model = readings.lines[-1].model_path
     if model is not None and model.startswith(("/", "./", "../")) and not Path(model).exists():
         ModelName.parse(model)  # says what is wrong
-    found = judge(pattern, family_in(spec, model), readings, split.shard, os.environ)
+    found = judge(pattern, family_in(spec, model), readings, split.shard, variables)
     for verdict in found.verdicts:
         if verdict.state == REFUSED:
             raise LaunchError(verdict.why)
     if not pattern.is_full:
-        unjudged = [verdict.line for verdict in found.verdicts if verdict.line not in found.lines]
+        unjudged = [verdict.line for verdict in found.verdicts if verdict.state == UNJUDGED]
         notes = [*found.lines, *unjudged]
         if spec.text != split.pattern:
             notes.insert(0, f"the pattern is {spec.text}")

@@ -225,7 +225,7 @@ def _range(found: Sequence[str]) -> str:
 
 
 def _notes(readings: Readings) -> tuple[str, ...]:
-    notes, line = [], readings.lines[-1]
+    notes, line = [f"note: {readings.doubt}"] if readings.doubt else [], readings.lines[-1]
     if readings.others:
         names = ", ".join(dict.fromkeys(unread.name for found in readings.others.values() for unread in found))
         notes.append(

@@ -101,11 +101,13 @@ class Readings:
         lines: one for each version whose parser takes every word of it; if none does, of those that take the most.
         others: for each other version, what it could not read.
         own: whether the installed SGLang's own parser read it.
+        doubt: why it was not read as the SGLang at hand does, one line; empty if it was, or if there is none.
     """
 
     lines: tuple[LaunchLine, ...]
     others: dict[str, tuple[Unread, ...]]
     own: bool = False
+    doubt: str = ""
 
     @classmethod
     def of(cls, words: Sequence[str], source: SglangSource | None) -> Readings:
@@ -115,15 +117,21 @@ class Readings:
             words: of the launch line, without the program.
             source: the installed SGLang, which is imported, or an unpacked one, which is not.
         """
-        parsers = [parser_of(version) for version in versions()]
+        parsers, doubt = [parser_of(version) for version in versions()], ""
         if source is not None:
             installed = SglangSource.installed()
-            own = installed_parser(source.version) if installed is not None and installed.root == source.root else None
-            parsers = [own] if own else [item for item in parsers if item.version == source.version] or parsers
+            imported = installed is not None and installed.root == source.root
+            own = installed_parser(source.version) if imported else None
+            of_version = [item for item in parsers if item.version == source.version]
+            if own is None and imported:
+                doubt = f"the parser of SGLang {source.version} can't be imported here; a table of options was read"
+            if own is None and not of_version:
+                doubt = f"the options of SGLang {source.version} are not known without importing it; others were read"
+            parsers = [own] if own else of_version or parsers
         found = tuple(LaunchLine.parse(words, parser) for parser in parsers)
         fewest = min(len(line.unread) for line in found)
         kept = tuple(line for line in found if len(line.unread) == fewest)
-        return cls(kept, {line.version: line.unread for line in found if line not in kept}, parsers[0].own)
+        return cls(kept, {line.version: line.unread for line in found if line not in kept}, parsers[0].own, doubt)
 
 
 def split_text(text: str) -> tuple[dict[str, str], list[str]]:

@@ -17,11 +17,12 @@ from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.serving.combinations import COMBINATIONS, NOT_RUN, PLAIN, UNJUDGED
 from sglang_indexcache.serving.judge import judge, verdicts
-from sglang_indexcache.sglang import config_file
+from sglang_indexcache.sglang import config_file, launch_line
 from sglang_indexcache.sglang.harmless import HARMLESS
 from sglang_indexcache.sglang.launch_line import LaunchLine, Readings, split_text
 from sglang_indexcache.sglang.meaning import SOURCES, Meaning
 from sglang_indexcache.sglang.options import OptionError, parser_of, versions
+from sglang_indexcache.sglang.probes import SglangSource
 from tests.core.launch_lines import mutations
 
 SHARED = Pattern("FSSFSS")
@@ -231,3 +232,24 @@ def test_flags_that_nobody_judged_are_not_run() -> None:
     for option in others:
         assert of_all_versions(option["names"][0]), option["dest"]
     assert of_all_versions("--enable-kv-cache-sharding") == {"--enable-kv-cache-sharding": NOT_RUN}
+
+
+def test_an_sglang_that_the_table_lacks_is_said(tmp_path: Path) -> None:
+    """Between two versions of the table flags come and go: what is not known is no silence."""
+    for version, doubts in (("0.5.20", 0), ("0.5.21", 1)):
+        root = tmp_path / version / "sglang"
+        (root / "srt").mkdir(parents=True)
+        (root.parent / f"sglang-{version}.dist-info").mkdir()
+        found = judge(SHARED, DSA, Readings.of(["--tp-size", "2"], SglangSource.at(root)))
+        assert len(found.notes) == doubts and all(
+            f"options of SGLang {version} are not" in note for note in found.notes
+        )
+
+
+def test_a_parser_that_can_not_be_imported_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
+    source = SglangSource(tmp_path / "sglang", NEWEST)
+    monkeypatch.setattr(SglangSource, "installed", classmethod(lambda cls: source))
+    monkeypatch.setattr(launch_line, "installed_parser", lambda version: None)
+    found = judge(SHARED, DSA, Readings.of(["--enable-two-batch"], source))
+    assert "can't be imported here" in found.notes[0] and found.problems
