@@ -43,8 +43,9 @@ def flag(name: str) -> str:
 
 def refused_flags(refused: Mapping[str, str], arguments: Any) -> Iterator[tuple[str, str]]:
     """Yield the flags in SGLang's server arguments that are among `refused` (attributes and why), with the reason."""
+    meant = Meaning(arguments)
     for name, reason in refused.items():
-        given = getattr(arguments, name, None)
+        given = getattr(meant, name)
         if given is True or (given and given != 1):
             yield flag(name), reason
 

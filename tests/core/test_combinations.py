@@ -96,6 +96,9 @@ def test_refusals_depend_on_pattern_and_family() -> None:
     line = "--attn-cp-size 2"
     assert states(line, SHARED.selecting_for(0, 4))["--attn-cp-size"] == REFUSED
     assert states(line, Pattern("FFF"), shard=True)["--attn-cp-size"] == REFUSED
+    dense = Pattern("DSS", replace(COMPRESSED, score="token_max"))
+    for line in ("--attn-dp-size 2", "--enable-prefill-cp", "--dcp-size 2"):  # newer names of what it refuses, too
+        assert REFUSED in {item.state for item in verdicts(dense, DENSE_GQA, on_cpu(line))}
     assert states("--enable-two-batch-overlap", Pattern("FFF")) == {"--enable-two-batch-overlap": NOT_RUN}
     [found] = verdicts(SHARED, DEEPSEEK_V4, on_cpu("--enable-hisparse"))
     assert found.state == REFUSED and "--enable-hisparse can't be combined with a pattern" in found.why
@@ -112,6 +115,7 @@ def test_refusals_of_what_is_kept_while_prompts_are_read() -> None:
         ("--disaggregation-mode decode", "--disaggregation-mode", "0.5.23"),
         ("--cuda-graph-backend-prefill tc_piecewise", "--cuda-graph-backend-prefill", "0.5.20"),
         ("--enable-pd-role-switch", "--enable-pd-role-switch", "0.5.23"),
+        ('--cuda-graph-config {"prefill":{"backend":"tc_piecewise"}}', "--cuda-graph-backend-prefill", "0.5.20"),
         ("--enable-piecewise-cuda-graph", "--enable-piecewise-cuda-graph", "0.5.13.post1"),
     ):
         arguments = LaunchLine.parse([*line.split(), "--device", "cpu"], parser_of(version))
@@ -121,7 +125,8 @@ def test_refusals_of_what_is_kept_while_prompts_are_read() -> None:
             (averaged, "steps ema:0.5"),
         ):
             [found] = [item for item in verdicts(pattern, DENSE_GQA, arguments) if item.state == REFUSED]
-            assert found.name == flag and found.why.startswith(f"{line} can't be combined with {what}: ")
+            said = line if "{" not in line else f"{flag} tc_piecewise"
+            assert found.name == flag and found.why.startswith(f"{said} can't be combined with {what}: ")
         assert not [item for item in verdicts(plain, DENSE_GQA, arguments) if item.state == REFUSED]
     mixed = on_cpu("--enable-mixed-chunk")
     for pattern, state in ((kept, REFUSED), (Pattern("DDD", COMPRESSED), NOT_RUN)):
