@@ -7,6 +7,8 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.errors import IndexCacheError
@@ -23,7 +25,7 @@ _RENAMED = {  # attributes of older parsers, which SGLang renames as soon as it 
     "attention_context_parallel_size": "attn_cp_size",
 }
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_PROGRAMS = ("sglang.launch_server", "sglang_indexcache.launch_server", "serve")  # flags follow
+_PROGRAMS = (("-m", "sglang.launch_server"), ("-m", "sglang_indexcache.launch_server"), ("sglang", "serve"))
 
 
 @dataclass(frozen=True)
@@ -146,13 +148,13 @@ def split_text(text: str) -> tuple[dict[str, str], list[str]]:
         words = shlex.split(re.sub(r"\\\s*\n", " ", text))
     except ValueError as error:
         raise IndexCacheError(f"a launch line: {error}; expected the words as in a shell") from None
-    first = next((place for place, word in enumerate(words) if word in _PROGRAMS), -1)
+    pairs = ((Path(before).name, word) for before, word in pairwise(words))
+    first = next((place for place, pair in enumerate(pairs, 1) if pair in _PROGRAMS), -1)
     head, rest = words[: first + 1], words[first + 1 :]
     if first < 0:
         while rest and _ASSIGNMENT.fullmatch(rest[0]):
             head.append(rest.pop(0))
-    pairs = (match.groups() for word in head if (match := _ASSIGNMENT.fullmatch(word)))
-    return dict(pairs), rest
+    return dict(match.groups() for word in head if (match := _ASSIGNMENT.fullmatch(word))), rest
 
 
 def _without_config(words: Sequence[str]) -> list[str]:

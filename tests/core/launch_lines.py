@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +34,7 @@ def mutations(count: int, rng: random.Random) -> Iterator[tuple[list[str], dict[
         pieces = _pieces(rng.choice(REAL).split())
         content: dict[str, Any] | None = None
         for _ in range(rng.randint(1, 3)):
-            change = rng.choice((_shorten, _join, _shuffle, _repeat, _drop, _odd, _mix))
+            change = rng.choice((_shorten, _join, _shuffle, _repeat, _drop, _odd, _mix, _underscores))
             change(pieces, rng)
         if rng.random() < 0.25 and pieces:
             content = _into_file(pieces, rng)
@@ -83,6 +84,22 @@ def _odd(pieces: Pieces, rng: random.Random) -> None:
 def _mix(pieces: Pieces, rng: random.Random) -> None:
     """Add an option of another line, without its value."""
     pieces.append([rng.choice(_FLAGS)])
+
+
+def _underscores(pieces: Pieces, rng: random.Random) -> None:
+    """Write a flag as Python would; SGLang takes that in files alone."""
+    piece = rng.choice(pieces)
+    piece[0] = "--" + piece[0].lstrip("-").replace("-", "_")
+
+
+def as_text(words: list[str], variables: dict[str, str], rng: random.Random) -> str:
+    """Write words as somebody would into a shell: quoted or not, over several lines, behind variables or a program."""
+    head = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    program = rng.choice(
+        ("", "python -m sglang.launch_server", "sglang serve", "/opt/bin/python3 -W ignore -m sglang.launch_server")
+    )
+    quoted = [f"'{word}'" if rng.random() < 0.2 and "'" not in word else shlex.quote(word) for word in words]
+    return rng.choice((" ", " \\\n  ")).join([*head, *([program] if program else []), *quoted])
 
 
 def _into_file(pieces: Pieces, rng: random.Random) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from sglang_indexcache.sglang.launch_line import LaunchLine, Readings, split_tex
 from sglang_indexcache.sglang.meaning import SOURCES, Meaning
 from sglang_indexcache.sglang.options import OptionError, parser_of, versions
 from sglang_indexcache.sglang.probes import SglangSource
-from tests.core.launch_lines import mutations
+from tests.core.launch_lines import as_text, mutations
 
 SHARED = Pattern("FSSFSS")
 NEWEST = versions()[-1]
@@ -103,6 +103,20 @@ def test_a_thousand_lines_are_never_passed_over(tmp_path: Path, monkeypatch: pyt
                 spoken += 1
                 assert attribute in told, (version, words, name, told)
     assert refused > 100 and spoken > 1000
+
+
+def test_a_thousand_lines_of_a_shell_are_split_into_their_words() -> None:
+    """Whatever is in front of a line, or how it is quoted, its variables are judged and no word is lost."""
+    rng = random.Random(11)
+    names = ("SGLANG_DISABLE_DSA_INDEXER_FUSION", "SGLANG_USE_SM90_LITETOPK", "SGLANG_OPT_USE_TOPK_V2", "CUDA_HOME")
+    for words, _ in mutations(1000, rng):
+        variables = {name: rng.choice(("1", "a b")) for name in rng.sample(names, rng.randint(0, 2))}
+        if not words:
+            continue
+        assert split_text(as_text(words, variables, rng)) == (variables, words)
+        line = LaunchLine.parse(words)
+        told = {item.name for item in verdicts(SHARED, DSA, line, variables=variables)}
+        assert told >= variables.keys() - {"CUDA_HOME"}
 
 
 @pytest.mark.parametrize(
@@ -200,6 +214,7 @@ def test_flags_on_the_line_win_over_the_file(tmp_path: Path) -> None:
         ("A=1 B='x y' python3 -m sglang.launch_server --tp '8'", {"A": "1", "B": "x y"}, ["--tp", "8"]),
         ("env A=1 sglang serve --model-path m", {"A": "1"}, ["--model-path", "m"]),
         ("A=1 --tp 8", {"A": "1"}, ["--tp", "8"]),
+        ("--served-model-name serve --model-path a=b", {}, ["--served-model-name", "serve", "--model-path", "a=b"]),
         ("", {}, []),
     ],
 )
