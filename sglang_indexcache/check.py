@@ -26,7 +26,8 @@ from sglang_indexcache.http import served_table, servers
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.known import patterns as known
 from sglang_indexcache.known.warnings import provenance, warnings_about
-from sglang_indexcache.launch_server import PATTERN_FLAG, split_arguments
+from sglang_indexcache.launch_server import split_arguments
+from sglang_indexcache.model.checkpoint import Checkpoint
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.process import exit_line
 from sglang_indexcache.serving.judge import family_in, judge
@@ -34,6 +35,7 @@ from sglang_indexcache.sglang.environment import Environment
 from sglang_indexcache.sglang.launch_line import Readings, split_text
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
+from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE, SHARD_VARIABLE
 
 DESCRIPTION = f"""\
 Check a pattern file, without starting a server.
@@ -196,15 +198,17 @@ def _check_launch(
     ours = split_arguments(words)
     installed = SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
     readings = Readings.of(ours.rest, installed)
-    family = family_in(spec, options.model or readings.lines[-1].model_path)
-    found = judge(pattern, family, readings, ours.shard, variables)
+    family = family_in(spec, readings.lines[-1].model_path)
+    if spec.file is None and options.model is not None:
+        family = Checkpoint.read(options.model).family
+    shard = ours.shard or variables.get(SHARD_VARIABLE) == "1"
+    served = ours.pattern or variables.get(PATTERN_VARIABLE)
+    found = judge(pattern, family, readings, shard, variables)
     problems = found.problems
     if ours.calibrate:
         problems.insert(0, "--server-args starts a calibration server, which serves no pattern")
-    elif ours.pattern is not None and PatternSpec.read(ours.pattern).known() != pattern:
-        problems.insert(
-            0, f"--server-args has {PATTERN_FLAG} {ours.pattern}, which is another pattern than {spec.text}"
-        )
+    elif served and PatternSpec.read(served).known() != pattern:
+        problems.insert(0, f"--server-args serves {served}, which is another pattern than {spec.text}")
     result["problems"] += problems
     result["proven_first"], result["launch_notes"] = found.proven, list(found.notes)
     result["combinations"] = [asdict(verdict) for verdict in found.verdicts]

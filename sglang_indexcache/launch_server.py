@@ -148,7 +148,8 @@ def tell(spec: PatternSpec, split: Arguments) -> None:
     model = readings.lines[-1].model_path
     if model is not None and model.startswith(("/", "./", "../")) and not Path(model).exists():
         ModelName.parse(model)  # says what is wrong
-    found = judge(pattern, family_in(spec, model), readings, split.shard, variables)
+    shard = split.shard or variables.get(SHARD_VARIABLE) == "1"
+    found = judge(pattern, family_in(spec, model), readings, shard, variables)
     for verdict in found.verdicts:
         if verdict.state == REFUSED:
             raise LaunchError(verdict.why)

@@ -139,7 +139,7 @@ def _graphs_by_default(line: LaunchLine, family: Family) -> str:
 
 def _blackwell_by_default(line: LaunchLine, family: Family) -> str:
     asked = line.kv_cache_dtype not in (None, "auto") or line.device not in _ON_NVIDIA
-    return "" if asked or family is DENSE_GQA else "on by default there, and nothing was run there"
+    return "" if asked or family in (DENSE_GQA, DEEPSEEK_V4) else "on by default there, and nothing was run there"
 
 
 COMBINATIONS = (

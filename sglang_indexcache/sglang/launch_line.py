@@ -154,7 +154,7 @@ def split_text(text: str) -> tuple[dict[str, str], list[str]]:
     if first < 0:
         while rest and _ASSIGNMENT.fullmatch(rest[0]):
             head.append(rest.pop(0))
-    return dict(match.groups() for word in head if (match := _ASSIGNMENT.fullmatch(word))), rest
+    return {match[1]: match[2] for word in head if (match := _ASSIGNMENT.fullmatch(word))}, rest
 
 
 def _without_config(words: Sequence[str]) -> list[str]:

@@ -20,7 +20,7 @@ class Meaning:
     """
 
     def __init__(self, arguments: Any) -> None:
-        self._arguments = arguments._arguments if isinstance(arguments, Meaning) else arguments
+        self._arguments: Any = arguments._arguments if isinstance(arguments, Meaning) else arguments
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -77,11 +77,11 @@ def _prefill_cp(arguments: Any) -> bool | None:
 
 def _strategy(arguments: Any) -> str | None:
     """Return how tokens are split; the first parsers of sparse models split them in turn by default."""
-    given = _first("cp_strategy")(arguments)
+    given: str | None = _first("cp_strategy")(arguments)
     older = ("enable_dsa_prefill_context_parallel", "enable_nsa_prefill_context_parallel")
     if given is None and any(getattr(arguments, name, None) for name in older):
         return INTERLEAVE
-    return _OLD_STRATEGIES.get(given, given)
+    return given if given is None else _OLD_STRATEGIES.get(given, given)
 
 
 def _graphs(phase: str) -> Callable[[Any], Any]:

@@ -282,9 +282,11 @@ def test_the_documented_override_alone_is_ignored_on_glm5(model: Path) -> None:
     [
         ("--indexcache-shard-indexers --attn-cp-size 2", "--attn-cp-size can't be combined with --indexcache-shard-in"),
         (
-            "--indexcache-pattern FFSFSS --tp 8",
-            "--server-args has --indexcache-pattern FFSFSS, which is another pattern",
+            "SGLANG_INDEXCACHE_SHARD_INDEXERS=1 sglang serve --dcp-size 2",
+            "--dcp-size can't be combined with --indexcac",
         ),
+        ("--indexcache-pattern FFSFSS --tp 8", "--server-args serves FFSFSS, which is another pattern than FSSFSS"),
+        ("SGLANG_INDEXCACHE_PATTERN=FFSFSS sglang serve", "--server-args serves FFSFSS, which is another pattern than"),
         ("--indexcache-calibrate", "--server-args starts a calibration server, which serves no pattern"),
         ("SGLANG_USE_SM90_LITETOPK=1 sglang serve --tp 8", "SGLANG_USE_SM90_LITETOPK can't be combined with a pattern"),
         ("--enable-two-batch", "--enable-two-batch-overlap can't be combined with a pattern: its path"),
