@@ -207,12 +207,21 @@ def _check_launch(
     problems = found.problems
     if ours.calibrate:
         problems.insert(0, "--server-args starts a calibration server, which serves no pattern")
-    elif served and PatternSpec.read(served).known() != pattern:
-        problems.insert(0, f"--server-args serves {served}, which is another pattern than {spec.text}")
+    elif served and served not in (spec.text, options.pattern):
+        problems = [*_another(served, spec, pattern), *problems]
     result["problems"] += problems
     result["proven_first"], result["launch_notes"] = found.proven, list(found.notes)
     result["combinations"] = [asdict(verdict) for verdict in found.verdicts]
     text.append("\n".join([*found.lines, *(f"problem: {why}" for why in problems)]))
+
+
+def _another(served: str, spec: PatternSpec, pattern: Pattern) -> list[str]:
+    """Return one line if a launch line serves another pattern than the one that is checked, or nobody can say."""
+    try:
+        other = PatternSpec.read(served).known()
+    except IndexCacheError as error:
+        return [f"could not be judged: the pattern that --server-args serve ({error})"]
+    return [] if other == pattern else [f"--server-args serves {served}, which is another pattern than {spec.text}"]
 
 
 def _check_servers(addresses: Sequence[Address], pattern: Pattern, result: dict[str, Any], text: list[str]) -> None:
