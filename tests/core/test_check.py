@@ -287,6 +287,10 @@ def test_the_documented_override_alone_is_ignored_on_glm5(model: Path) -> None:
         ),
         ("--indexcache-pattern FFSFSS --tp 8", "--server-args serves FFSFSS, which is another pattern than FSSFSS"),
         ("SGLANG_INDEXCACHE_PATTERN=FFSFSS sglang serve", "--server-args serves FFSFSS, which is another pattern than"),
+        (
+            "--indexcache-pattern /on/a.yaml",
+            "could not be judged: the pattern that --server-args serve (/on/a.yaml: No",
+        ),
         ("--indexcache-calibrate", "--server-args starts a calibration server, which serves no pattern"),
         ("SGLANG_USE_SM90_LITETOPK=1 sglang serve --tp 8", "SGLANG_USE_SM90_LITETOPK can't be combined with a pattern"),
         ("--enable-two-batch", "--enable-two-batch-overlap can't be combined with a pattern: its path"),
