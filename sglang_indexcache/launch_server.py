@@ -37,8 +37,9 @@ from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.files.spec import PatternSpec
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.serving.combinations import REFUSED, UNJUDGED
-from sglang_indexcache.serving.judge import family_in, judge
+from sglang_indexcache.serving.judge import Judgement, family_in, judge
 from sglang_indexcache.sglang.launch_line import Readings
+from sglang_indexcache.sglang.options import versions
 from sglang_indexcache.sglang.probes import SglangSource
 from sglang_indexcache.sglang.refusal import (
     ADMIN_KEY_VARIABLE,
@@ -144,15 +145,22 @@ def tell(spec: PatternSpec, split: Arguments) -> None:
         ModelConfigError: if the model is a path of nothing.
     """
     pattern, variables = spec.known(), dict(os.environ)  # SGLang sets some while it is imported
-    readings = Readings.of(split.rest, SglangSource.installed())
-    model = readings.lines[-1].model_path
-    if model is not None and model.startswith(("/", "./", "../")) and not Path(model).exists():
-        ModelName.parse(model)  # says what is wrong
-    shard = split.shard or variables.get(SHARD_VARIABLE) == "1"
-    found = judge(pattern, family_in(spec, model), readings, shard, variables)
-    for verdict in found.verdicts:
-        if verdict.state == REFUSED:
-            raise LaunchError(verdict.why)
+    shard, source = split.shard or variables.get(SHARD_VARIABLE) == "1", SglangSource.installed()
+
+    def judged(importing: bool) -> Judgement:
+        readings = Readings.of(split.rest, source, importing)
+        model = readings.lines[-1].model_path
+        if model is not None and model.startswith(("/", "./", "../")) and not Path(model).exists():
+            ModelName.parse(model)  # says what is wrong
+        found = judge(pattern, family_in(spec, model), readings, shard, variables)
+        for verdict in found.verdicts:
+            if verdict.state == REFUSED:
+                raise LaunchError(verdict.why)
+        return found
+
+    if source is not None and source.version in versions():
+        judged(importing=False)  # a mistake is answered at once
+    found = judged(importing=True)
     if not pattern.is_full:
         unjudged = [verdict.line for verdict in found.verdicts if verdict.state == UNJUDGED]
         notes = [*found.lines, *unjudged]

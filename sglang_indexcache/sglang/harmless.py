@@ -92,7 +92,7 @@ _GRAPHS = """
 """  # how large captured passes are, or that none is
 
 _DETAILS = """
-    speculative_num_steps speculative_num_draft_tokens speculative_draft_model_path speculative_draft_model_revision
+    speculative_num_steps speculative_num_draft_tokens speculative_draft_model_revision
     speculative_draft_load_format speculative_accept_threshold_single speculative_accept_threshold_acc
     speculative_token_map speculative_use_rejection_sampling speculative_ngram_capacity
     speculative_ngram_external_corpus_max_tokens speculative_ngram_external_corpus_path

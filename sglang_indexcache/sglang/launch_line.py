@@ -112,17 +112,18 @@ class Readings:
     doubt: str = ""
 
     @classmethod
-    def of(cls, words: Sequence[str], source: SglangSource | None) -> Readings:
+    def of(cls, words: Sequence[str], source: SglangSource | None, importing: bool = True) -> Readings:
         """Read words as an SGLang does; as all versions of the table if it is `None`, or none of them.
 
         Args:
             words: of the launch line, without the program.
             source: the installed SGLang, which is imported, or an unpacked one, which is not.
+            importing: whether the installed one may be imported, which takes seconds.
         """
         parsers, doubt = [parser_of(version) for version in versions()], ""
         if source is not None:
             installed = SglangSource.installed()
-            imported = installed is not None and installed.root == source.root
+            imported = importing and installed is not None and installed.root == source.root
             own = installed_parser(source.version) if imported else None
             of_version = [item for item in parsers if item.version == source.version]
             if own is None and imported:
